@@ -1,0 +1,48 @@
+# Each target sets up what it needs: Python 3.11 and make are enough.
+PYTHON ?= $(shell command -v python3.11 2>/dev/null || command -v python3 2>/dev/null)
+BIN := .venv/bin
+READY := .venv/.ready
+TORCH := .venv/.torch
+
+# Nothing is asked of the network once `setup` has run; Ray starts without token files or usage reports. Your own
+# environment wins: `RAY_AUTH_MODE=token make serve`.
+export HF_HUB_OFFLINE ?= 1
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
+export TOKENIZERS_PARALLELISM ?= false
+export TRANSFORMERS_VERBOSITY ?= error
+
+.DEFAULT_GOAL := check
+.PHONY: setup fmt check test test-all parity bench serve
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' && touch $@
+
+$(TORCH): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 && touch $@
+
+fmt: $(READY)
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+check: $(READY)
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/ty check --python .venv
+	$(BIN)/lint-imports --no-logo && $(BIN)/pytest -q tests/architecture/test_limits.py
+
+test: $(READY)
+	$(BIN)/pytest -m "not slow and not parity"
+
+test-all: $(READY)
+	$(BIN)/pytest -m "not parity"
+
+parity: $(TORCH)
+	$(BIN)/pytest -m parity tests/parity
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.run
+
+serve: $(READY)
+	$(BIN)/serve run configs/qwen3_moe.yaml

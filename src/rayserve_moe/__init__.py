@@ -1,0 +1,28 @@
+"""Mixture-of-Experts language models served with JAX on Ray, with routing that trainers can replay.
+
+Public names load on first use, so that importing one plain package loads neither jax nor ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "Engine": "rayserve_moe.inprocess.engine",
+    "extract_routed_experts_from_meta_info": "rayserve_moe.replay.encoding",
+}
+
+__all__ = ["Engine", "__version__", "extract_routed_experts_from_meta_info"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,39 @@
+"""Numbers that follow from the settings and the model's own limits."""
+
+from __future__ import annotations
+
+from rayserve_moe.config.settings import CacheSettings, ModelSettings, SchedulerSettings, SettingsError
+
+
+def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
+    """Longest sequence served, tokens. SettingsError when more is asked for than the model was made for."""
+    if model.max_model_len > max_position_embeddings:
+        raise SettingsError(
+            f"max_model_len {model.max_model_len} exceeds the checkpoint's max_position_embeddings "
+            f"{max_position_embeddings}"
+        )
+    return model.max_model_len or max_position_embeddings
+
+
+def pages_per_sequence(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, longest: int) -> int:
+    """Pages beyond which the running sequences cannot use more, with the one that belongs to nobody."""
+    return scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
+
+
+def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:
+    """Most prompt tokens of one sequence in one step."""
+    return min(scheduler.chunked_prefill_size or scheduler.max_step_tokens, scheduler.max_step_tokens)
+
+
+def compute_dtype(setting: str, *, platform: str, checkpoint_dtype: str) -> str:
+    """Resolve `dtype: auto`: the checkpoint's own on an accelerator; float32 on a CPU, where it is the faster one."""
+    if setting != "auto":
+        return setting
+    if platform == "cpu":
+        return "float32"
+    return "float32" if checkpoint_dtype == "float32" else "bfloat16"

@@ -1,0 +1,136 @@
+"""Turning what a user wrote (keyword arguments, YAML, environment) into Settings. The only reader of os.environ.
+
+Keys are flat and carry the names that users know from other engines, such as `enable_return_routed_experts`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from rayserve_moe.config.settings import Settings, SettingsError
+
+ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH": "model_path"}
+
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "transport": ("compiled_graph", "actor_calls"),
+    "platform": ("auto", "cpu", "tpu"),
+}
+LEAST = {
+    "max_model_len": 0,
+    "max_running_requests": 1,
+    "max_waiting_requests": 0,
+    "max_step_tokens": 16,
+    "chunked_prefill_size": 0,
+    "page_size": 1,
+    "num_pages": 0,
+    "num_hosts": 1,
+    "devices_per_host": 0,
+    "max_body_bytes": 1,
+    "idle_release_s": 0,
+    "start_timeout_s": 1,
+    "step_timeout_s": 1,
+    "drain_timeout_s": 0,
+    "cpus_per_host": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    section: str
+    field: str
+    kind: type
+
+
+def settings_from(values: Mapping[str, Any]) -> Settings:
+    """Build Settings from flat keys; what is not named takes its default, after the environment.
+
+    SettingsError names the key: unknown (with the nearest known one), of the wrong type, out of range, or at odds
+    with another.
+    """
+    keys = _keys()
+    merged = {key: os.environ[variable] for variable, key in ENVIRONMENT_KEYS.items() if os.environ.get(variable)}
+    merged.update(values)
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in merged.items():
+        key = keys.get(name)
+        if key is None:
+            raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")
+        sections.setdefault(key.section, {})[key.field] = _checked(name, value, key.kind)
+    types = get_type_hints(Settings)
+    settings = Settings(**{section: types[section](**fields) for section, fields in sections.items()})
+    _check_together(settings)
+    return settings
+
+
+def settings_from_yaml(path: str | Path) -> Settings:
+    """Read the flat mapping of a YAML file, or the `args` of its first application if it is a Serve config."""
+    try:
+        document = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: {error}") from error
+    if isinstance(document, dict) and document.get("applications"):
+        document = document["applications"][0].get("args") or {}
+    if not isinstance(document, dict):
+        raise SettingsError(f"{path}: expected a mapping of settings")
+    return settings_from(document)
+
+
+def default_cache_directory() -> Path:
+    """Where synthetic checkpoints and compiled programs are kept between runs."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "rayserve_moe"
+
+
+def _keys() -> dict[str, _Key]:
+    keys = {}
+    for section, section_type in get_type_hints(Settings).items():
+        kinds = get_type_hints(section_type)
+        for field in dataclasses.fields(section_type):
+            keys[field.metadata.get("key", field.name)] = _Key(section, field.name, kinds[field.name])
+    return keys
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; known settings: {', '.join(sorted(known))}"
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind == tuple[int, ...]:
+        if not isinstance(value, list | tuple) or any(type(v) is not int or v < 1 for v in value):
+            raise SettingsError(f"{name} must be a list of positive integers, found {value!r}")
+        return tuple(value)
+    if kind is str and isinstance(value, Path):
+        value = str(value)
+    if type(value) is not kind:
+        raise SettingsError(f"{name} must be of type {kind.__name__}, found {value!r}")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise SettingsError(f"{name} must be one of {', '.join(CHOICES[name])}, found {value!r}")
+    if isinstance(value, int | float) and not value >= LEAST.get(name, value):
+        raise SettingsError(f"{name} must be at least {LEAST[name]}, found {value!r}")
+    return value
+
+
+def _check_together(settings: Settings) -> None:
+    if not settings.model.path:
+        raise SettingsError("model_path is missing: give a checkpoint directory or synthetic:<preset>")
+    if not 0.0 < settings.cache.mem_fraction <= 1.0:
+        raise SettingsError(f"mem_fraction must lie in (0, 1], found {settings.cache.mem_fraction!r}")
+    if settings.cache.num_pages == 1:
+        raise SettingsError("num_pages must be at least 2: one page holds padding")
+    scheduler = settings.scheduler
+    if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
+        raise SettingsError(
+            f"precompile_bs_paddings reaches {max(scheduler.decode_batch_sizes)} rows, "
+            f"max_running_requests is {scheduler.max_running_requests}: add a size that holds them all"
+        )

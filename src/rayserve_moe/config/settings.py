@@ -1,0 +1,120 @@
+"""All settings, frozen, one section per owner. `load` fills them, `derive` computes what follows from them.
+
+Each field names its key on the wire (YAML, keyword arguments) where that differs from the field's own name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown, of the wrong type, out of range, or at odds with another."""
+
+
+def _named(default: Any, key: str) -> Any:
+    return field(default=default, metadata={"key": key})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which checkpoint is served, and as what."""
+
+    path: str = _named("", "model_path")
+    """A Hugging Face directory, or `synthetic:<preset>` for a seeded random checkpoint made on first start."""
+    served_name: str = _named("", "served_model_name")
+    """Name on the API; the checkpoint directory's name when empty."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, or `auto`: the checkpoint's on an accelerator, float32 on a CPU."""
+    max_model_len: int = 0
+    """Longest prompt plus output, tokens; 0 takes the checkpoint's own limit."""
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """How much one step may hold."""
+
+    max_running_requests: int = 16
+    """Sequences (choices) that run at once; each owns a row of device state."""
+    max_waiting_requests: int = 1024
+    """Requests queued for a row before new ones are refused."""
+    max_step_tokens: int = 512
+    """Prompt tokens computed in one step."""
+    chunked_prefill_size: int = 0
+    """Prompt tokens of one sequence computed in one step; 0 allows a whole step."""
+    decode_batch_sizes: tuple[int, ...] = _named((), "precompile_bs_paddings")
+    """Batch sizes that decode steps are compiled for and padded to; empty derives them from the number of rows."""
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The KV page pool."""
+
+    page_size: int = 16
+    """Tokens per page."""
+    num_pages: int = 0
+    """Pages in the pool; 0 sizes it from the memory that is free after loading."""
+    mem_fraction: float = 0.8
+    """Part of the free memory given to pages when `num_pages` is 0."""
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Return of routed experts."""
+
+    enabled: bool = _named(False, "enable_return_routed_experts")
+    """Compile routing capture into the steps and accept `return_routed_experts` on requests."""
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Devices of the slice."""
+
+    num_hosts: int = 1
+    """Worker processes, one per host."""
+    devices_per_host: int = 0
+    """Devices each host uses; 0 takes all of an accelerator host, and one of a CPU."""
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How the serving replica drives its hosts over Ray."""
+
+    transport: str = "compiled_graph"
+    """`compiled_graph` or `actor_calls`."""
+    idle_release_s: float = 0.5
+    """Seconds without work after which busy-polling transports are torn down."""
+    start_timeout_s: float = 600.0
+    """Longest time loading and compiling may take."""
+    step_timeout_s: float = 120.0
+    """Longest time one step may take."""
+    platform: str = "auto"
+    """`cpu`, `tpu`, or `auto`: tpu where the cluster has TPU resources."""
+    cpus_per_host: float = 0.5
+    """Ray CPU resource that each emulated host reserves on a CPU cluster."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The HTTP edge."""
+
+    api_key: str = ""
+    """Bearer token that every route but health asks for; empty for none."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    """Longest request body."""
+    drain_timeout_s: float = 120.0
+    """Seconds running requests get to finish at shutdown."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything, by owner. A component is given its own section, never the whole."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)

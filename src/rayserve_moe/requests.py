@@ -1,0 +1,121 @@
+"""What a client asks of the engine, and what the engine answers, in token ids.
+
+These are the types that every room shares. Text, HTTP bodies and device arrays live elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary. `seed` None lets the engine
+    draw one. `max_new_tokens` 0 runs the prompt only. Stop strings are matched above the engine, on text.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    return_routed_experts: bool = False
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    """Why a choice ended: `stop` (matched id or string), `length`, `abort`, or `error` (with its message)."""
+
+    kind: str
+    matched: int | str | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class RoutingLayout:
+    """What a routing row of this model looks like: layers that route, experts, picks per token."""
+
+    num_hidden_layers: int
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """Shape of one stored row: MoE layers only, by picks."""
+        return len(self.layer_ids), self.top_k
+
+    @property
+    def dtype(self) -> np.dtype:
+        """uint8 up to 256 experts, uint16 above."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Routing of one choice: rows for positions `start .. num_tokens - 2`, or what is known of them.
+
+    `rows` is [num_rows, MoE layers, k] in the layout's dtype, logical ids, router order. Ranges are absolute
+    positions `[from, to)`; a row inside `missing` holds no data and must never be read as one.
+    """
+
+    rows: np.ndarray
+    start: int = 0
+    missing: tuple[tuple[int, int], ...] = ()
+    source: tuple[tuple[int, int, str], ...] = ()
+    weight_version: tuple[tuple[int, int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationUpdate:
+    """What one step (or the end) brought to one choice. The last update of a choice carries `finish`."""
+
+    request_id: str
+    choice_index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish: FinishReason | None = None
+    routing: RoutedExperts | None = None
+    num_cached_tokens: int = 0
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked; `param` names the field at fault, where there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What the layers above the engine need to know of the model being served."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    routing: RoutingLayout
+    returns_routing: bool
+    weight_version: str = "0"
+    path: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)

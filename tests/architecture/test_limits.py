@@ -1,0 +1,184 @@
+"""The house rules hold for every source file, and each rule is able to fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import limits, readme_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = limits.read_sources(ROOT / "src" / "rayserve_moe")
+
+
+def _lines(count: int, line: str = "x = 1") -> str:
+    return "\n".join([line] * count)
+
+
+def _function(num_lines: int) -> str:
+    return "def measure():\n" + _lines(num_lines - 1, "    x = 1")
+
+
+def _class_of_methods(count: int) -> str:
+    return "class Queue:\n" + "\n".join(f"    def step_{i}(self): ..." for i in range(count))
+
+
+VIOLATIONS = [
+    ("short_file", "a.py", _lines(301)),
+    ("short_function", "a.py", _function(51)),
+    ("short_function", "a.py", "async " + _function(51)),
+    ("small_class", "a.py", "class Queue:\n" + _lines(200, "    x = 1")),
+    ("small_class", "a.py", _class_of_methods(13)),
+    ("keywords_after_two", "a.py", "def place(a, b, c): ..."),
+    ("keywords_after_two", "a.py", "class Queue:\n    def __init__(self, a, b, c): ..."),
+    ("keywords_after_two", "a.py", "class Queue:\n    async def put(self, a, b, c=1): ..."),
+    ("documented_module", "a.py", "x = 1"),
+    ("empty_init", "model/__init__.py", '"""Doc."""\nprint(1)'),
+    ("empty_init", "model/__init__.py", "def __getattr__(name): ..."),
+    ("empty_init", "__init__.py", "def start(): ..."),
+    ("no_root_import", "model/spec.py", "from rayserve_moe import Engine"),
+    ("no_root_import", "model/spec.py", "import rayserve_moe"),
+    ("no_root_import", "__init__.py", "from rayserve_moe.engine.engine_loop import EngineLoop"),
+    ("compiles_in_one_place", "execution/step.py", "import jax\nf = jax.jit(g)"),
+    ("compiles_in_one_place", "execution/step.py", "import jax\n@jax.jit\ndef f(): ..."),
+    ("compiles_in_one_place", "model/rope.py", "from jax import jit as compiled"),
+    ("reads_environment_in_one_place", "cluster/host_worker.py", "import os\nx = os.environ['A']"),
+    ("reads_environment_in_one_place", "config/derive.py", "from os import getenv"),
+    ("catches_by_name", "a.py", "try:\n    f()\nexcept Exception:\n    raise"),
+    ("catches_by_name", "a.py", "try:\n    f()\nexcept (OSError, BaseException) as error:\n    g(error)"),
+    ("catches_by_name", "a.py", "try:\n    f()\nexcept:\n    raise"),
+    ("imports_are_plain", "a.py", "if TYPE_CHECKING:\n    import jax"),
+    ("imports_are_plain", "a.py", "import typing\nif typing.TYPE_CHECKING:\n    import jax"),
+    ("imports_are_plain", "a.py", "try:\n    import zstandard\nexcept ImportError:\n    zstandard = None"),
+    ("known_third_parties", "scheduling/queue.py", "import pybase64"),
+    ("known_third_parties", "model/rope.py", "from safetensors.numpy import load_file"),
+    ("known_third_parties", "requests.py", "import jax.numpy as jnp"),
+    ("no_filler", "scheduling/utils.py", ""),
+    ("no_filler", "common/pages.py", ""),
+    ("no_filler", "a.py", "class PageManager: ..."),
+    ("no_filler", "a.py", "class BaseRouter: ..."),
+    ("no_filler", "a.py", "class RoutingInfo: ..."),
+    ("no_filler", "a.py", "def place(ctx): ..."),
+    ("no_filler", "a.py", "pages_v2 = 1"),
+    ("numbered_todo", "a.py", "# TODO later"),
+    ("numbered_todo", "a.py", '"""FIXME: this."""'),
+    ("nothing_silenced", "a.py", "import jax  # noqa: E501, PLC0415"),
+    ("nothing_silenced", "a.py", "x = f()  # type: ignore"),
+    ("nothing_silenced", "a.py", "# ruff: noqa"),
+]
+
+ALLOWED = [
+    ("short_file", "a.py", _lines(300)),
+    ("short_function", "a.py", _function(50)),
+    ("small_class", "a.py", "class Queue:\n" + _lines(199, "    x = 1")),
+    ("small_class", "a.py", _class_of_methods(12) + "\n    def _hidden(self): ..."),
+    ("keywords_after_two", "a.py", "class Queue:\n    def put(self, a, b, *, c): ..."),
+    ("keywords_after_two", "a.py", "class Queue:\n    def __exit__(self, kind, error, trace): ..."),
+    ("keywords_after_two", "a.py", "def _place(a, b, c): ..."),
+    ("keywords_after_two", "kernels/a.py", "def attend(q, k, v): ..."),
+    ("keywords_after_two", "a.py", "def outer():\n    def on_device(a, b, c): ..."),
+    ("documented_module", "a.py", '"""Doc."""\nx = 1'),
+    ("documented_module", "model/__init__.py", ""),
+    ("empty_init", "model/__init__.py", '"""Doc."""\nfrom a import b\n\n__all__ = ["b"]'),
+    ("empty_init", "__init__.py", '"""Doc."""\nimport importlib\ndef __getattr__(name): ...'),
+    ("no_root_import", "model/spec.py", "from rayserve_moe.requests import RoutingLayout"),
+    ("compiles_in_one_place", "execution/compiled_steps.py", "import jax\nf = jax.jit(g)"),
+    ("reads_environment_in_one_place", "config/load.py", "import os\nx = os.environ['A']"),
+    ("catches_by_name", "engine/engine_loop.py", "try:\n    f()\nexcept Exception:\n    raise"),
+    ("catches_by_name", "a.py", "try:\n    f()\nexcept (OSError, errors.Gone):\n    raise"),
+    ("imports_are_plain", "a.py", "import jax\ntry:\n    f()\nexcept OSError:\n    g()"),
+    ("known_third_parties", "replay/encoding.py", "import pybase64\nimport json\nfrom rayserve_moe import requests"),
+    ("known_third_parties", "serving/app.py", "import fastapi"),
+    ("no_filler", "a.py", "class Database: ...\nclass Informed: ...\ndef cut(num_new_tokens): ..."),
+    ("numbered_todo", "a.py", "# TODO(#12): later\n# TODO: see ADR-0003"),
+    ("nothing_silenced", "a.py", "x = f()  # noqa: E501\n# types: ignored"),
+]
+
+
+@pytest.mark.parametrize("name", limits.CHECKS)
+def test_every_source_file_keeps_the_rule(name: str) -> None:
+    problems = [f"src/rayserve_moe/{source.path}:{text}" for source in SOURCES for text in limits.CHECKS[name](source)]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_package_stays_within_its_budget() -> None:
+    assert SOURCES, "no source files found"
+    assert limits.package_is_small(SOURCES) is None
+
+
+def test_the_budget_can_be_exceeded() -> None:
+    halves = [limits.Source("a.py", _lines(6_000)), limits.Source("b.py", _lines(6_001))]
+    assert limits.package_is_small(halves)
+    assert limits.package_is_small(halves[:1]) is None
+
+
+@pytest.mark.parametrize(("name", "path", "text"), VIOLATIONS)
+def test_a_violation_is_found(name: str, path: str, text: str) -> None:
+    assert list(limits.CHECKS[name](limits.Source(path, text)))
+
+
+@pytest.mark.parametrize(("name", "path", "text"), ALLOWED)
+def test_what_the_rule_allows_passes(name: str, path: str, text: str) -> None:
+    assert not list(limits.CHECKS[name](limits.Source(path, text)))
+
+
+def test_every_check_has_a_violation_and_an_allowed_case() -> None:
+    assert {case[0] for case in VIOLATIONS} == {case[0] for case in ALLOWED} == set(limits.CHECKS)
+
+
+def test_the_readme_lists_every_source_file_once() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("there is no README yet")
+    problems = readme_tree.tree_problems(readme.read_text(encoding="utf-8"), ROOT)
+    assert not problems, "\n".join(problems)
+
+
+TREE = """
+```
+src/rayserve_moe/
+├── cli.py        starts the server
+└── model/        what a model is
+    └── spec.py   a model as data
+Makefile          every habit is a target
+```
+"""
+
+INDENTED = """
+```text
+./
+  src/rayserve_moe/
+    cli.py  # starts the server
+    model/
+      spec.py  - a model as data
+```
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name in ("src/rayserve_moe/cli.py", "src/rayserve_moe/model/spec.py", "Makefile"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n", encoding="utf-8")
+    (tmp_path / "src/rayserve_moe/model/__init__.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("readme", [TREE, INDENTED])
+def test_a_complete_tree_passes(repository: Path, readme: str) -> None:
+    assert readme_tree.tree_problems(readme, repository) == []
+
+
+@pytest.mark.parametrize(
+    ("readme", "problem"),
+    [
+        ("no tree here", "README has no file tree (a fenced block with an entry that begins with src/)"),
+        (TREE.replace("├── cli.py        starts the server\n", ""), "src/rayserve_moe/cli.py: not in the tree"),
+        (TREE + TREE, "src/rayserve_moe/model/spec.py: listed 2 times"),
+        (TREE.replace("Makefile", "Dockerfile"), "Dockerfile: does not exist"),
+        (TREE.replace("starts the server", ""), "src/rayserve_moe/cli.py: no description"),
+    ],
+)
+def test_a_wrong_tree_is_found(repository: Path, readme: str, problem: str) -> None:
+    assert problem in readme_tree.tree_problems(readme, repository)
