@@ -1,0 +1,78 @@
+"""Choosing the next token on the device.
+
+The randomness of a token is a function of (seed, choice index, position) alone: Gumbel noise from a counter-based
+generator, added to the log-probabilities that survive truncation. So it depends on no other row of the batch.
+"""
+
+# S sampled rows   V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+ARRAYS = ["temperature_S", "top_p_S", "min_p_S", "top_k_S", "seed_S", "choice_S", "position_S"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=[])
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Parameters per sampled row: float32 [S] and uint32 [S]; `position_S` is where the new token will stand."""
+
+    temperature_S: jax.Array
+    top_p_S: jax.Array
+    min_p_S: jax.Array
+    top_k_S: jax.Array
+    seed_S: jax.Array
+    choice_S: jax.Array
+    position_S: jax.Array
+
+
+def sample(logits_SV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sample one token per row from float32 logits.
+
+    Temperature 0 is greedy (ties to the smaller id). Truncation order: top-k, then top-p of what is left, then min-p
+    against the likeliest token. Returns token ids int32 [S], their log-probabilities under
+    log_softmax(logits / temperature) before truncation (temperature 0 counts as 1), and whether the row's logits
+    were all finite; ids and log-probabilities of rows that were not are meaningless.
+    """
+    finite_S = jnp.all(jnp.isfinite(logits_SV), axis=-1)
+    greedy_S = rows.temperature_S <= 0.0
+    scaled_SV = logits_SV / jnp.where(greedy_S, 1.0, rows.temperature_S)[:, None]
+    logprobs_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
+    best_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+    drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows))
+    ids_S = jnp.where(greedy_S, best_S, drawn_S)
+    return ids_S, jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)[:, 0], finite_S
+
+
+def _draw(logprobs_SV: jax.Array, rows: SamplingBatch) -> jax.Array:
+    truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
+    kept_SV = jax.lax.cond(truncates, lambda: _truncate(logprobs_SV, rows), lambda: logprobs_SV)
+    noise_SV = jax.vmap(partial(_noise, size=logprobs_SV.shape[1]))(rows.seed_S, rows.choice_S, rows.position_S)
+    return jnp.argmax(kept_SV + noise_SV, axis=-1).astype(jnp.int32)
+
+
+def _noise(seed: jax.Array, choice: jax.Array, position: jax.Array, *, size: int) -> jax.Array:
+    """Gumbel noise [size] of one token."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
+    return jax.random.gumbel(key, (size,), jnp.float32)
+
+
+def _truncate(logprobs_SV: jax.Array, rows: SamplingBatch) -> jax.Array:
+    """Set every token that top-k, top-p or min-p removes to -inf; at least the likeliest stays."""
+    ids_SV = jax.lax.broadcasted_iota(jnp.int32, logprobs_SV.shape, 1)
+    falling_SV, order_SV = jax.lax.sort((-logprobs_SV, ids_SV), num_keys=1, is_stable=True)
+    probs_SV = jnp.exp(-falling_SV)
+    rank_SV = ids_SV.astype(jnp.uint32)
+    within_k = (rank_SV < rows.top_k_S[:, None]) | (rows.top_k_S == 0)[:, None]
+    probs_SV = jnp.where(within_k, probs_SV, 0.0)
+    before_SV = jnp.cumsum(probs_SV, axis=-1) - probs_SV
+    within_p = (before_SV < rows.top_p_S[:, None] * probs_SV.sum(-1, keepdims=True)) | (rows.top_p_S >= 1.0)[:, None]
+    likely = probs_SV >= rows.min_p_S[:, None] * probs_SV[:, :1]
+    keep_SV = (within_k & within_p & likely) | (rank_SV == 0)
+    kept_of_id = jnp.put_along_axis(jnp.zeros_like(keep_SV), order_SV, keep_SV, axis=-1, inplace=False)
+    return jnp.where(kept_of_id, logprobs_SV, -jnp.inf)

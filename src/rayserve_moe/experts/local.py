@@ -1,0 +1,102 @@
+"""Expert products on one device, for the tokens whose experts it holds.
+
+Experts of all layers lie in one flat [layers * slots, ...] array, and `first_slot` says where this layer's begin, so
+that no layer's weights are ever copied out of it. A pick of an expert that lies elsewhere has slot `slots` or beyond.
+Each token's k results come home and are added in router order.
+"""
+
+# T tokens   D model width   F expert width   K experts per token   P picks = T * K   S local slots   X layers * S
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class ExpertWeights(NamedTuple):
+    """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D]."""
+
+    gate_XDF: jax.Array
+    up_XDF: jax.Array
+    down_XFD: jax.Array
+
+
+def apply_in_blocks(
+    hidden_TD: jax.Array, slots_TK: jax.Array, weights: ExpertWeights, *, first_slot: jax.Array, num_slots: int
+) -> jax.Array:
+    """Multiply block by block, each block of rows with one expert: the way that is fast on XLA:CPU.
+
+    The product sits inside a `cond`: outside of one, XLA:CPU converts all bfloat16 experts to float32 ahead of the
+    loop. Returns [T, K, D] in the tokens' dtype, zeros for picks that lie elsewhere.
+    """
+    num_tokens, num_picks = slots_TK.shape
+    block = _block_rows(slots_TK.size, num_slots)
+    slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
+    order_P = jnp.argsort(slots_P, stable=True)
+    counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
+    last_block_S = jnp.cumsum((counts_S + block - 1) // block)
+    first_block_S = last_block_S - (counts_S + block - 1) // block
+    first_pick_S = jnp.cumsum(counts_S) - counts_S
+    num_blocks = last_block_S[-1]
+    max_blocks = slots_P.size // block + min(num_slots, slots_P.size)
+
+    def multiply(i: jax.Array, results_YD: jax.Array) -> jax.Array:
+        slot = jnp.searchsorted(last_block_S, i, side="right").astype(jnp.int32)
+        picks = first_pick_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
+        tokens = order_P.at[picks].get(mode="clip") // num_picks
+        rows = _expert(hidden_TD[tokens], weights, first_slot + slot)
+        return jax.lax.dynamic_update_slice(results_YD, rows, (i * block, 0))
+
+    def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
+        return jax.lax.cond(i < num_blocks, multiply, lambda _, same: same, i, results_YD)
+
+    empty = jnp.zeros((max_blocks * block, hidden_TD.shape[1]), hidden_TD.dtype)
+    results_YD = jax.lax.fori_loop(0, num_blocks, visit, empty)
+    rank_in_slot_P = jnp.argsort(order_P) - first_pick_S.at[slots_P].get(mode="clip")
+    place_P = first_block_S.at[slots_P].get(mode="clip") * block + rank_in_slot_P
+    here_P = slots_P < num_slots
+    picked_PD = results_YD.at[jnp.where(here_P, place_P, 0)].get(mode="clip")
+    return jnp.where(here_P[:, None], picked_PD, 0).reshape(num_tokens, num_picks, -1)
+
+
+def apply_by_ragged_dot(
+    hidden_TD: jax.Array, slots_TK: jax.Array, weights: ExpertWeights, *, first_slot: jax.Array, num_slots: int
+) -> jax.Array:
+    """Multiply by `ragged_dot`, which TPUs lower to a grouped matmul that reads each weight once.
+
+    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `apply_in_blocks` does.
+    """
+    num_tokens, num_picks = slots_TK.shape
+    slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
+    order_P = jnp.argsort(slots_P, stable=True)
+    counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
+    sizes_X = jnp.zeros(weights.gate_XDF.shape[0], jnp.int32)
+    sizes_X = jax.lax.dynamic_update_slice(sizes_X, counts_S, (first_slot,))
+    sorted_PD = hidden_TD[order_P // num_picks]
+    gate = jax.lax.ragged_dot(sorted_PD, weights.gate_XDF, sizes_X, preferred_element_type=jnp.float32)
+    up = jax.lax.ragged_dot(sorted_PD, weights.up_XDF, sizes_X, preferred_element_type=jnp.float32)
+    inner = (jax.nn.silu(gate) * up).astype(hidden_TD.dtype)
+    down = jax.lax.ragged_dot(inner, weights.down_XFD, sizes_X, preferred_element_type=jnp.float32)
+    picked_PD = down.astype(hidden_TD.dtype)[jnp.argsort(order_P)]
+    return jnp.where((slots_P < num_slots)[:, None], picked_PD, 0).reshape(num_tokens, num_picks, -1)
+
+
+def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array) -> jax.Array:
+    gate = jnp.matmul(rows_BD, weights.gate_XDF[index], preferred_element_type=jnp.float32)
+    up = jnp.matmul(rows_BD, weights.up_XDF[index], preferred_element_type=jnp.float32)
+    inner = (jax.nn.silu(gate) * up).astype(rows_BD.dtype)
+    return jnp.matmul(inner, weights.down_XFD[index], preferred_element_type=jnp.float32).astype(rows_BD.dtype)
+
+
+def _block_rows(num_picks: int, num_slots: int) -> int:
+    """Rows per block: about the mean load of a slot, from 4 (decode) to 64 (prefill)."""
+    mean_load = max(1, num_picks // num_slots)
+    return min(64, max(4, 1 << (mean_load - 1).bit_length()))
+
+
+ExpertKernel = Callable[..., jax.Array]
+
+LOCAL_EXPERTS: dict[str, ExpertKernel] = {"blocks": apply_in_blocks, "ragged_dot": apply_by_ragged_dot}

@@ -1,0 +1,29 @@
+"""Which attention kernels there are. Every entry has the signature of `attention_reference.attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from rayserve_moe.kernels import attention_reference
+
+AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+ATTENTION: dict[str, AttentionKernel] = {"reference": attention_reference.attend}
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernels a step is built from: for single-token chunks, for prefill blocks, for experts."""
+
+    decode_attention: str = "reference"
+    prefill_attention: str = "reference"
+    experts: str = "blocks"
+
+
+KERNELS_OF_PLATFORM: dict[str, KernelChoice] = {
+    "cpu": KernelChoice(experts="blocks"),
+    "tpu": KernelChoice(experts="ragged_dot"),
+}

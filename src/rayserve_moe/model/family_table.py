@@ -1,0 +1,28 @@
+"""The table of model families: the architecture a `config.json` names, and the module that describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from rayserve_moe.model.families import qwen3_moe
+from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+
+FAMILIES: dict[str, ModuleType] = {qwen3_moe.ARCHITECTURE: qwen3_moe}
+
+
+def family_of(config: Mapping[str, Any]) -> ModuleType:
+    """Find the family of a parsed `config.json`; UnsupportedModelError lists what there is."""
+    architectures = config.get("architectures") or []
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise UnsupportedModelError(
+        f"config.json: architectures = {architectures!r}; supported: {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Turn a parsed `config.json` into a ModelSpec."""
+    return family_of(config).spec_from_hf(config)

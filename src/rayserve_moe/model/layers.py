@@ -1,0 +1,38 @@
+"""The small pieces every decoder layer is made of."""
+
+# T tokens   D model width   I dense width   h head width
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square over the last dimension (in float32), then scale."""
+    wide = hidden.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(hidden.dtype) * scale
+
+
+def project(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Multiply by [in, out], accumulating in float32; the result has the input's dtype."""
+    out = jnp.matmul(hidden, weight, preferred_element_type=jnp.float32).astype(hidden.dtype)
+    return out if bias is None else out + bias
+
+
+def gated_mlp(hidden_TD: jax.Array, gate_DI: jax.Array, up_DI: jax.Array, down_ID: jax.Array) -> jax.Array:
+    """SiLU-gated MLP, in float32 from the last product on: on a device that holds part of I, a partial sum."""
+    inner = jax.nn.silu(project(hidden_TD, gate_DI)) * project(hidden_TD, up_DI)
+    return jnp.matmul(inner, down_ID, preferred_element_type=jnp.float32)
+
+
+def rotate(heads_TXh: jax.Array, positions_T: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding in half-split pairs (i, i + h / 2), computed in float32. Su et al., arXiv:2104.09864."""
+    width = heads_TXh.shape[-1]
+    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = positions_T.astype(jnp.float32)[:, None, None] * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(heads_TXh.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(heads_TXh.dtype)

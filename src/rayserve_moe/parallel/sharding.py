@@ -1,0 +1,70 @@
+"""The one table from logical axes to mesh axes, and what follows from it.
+
+The mesh has two axes: `data` (attention batch) and `tensor` (heads, vocabulary). Expert slots lie over both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+DATA, TENSOR = "data", "tensor"
+
+MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
+    None: None,
+    "layers": None,
+    "model": None,
+    "head_dim": None,
+    "expert_inner": None,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "dense_inner": TENSOR,
+    "vocabulary": TENSOR,
+    "expert_slots": (DATA, TENSOR),
+}
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How one model lies on one mesh. It travels as an argument; nobody asks for a current mesh."""
+
+    mesh: Mesh
+
+    @property
+    def tensor_size(self) -> int:
+        return self.mesh.shape[TENSOR]
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Devices that hold different expert slots."""
+        return self.mesh.shape[DATA] * self.mesh.shape[TENSOR]
+
+    def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+        """Partition of an array whose dimensions carry the logical `axes`."""
+        return PartitionSpec(*(MESH_AXES_OF[axis] for axis in axes))
+
+    def sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(self.mesh, self.partition(axes))
+
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def tensor_rank(self) -> jax.Array:
+        """This device's place on the tensor axis; only inside a sharded function."""
+        return jax.lax.axis_index(TENSOR)
+
+    def expert_rank(self) -> jax.Array:
+        """This device's place among those that hold expert slots; only inside a sharded function."""
+        return jax.lax.axis_index((DATA, TENSOR))
+
+    def sum_over_tensor(self, partial_sum: jax.Array) -> jax.Array:
+        """Add up what each device of the tensor axis computed of the same array."""
+        return jax.lax.psum(partial_sum, TENSOR) if self.tensor_size > 1 else partial_sum
+
+    def gather_last_dim(self, shard: jax.Array) -> jax.Array:
+        """Join the last dimension of an array that is split over the tensor axis."""
+        if self.tensor_size == 1:
+            return shard
+        return jax.lax.all_gather(shard, TENSOR, axis=shard.ndim - 1, tiled=True)
