@@ -1,0 +1,212 @@
+"""Write seeded random Qwen3-MoE checkpoints, for tests and for a first start without any download.
+
+The same configuration, seed and dtype give the same bytes: each tensor is drawn from the seed and its own name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from rayserve_moe.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError
+from rayserve_moe.checkpoints.names import TensorPlace, tensor_places
+from rayserve_moe.checkpoints.synthetic_tokenizer import BOS_ID, EOS_ID, MIN_VOCAB_SIZE, PAD_ID, write_tokenizer
+from rayserve_moe.model.families.qwen3_moe import ARCHITECTURE, CHECKPOINT_RULES, spec_from_hf
+from rayserve_moe.model.parameters import parameter_specs
+
+MARKER_FILE = "synthetic.json"
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True)
+class SyntheticConfig:
+    """Sizes of a random model, under the names of `config.json`; then how its weights are drawn.
+
+    Weights are normal with deviation `scale`; norms are one plus normal noise of deviation `norm_jitter`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 4096
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    scale: float = 0.02
+    norm_jitter: float = 0.0
+
+
+PRESETS = {
+    # 1.9 M parameters: goldens and unit tests
+    "tiny": SyntheticConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=16, num_experts_per_tok=2,
+    ),
+    # 114 M parameters
+    "small": SyntheticConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, num_experts=32, num_experts_per_tok=4,
+    ),
+    # 972 M parameters
+    "mid": SyntheticConfig(
+        vocab_size=16384, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=384, num_hidden_layers=12,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=64, num_experts=64, num_experts_per_tok=8,
+    ),
+}  # fmt: skip
+
+
+def ensure_checkpoint(directory: str | Path, preset: str = "tiny", *, seed: int = 0, dtype: str = "bfloat16") -> Path:
+    """Return `directory` holding the preset's checkpoint, written now if it is not there or was asked otherwise.
+
+    Safe to call from several processes of one machine at once. CheckpointError for an unknown preset, or where the
+    directory holds something that this module did not write.
+    """
+    if preset not in PRESETS:
+        raise CheckpointError(f"no synthetic preset {preset!r}; there are {', '.join(PRESETS)}")
+    return write_checkpoint(directory, PRESETS[preset], seed=seed, dtype=dtype)
+
+
+def write_checkpoint(
+    directory: str | Path,
+    config: SyntheticConfig,
+    *,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 2**30,
+) -> Path:
+    """Write the checkpoint of `config` unless `directory` holds just that one already; return the directory.
+
+    It is built beside and renamed, so that an interrupted call leaves no half of it. More than `max_shard_bytes` of
+    tensors become an indexed set of files.
+    """
+    _check(config, dtype, max_shard_bytes)
+    recipe = {"config": asdict(config), "seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    recipe = json.loads(json.dumps(recipe))
+    target = Path(directory).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / f".{target.name}.lock"):
+        if _recipe_of(target) != recipe:
+            partial = target.parent / f".{target.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _write_json(partial / CONFIG_FILE, _hf_config(config, dtype))
+            _write_json(partial / "generation_config.json", _generation_config())
+            _write_weights(partial, config, seed=seed, dtype=dtype, max_shard_bytes=max_shard_bytes)
+            write_tokenizer(partial, config.vocab_size)
+            _write_json(partial / MARKER_FILE, recipe)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+    return target
+
+
+def _check(config: SyntheticConfig, dtype: str, max_shard_bytes: int) -> None:
+    if dtype not in DTYPES:
+        raise CheckpointError(f"synthetic checkpoints have dtype {' or '.join(DTYPES)}, not {dtype!r}")
+    if config.vocab_size < MIN_VOCAB_SIZE:
+        raise CheckpointError(f"vocab_size {config.vocab_size} is below the {MIN_VOCAB_SIZE} of the byte tokenizer")
+    if max_shard_bytes <= 0:
+        raise CheckpointError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
+
+
+@contextmanager
+def _locked(file: Path) -> Generator[None]:
+    with file.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _recipe_of(target: Path) -> dict[str, Any] | None:
+    """Read what the directory was written from: None where it is absent or empty."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return None
+    try:
+        return json.loads((target / MARKER_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{target}: exists, is no synthetic checkpoint, and will not be overwritten") from error
+
+
+def _hf_config(config: SyntheticConfig, dtype: str) -> dict[str, Any]:
+    sizes = asdict(config)
+    del sizes["scale"], sizes["norm_jitter"]
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3_moe",
+        "dtype": dtype,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": config.scale,
+        "use_cache": True,
+        **_generation_config(),
+        **sizes,
+    }
+
+
+def _generation_config() -> dict[str, Any]:
+    return {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(directory: Path, config: SyntheticConfig, *, seed: int, dtype: str, max_shard_bytes: int) -> None:
+    places = tensor_places(parameter_specs(spec_from_hf(_hf_config(config, dtype)), dtype=dtype), CHECKPOINT_RULES)
+    groups = _shard_groups(places, DTYPES[dtype].itemsize, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        shard_name = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        tensors = {name: _draw(name, places[name], config, seed).astype(DTYPES[dtype]) for name in names}
+        save_file(tensors, directory / shard_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, shard_name)
+    if len(groups) > 1:
+        num_bytes = DTYPES[dtype].itemsize * sum(_num_elements(place) for place in places.values())
+        _write_json(directory / INDEX_FILE, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+
+
+def _num_elements(place: TensorPlace) -> int:
+    return int(np.prod(place.spec.file_shape))
+
+
+def _shard_groups(places: dict[str, TensorPlace], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """Cut the names, in order, into runs of at most `max_shard_bytes`; a larger tensor gets a run of its own."""
+    groups: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, place in places.items():
+        num_bytes = _num_elements(place) * itemsize
+        if num_bytes > room and groups[-1]:
+            groups.append([])
+            room = max_shard_bytes
+        groups[-1].append(name)
+        room -= num_bytes
+    return groups
+
+
+def _draw(name: str, place: TensorPlace, config: SyntheticConfig, seed: int) -> np.ndarray:
+    """Draw one tensor in float32, file orientation."""
+    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    values = generator.standard_normal(place.spec.file_shape, dtype=np.float32)
+    if place.spec.initial == "ones":
+        return np.float32(1) + np.float32(config.norm_jitter) * values
+    return np.multiply(values, np.float32(config.scale), out=values)

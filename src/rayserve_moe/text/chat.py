@@ -1,0 +1,86 @@
+"""Chat messages to a prompt, by the checkpoint's own template, in the sandbox that transformers gives templates."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rayserve_moe.text.tokenizer import Tokenizer
+
+# What a template may be given by name besides its own variables; every other option of transformers is ours to set.
+_OPEN_OPTIONS = {"documents", "add_generation_prompt", "continue_final_message", "kwargs"}
+_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - _OPEN_OPTIONS
+_REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class ChatTemplateError(ValueError):
+    """Messages that cannot become a prompt: no template, or the template refuses them."""
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Render OpenAI messages to the text of a prompt.
+
+    Content may be a string, or a list of text parts, which are joined by newlines. `tools` and `template_kwargs`
+    (`chat_template_kwargs` on the wire) reach the template as they are.
+    """
+    if not getattr(tokenizer.backing, "chat_template", None):
+        raise ChatTemplateError(f"{tokenizer.directory}: the checkpoint has no chat template; send a plain prompt")
+    conversation = [_plain(message, position) for position, message in enumerate(messages)]
+    if not conversation:
+        raise ChatTemplateError("messages: at least one message is needed")
+    reserved = sorted(_RESERVED.intersection(template_kwargs or {}))
+    if reserved:
+        raise ChatTemplateError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set by a request")
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
+    if tools:
+        options["tools"] = [dict(tool) for tool in tools]
+    try:
+        return str(tokenizer.backing.apply_chat_template(conversation, tokenize=False, **options))
+    except _REFUSALS as error:
+        raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Render OpenAI messages to prompt ids; special tokens are those that the template writes."""
+    text = render_chat(
+        tokenizer,
+        messages,
+        tools=tools,
+        template_kwargs=template_kwargs,
+        add_generation_prompt=add_generation_prompt,
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _plain(message: Mapping[str, Any], position: int) -> dict[str, Any]:
+    """Copy a message with its content as one string (or None, for an assistant that only calls tools)."""
+    if "role" not in message:
+        raise ChatTemplateError(f"messages[{position}]: role is missing")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        content = "\n".join(_part_text(part, position) for part in content)
+    return {**message, "content": content}
+
+
+def _part_text(part: Any, position: int) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ChatTemplateError(f"messages[{position}]: only content parts of type text are supported")
+    return part["text"]

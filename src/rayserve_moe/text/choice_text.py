@@ -1,0 +1,144 @@
+"""One choice as the client sees it: its text, cut at stop strings, with the ids, log-probs and routing that belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutedExperts, SamplingParams
+from rayserve_moe.text.detokenizer import IncrementalDetokenizer
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What one update of the engine adds to a choice.
+
+    `stop_found`: a stop string was found while the engine is still generating, which has to be told to end the
+    choice; its last update then brings `finish`.
+    """
+
+    choice_index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish: FinishReason | None = None
+    routing: RoutedExperts | None = None
+    num_cached_tokens: int = 0
+    stop_found: bool = False
+
+
+class StopStringScanner:
+    """Passes text on up to the first stop string, and holds back what could be the start of one.
+
+    The first stop string is the one that ends first; of several that end together, the one that starts first. So the
+    cut depends on the text alone, not on the pieces it came in.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Take the next piece; return what is certain to precede any stop string. After a match, nothing."""
+        if self.matched is not None:
+            return ""
+        text = self._held + piece
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        num_passed = len(text) - self._num_undecided(text)
+        self._held = text[num_passed:]
+        return text[:num_passed]
+
+    def flush(self) -> str:
+        """End the text; return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for size in range(min(longest, len(text)), 0, -1):
+            end = text[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+
+class ChoiceText:
+    """Follows one choice from update to delta. Feed it every update of that choice, in order."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, num_prompt_tokens: int) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+        self._scanner = StopStringScanner(sampling.stop)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_kept = 0
+
+    def feed(self, update: GenerationUpdate) -> ChoiceDelta:
+        """Turn the engine's update into what the client is to get.
+
+        Text ends before the first stop string; ids and log-probs end with the token that completed it, and so do the
+        routing rows. An id that the engine stopped at stays among the ids and adds no text.
+        """
+        was_matched = self._scanner.matched is not None
+        text, num_kept = self._take(update)
+        self._num_kept += num_kept
+        if update.finish is not None:
+            text += self._end_text()
+        matched = self._scanner.matched
+        return ChoiceDelta(
+            choice_index=update.choice_index,
+            text=text,
+            token_ids=update.token_ids[:num_kept],
+            logprobs=update.logprobs[:num_kept],
+            finish=_finish(update.finish, matched),
+            routing=update.routing if matched is None else self._trim(update.routing),
+            num_cached_tokens=update.num_cached_tokens,
+            stop_found=matched is not None and not was_matched and update.finish is None,
+        )
+
+    def _take(self, update: GenerationUpdate) -> tuple[str, int]:
+        """Add the update's tokens up to a stop string; return their text and how many were kept."""
+        if self._scanner.matched is not None:
+            return "", 0
+        silent = len(update.token_ids) - 1 if _ends_at_token(update.finish) else len(update.token_ids)
+        pieces: list[str] = []
+        for position, token_id in enumerate(update.token_ids[:silent]):
+            pieces.append(self._scanner.push(self._detokenizer.push(token_id)))
+            if self._scanner.matched is not None:
+                return "".join(pieces), position + 1
+        return "".join(pieces), len(update.token_ids)
+
+    def _end_text(self) -> str:
+        """Release the unfinished character and the held text, unless a stop string has ended it all."""
+        if self._scanner.matched is not None:
+            return ""
+        return self._scanner.push(self._detokenizer.flush()) + self._scanner.flush()
+
+    def _trim(self, routing: RoutedExperts | None) -> RoutedExperts | None:
+        """Drop the rows of tokens that were generated after the stop string."""
+        if routing is None:
+            return None
+        end = max(routing.start, self._num_prompt_tokens + self._num_kept - 1)
+        return replace(
+            routing,
+            rows=routing.rows[: end - routing.start],
+            missing=tuple((a, min(b, end)) for a, b in routing.missing if a < end),
+            source=tuple((a, min(b, end), name) for a, b, name in routing.source if a < end),
+            weight_version=tuple((a, min(b, end), name) for a, b, name in routing.weight_version if a < end),
+        )
+
+
+def _ends_at_token(finish: FinishReason | None) -> bool:
+    return finish is not None and finish.kind == "stop" and isinstance(finish.matched, int)
+
+
+def _finish(finish: FinishReason | None, matched: str | None) -> FinishReason | None:
+    """Name the stop string as the reason once there is one; an error stays an error."""
+    if finish is None or finish.kind == "error" or matched is None:
+        return finish
+    return FinishReason("stop", matched=matched)

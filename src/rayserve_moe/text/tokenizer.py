@@ -1,0 +1,113 @@
+"""The checkpoint's tokenizer: text to ids and back, and what each single id stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import decoders
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class TokenizerError(ValueError):
+    """A checkpoint whose tokenizer cannot be loaded or is of a kind this build does not decode."""
+
+
+class Tokenizer:
+    """A byte-level tokenizer read from a checkpoint directory; nothing is fetched from elsewhere."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Load it. TokenizerError where there is none, or its decoder is not byte-level."""
+        self.directory = Path(directory)
+        self.backing = _load(self.directory)
+        self.special_ids = frozenset(self.backing.all_special_ids) | _special_added_ids(self.backing)
+        self.eos_token_ids = _eos_token_ids(self.backing, self.directory)
+        self._bytes_by_id = {token_id: _bytes_of(token) for token, token_id in self.backing.get_vocab().items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that stand for something, added tokens included."""
+        return len(self.backing)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into ids, with the tokenizer's own leading or trailing special tokens where it has such."""
+        return self.backing.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Turn ids into text. Bytes that are not UTF-8 become U+FFFD; ids of no token are passed over."""
+        decoded = self.backing.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(decoded)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that one id adds to the output, special tokens spelled out; empty for an id of no token."""
+        return self._bytes_by_id.get(token_id, b"")
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one id on its own; bytes that are not whole characters become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _load(directory: Path) -> PreTrainedTokenizerFast:
+    # Without this file transformers would make up an empty tokenizer from config.json alone.
+    if not (directory / TOKENIZER_FILE).is_file():
+        raise TokenizerError(f"{directory / TOKENIZER_FILE}: file is missing")
+    try:
+        backing = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TokenizerError(f"{directory}: no usable tokenizer: {error}") from error
+    if not isinstance(backing, PreTrainedTokenizerFast):
+        raise TokenizerError(f"{directory}: {type(backing).__name__} is not a tokenizer of the tokenizers library")
+    decoder = backing.backend_tokenizer.decoder
+    if not isinstance(decoder, decoders.ByteLevel):
+        raise TokenizerError(
+            f"{directory}: its tokenizer decodes by {type(decoder).__name__}; only ByteLevel is supported"
+        )
+    return backing
+
+
+def _special_added_ids(backing: PreTrainedTokenizerFast) -> frozenset[int]:
+    return frozenset(token_id for token_id, token in backing.added_tokens_decoder.items() if token.special)
+
+
+def _eos_token_ids(backing: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
+    """Join the tokenizer's end of sequence with those of `generation_config.json`, ascending."""
+    found = set() if backing.eos_token_id is None else {int(backing.eos_token_id)}
+    file = directory / "generation_config.json"
+    if file.exists():
+        found |= set(_listed_eos(file))
+    return tuple(sorted(found))
+
+
+def _listed_eos(file: Path) -> list[int]:
+    try:
+        config: Any = json.loads(file.read_bytes())
+        listed = config.get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise TokenizerError(f"{file}: not a JSON object: {error}") from error
+    listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    if not all(isinstance(token_id, int) for token_id in listed):
+        raise TokenizerError(f"{file}: eos_token_id must be an id or a list of ids, not {listed!r}")
+    return listed
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Invert the byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+
+
+def _bytes_of(token: str) -> bytes:
+    """Spell a vocabulary entry in bytes: by the byte alphabet, or as it stands where it uses other characters."""
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return token.encode("utf-8", "replace")
