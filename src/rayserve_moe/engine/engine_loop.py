@@ -1,0 +1,265 @@
+"""The engine thread: takes commands from clients, turns the step cycle, publishes what it brought."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rayserve_moe.config.derive import prefill_chunk_tokens
+from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
+from rayserve_moe.engine.admission import check_request
+from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.step_cycle import Progress, StepCycle
+from rayserve_moe.requests import FinishReason, GenerationRequest, GenerationUpdate, ModelCard, RequestError
+from rayserve_moe.scheduling.pages import PageAllocator
+from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
+from rayserve_moe.scheduling.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[list[GenerationUpdate]], None]
+ABORTED = FinishReason("abort")
+
+
+class EngineBusyError(RuntimeError):
+    """Too many requests wait already; ask again later."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine is shut down, has failed, or makes no progress."""
+
+
+@dataclasses.dataclass
+class _Live:
+    """A request in the engine: its choices, who listens, how many choices are unfinished."""
+
+    sequences: list[Sequence]
+    sink: Sink
+    num_unfinished: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """The sections the loop works from, and the seconds after which it calls itself idle, or stuck."""
+
+    scheduler: SchedulerSettings
+    cache: CacheSettings
+    idle_release_s: float = 0.5
+    step_timeout_s: float = 120.0
+
+
+class EngineLoop:
+    """Owns the engine thread. All public methods may be called from any thread.
+
+    Commands travel through an inbox and take effect between steps. After a failure every request ends with an
+    error, and nothing is accepted any more.
+    """
+
+    def __init__(self, executor: Executor, card: ModelCard, *, settings: LoopSettings) -> None:
+        self.card = card
+        self._executor, self._settings = executor, settings
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._live: dict[str, _Live] = {}
+        self._failure: str | None = None
+        self._step_started_at: float | None = None
+        self._is_stopping = False
+        self._cycle, self._allocator = self._assemble(executor.start())
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Queue a request; `sink` gets its updates from the engine thread and must not block.
+
+        Raises RequestError for what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
+        """
+        check_request(request, self.card, longest=self._longest)
+        limits = self._settings.scheduler
+        with self._wake:
+            self._refuse_when_stopped()
+            if len(self._live) >= limits.max_running_requests + limits.max_waiting_requests:
+                raise EngineBusyError(f"{len(self._live)} requests are waiting or running; try again later")
+            if request.request_id in self._live:
+                raise RequestError("a request with this id is running", "rid")
+            sequences = self._sequences_of(request)
+            self._live[request.request_id] = _Live(sequences, sink, len(sequences))
+            self._post(lambda: self._cycle.scheduler.add(sequences))
+
+    def abort(self, request_id: str) -> None:
+        """End all choices of a request that are still running, with finish reason `abort`; unknown ids are ignored."""
+        with self._wake:
+            self._post(lambda: self._end_choices(request_id, None, ABORTED))
+
+    def stop(self, request_id: str, choice_index: int) -> None:
+        """End one choice whose text is complete (a stop string was found)."""
+        with self._wake:
+            self._post(lambda: self._end_choices(request_id, choice_index, FinishReason("stop")))
+
+    def statistics(self) -> dict[str, float]:
+        """Pages, requests and the step clock, as of now."""
+        scheduler = self._cycle.scheduler
+        return {
+            "pages_total": float(self._allocator.num_usable),
+            "pages_free": float(self._allocator.num_free),
+            "requests_live": float(len(self._live)),
+            "requests_running": float(len(scheduler.running)),
+            "requests_waiting": float(len(scheduler.waiting)),
+            "preemptions": float(scheduler.num_preemptions),
+            **self._cycle.statistics(),
+        }
+
+    def check_health(self) -> None:
+        """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
+        self._refuse_when_stopped()
+        started = self._step_started_at
+        if started is not None and time.monotonic() - started > self._settings.step_timeout_s:
+            raise EngineStoppedError(f"a step has been running for over {self._settings.step_timeout_s} s")
+
+    def check_integrity(self) -> None:
+        """Assert, between two steps, that pages and rows add up against an independent count."""
+        done: queue.SimpleQueue[AssertionError | None] = queue.SimpleQueue()
+
+        def check() -> None:
+            try:
+                self._cycle.scheduler.check_integrity()
+            except AssertionError as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        with self._wake:
+            self._refuse_when_stopped()
+            self._post(check)
+        if (error := done.get(timeout=self._settings.step_timeout_s)) is not None:
+            raise error
+
+    def shutdown(self) -> None:
+        """Abort what runs, stop the thread and the executor. May be called twice."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._executor.shutdown()
+
+    def _assemble(self, num_pages: int) -> tuple[StepCycle, PageAllocator]:
+        scheduler, page_size = self._settings.scheduler, self._settings.cache.page_size
+        allocator = PageAllocator(num_pages)
+        self._longest = allocator.num_usable * page_size
+        limits = StepLimits(
+            num_rows=scheduler.max_running_requests,
+            step_tokens=scheduler.max_step_tokens,
+            chunk_tokens=prefill_chunk_tokens(scheduler),
+            page_size=page_size,
+        )
+        capture = None
+        if self.card.returns_routing:
+            capture = RoutingCapture(
+                self.card.routing, num_pages=num_pages, page_size=page_size, weight_version=self.card.weight_version
+            )
+        return StepCycle(Scheduler(limits, allocator), self._executor, capture=capture), allocator
+
+    def _sequences_of(self, request: GenerationRequest) -> list[Sequence]:
+        """One sequence per choice, all with one seed: the request's, or one drawn now."""
+        sampling = request.sampling
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+        stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self.card.eos_token_ids)
+        return [Sequence(request, i, seed=seed, stop_token_ids=stops) for i in range(sampling.n)]
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Leave a command for the engine thread; the caller holds `_wake`."""
+        self._inbox.append(command)
+        self._wake.notify()
+
+    def _refuse_when_stopped(self) -> None:
+        if self._failure is not None:
+            raise EngineStoppedError(f"the engine has failed: {self._failure}")
+        if self._is_stopping:
+            raise EngineStoppedError("the engine is shut down")
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._step_started_at = time.monotonic()
+                self._publish(self._cycle.run())
+                self._step_started_at = None
+        except Exception as error:
+            log.exception("the engine has failed")
+            self._fail(f"{type(error).__name__}: {error}")
+        else:
+            self._fail_live(ABORTED)
+
+    def _take_commands(self) -> bool:
+        """Carry out what is in the inbox; with nothing to do, sleep. False when it is time to stop."""
+        while not self._is_stopping:
+            while self._inbox:
+                self._inbox.popleft()()
+            if self._cycle.scheduler.has_work:
+                return True
+            self._sleep_until_woken()
+        return False
+
+    def _sleep_until_woken(self) -> None:
+        with self._wake:
+            if self._wake.wait_for(self._has_call, self._settings.idle_release_s):
+                return
+        self._executor.release()
+        with self._wake:
+            self._wake.wait_for(self._has_call)
+
+    def _has_call(self) -> bool:
+        return bool(self._inbox) or self._is_stopping
+
+    def _end_choices(self, request_id: str, choice_index: int | None, reason: FinishReason) -> None:
+        live = self._live.get(request_id)
+        for sequence in live.sequences if live else ():
+            if sequence.finish is None and choice_index in (None, sequence.choice_index):
+                self._publish([self._cycle.end(sequence, reason)])
+
+    def _publish(self, progress: list[Progress]) -> None:
+        """Hand every request its updates of this step in one call."""
+        updates: dict[str, dict[int, GenerationUpdate]] = {}
+        for item in progress:
+            of_request = updates.setdefault(item.sequence.request.request_id, {})
+            index = item.sequence.choice_index
+            of_request[index] = _merge(of_request.get(index), item)
+        for request_id, by_choice in updates.items():
+            live = self._live[request_id]
+            live.num_unfinished -= sum(update.finish is not None for update in by_choice.values())
+            if live.num_unfinished == 0:
+                del self._live[request_id]
+            live.sink(list(by_choice.values()))
+
+    def _fail(self, message: str) -> None:
+        """Refuse everything from now on and end what runs with an error."""
+        with self._wake:
+            self._failure = message
+            self._step_started_at = None
+        self._fail_live(FinishReason("error", message=f"the engine has failed: {message}"))
+
+    def _fail_live(self, reason: FinishReason) -> None:
+        for request_id, live in list(self._live.items()):
+            unfinished = [s.choice_index for s in live.sequences if s.finish is None]
+            live.sink([GenerationUpdate(request_id, index, finish=reason) for index in unfinished])
+            del self._live[request_id]
+
+
+def _merge(update: GenerationUpdate | None, item: Progress) -> GenerationUpdate:
+    """Add to a choice's update of this step a sampled token, or its end."""
+    sequence = item.sequence
+    if update is None:
+        update = GenerationUpdate(
+            sequence.request.request_id, sequence.choice_index, num_cached_tokens=sequence.num_cached
+        )
+    if item.token_id is not None:
+        return dataclasses.replace(
+            update, token_ids=(*update.token_ids, item.token_id), logprobs=(*update.logprobs, item.logprob)
+        )
+    return dataclasses.replace(update, finish=sequence.finish, routing=item.routing)

@@ -1,0 +1,44 @@
+"""How many KV pages fit into the memory that is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.config.settings import CacheSettings, SettingsError
+from rayserve_moe.model.parameters import kv_repeats
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+
+def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPlan) -> int:
+    """Bytes one page of all layers takes on one device."""
+    kv_heads = spec.attention.num_kv_heads * kv_repeats(spec, plan.tensor_size) // plan.tensor_size
+    return spec.num_layers * page_size * 2 * kv_heads * spec.attention.head_dim * jnp.dtype(dtype).itemsize
+
+
+def free_bytes(devices: list[jax.Device]) -> int:
+    """Free memory of the fullest local device; emulated devices share what the host has available."""
+    stats = [device.memory_stats() for device in devices]
+    if all(stats):
+        return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats if s)
+    meminfo = Path("/proc/meminfo").read_text()
+    available_kib = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    return available_kib * 1024 // len(devices)
+
+
+def num_pages_that_fit(cache: CacheSettings, *, bytes_per_page: int, free: int, most_useful: int) -> int:
+    """Pages for `mem_fraction` of `free` bytes, at most `most_useful`; an explicit `num_pages` is taken as it is.
+
+    Raises SettingsError when not one page fits.
+    """
+    if cache.num_pages:
+        return cache.num_pages
+    fitting = int(free * cache.mem_fraction) // bytes_per_page
+    if fitting < 1:
+        raise SettingsError(
+            f"mem_fraction {cache.mem_fraction}: no KV page of {bytes_per_page} bytes fits into {free} free bytes"
+        )
+    return min(fitting, most_useful)

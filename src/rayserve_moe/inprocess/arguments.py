@@ -1,0 +1,68 @@
+"""From the arguments of `Engine.generate` to generation requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe.requests import GenerationRequest, RequestError, SamplingParams
+from rayserve_moe.text.tokenizer import Tokenizer
+
+RENAMED = {"max_tokens": "max_new_tokens", "sampling_seed": "seed"}
+SEQUENCES = ("stop", "stop_token_ids")
+
+
+def prompts_from(
+    tokenizer: Tokenizer, prompt: str | Sequence[str] | None, *, input_ids: Sequence[Any] | None
+) -> tuple[list[np.ndarray], bool]:
+    """Return every prompt as int32 ids, and whether the caller gave a batch. Exactly one of the two must be given."""
+    if prompt is not None and input_ids is None:
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        ids = [tokenizer.encode(text) for text in texts]
+        is_batch = not isinstance(prompt, str)
+    elif input_ids is not None and prompt is None:
+        is_batch = len(input_ids) > 0 and not np.isscalar(input_ids[0])
+        ids = list(input_ids) if is_batch else [input_ids]
+    else:
+        raise RequestError("give either prompt (text) or input_ids", "prompt")
+    try:
+        return [np.asarray(one, np.int32).reshape(-1) for one in ids], is_batch
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError("input_ids must be integers", "input_ids") from error
+
+
+def sampling_from(values: Mapping[str, Any]) -> SamplingParams:
+    """Build SamplingParams from SGLang's names; RequestError names an unknown one."""
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    named = {RENAMED.get(key, key): value for key, value in values.items()}
+    if unknown := sorted(set(named) - known):
+        raise RequestError(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])
+    for key in SEQUENCES:
+        if key in named:
+            value = named[key]
+            named[key] = () if value is None else (value,) if isinstance(value, str | int) else tuple(value)
+    if named.get("top_k", 0) == -1:
+        named["top_k"] = 0
+    return SamplingParams(**named)
+
+
+def requests_from(
+    prompts: list[np.ndarray],
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    *,
+    keywords: Mapping[str, Any],
+    return_routed_experts: bool,
+) -> list[GenerationRequest]:
+    """Pair prompts with their sampling: one mapping for all or one each, `keywords` on top."""
+    single = sampling_params is None or isinstance(sampling_params, Mapping)
+    each = [sampling_params or {}] * len(prompts) if single else list(sampling_params)
+    if len(each) != len(prompts):
+        raise RequestError(f"{len(each)} sampling_params for {len(prompts)} prompts", "sampling_params")
+    return [
+        GenerationRequest(uuid.uuid4().hex, ids, sampling_from({**params, **keywords}), return_routed_experts)
+        for ids, params in zip(prompts, each, strict=True)
+    ]

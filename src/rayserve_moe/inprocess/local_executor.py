@@ -1,0 +1,27 @@
+"""The executor that runs steps in this very process, without Ray."""
+
+from __future__ import annotations
+
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+
+
+class LocalExecutor:
+    """Wraps one HostRunner as an `engine.executor.Executor`."""
+
+    def __init__(self, runner: HostRunner) -> None:
+        self.runner = runner
+
+    def start(self) -> int:
+        num_pages = self.runner.load()
+        self.runner.prepare(num_pages)
+        return num_pages
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.runner.execute(plan)
+
+    def release(self) -> None:
+        """Nothing runs here between steps."""
+
+    def shutdown(self) -> None:
+        """The runner's arrays go with the runner."""
