@@ -1,0 +1,65 @@
+"""The executor of a slice: one worker actor per host, driven over a step transport."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import ray
+from ray.actor import ActorHandle
+
+from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
+from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
+from rayserve_moe.cluster.step_graph import TRANSPORTS, StepTransport
+from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
+from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+
+
+class GroupExecutor:
+    """Owns the workers of one slice, as an `engine.executor.Executor`. They die with it, all together."""
+
+    def __init__(self, settings: RunnerSettings, *, parallel: ParallelSettings, cluster: ClusterSettings) -> None:
+        self._settings, self._parallel, self._cluster = settings, parallel, cluster
+        self._reservation: SliceReservation | None = None
+        self._transport: StepTransport | None = None
+        self.workers: list[ActorHandle] = []
+
+    def start(self) -> int:
+        """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged."""
+        num_hosts, timeout_s = self._parallel.num_hosts, self._cluster.start_timeout_s
+        self._reservation = reserve_slice(self._cluster, num_hosts=num_hosts)
+        self.workers = [self._start_worker(self._reservation, host_id) for host_id in range(num_hosts)]
+        coordinator = ray.get(self.workers[0].coordinator_address.remote(), timeout=timeout_s)
+        num_pages = min(ray.get([worker.load.remote(coordinator) for worker in self.workers], timeout=timeout_s))
+        ray.get([worker.prepare.remote(num_pages) for worker in self.workers], timeout=timeout_s)
+        self._transport = TRANSPORTS[self._cluster.transport](self.workers, timeout_s=self._cluster.step_timeout_s)
+        return num_pages
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self._transport is not None, "start comes first"
+        try:
+            return self._transport.execute(plan)
+        except ray.exceptions.RayError as error:
+            raise ExecutorFailure(f"step {plan.step_id} was lost: {error}") from error
+
+    def release(self) -> None:
+        if self._transport is not None:
+            self._transport.release()
+
+    def shutdown(self) -> None:
+        if self._transport is not None:
+            with suppress(ray.exceptions.RayError):
+                self._transport.release()
+            self._transport = None
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers = []
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
+
+    def _start_worker(self, reservation: SliceReservation, host_id: int) -> ActorHandle:
+        devices = 0 if self._cluster.tpu_topology else max(1, self._parallel.devices_per_host)
+        place = HostPlace(host_id, self._parallel.num_hosts, devices)
+        return RemoteHostWorker.options(**reservation.actor_options(host_id)).remote(self._settings, place)

@@ -1,0 +1,64 @@
+"""The worker of one host: joins its peers, then runs every step plan on its own devices."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from dataclasses import dataclass
+
+import jax
+import ray
+
+from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """Which host of how many this is, and how many devices it emulates (0: the devices it has)."""
+
+    host_id: int
+    num_hosts: int
+    num_cpu_devices: int
+
+
+class HostWorker:
+    """A HostRunner behind methods that a Ray actor can have. Calls come in the order of their definition."""
+
+    def __init__(self, settings: RunnerSettings, place: HostPlace) -> None:
+        self._settings, self._place = settings, place
+        if place.num_cpu_devices:
+            use_cpu_devices(place.num_cpu_devices)
+
+    def coordinator_address(self) -> str:
+        """An address on this host that the group can meet at: its IP, and a port free right now."""
+        with closing(socket.socket()) as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def load(self, coordinator: str) -> int:
+        """Meet the other hosts, load this host's share; returns how many KV pages fit here."""
+        place = self._place
+        if place.num_hosts > 1:
+            join_hosts(coordinator, num_hosts=place.num_hosts, host_id=place.host_id)
+            devices = jax.devices()
+        else:
+            devices = local_devices(place.num_cpu_devices)
+        self._runner = HostRunner(self._settings, plan_for(devices))
+        return self._runner.load()
+
+    def prepare(self, num_pages: int) -> None:
+        """Allocate pages and compile; all hosts get the same number."""
+        self._runner.prepare(num_pages)
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Run a step; the first host answers for all of them."""
+        result = self._runner.execute(plan)
+        return result if self._place.host_id == 0 else None
+
+    def num_compilations_since_start(self) -> int:
+        return self._runner.num_compilations_since_start
+
+
+RemoteHostWorker = ray.remote(HostWorker)

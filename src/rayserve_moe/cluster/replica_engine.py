@@ -1,0 +1,55 @@
+"""Putting together what one serving replica runs: the engine over its slice, and the tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from rayserve_moe.checkpoints.files import read_config
+from rayserve_moe.checkpoints.model_path import resolve_model_path
+from rayserve_moe.cluster.group_executor import GroupExecutor
+from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.config.settings import Settings
+from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.execution.card import model_card
+from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ReplicaEngine:
+    """A running engine and the tokenizer of its model."""
+
+    loop: EngineLoop
+    tokenizer: Tokenizer
+    executor: GroupExecutor
+
+
+def start_replica_engine(settings: Settings) -> ReplicaEngine:
+    """Reserve a slice, load the model onto it and start the engine thread.
+
+    Raises what stands in the way: SettingsError, CheckpointError, TimeoutError, or a worker's error.
+    """
+    path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
+    model = dataclasses.replace(settings.model, path=str(path))
+    tokenizer = Tokenizer(path)
+    card = model_card(
+        spec_from_config(read_config(path)),
+        model=model,
+        replay=settings.replay,
+        name=path.name,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    executor = GroupExecutor(
+        RunnerSettings(model, settings.scheduler, settings.cache, settings.replay),
+        parallel=settings.parallel,
+        cluster=settings.cluster,
+    )
+    timing = settings.cluster
+    loop = EngineLoop(
+        executor,
+        card,
+        settings=LoopSettings(settings.scheduler, settings.cache, timing.idle_release_s, timing.step_timeout_s),
+    )
+    return ReplicaEngine(loop, tokenizer, executor)

@@ -1,0 +1,33 @@
+"""What the routes work with: one explicit object, made once per application."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.requests import ModelCard
+from rayserve_moe.serving.json_body import IgnoredFields
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+
+@dataclass(frozen=True)
+class ApiState:
+    """The engine and what surrounds it. Prompts are tokenized in one thread: long ones must not stop the event loop,
+    and the tokenizer is not safe to share."""
+
+    loop: EngineLoop
+    tokenizer: Tokenizer
+    server: ServerSettings = field(default_factory=ServerSettings)
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
+    tokenizing: ThreadPoolExecutor = field(default_factory=_one_thread)
+
+    @property
+    def card(self) -> ModelCard:
+        """The model being served, as it is now."""
+        return self.loop.card

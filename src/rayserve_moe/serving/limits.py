@@ -1,0 +1,78 @@
+"""What a request must pass before a route sees it: the API key, and the limit on its body.
+
+Plain ASGI, so that streamed answers pass through untouched.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health"})
+_DISCARDED_BODIES = 4
+"""Refused bodies are read on, up to this many limits: a client still writing cannot read our answer."""
+
+
+class EdgeGuard:
+    """ASGI wrapper that refuses a missing key (401) and a body over the limit (413)."""
+
+    def __init__(self, app: ASGIApp, server: ServerSettings) -> None:
+        self._app = app
+        self._key = server.api_key.encode()
+        self._max_bytes = server.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if not self._is_allowed(scope, headers.get(b"authorization", b"")):
+            error = ApiError(401, "missing or wrong API key: send it as a bearer token", code="invalid_api_key")
+            response = error.response()
+            response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+        elif self._is_too_long(headers.get(b"content-length", b"")):
+            await self._discard(receive)
+            await self._too_large().response()(scope, receive, send)
+        else:
+            await self._app(scope, self._counted(receive), send)
+
+    def _is_allowed(self, scope: Scope, authorization: bytes) -> bool:
+        if not self._key or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+            return True
+        scheme, _, token = authorization.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._key)
+
+    def _is_too_long(self, content_length: bytes) -> bool:
+        return content_length.isdigit() and (len(content_length) > 18 or int(content_length) > self._max_bytes)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request body is longer than {self._max_bytes} bytes", code="body_too_large")
+
+    def _counted(self, receive: Receive) -> Receive:
+        """Count what arrives: a chunked body announces no length."""
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                if message.get("more_body", False):
+                    await self._discard(receive)
+                raise self._too_large()
+            return message
+
+        return receive_counted
+
+    async def _discard(self, receive: Receive) -> None:
+        remaining = _DISCARDED_BODIES * self._max_bytes
+        while remaining > 0:
+            message = await receive()
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                return
+            remaining -= len(message.get("body", b""))

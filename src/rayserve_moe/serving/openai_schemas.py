@@ -1,0 +1,123 @@
+"""Bodies of the OpenAI routes. Unknown fields are ignored; known features that are not served are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PlainValidator, model_validator
+
+from rayserve_moe.serving.field_types import (
+    EmptyList,
+    EmptyObject,
+    EmptyString,
+    FalseOnly,
+    MaxTokens,
+    Prompts,
+    RequestBody,
+    Seed,
+    ZeroOnly,
+    fault,
+    neutral_only,
+)
+from rayserve_moe.serving.sampling_fields import SamplingFields
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _check_role(value: object) -> str:
+    if value not in _ROLES:
+        raise fault(f"should be one of {', '.join(_ROLES)}")
+    return str(value)
+
+
+def _check_content(value: object) -> str | list[dict]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(map(_is_text_part, value)):
+        raise fault("should be a string or a list of parts of type text")
+    return value
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+class StreamOptions(RequestBody):
+    """`include_usage` asks for one last event with token counts."""
+
+    include_usage: bool = False
+
+
+class OpenAIGeneration(SamplingFields):
+    """What both OpenAI routes take."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    seed: Seed | None = None
+    max_tokens: MaxTokens | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_routed_experts: bool = False
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> OpenAIGeneration:
+        if self.stream_options is not None and not self.stream:
+            raise fault("`stream_options` is only for requests with `stream` true")
+        return self
+
+    @property
+    def wants_usage_event(self) -> bool:
+        """Whether the stream is to end with token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(OpenAIGeneration):
+    """Body of `/v1/completions`. `logprobs` gives the sampled tokens'; alternatives are not served yet."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    echo: FalseOnly = False
+    suffix: EmptyString = ""
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionBody:
+        if self.best_of not in (None, self.n):
+            raise fault("`best_of` is not supported: leave it out or make it equal to `n`")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probs are asked for; 0 asks for the sampled tokens' alone."""
+        return self.logprobs is not None
+
+
+class ChatMessage(RequestBody):
+    """One message; fields beyond these reach the chat template as they are."""
+
+    role: Annotated[str, PlainValidator(_check_role)]
+    content: Annotated[str | list[dict] | None, PlainValidator(_check_content)] = None
+
+
+class ChatBody(OpenAIGeneration):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: ZeroOnly = 0
+    tools: EmptyList = []
+    functions: EmptyList = []
+    tool_choice: Annotated[str, neutral_only("none", "auto")] = "auto"
+    response_format: Annotated[dict, neutral_only({"type": "text"})] = {"type": "text"}
+    chat_template_kwargs: EmptyObject = {}
+
+    @property
+    def new_token_limit(self) -> int | None:
+        """The limit asked for, by its newer name first; None runs to the end of the context."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probs are asked for."""
+        return self.logprobs

@@ -1,0 +1,55 @@
+"""The sampling fields that all generating routes share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rayserve_moe.requests import SamplingParams
+from rayserve_moe.serving.field_types import (
+    EmptyObject,
+    MinP,
+    NumChoices,
+    Penalty,
+    RepetitionPenalty,
+    RequestBody,
+    StopStrings,
+    StopTokenIds,
+    TopK,
+    TopP,
+)
+
+
+class SamplingFields(RequestBody):
+    """How tokens are chosen, in the names that every dialect uses; penalties and biases are refused for now."""
+
+    n: NumChoices = 1
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    stop: StopStrings = ()
+    stop_token_ids: StopTokenIds = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: EmptyObject = {}
+
+    def sampling(self, max_new_tokens: int, seed: int | None) -> SamplingParams:
+        """Return the engine's form."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            n=self.n,
+            seed=seed,
+        )

@@ -1,0 +1,85 @@
+"""Answers that must notice a client that leaves: server-sent events, and work that is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rayserve_moe.engine.engine_loop import EngineStoppedError
+from rayserve_moe.serving.errors import ApiError, as_api_error
+
+Result = TypeVar("Result")
+
+
+def to_json(answer: dict | list) -> bytes:
+    """Serialize compactly; a float that is not finite would be a bug, and raises."""
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+
+
+def json_answer(answer: dict | list) -> Response:
+    """Return a compact JSON response."""
+    return Response(to_json(answer), media_type="application/json")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work` to its end, or cancel it and raise ClientDisconnect as soon as the client has gone.
+
+    The request body must have been read: what `receive` then still brings is the disconnect.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, one JSON object each, then `[DONE]`.
+
+    An error on the way becomes an event of its own. `close` is called whatever happens: when the events are over,
+    when the client leaves, and when it had left before the first.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict, None], close: Callable[[], None]) -> None:
+        self._close = close
+        self._lines = _event_lines(events)
+        super().__init__(self._lines, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self.stream_response(send))
+        except (ClientDisconnect, OSError):
+            return
+        finally:
+            self._close()
+            await self._lines.aclose()
+
+
+async def _event_lines(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for event in events:
+            yield b"data: " + to_json(event) + b"\n\n"
+    except (ApiError, EngineStoppedError) as error:
+        yield b"data: " + to_json(as_api_error(error).body()) + b"\n\n"
+    finally:
+        await events.aclose()
+    yield b"data: [DONE]\n\n"

@@ -1,0 +1,40 @@
+"""A real Ray cluster of several raylets on this machine, and what the cluster tests compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+
+SETTINGS = {
+    "max_model_len": 256,
+    "num_pages": 80,
+    "max_running_requests": 4,
+    "max_step_tokens": 64,
+    "enable_return_routed_experts": True,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", "tiny", dtype="float32")
+
+
+@pytest.fixture(scope="package")
+def raylets() -> Iterator[int]:
+    """Start a head and one more raylet; yields how many there are."""
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "dashboard_port": None}
+    )
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    cluster.wait_for_nodes()
+    yield 2
+    ray.shutdown()
+    cluster.shutdown()

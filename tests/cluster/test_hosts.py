@@ -1,0 +1,167 @@
+"""Laws over hosts and transports: the same ids, log-probs and routing as in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from rayserve_moe import Engine
+from rayserve_moe.cluster.group_executor import GroupExecutor
+from rayserve_moe.cluster.step_graph import TRANSPORTS, CompiledGraph, StepTransport
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.engine_loop import EngineLoop, EngineStoppedError, LoopSettings
+from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.text.tokenizer import Tokenizer
+from tests.cluster.conftest import SETTINGS
+
+PROMPTS = [
+    np.random.default_rng(seed).integers(3, 500, length).astype(np.int32) for seed, length in enumerate((1, 40, 90))
+]
+SAMPLING = [
+    SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True),
+    SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True),
+]
+
+
+class OverTransport:
+    """An executor over workers that are already running, with a transport (or a whole group) of one's choice."""
+
+    def __init__(self, transport: StepTransport, num_pages: int) -> None:
+        self.transport, self._num_pages = transport, num_pages
+
+    def start(self) -> int:
+        return self._num_pages
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.transport.execute(plan)
+
+    def release(self) -> None:
+        self.transport.release()
+
+    def shutdown(self) -> None:
+        self.transport.release()
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Iterator[tuple[ModelCard, list[ChoiceResult]]]:
+    with Engine(str(checkpoint), **SETTINGS) as engine:
+        yield engine.card, complete(engine.loop, engine.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def group(raylets: int, checkpoint: Path) -> Iterator[tuple[GroupExecutor, int]]:
+    settings = settings_from({"model_path": str(checkpoint), "num_hosts": 2, "devices_per_host": 2, **SETTINGS})
+    executor = GroupExecutor(
+        RunnerSettings(settings.model, settings.scheduler, settings.cache, settings.replay),
+        parallel=settings.parallel,
+        cluster=settings.cluster,
+    )
+    yield executor, executor.start()
+    executor.shutdown()
+
+
+def loop_over(executor: OverTransport, card: ModelCard) -> EngineLoop:
+    settings = settings_from({"model_path": "unused", **SETTINGS})
+    return EngineLoop(executor, card, settings=LoopSettings(settings.scheduler, settings.cache, idle_release_s=0.2))
+
+
+def complete(loop: EngineLoop, tokenizer: Tokenizer) -> list[ChoiceResult]:
+    requests = [
+        GenerationRequest(f"{i}-{time.monotonic_ns()}", prompt, sampling, return_routed_experts=True)
+        for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
+    ]
+    streams = [open_stream(loop, tokenizer, request=request) for request in requests]
+    results = [ChoiceResult() for _ in streams]
+    for stream, result in zip(streams, results, strict=True):
+        for delta in stream:
+            result.add(delta)
+    loop.check_integrity()
+    assert loop.statistics()["pages_free"] == loop.statistics()["pages_total"]
+    return results
+
+
+def assert_same(results: list[ChoiceResult], expected: list[ChoiceResult]) -> None:
+    for ours, theirs in zip(results, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+        assert ours.routing is not None and theirs.routing is not None
+        assert ours.routing.missing == ()
+        np.testing.assert_array_equal(ours.routing.rows, theirs.routing.rows)
+
+
+def test_hosts_lie_on_different_raylets(group: tuple[GroupExecutor, int]) -> None:
+    executor, _ = group
+    nodes = ray.get(
+        [w.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()) for w in executor.workers]
+    )
+    assert len(set(nodes)) == 2
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_two_hosts_answer_as_one_process(
+    name: str, group: tuple[GroupExecutor, int], expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
+) -> None:
+    executor, num_pages = group
+    card, wanted = expected
+    transport = TRANSPORTS[name](executor.workers, timeout_s=60.0)
+    loop = loop_over(OverTransport(transport, num_pages), card)
+    try:
+        assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
+    finally:
+        loop.shutdown()
+
+
+def test_a_compiled_graph_answers_as_one_process_and_is_gone_when_idle(
+    group: tuple[GroupExecutor, int], expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
+) -> None:
+    executor, num_pages = group
+    card, wanted = expected
+    transport = CompiledGraph(executor.workers, timeout_s=60.0)
+    deadline = time.monotonic() + 60
+    while not transport.is_compiled:
+        assert time.monotonic() < deadline, "the graph was never compiled"
+        transport.execute(StepPlan(0))
+    loop = loop_over(OverTransport(transport, num_pages), card)
+    try:
+        assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
+        while transport.is_compiled:
+            assert time.monotonic() < deadline, "the graph outlives the work"
+            time.sleep(0.05)
+        assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
+    finally:
+        loop.shutdown()
+
+
+def test_no_host_compiles_after_the_start(group: tuple[GroupExecutor, int]) -> None:
+    executor, _ = group
+    counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
+    assert counts == [0, 0]
+
+
+def test_a_lost_host_ends_requests_with_an_error_and_the_engine_says_so(
+    group: tuple[GroupExecutor, int], expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
+) -> None:
+    """Runs last: it leaves the group without a host."""
+    executor, num_pages = group
+    card, _ = expected
+    loop = loop_over(OverTransport(executor, num_pages), card)
+    request = GenerationRequest("doomed", PROMPTS[0], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    stream = open_stream(loop, Tokenizer(checkpoint), request=request)
+    deltas = iter(stream)
+    assert next(deltas).finish is None
+    ray.kill(executor.workers[1])
+    finish = [delta.finish for delta in deltas if delta.finish][-1]
+    assert finish is not None and finish.kind == "error"
+    with pytest.raises(EngineStoppedError):
+        loop.check_health()
+    loop.shutdown()

@@ -1,0 +1,119 @@
+"""The Serve application as its users meet it: deployed, asked over HTTP, idle, and after a fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from ray import serve
+
+from rayserve_moe import extract_routed_experts_from_meta_info
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.serving.app import build
+from tests.cluster.conftest import SETTINGS
+
+PORT = 18431
+URL = f"http://127.0.0.1:{PORT}"
+IDLE_SECONDS = 4.0
+
+
+@pytest.fixture(scope="module")
+def app(raylets: int, checkpoint: Path) -> Iterator[httpx.Client]:
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
+    settings = {**SETTINGS, "idle_release_s": 0.3}
+    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
+    with httpx.Client(base_url=URL, timeout=60) as client:
+        yield client
+    serve.shutdown()
+
+
+def complete(client: httpx.Client, max_tokens: int = 6) -> httpx.Response:
+    body = {
+        "model": "tiny",
+        "prompt": [5, 6, 7],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "return_routed_experts": True,
+    }
+    return client.post("/v1/completions", json=body)
+
+
+def test_completion_carries_routing(app: httpx.Client) -> None:
+    answer = complete(app).json()
+    (choice,) = answer["choices"]
+    generated = answer["usage"]["completion_tokens"]
+    assert choice["meta_info"]["routed_experts_info"]["shape"] == [3 + generated - 1, 4, 2]
+    assert extract_routed_experts_from_meta_info(choice).size == (3 + generated - 1) * 4 * 2
+
+
+def test_stream_equals_the_whole(app: httpx.Client) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}}
+    whole = app.post("/generate", json=body).json()
+    with app.stream("POST", "/generate", json={**body, "stream": True}) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    last = httpx.Response(200, text=events[-2]).json()
+    assert last["output_ids"] == whole["output_ids"] and last["text"] == whole["text"]
+
+
+def test_idle_costs_next_to_nothing(app: httpx.Client) -> None:
+    """After a graph-compiling load and a moment of rest, replica and workers use less than 0.05 core together."""
+    assert complete(app, max_tokens=150).status_code == 200
+    time.sleep(3.0)
+    pids = pids_of("ray::HostWorker", "ray::ServeReplica:moe:", "ray::DAGDriverProxyActor")
+    assert len(pids) >= 2
+    before = cpu_seconds(pids)
+    time.sleep(IDLE_SECONDS)
+    used = (cpu_seconds(pids) - before) / IDLE_SECONDS
+    assert used < 0.05, f"{used:.3f} core while idle"
+    assert complete(app).status_code == 200
+
+
+def test_a_lost_worker_replaces_the_replica(app: httpx.Client) -> None:
+    """A killed host ends running requests with an error; Serve notices and brings up a new replica."""
+    wanted = complete(app).json()["choices"][0]["text"]
+    (worker,) = pids_of("ray::HostWorker")
+    os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        response = complete(app)
+        if response.status_code == 200:
+            break
+        assert response.status_code in (422, 503), response.text
+        time.sleep(0.5)
+    assert response.json()["choices"][0]["text"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"model_path": "x", "enable_return_routed_expert": True}, "did you mean 'enable_return_routed_experts'"),
+        ({"model_path": "x", "num_hosts": "two"}, "num_hosts must be of type int"),
+        ({}, "model_path is missing"),
+    ],
+)
+def test_a_wrong_setting_is_a_deploy_error(args: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        build(args)
+
+
+def pids_of(*titles: str) -> list[int]:
+    """Processes of Ray actors by the start of their titles."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            title = (entry / "cmdline").read_text()
+            found += [int(entry.name)] if title.startswith(titles) else []
+    return found
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    ticks = os.sysconf("SC_CLK_TCK")
+    fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
+    return sum(int(f[11]) + int(f[12]) for f in fields) / ticks
