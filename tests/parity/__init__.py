@@ -1,0 +1,1 @@
+"""Comparison with the Hugging Face implementation: same weights, same prompts, in float32."""

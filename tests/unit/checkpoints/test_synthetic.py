@@ -1,0 +1,161 @@
+"""Synthetic checkpoints: the same recipe gives the same bytes, transformers can read them, nothing foreign is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
+from rayserve_moe.checkpoints.names import verify
+from rayserve_moe.checkpoints.synthetic import MARKER_FILE, PRESETS, ensure_checkpoint, write_checkpoint
+from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.parameters import parameter_specs
+
+NUM_PARAMETERS = {"tiny": 1.9e6, "small": 114e6, "mid": 972e6}
+
+
+def _contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_the_same_recipe_gives_the_same_bytes_anywhere(tmp_path, config):
+    first, second = (write_checkpoint(tmp_path / name, config, seed=3) for name in ("a", "b"))
+    assert _contents(first) == _contents(second)
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"dtype": "float32"}])
+def test_another_recipe_replaces_the_checkpoint(tmp_path, config, change):
+    before = _contents(write_checkpoint(tmp_path / "model", config, seed=3))
+    after = _contents(write_checkpoint(tmp_path / "model", config, **({"seed": 3} | change)))
+    assert before["model.safetensors"] != after["model.safetensors"]
+
+
+def test_weights_do_not_depend_on_how_they_are_cut_into_files(tmp_path, config):
+    one = open_checkpoint(write_checkpoint(tmp_path / "one", config))
+    several = open_checkpoint(write_checkpoint(tmp_path / "several", config, max_shard_bytes=4_000))
+    for name in one.tensors:
+        np.testing.assert_array_equal(one.read(name), several.read(name))
+    entries = several.tensors.values()
+    for file in {entry.file for entry in entries}:
+        sizes = [entry.end - entry.begin for entry in entries if entry.file == file]
+        assert sum(sizes) <= 4_000 or len(sizes) == 1
+    assert len({entry.file for entry in entries}) > 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mlp_only_layers": ()},
+        {"decoder_sparse_step": 2, "mlp_only_layers": ()},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 1, "head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    ],
+)
+def test_any_shape_fits_its_own_config(tmp_path, config, changes):
+    files = open_checkpoint(write_checkpoint(tmp_path / "model", replace(config, **changes)))
+    spec = spec_from_config(files.config)
+    verify(files, parameter_specs(spec, dtype="bfloat16"), rules=CHECKPOINT_RULES)
+    assert spec.tie_embeddings == ("lm_head.weight" not in files.tensors)
+    assert spec.checkpoint_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_stated_number_of_parameters(name):
+    config = {"architectures": ["Qwen3MoeForCausalLM"], **vars(PRESETS[name])}
+    tree = parameter_specs(spec_from_config(config), dtype="float32")
+    total = sum(np.prod(spec.shape) for group in tree.values() for spec in group.values())
+    assert total == pytest.approx(NUM_PARAMETERS[name], rel=0.02)
+
+
+def test_weights_are_normal_and_norms_near_one(tmp_path, config):
+    files = open_checkpoint(write_checkpoint(tmp_path / "model", replace(config, scale=0.5, norm_jitter=0.0)))
+    table = files.read("model.embed_tokens.weight").astype(np.float32)
+    assert abs(table.mean()) < 0.05 and table.std() == pytest.approx(0.5, rel=0.05)
+    assert (files.read("model.norm.weight") == 1).all()
+
+
+def test_transformers_reads_config_and_tokenizer(tmp_path, config):
+    path = write_checkpoint(tmp_path / "model", config)
+    read = AutoConfig.from_pretrained(path)
+    assert (read.model_type, read.num_experts, read.head_dim) == ("qwen3_moe", config.num_experts, config.head_dim)
+    assert read.rope_parameters["rope_theta"] == config.rope_theta
+    assert list(read.mlp_only_layers) == list(config.mlp_only_layers)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
+
+
+def test_a_second_call_does_not_write(tmp_path, config):
+    path = write_checkpoint(tmp_path / "model", config)
+    before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    write_checkpoint(tmp_path / "model", config)
+    assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == before
+
+
+def test_what_an_interrupted_call_left_is_replaced(tmp_path, config):
+    partial = tmp_path / ".model.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_text("half")
+    path = write_checkpoint(tmp_path / "model", config)
+    assert not partial.exists()
+    assert _contents(path) == _contents(write_checkpoint(tmp_path / "other", config))
+
+
+def test_a_failing_call_leaves_no_checkpoint(tmp_path, config):
+    with pytest.raises(ValueError, match="num_experts"):
+        write_checkpoint(tmp_path / "model", replace(config, num_experts=0))
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_directory_of_someone_else_is_never_overwritten(tmp_path, config):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("only copy")
+    with pytest.raises(CheckpointError, match="will not be overwritten"):
+        write_checkpoint(tmp_path / "model", config)
+    assert (tmp_path / "model" / "thesis.txt").read_text() == "only copy"
+
+
+def test_several_writers_at_once_leave_one_whole_checkpoint(tmp_path, config):
+    failures: list[Exception] = []
+
+    def write() -> None:
+        try:
+            open_checkpoint(write_checkpoint(tmp_path / "model", config))
+        except ValueError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert json.loads((tmp_path / "model" / MARKER_FILE).read_text())["seed"] == 0
+
+
+def test_presets_are_made_by_name(tmp_path):
+    files = open_checkpoint(ensure_checkpoint(tmp_path / "cache" / "tiny", "tiny", seed=1, dtype="float32"))
+    assert files.config["num_experts"] == PRESETS["tiny"].num_experts
+    assert files.tensors["model.norm.weight"].dtype == "F32"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"dtype": "float16"}, "bfloat16 or float32"), ({"max_shard_bytes": 0}, "max_shard_bytes must be positive")],
+)
+def test_options_out_of_range_are_refused(tmp_path, config, options, words):
+    with pytest.raises(CheckpointError, match=words):
+        write_checkpoint(tmp_path / "model", config, **options)
+
+
+def test_a_vocabulary_below_the_bytes_and_an_unknown_preset_are_refused(tmp_path, config):
+    with pytest.raises(CheckpointError, match="vocab_size 200"):
+        write_checkpoint(tmp_path / "model", replace(config, vocab_size=200))
+    with pytest.raises(CheckpointError, match="tiny, small, mid"):
+        ensure_checkpoint(tmp_path / "model", "huge")

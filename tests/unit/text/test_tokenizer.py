@@ -1,0 +1,101 @@
+"""Encoding and decoding follow the checkpoint's tokenizer, and each id has bytes of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayserve_moe.text.tokenizer import Tokenizer, TokenizerError
+
+
+@given(text=st.text())
+def test_plain_text_survives_encoding_and_decoding(tokenizer, text):
+    ids = tokenizer.encode(text)
+    if not {0, 1, 2} & set(ids):
+        assert tokenizer.decode(ids) == text
+        assert ids == [3 + _rank(byte) for byte in text.encode()]
+
+
+def _rank(byte: int) -> int:
+    """Place of a byte in the sorted byte alphabet: bytes that stand for themselves, then the others."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [*own, *(other for other in range(256) if other not in own)].index(byte)
+
+
+def test_every_id_of_the_vocabulary_decodes_to_its_bytes(tokenizer, extended):
+    for each in (tokenizer, extended):
+        for token_id in range(each.vocab_size):
+            text = each.decode([token_id], skip_special_tokens=False)
+            assert each.token_bytes(token_id).decode("utf-8", "replace") == text == each.token_text(token_id)
+            assert text
+
+
+def test_ids_beyond_the_bytes_are_printable_and_never_encoded(tokenizer):
+    assert tokenizer.decode([260, 261]) == "<id_260><id_261>"
+    assert 260 not in tokenizer.encode("<id_260>")
+
+
+def test_ids_of_no_token_add_nothing(tokenizer):
+    assert tokenizer.decode([70, 100_000, 71]) == tokenizer.decode([70, 71])
+    assert tokenizer.token_bytes(100_000) == b""
+
+
+def test_special_tokens_are_known_and_skipped_on_request(tokenizer, extended):
+    assert tokenizer.special_ids == {0, 1, 2}
+    ids = [0, *tokenizer.encode("a</s>b"), 2]
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a</s>b<pad>"
+    turn = extended.encode("<|turn|>")
+    assert len(turn) == 1 and turn[0] in extended.special_ids
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [(None, (1,)), ("{}", (1,)), ('{"eos_token_id": 5}', (1, 5)), ('{"eos_token_id": [9, 1]}', (1, 9))],
+)
+def test_end_of_sequence_joins_tokenizer_and_generation_config(tmp_path, directory, written, wanted):
+    path = shutil.copytree(directory, tmp_path / "model")
+    if written is not None:
+        (path / "generation_config.json").write_text(written)
+    assert Tokenizer(path).eos_token_ids == wanted
+
+
+def _decoder(kind):
+    def change(path):
+        content = json.loads((path / "tokenizer.json").read_text())
+        content["decoder"] = kind
+        (path / "tokenizer.json").write_text(json.dumps(content))
+
+    return change
+
+
+UNUSABLE = {
+    "no directory": (shutil.rmtree, ["tokenizer.json", "missing"]),
+    "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), ["tokenizer.json", "missing"]),
+    "not JSON": (lambda path: (path / "tokenizer.json").write_text("{"), ["no usable tokenizer"]),
+    "another JSON": (lambda path: (path / "tokenizer.json").write_text("{}"), ["no usable tokenizer"]),
+    "no decoder": (_decoder(None), ["NoneType", "ByteLevel"]),
+    "another decoder": (_decoder({"type": "Fuse"}), ["Fuse", "ByteLevel"]),
+    "generation config": (lambda path: (path / "generation_config.json").write_text("[]"), ["generation_config.json"]),
+    "end of words": (
+        lambda path: (path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}'),
+        ["generation_config.json", "eos_token_id"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_an_unusable_tokenizer_is_one_clear_error(tmp_path, directory, what):
+    damage, words = UNUSABLE[what]
+    path = shutil.copytree(directory, tmp_path / "model")
+    Tokenizer(path)
+    damage(path)
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer(path)
+    assert str(path) in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
