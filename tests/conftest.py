@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -16,7 +17,17 @@ os.environ |= {
 }
 
 import hypothesis
+import pytest
+
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from tests.support.checkpoints import CORE_CONFIG
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def core_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny float32 model of `tests.support.checkpoints`, written once."""
+    return write_checkpoint(tmp_path_factory.mktemp("core") / "model", CORE_CONFIG, seed=3, dtype="float32")

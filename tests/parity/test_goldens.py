@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.parity import comparison
-from tests.parity.cases import CASES, PROMPT_LENGTHS, Golden, load_golden, prompts_of, sha256_of_weights
+from tests.parity.cases import CASES, NUM_NEW_TOKENS, PROMPT_LENGTHS, Golden, load_golden, prompts_of, sha256_of_weights
+from tests.support.logits import prompt_logits_of
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,11 @@ def test_the_seed_still_makes_the_prompts_of_the_golden(golden, case):
 
 def test_greedy_ids_are_those_of_the_reference(golden, answers):
     comparison.assert_same_ids(golden, answers)
+
+
+def test_logits_are_those_of_the_reference(golden, engine, case):
+    longest = max(PROMPT_LENGTHS) + NUM_NEW_TOKENS
+    comparison.assert_same_logits(golden, case, prompt_logits_of(engine.runner, longest=longest))
 
 
 def test_logprobs_are_those_of_the_reference(golden, answers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import cast
 
 import ray
 from ray.actor import ActorHandle
@@ -62,4 +63,5 @@ class GroupExecutor:
     def _start_worker(self, reservation: SliceReservation, host_id: int) -> ActorHandle:
         devices = 0 if self._cluster.tpu_topology else max(1, self._parallel.devices_per_host)
         place = HostPlace(host_id, self._parallel.num_hosts, devices)
-        return RemoteHostWorker.options(**reservation.actor_options(host_id)).remote(self._settings, place)
+        options = reservation.actor_options(host_id)
+        return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))

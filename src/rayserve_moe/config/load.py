@@ -21,7 +21,6 @@ ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH"
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "transport": ("compiled_graph", "actor_calls"),
-    "platform": ("auto", "cpu", "tpu"),
 }
 LEAST = {
     "max_model_len": 0,
@@ -39,6 +38,7 @@ LEAST = {
     "step_timeout_s": 1,
     "drain_timeout_s": 0,
     "cpus_per_host": 0,
+    "tpu_chips_per_host": 0,
 }
 
 
@@ -128,6 +128,8 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"mem_fraction must lie in (0, 1], found {settings.cache.mem_fraction!r}")
     if settings.cache.num_pages == 1:
         raise SettingsError("num_pages must be at least 2: one page holds padding")
+    if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
+        raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
         raise SettingsError(

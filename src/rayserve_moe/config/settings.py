@@ -83,16 +83,20 @@ class ClusterSettings:
 
     transport: str = "compiled_graph"
     """`compiled_graph` or `actor_calls`."""
-    idle_release_s: float = 0.5
+    idle_release_s: float = 2.0
     """Seconds without work after which busy-polling transports are torn down."""
     start_timeout_s: float = 600.0
     """Longest time loading and compiling may take."""
     step_timeout_s: float = 120.0
     """Longest time one step may take."""
-    platform: str = "auto"
-    """`cpu`, `tpu`, or `auto`: tpu where the cluster has TPU resources."""
     cpus_per_host: float = 0.5
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
+    tpu_topology: str = ""
+    """Topology of the slice to reserve, such as `2x4`; empty runs on emulated hosts of a CPU cluster."""
+    tpu_version: str = ""
+    """Generation of the slice, such as `v6e`."""
+    tpu_chips_per_host: int = 0
+    """Chips of one host, where topology and generation leave it open (v5e and v6e `2x4`); 0 lets Ray decide."""
 
 
 @dataclass(frozen=True)

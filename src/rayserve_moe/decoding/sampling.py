@@ -41,7 +41,9 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
     """
     finite_S = jnp.all(jnp.isfinite(logits_SV), axis=-1)
     greedy_S = rows.temperature_S <= 0.0
-    scaled_SV = logits_SV / jnp.where(greedy_S, 1.0, rows.temperature_S)[:, None]
+    # Relative to the best logit, no temperature is small enough to overflow what comes out.
+    relative_SV = logits_SV - logits_SV.max(axis=-1, keepdims=True)
+    scaled_SV = relative_SV / jnp.where(greedy_S, 1.0, rows.temperature_S)[:, None]
     logprobs_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
     best_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
     drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows))

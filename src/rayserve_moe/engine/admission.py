@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, SamplingParams
 
-from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
+MAX_TOP_K = 2**31 - 1
 
 
 def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) -> None:
@@ -33,5 +33,17 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
             "routed experts are not captured by this server: start it with enable_return_routed_experts: true",
             "return_routed_experts",
         )
-    if not np.isfinite([sampling.temperature, sampling.top_p, sampling.min_p]).all():
-        raise RequestError("temperature, top_p and min_p must be finite", "temperature")
+    _check_sampling(sampling)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Raise RequestError for parameters that the sampler is not defined for; NaN is outside of every range."""
+    bounds = {
+        "temperature": (0.0 <= sampling.temperature < float("inf"), "a finite number, at least 0"),
+        "top_k": (0 <= sampling.top_k <= MAX_TOP_K, f"in [0, {MAX_TOP_K}], 0 for the whole vocabulary"),
+        "top_p": (0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
+        "min_p": (0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
+    }
+    for name, (is_within, wanted) in bounds.items():
+        if not is_within:
+            raise RequestError(f"{name} must be {wanted}", name)

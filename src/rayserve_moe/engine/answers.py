@@ -60,12 +60,12 @@ def native_answer(
         pairs = zip(result.logprobs, result.token_ids, strict=True)
         meta_info["output_token_logprobs"] = [[logprob, token_id, None] for logprob, token_id in pairs]
     if request.return_routed_experts and result.finish is not None:
-        meta_info.update(routing_fields(result.routing, card.routing, routed_experts_start))
+        meta_info.update(routing_fields(result.routing, card.routing, start=routed_experts_start))
         meta_info["routed_experts_start_len"] = routed_experts_start
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
 
 
-def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, start: int = 0) -> dict:
+def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, start: int = 0) -> dict:
     """Return `routed_experts` and `routed_experts_info` for the rows from `start`; both None where nothing is known."""
     if routing is None:
         return {"routed_experts": None, "routed_experts_info": None}

@@ -140,10 +140,9 @@ class HostRunner:
         self._state = replace(self._state, expert_counts_ME=jnp.zeros_like(self._state.expert_counts_ME))
 
     def _filling_plan(self, shape: StepShape) -> StepPlan:
-        """A plan that needs exactly this shape: prefill chunks as long as a sequence may be, else single tokens."""
-        num_prefill, longest = shape.num_blocks * shape.block_tokens, self._longest
-        lengths = [min(longest, num_prefill - start) for start in range(0, num_prefill, longest)]
-        lengths = np.asarray(lengths or [1] * shape.num_singles, np.int32)
+        """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens."""
+        blocks = [min(shape.block_tokens, self._longest)] * shape.num_blocks
+        lengths = np.asarray(blocks or [1] * shape.num_singles, np.int32)
         num_tokens, num_rows = int(lengths.sum()), len(self._rows.page_table)
         return StepPlan(
             step_id=-1,

@@ -32,13 +32,13 @@ def free_bytes(devices: list[jax.Device]) -> int:
 def num_pages_that_fit(cache: CacheSettings, *, bytes_per_page: int, free: int, most_useful: int) -> int:
     """Pages for `mem_fraction` of `free` bytes, at most `most_useful`; an explicit `num_pages` is taken as it is.
 
-    Raises SettingsError when not one page fits.
+    Raises SettingsError when fewer than two pages fit: one of them holds padding.
     """
     if cache.num_pages:
         return cache.num_pages
     fitting = int(free * cache.mem_fraction) // bytes_per_page
-    if fitting < 1:
+    if fitting < 2:
         raise SettingsError(
-            f"mem_fraction {cache.mem_fraction}: no KV page of {bytes_per_page} bytes fits into {free} free bytes"
+            f"mem_fraction {cache.mem_fraction}: no two KV pages of {bytes_per_page} bytes fit into {free} free bytes"
         )
     return min(fitting, most_useful)

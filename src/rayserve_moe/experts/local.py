@@ -43,15 +43,15 @@ def apply_in_blocks(
     num_blocks = last_block_S[-1]
     max_blocks = slots_P.size // block + min(num_slots, slots_P.size)
 
-    def multiply(i: jax.Array, results_YD: jax.Array) -> jax.Array:
+    def multiply(i: jax.Array) -> jax.Array:
         slot = jnp.searchsorted(last_block_S, i, side="right").astype(jnp.int32)
         picks = first_pick_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
         tokens = order_P.at[picks].get(mode="clip") // num_picks
-        rows = _expert(hidden_TD[tokens], weights, first_slot + slot)
-        return jax.lax.dynamic_update_slice(results_YD, rows, (i * block, 0))
+        return _expert(hidden_TD[tokens], weights, first_slot + slot)
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
-        return jax.lax.cond(i < num_blocks, multiply, lambda _, same: same, i, results_YD)
+        rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
+        return jax.lax.dynamic_update_slice(results_YD, rows_BD, (i * block, 0))
 
     empty = jnp.zeros((max_blocks * block, hidden_TD.shape[1]), hidden_TD.dtype)
     results_YD = jax.lax.fori_loop(0, num_blocks, visit, empty)

@@ -22,7 +22,8 @@ def attend(
     """Attend each query to the keys of its block's sequence at positions up to its own.
 
     `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other. A query at position -1 is padding and
-    gives zeros. Returns [B, Q, H, h] in the queries' dtype.
+    gives zeros. Whatever a page holds beyond the block's last position, NaN too, is without effect. Returns
+    [B, Q, H, h] in the queries' dtype.
     """
     num_blocks, num_queries, num_heads, width = queries_BQHh.shape
     page_size, num_kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
@@ -38,8 +39,11 @@ def attend(
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         ids_BP = jax.lax.dynamic_slice_in_dim(page_table_BP, i * pages_per_span, pages_per_span, axis=1)
         kv_BSGh = kv_pages[ids_BP].reshape(num_blocks, span, num_kv_heads, 2, width).astype(jnp.float32)
-        keys, values = kv_BSGh[:, :, :, 0], kv_BSGh[:, :, :, 1]
-        visible = (i * span + jnp.arange(span))[None, None, :] <= query_positions_BM[:, :, None]
+        key_positions_S = i * span + jnp.arange(span)
+        # A weight of zero does not silence what an earlier owner of the page left there: 0 * NaN is NaN.
+        is_held_BS = key_positions_S <= positions_BQ.max(axis=1, keepdims=True)
+        keys, values = kv_BSGh[:, :, :, 0], jnp.where(is_held_BS[..., None, None], kv_BSGh[:, :, :, 1], 0.0)
+        visible = key_positions_S <= query_positions_BM[:, :, None]
         return _accumulate(carry, queries_BGMh, keys, values, visible[:, None])
 
     rows = queries_BGMh.shape[:3]

@@ -134,7 +134,7 @@ def _attention_specs(spec: ModelSpec, dtype: str, repeats: int) -> dict[str, Par
 
 def _expert_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
-    width, inner = spec.hidden_size, spec.expert_intermediate_size
+    width, inner = spec.hidden_size, spec.experts.intermediate_size
 
     def stack(role: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
         return ParamSpec(

@@ -198,7 +198,7 @@ class Scheduler:
 
     def _release_followers(self, leader: Sequence) -> None:
         """Queue the other choices of a request, with the whole pages of the prompt that the first has computed."""
-        followers, leader.followers = leader.followers, []
+        followers, leader.followers = [f for f in leader.followers if f.finish is None], []
         page_size = self._limits.page_size
         num_shared = min(leader.num_computed, leader.num_prompt_tokens - 1) // page_size
         for follower in reversed(followers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.spec import AttentionSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
+from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -43,6 +43,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """
     _refuse_unsupported(config)
     heads = _required(config, "num_attention_heads")
+    head_dim = config.get("head_dim") or _required(config, "hidden_size") // heads
     return ModelSpec(
         family="qwen3_moe",
         vocab_size=_required(config, "vocab_size"),
@@ -50,11 +51,10 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         num_layers=_required(config, "num_hidden_layers"),
         dense_layer_ids=_dense_layer_ids(config),
         dense_intermediate_size=_required(config, "intermediate_size"),
-        expert_intermediate_size=_required(config, "moe_intermediate_size"),
         attention=AttentionSpec(
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            head_dim=head_dim,
             bias=bool(config.get("attention_bias", False)),
             qk_norm="head",
         ),
@@ -64,6 +64,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             top_k=_required(config, "num_experts_per_tok"),
             renormalize=bool(config.get("norm_topk_prob", False)),
         ),
+        experts=ExpertSpec(_required(config, "moe_intermediate_size")),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_position_embeddings=int(config.get("max_position_embeddings", 32768)),

@@ -1,0 +1,65 @@
+"""From repeated runs to figures: rates, ratios of paired runs, and where the time of a step went.
+
+A run is a mapping: `seconds` it took, and for our engine `steps` and the seconds of each part of its step clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Run = Mapping[str, float]
+
+PARTS = ("schedule", "pack", "transport", "device", "commit")
+OUTSIDE = "outside"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median of some values, and the least and the greatest of them."""
+
+    median: float
+    least: float
+    greatest: float
+
+    def __str__(self) -> str:
+        digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
+        return f"{self.median:,.{digits}f} ({self.least:,.{digits}f}-{self.greatest:,.{digits}f})"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Summarise at least one value."""
+    ordered = sorted(values)
+    return Spread(statistics.median(ordered), ordered[0], ordered[-1])
+
+
+def rate(count: float, runs: Sequence[Run]) -> Spread:
+    """Return `count` per second, over runs that all did `count` of something."""
+    return spread(count / run["seconds"] for run in runs)
+
+
+def speed_ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Spread:
+    """How many times as fast ours were, run by run. Run i of one is the neighbour in time of run i of the other."""
+    return spread(their["seconds"] / our["seconds"] for our, their in zip(ours, theirs, strict=True))
+
+
+def steps_per_second(runs: Sequence[Run]) -> Spread:
+    """Steps over the whole duration of a run."""
+    return spread(run["steps"] / run["seconds"] for run in runs)
+
+
+def step_parts(runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
+    """Milliseconds per step and share of the run, medians over the runs, for every part of a step.
+
+    What the step clock does not see (text, queues, waking threads) is `outside`.
+    """
+    seconds = {part: [run[f"{part}_s"] for run in runs] for part in PARTS}
+    seconds[OUTSIDE] = [run["seconds"] - sum(run[f"{part}_s"] for part in PARTS) for run in runs]
+    return {
+        part: (
+            statistics.median(1e3 * spent / run["steps"] for spent, run in zip(each, runs, strict=True)),
+            statistics.median(spent / run["seconds"] for spent, run in zip(each, runs, strict=True)),
+        )
+        for part, each in seconds.items()
+    }

@@ -1,0 +1,129 @@
+"""Real servers over real engines: tiny random checkpoints, uvicorn in a thread, a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from safetensors.numpy import load_file, save_file
+
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+
+POISONED_TOKEN_ID = 300
+"""Its embedding is NaN in the poisoned checkpoint."""
+MAX_MODEL_LEN = 512
+
+
+@contextlib.contextmanager
+def served(engine, **server_settings):
+    """Serve an engine; yields the server's address."""
+    api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings(**server_settings)))
+    config = uvicorn.Config(api, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    config = dataclasses.replace(PRESETS["tiny"], mlp_only_layers=(1,))
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", config, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def poisoned_checkpoint(tmp_path_factory):
+    path = write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "poisoned", PRESETS["tiny"], dtype="float32")
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISONED_TOKEN_ID] = np.nan
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint):
+    with Engine(
+        model_path=str(checkpoint),
+        enable_return_routed_experts=True,
+        max_running_requests=8,
+        max_step_tokens=128,
+        max_model_len=MAX_MODEL_LEN,
+        num_pages=200,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def small_engine(poisoned_checkpoint):
+    """One running request, one waiting, no routing, and a token that makes the logits NaN."""
+    with Engine(
+        model_path=str(poisoned_checkpoint),
+        max_running_requests=1,
+        max_waiting_requests=1,
+        max_step_tokens=32,
+        max_model_len=MAX_MODEL_LEN,
+        num_pages=64,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def url(engine):
+    with served(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def small_url(small_engine):
+    with served(small_engine) as url:
+        yield url
+
+
+@pytest.fixture
+def http(url, engine):
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+    assert_idle(engine)
+
+
+@pytest.fixture
+def small_http(small_url, small_engine):
+    with httpx.Client(base_url=small_url, timeout=60) as client:
+        yield client
+    assert_idle(small_engine)
+
+
+@pytest.fixture
+def client(url, engine):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+    assert_idle(engine)
+
+
+def assert_idle(engine, within_s=20.0):
+    """Wait until nothing runs; then every page must be free."""
+    deadline = time.monotonic() + within_s
+    while (numbers := engine.loop.statistics())["requests_live"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert numbers["requests_live"] == 0
+    engine.loop.check_integrity()
+    numbers = engine.loop.statistics()
+    assert numbers["pages_free"] == numbers["pages_total"]
+    assert numbers["requests_running"] == numbers["requests_waiting"] == 0

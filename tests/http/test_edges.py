@@ -1,0 +1,147 @@
+"""What surrounds an answer: clients that leave, the API key, the limit on bodies, overload, health."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from rayserve_moe.inprocess.engine import Engine
+from tests.http.conftest import assert_idle, served
+from tests.http.test_bad_inputs import check_error
+
+LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
+NATIVE_LONG = {"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "n": 8}}
+LONG_TOKENS = 8000
+SHORT = {"prompt": [5], "max_tokens": 1}
+
+
+def wait_until(condition, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/generate", NATIVE_LONG)])
+def test_a_client_that_leaves_a_stream_gives_its_pages_back(http, engine, path, body):
+    sampled = engine.loop.statistics()["tokens_sampled"]
+    with http.stream("POST", path, json={**body, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+    assert_idle(engine)
+    assert engine.loop.statistics()["tokens_sampled"] - sampled < LONG_TOKENS * 0.9
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/generate", NATIVE_LONG)])
+def test_a_client_that_leaves_before_its_answer_gives_its_pages_back(http, url, engine, path, body):
+    sampled = engine.loop.statistics()["tokens_sampled"]
+    address = urlsplit(url)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(head + content)
+        wait_until(lambda: engine.loop.statistics()["tokens_sampled"] > sampled)
+    assert_idle(engine)
+    assert engine.loop.statistics()["tokens_sampled"] - sampled < LONG_TOKENS * 0.9
+
+
+def test_the_first_token_does_not_wait_for_the_rest(http, engine):
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        next(answer.iter_lines())
+        assert engine.loop.statistics()["requests_live"] == 1
+
+
+def test_every_prompt_is_taken_back_when_one_cannot_be_served(http, engine):
+    answer = http.post("/v1/completions", json={**LONG, "prompt": [[5]] * 5 + [[5] * 100]})
+    assert check_error(answer, 400)["param"] == "max_tokens"
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [[5]] * 3, "max_tokens": 400, "ignore_eos": True}),
+        ("/generate", {"input_ids": [[5]] * 3, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_answers_429_and_recovers(small_http, small_engine, path, body, stream):
+    """One runs, one waits, and the third of one request is one too many: all three are taken back."""
+    answer = small_http.post(path, json={**body, "stream": stream})
+    assert check_error(answer, 429)["type"] == "overloaded_error"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert small_http.get("/health").status_code == 200
+    assert_idle(small_engine)
+    assert small_http.post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_the_api_key_guards_everything_but_health(engine):
+    with served(engine, api_key="s3cret-key") as url, httpx.Client(base_url=url) as http:
+        assert http.get("/health").status_code == 200
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "s3cret-key"},
+            {"X-Api-Key": "s3cret-key"},
+        ):
+            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/nowhere")):
+                answer = http.request(method, path, json=SHORT, headers=headers)
+                assert check_error(answer, 401)["code"] == "invalid_api_key"
+                assert "s3cret" not in answer.text
+        allowed = {"Authorization": "Bearer s3cret-key"}
+        assert http.post("/v1/completions", json=SHORT, headers=allowed).status_code == 200
+        assert http.get("/v1/models", headers={"Authorization": "bearer  s3cret-key"}).status_code == 200
+    assert_idle(engine)
+
+
+def _chunks(size):
+    for _ in range(size // 1000):
+        yield b" " * 1000
+
+
+@pytest.mark.parametrize("size", [5000, 60_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_over_the_limit_is_refused(engine, size, is_chunked):
+    with served(engine, max_body_bytes=4000) as url, httpx.Client(base_url=url) as http:
+        content = _chunks(size) if is_chunked else b" " * size
+        answer = http.post("/v1/completions", content=content)
+        assert check_error(answer, 413)["code"] == "body_too_large"
+        fits = json.dumps(SHORT).encode().ljust(4000)
+        assert http.post("/v1/completions", content=fits).status_code == 200
+    assert_idle(engine)
+
+
+def test_a_length_header_alone_is_enough_to_refuse(url):
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        status = connection.makefile("rb").readline()
+    assert status.split()[1] in (b"400", b"413") or status == b""
+
+
+def test_a_stopped_engine_is_unhealthy_and_says_so(checkpoint):
+    engine = Engine(
+        model_path=str(checkpoint), max_running_requests=1, max_step_tokens=32, max_model_len=512, num_pages=64
+    )
+    with served(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        streamed: list[str] = []
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            stopping = threading.Thread(target=engine.shutdown)
+            stopping.start()
+            streamed.extend(line for line in lines if line)
+            stopping.join()
+        assert streamed[-1] == "data: [DONE]"
+        assert json.loads(streamed[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        for answer in (http.get("/health"), http.post("/v1/completions", json=SHORT)):
+            assert check_error(answer, 503)["code"] == "engine_stopped"
+            assert int(answer.headers["retry-after"]) >= 1

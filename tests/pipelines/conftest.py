@@ -1,0 +1,68 @@
+"""Engines over the core model, each compiled once; after every test all their pages must be free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayserve_moe import Engine
+from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
+from tests.support.drive import run_alone
+from tests.support.outcomes import Outcomes
+from tests.support.workload import mixed_workload
+
+EngineFactory = Callable[..., Engine]
+
+ONE_BUCKET = {"max_step_tokens": 64, "precompile_bs_paddings": [16]}
+"""The fewest compiled shapes: one for decoding, one for prompts."""
+
+
+@pytest.fixture(scope="session")
+def started() -> list[Engine]:
+    """Every engine that has been started so far."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def engine_with(core_checkpoint: Path, started: list[Engine]) -> Iterator[EngineFactory]:
+    """Start an engine with the given settings, or return the one that was started with them."""
+    by_settings: dict[str, Engine] = {}
+    with ExitStack() as running:
+
+        def start(**settings: Any) -> Engine:
+            key = repr(sorted(settings.items()))
+            if key not in by_settings:
+                wanted = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
+                engine = Engine(str(core_checkpoint), **{**wanted, **settings})
+                by_settings[key] = running.enter_context(engine)
+                started.append(engine)
+            return by_settings[key]
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def engine(engine_with: EngineFactory) -> Engine:
+    """One device, two decode buckets, two prefill buckets."""
+    return engine_with(max_step_tokens=256, precompile_bs_paddings=[1, 16])
+
+
+@pytest.fixture(scope="session")
+def alone(engine: Engine) -> Outcomes:
+    """The mixed workload, each request alone, prompts whole: what every other way to run it must come to."""
+    return run_alone(engine.runner, engine.card, mixed_workload())
+
+
+@pytest.fixture(autouse=True)
+def no_page_is_lost(started: list[Engine]) -> Iterator[None]:
+    """Once idle, every page of every engine is free, and the counts of references agree with an independent one."""
+    yield
+    for engine in started:
+        engine.loop.check_integrity()
+        statistics = engine.loop.statistics()
+        assert statistics["requests_live"] == 0
+        assert statistics["pages_free"] == statistics["pages_total"]

@@ -1,0 +1,47 @@
+"""After warming up nothing is compiled any more, whatever is asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rayserve_moe import Engine
+from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.requests import GenerationRequest, SamplingParams
+from tests.support.workload import draw_prompt
+
+NUM_REQUESTS = 200
+
+
+def random_request(generator: np.random.Generator, number: int) -> GenerationRequest:
+    sampling = SamplingParams(
+        max_new_tokens=int(generator.integers(0, 24)),
+        temperature=float(generator.choice([0.0, 0.7, 1.0])),
+        top_k=int(generator.choice([0, 1, 20])),
+        top_p=float(generator.choice([1.0, 0.9])),
+        min_p=float(generator.choice([0.0, 0.05])),
+        ignore_eos=bool(generator.integers(2)),
+        stop_token_ids=tuple(generator.integers(3, 512, generator.integers(3)).tolist()),
+        n=int(generator.integers(1, 5)),
+        seed=int(generator.integers(100)) if generator.integers(2) else None,
+    )
+    prompt = draw_prompt(generator, int(generator.integers(1, 201)))
+    return GenerationRequest(f"random {number}", prompt, sampling, bool(generator.integers(2)))
+
+
+def test_nothing_is_compiled_for_200_random_requests(engine: Engine):
+    # Other engines of this process may have started since; their compilations are in this count.
+    before = engine.runner.num_compilations_since_start
+    generator = np.random.default_rng(2024)
+    running = []
+    for number in range(NUM_REQUESTS):
+        request = random_request(generator, number)
+        running.append((request, open_stream(engine.loop, engine.tokenizer, request=request)))
+        if generator.random() < 0.15:
+            engine.loop.abort(str(generator.choice([request.request_id for request, _ in running])))
+    for request, stream in running:
+        ends = [delta for delta in stream if delta.finish is not None]
+        assert sorted(delta.choice_index for delta in ends) == list(range(request.sampling.n))
+        for delta in ends:
+            assert delta.finish is not None and delta.finish.kind in ("stop", "length", "abort")
+            assert (delta.routing is not None) == request.return_routed_experts
+    assert engine.runner.num_compilations_since_start == before

@@ -1,0 +1,27 @@
+"""The tiny float32 model that the tests of the core share."""
+
+from __future__ import annotations
+
+from rayserve_moe.checkpoints.synthetic import SyntheticConfig
+
+CORE_CONFIG = SyntheticConfig(
+    vocab_size=512,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_experts=8,
+    num_experts_per_tok=2,
+    mlp_only_layers=(0,),
+    max_position_embeddings=512,
+    scale=0.2,
+    norm_jitter=0.2,
+)
+"""One dense layer, then two with experts; fewer KV heads than the four devices of the test process. Its weights are
+large enough that neither attention nor routing is flat."""
+
+NUM_PAGES = 200
+PAGE_SIZE = 16

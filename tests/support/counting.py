@@ -1,0 +1,56 @@
+"""An executor without a model: every sequence counts on from its last token. For tests of the engine around it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.requests import ModelCard, RoutingLayout
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+
+VOCABULARY = 1000
+
+CARD = ModelCard(
+    name="counting",
+    max_model_len=100,
+    vocab_size=VOCABULARY,
+    eos_token_ids=(500,),
+    routing=RoutingLayout(num_hidden_layers=1, layer_ids=(0,), num_experts=4, top_k=1),
+    returns_routing=False,
+)
+
+
+class CountingExecutor:
+    """Samples last token + 1. It can be held in the middle of a step, and told to fail at one."""
+
+    def __init__(self, num_pages: int = 64) -> None:
+        self._num_pages = num_pages
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.in_step = threading.Event()
+        self.fails = False
+        self.num_steps = 0
+        self.num_releases = 0
+        self.num_shutdowns = 0
+
+    def start(self) -> int:
+        return self._num_pages
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.in_step.set()
+        self.may_step.wait()
+        self.num_steps += 1
+        if self.fails:
+            raise ExecutorFailure("host 1 is gone")
+        ends = np.cumsum(plan.chunk_lengths) - 1
+        ids = np.where(plan.chunk_samples, (plan.token_ids[ends] + 1) % VOCABULARY, -1)
+        count = plan.num_chunks
+        return StepResult(plan.step_id, ids, np.full(count, -0.5), np.ones(count, bool))
+
+    def release(self) -> None:
+        self.num_releases += 1
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1

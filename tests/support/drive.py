@@ -1,0 +1,135 @@
+"""Running requests step by step over a runner that is compiled already, without an engine thread.
+
+So one compilation serves many ways to schedule the same requests, and a test may step in between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.step_cycle import Progress, StepCycle
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.scheduling.pages import PageAllocator
+from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
+from tests.support.outcomes import Outcome, Outcomes
+
+Intervention = Callable[[StepCycle, int], Iterable[Progress] | None]
+"""What a test does after step number i; returns the progress of sequences that it ended, if any."""
+
+
+class PreparedExecutor:
+    """An executor over a runner that is loaded and compiled already."""
+
+    def __init__(self, runner: HostRunner, num_pages: int) -> None:
+        self._runner, self._num_pages = runner, num_pages
+
+    def start(self) -> int:
+        return self._num_pages
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._runner.execute(plan)
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def shutdown(self) -> None:
+        """The runner belongs to whoever prepared it."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How requests are scheduled: none of it may show in what comes out."""
+
+    num_rows: int = 16
+    step_tokens: int = 256
+    chunk_tokens: int = 256
+    page_size: int = PAGE_SIZE
+    num_pages: int = NUM_PAGES
+    with_capture: bool = True
+    intervene: Intervention | None = None
+
+
+def run_together(
+    runner: HostRunner, card: ModelCard, requests: Iterable[GenerationRequest], *, way: Way | None = None
+) -> Outcomes:
+    """Run all requests at once until they end; pages and rows must add up after every step, and be free at the end."""
+    way = way or Way()
+    allocator = PageAllocator(way.num_pages)
+    limits = StepLimits(way.num_rows, way.step_tokens, way.chunk_tokens, way.page_size)
+    capture = RoutingCapture(card.routing, num_pages=way.num_pages, page_size=way.page_size, weight_version="0")
+    cycle = StepCycle(
+        Scheduler(limits, allocator),
+        PreparedExecutor(runner, way.num_pages),
+        capture=capture if way.with_capture else None,
+    )
+    outcomes: Outcomes = {}
+    for request in requests:
+        choices = choices_of(request, card)
+        outcomes |= {(request.request_id, choice.choice_index): Outcome() for choice in choices}
+        cycle.scheduler.add(choices)
+    _turn(cycle, way, outcomes)
+    assert allocator.num_free == allocator.num_usable
+    assert all(outcome.finish is not None for outcome in outcomes.values())
+    return outcomes
+
+
+def run_alone(
+    runner: HostRunner, card: ModelCard, requests: Iterable[GenerationRequest], *, way: Way | None = None
+) -> Outcomes:
+    """Run one request after the other."""
+    outcomes: Outcomes = {}
+    for request in requests:
+        outcomes |= run_together(runner, card, [request], way=way)
+    return outcomes
+
+
+def choices_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:
+    """One sequence per choice, as the engine makes them for a request with a seed."""
+    sampling = request.sampling
+    assert sampling.seed is not None or sampling.temperature == 0, "a run that is compared needs a seed"
+    stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
+    return [Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops) for i in range(sampling.n)]
+
+
+def preempt_every(num_steps: int) -> Intervention:
+    """Preempt a running sequence after every `num_steps` steps, in turn the oldest, the next, and so on."""
+
+    def intervene(cycle: StepCycle, step: int) -> None:
+        running = cycle.scheduler.running
+        if running and step % num_steps == 0:
+            cycle.scheduler.preempt(running[step // num_steps % len(running)])
+
+    return intervene
+
+
+def _turn(cycle: StepCycle, way: Way, outcomes: Outcomes) -> None:
+    step = 0
+    while cycle.scheduler.has_work:
+        step += 1
+        assert step < 5000, "the requests do not come to an end"
+        _take_over(outcomes, cycle.run())
+        cycle.scheduler.check_integrity()
+        if way.intervene is not None:
+            _take_over(outcomes, way.intervene(cycle, step) or ())
+            cycle.scheduler.check_integrity()
+
+
+def _take_over(outcomes: Outcomes, progress: Iterable[Progress]) -> None:
+    for item in progress:
+        outcome = outcomes[item.sequence.request.request_id, item.sequence.choice_index]
+        if item.token_id is None:
+            outcome.finish, outcome.routing = item.sequence.finish, item.routing
+        else:
+            outcome.ids.append(item.token_id)
+            outcome.logprobs.append(item.logprob)
+
+
+def without_routing(request: GenerationRequest) -> GenerationRequest:
+    """The same request, not asking for routing."""
+    return replace(request, return_routed_experts=False)

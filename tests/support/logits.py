@@ -1,0 +1,49 @@
+"""All logits of a sequence, from the same pure functions that the compiled steps are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from rayserve_moe.execution.compiled_steps import empty_input
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.step import step_logits
+from rayserve_moe.execution.step_types import StepInput, StepShape
+from rayserve_moe.model.token_batch import TokenBatch
+
+BLOCK = PAGE = 16
+
+
+def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[int]], np.ndarray]:
+    """Return a function from the ids of one sequence (up to `longest`) to its logits, float32 [T, V].
+
+    One device; every position is sampled from, in one step over an empty pool. Compiled once.
+    """
+    spec = runner.rule.spec
+    num_blocks = -(-longest // BLOCK)
+    shape = StepShape(0, num_blocks, BLOCK)
+    padding = empty_input(shape, pages_per_row=num_blocks)
+    page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
+    pool = (spec.num_layers * (num_blocks + 1), PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim)
+
+    def all_logits(params: dict, batch: TokenBatch) -> jax.Array:
+        step = StepInput(batch, jnp.arange(shape.num_tokens), padding.sampling)
+        return step_logits(params, jnp.zeros(pool, jnp.float32), step=step, rule=runner.rule)[1]
+
+    parts = PartitionSpec()
+    sharded = jax.shard_map(all_logits, mesh=runner.rule.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    compiled = jax.jit(sharded)
+
+    def of(token_ids: Sequence[int]) -> np.ndarray:
+        count = len(token_ids)
+        ids, positions, slots = np.zeros((3, shape.num_tokens), np.int32)
+        positions[:] = -1
+        ids[:count], positions[:count] = token_ids, np.arange(count)
+        slots[:count] = PAGE + np.arange(count)
+        return np.asarray(compiled(runner.params, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[:count]
+
+    return of

@@ -1,0 +1,66 @@
+"""What a choice came to, in a form that two runs can be compared in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe import extract_routed_experts_from_meta_info
+from rayserve_moe.requests import FinishReason, RoutedExperts, RoutingLayout
+
+LOGPROB_TOLERANCE = 1e-5
+
+
+@dataclass
+class Outcome:
+    """Generated ids with their log-probs, the end, and routing [rows, MoE layers, k] where it was asked for."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    routing: RoutedExperts | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        assert self.routing is not None, "routing was not returned"
+        return self.routing.rows
+
+
+Outcomes = dict[tuple[str, int], Outcome]
+"""By request id and choice index."""
+
+
+def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outcome:
+    """Read an answer of `Engine.generate` that was asked for log-probs."""
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    routing = None
+    if meta.get("routed_experts") is not None:
+        wire = extract_routed_experts_from_meta_info(answer).reshape(-1, layout.num_hidden_layers, layout.top_k)
+        routing = RoutedExperts(wire[:, list(layout.layer_ids)].astype(layout.dtype))
+    finish = FinishReason(reason["type"], reason.get("matched"), reason.get("message"))
+    return Outcome(answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]], finish, routing)
+
+
+def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> None:
+    """Assert that two runs of one choice agree: ids, end, log-probs to 1e-5, and every routing row, order included.
+
+    Rows are compared without excluding near ties: the models of the tests are float32, and no row of theirs has come
+    out otherwise. A row that ever does deserves to be looked at before it is excused.
+    """
+    assert actual.ids == expected.ids
+    assert actual.finish == expected.finish
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+    if routing:
+        np.testing.assert_array_equal(actual.rows, expected.rows)
+        assert actual.routing is not None and actual.routing.missing == ()
+
+
+def assert_all_same(actual: Outcomes, expected: Outcomes, *, routing: bool = True) -> None:
+    """Assert that two runs of the same requests agree choice by choice."""
+    assert actual.keys() == expected.keys()
+    for key, outcome in actual.items():
+        assert_same(outcome, expected[key], routing=routing)

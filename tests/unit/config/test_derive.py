@@ -1,0 +1,46 @@
+"""Numbers that follow from settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayserve_moe.config import derive
+from rayserve_moe.config.settings import CacheSettings, ModelSettings, SchedulerSettings, SettingsError
+
+
+def test_the_longest_sequence_is_the_models_or_what_was_asked():
+    assert derive.max_model_len(ModelSettings(), 4096) == 4096
+    assert derive.max_model_len(ModelSettings(max_model_len=100), 4096) == 100
+    with pytest.raises(SettingsError, match=r"max_model_len 5000 exceeds .* 4096"):
+        derive.max_model_len(ModelSettings(max_model_len=5000), 4096)
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_pages_hold_their_tokens(tokens, pages):
+    assert derive.pages_per_sequence(tokens, 16) == pages
+
+
+def test_more_pages_than_all_rows_can_fill_are_of_no_use():
+    scheduler, cache = SchedulerSettings(max_running_requests=3), CacheSettings(page_size=16)
+    assert derive.most_useful_pages(scheduler, cache, longest=100) == 3 * 7 + 1
+
+
+@pytest.mark.parametrize(("chunk", "step", "tokens"), [(0, 512, 512), (64, 512, 64), (1024, 512, 512)])
+def test_a_chunk_fits_a_step(chunk, step, tokens):
+    settings = SchedulerSettings(chunked_prefill_size=chunk, max_step_tokens=step)
+    assert derive.prefill_chunk_tokens(settings) == tokens
+
+
+@pytest.mark.parametrize(
+    ("setting", "platform", "checkpoint", "dtype"),
+    [
+        ("auto", "cpu", "bfloat16", "float32"),
+        ("auto", "tpu", "bfloat16", "bfloat16"),
+        ("auto", "tpu", "float16", "bfloat16"),
+        ("auto", "tpu", "float32", "float32"),
+        ("bfloat16", "cpu", "float32", "bfloat16"),
+        ("float32", "tpu", "bfloat16", "float32"),
+    ],
+)
+def test_the_compute_dtype_is_the_users_or_follows_platform_and_checkpoint(setting, platform, checkpoint, dtype):
+    assert derive.compute_dtype(setting, platform=platform, checkpoint_dtype=checkpoint) == dtype

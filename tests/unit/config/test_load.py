@@ -1,0 +1,143 @@
+"""Flat keys become Settings, or an error that names the key and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from rayserve_moe.config.load import (
+    CHOICES,
+    ENVIRONMENT_KEYS,
+    LEAST,
+    default_cache_directory,
+    settings_from,
+    settings_from_yaml,
+)
+from rayserve_moe.config.settings import Settings, SettingsError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ENVIRONMENT_KEYS:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_keys_find_their_section_and_the_rest_are_defaults():
+    settings = settings_from(
+        {
+            "model_path": "m",
+            "enable_return_routed_experts": True,
+            "precompile_bs_paddings": [1, 16],
+            "page_size": 32,
+            "idle_release_s": 3,
+        }
+    )
+    assert settings.model.path == "m"
+    assert settings.replay.enabled is True
+    assert settings.scheduler.decode_batch_sizes == (1, 16)
+    assert settings.cache.page_size == 32
+    assert settings.cluster.idle_release_s == 3.0 and type(settings.cluster.idle_release_s) is float
+    assert settings.server == Settings().server
+
+
+def test_every_setting_has_one_key_of_its_own():
+    keys = [
+        field.metadata.get("key", field.name)
+        for section in get_type_hints(Settings).values()
+        for field in fields(section)
+    ]
+    assert len(set(keys)) == len(keys)
+    assert LEAST.keys() | CHOICES.keys() | set(ENVIRONMENT_KEYS.values()) <= set(keys)
+
+
+WRONG = {
+    "unknown, with the nearest known": ({"page_sise": 16}, "unknown setting 'page_sise'; did you mean 'page_size'?"),
+    "unknown, like nothing": ({"zzzz": 1}, "unknown setting 'zzzz'; known settings: .*page_size"),
+    "text for a number": ({"page_size": "16"}, "page_size must be of type int, found '16'"),
+    "a number for a switch": ({"enable_return_routed_experts": 1}, "enable_return_routed_experts must be of type bool"),
+    "a switch for a number": ({"page_size": True}, "page_size must be of type int"),
+    "a fraction for a count": ({"num_pages": 1.5}, "num_pages must be of type int"),
+    "null": ({"dtype": None}, "dtype must be of type str"),
+    "no such choice": ({"dtype": "float64"}, "dtype must be one of auto, float32, bfloat16"),
+    "too small": ({"max_running_requests": 0}, "max_running_requests must be at least 1, found 0"),
+    "below zero": ({"chunked_prefill_size": -1}, "chunked_prefill_size must be at least 0"),
+    "not a number": ({"idle_release_s": float("nan")}, "idle_release_s must be at least 0, found nan"),
+    "no list": ({"precompile_bs_paddings": 4}, "precompile_bs_paddings must be a list of positive integers"),
+    "no positive integers": ({"precompile_bs_paddings": [4, 0]}, "precompile_bs_paddings must be a list of positive"),
+    "mem_fraction of zero": ({"mem_fraction": 0}, r"mem_fraction must lie in \(0, 1\], found 0.0"),
+    "mem_fraction above one": ({"mem_fraction": 1.2}, r"mem_fraction must lie in \(0, 1\]"),
+    "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
+    "batches smaller than rows": (
+        {"precompile_bs_paddings": [1, 4], "max_running_requests": 8},
+        "precompile_bs_paddings reaches 4 rows, max_running_requests is 8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_named(values, message):
+    with pytest.raises(SettingsError, match=message):
+        settings_from({"model_path": "m", **values})
+
+
+def test_a_model_is_needed():
+    with pytest.raises(SettingsError, match="model_path is missing"):
+        settings_from({})
+
+
+@pytest.mark.parametrize(("key", "least"), LEAST.items())
+def test_the_least_value_is_allowed_and_nothing_below(key, least):
+    values = {"model_path": "m", "precompile_bs_paddings": [1024], key: least}
+    settings_from(values)
+    with pytest.raises(SettingsError, match=key):
+        settings_from({**values, key: least - 1})
+
+
+def test_the_environment_fills_what_is_not_given(monkeypatch):
+    monkeypatch.setenv("RAYSERVE_MOE_MODEL_PATH", "from-environment")
+    monkeypatch.setenv("RAYSERVE_MOE_API_KEY", "secret")
+    settings = settings_from({})
+    assert (settings.model.path, settings.server.api_key) == ("from-environment", "secret")
+    assert settings_from({"model_path": "given"}).model.path == "given"
+
+
+def test_an_empty_variable_is_no_value(monkeypatch):
+    monkeypatch.setenv("RAYSERVE_MOE_API_KEY", "")
+    assert settings_from({"model_path": "m"}).server.api_key == ""
+
+
+def test_yaml_is_a_flat_mapping_or_a_serve_config(tmp_path):
+    flat, serve = tmp_path / "flat.yaml", tmp_path / "serve.yaml"
+    flat.write_text("model_path: m\npage_size: 8\n")
+    serve.write_text("applications:\n- name: a\n  import_path: b:c\n  args:\n    model_path: m\n    page_size: 8\n")
+    assert settings_from_yaml(flat) == settings_from_yaml(serve) == settings_from({"model_path": "m", "page_size": 8})
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "just text", ""])
+def test_yaml_that_holds_no_settings_is_named(tmp_path, text):
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=r"wrong\.yaml"):
+        settings_from_yaml(file)
+
+
+def test_a_yaml_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"absent\.yaml"):
+        settings_from_yaml(tmp_path / "absent.yaml")
+
+
+def test_a_path_object_is_a_path(tmp_path):
+    assert settings_from({"model_path": tmp_path}).model.path == str(tmp_path)
+
+
+def test_the_cache_lies_where_the_desktop_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_directory() == tmp_path / "rayserve_moe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_directory() == tmp_path / ".cache" / "rayserve_moe"

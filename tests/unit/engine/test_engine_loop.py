@@ -1,0 +1,249 @@
+"""The engine thread around a model that only counts: commands, limits, failures, ends."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
+from rayserve_moe.engine.engine_loop import EngineBusyError, EngineLoop, EngineStoppedError, LoopSettings
+from rayserve_moe.requests import FinishReason, GenerationRequest, GenerationUpdate, RequestError, SamplingParams
+from tests.support.counting import CARD, CountingExecutor
+
+TIMEOUT_S = 20
+
+
+class Listener:
+    """Collects the updates of one request until all its choices have ended."""
+
+    def __init__(self, num_choices: int = 1) -> None:
+        self._arrived: queue.SimpleQueue[list[GenerationUpdate]] = queue.SimpleQueue()
+        self._num_open = num_choices
+        self.ids: list[list[int]] = [[] for _ in range(num_choices)]
+        self.finish: list[FinishReason | None] = [None] * num_choices
+        self.receive = self._arrived.put
+
+    def read(self) -> None:
+        """Wait for the next updates."""
+        for update in self._arrived.get(timeout=TIMEOUT_S):
+            assert self.finish[update.choice_index] is None, "an update after the last one"
+            self.ids[update.choice_index] += update.token_ids
+            assert len(update.logprobs) == len(update.token_ids)
+            self.finish[update.choice_index] = update.finish
+            self._num_open -= update.finish is not None
+
+    def read_all(self) -> list[FinishReason | None]:
+        while self._num_open:
+            self.read()
+        return self.finish
+
+
+def request(name: str = "r", prompt: object = (7,), *, seed: int | None = 1, **sampling: object) -> GenerationRequest:
+    params = SamplingParams(**{"max_new_tokens": 5, "seed": seed, **sampling})
+    return GenerationRequest(name, np.asarray(prompt, np.int32), params)
+
+
+@contextmanager
+def loop_over(
+    executor: CountingExecutor, *, step_timeout_s: float = TIMEOUT_S, **scheduler: int
+) -> Iterator[EngineLoop]:
+    settings = LoopSettings(
+        SchedulerSettings(**{"max_running_requests": 4, **scheduler}),
+        CacheSettings(page_size=4),
+        idle_release_s=0.01,
+        step_timeout_s=step_timeout_s,
+    )
+    loop = EngineLoop(executor, CARD, settings=settings)
+    try:
+        yield loop
+    finally:
+        executor.may_step.set()
+        loop.shutdown()
+
+
+def run(loop: EngineLoop, wanted: GenerationRequest) -> Listener:
+    listener = Listener(wanted.sampling.n)
+    loop.submit(wanted, listener.receive)
+    return listener
+
+
+def test_a_request_gets_its_tokens_and_one_end():
+    with loop_over(CountingExecutor()) as loop:
+        listener = run(loop, request())
+        assert listener.read_all() == [FinishReason("length")]
+        assert listener.ids == [[8, 9, 10, 11, 12]]
+        loop.check_integrity()
+        assert loop.statistics()["requests_live"] == 0
+        assert loop.statistics()["pages_free"] == loop.statistics()["pages_total"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ids", "finish"),
+    [
+        ({"stop_token_ids": (9, 11)}, [8, 9], FinishReason("stop", matched=9)),
+        ({"stop_token_ids": (400,)}, [8, 9, 10, 11, 12], FinishReason("length")),
+        ({"max_new_tokens": 1, "stop_token_ids": (8,)}, [8], FinishReason("stop", matched=8)),
+        ({"max_new_tokens": 0}, [], FinishReason("length")),
+    ],
+)
+def test_generation_ends_where_it_should(sampling, ids, finish):
+    with loop_over(CountingExecutor()) as loop:
+        listener = run(loop, request(**sampling))
+        assert listener.read_all() == [finish]
+        assert listener.ids == [ids]
+
+
+def test_the_end_of_sequence_token_ends_unless_ignored():
+    with loop_over(CountingExecutor()) as loop:
+        stopped = run(loop, request("a", [498]))
+        ignored = run(loop, request("b", [498], ignore_eos=True))
+        both = run(loop, request("c", [498], ignore_eos=True, stop_token_ids=(501,)))
+        assert stopped.read_all() == [FinishReason("stop", matched=500)] and stopped.ids == [[499, 500]]
+        assert ignored.read_all() == [FinishReason("length")] and ignored.ids == [[499, 500, 501, 502, 503]]
+        assert both.read_all() == [FinishReason("stop", matched=501)] and both.ids == [[499, 500, 501]]
+
+
+def test_a_failing_executor_ends_all_requests_and_refuses_new_ones(caplog):
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor, max_running_requests=2) as loop, caplog.at_level(logging.CRITICAL + 1):
+        listeners = [run(loop, request(f"r{i}", n=2)) for i in range(3)]
+        loop.check_health()
+        executor.fails = True
+        executor.may_step.set()
+        for listener in listeners:
+            for reason in listener.read_all():
+                assert reason is not None and reason.kind == "error"
+                assert "host 1 is gone" in (reason.message or "")
+        with pytest.raises(EngineStoppedError, match="host 1 is gone"):
+            loop.submit(request("late"), Listener().receive)
+        with pytest.raises(EngineStoppedError, match="host 1 is gone"):
+            loop.check_health()
+        with pytest.raises(EngineStoppedError, match="host 1 is gone"):
+            loop.check_integrity()
+        loop.abort("r0")
+    assert executor.num_steps == 1, "nothing may be executed after a failure"
+    assert executor.num_shutdowns == 1
+
+
+def test_more_than_the_queue_holds_is_refused_until_there_is_room():
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor, max_running_requests=1, max_waiting_requests=2) as loop:
+        listeners = [run(loop, request(f"r{i}")) for i in range(3)]
+        with pytest.raises(EngineBusyError, match="3 requests"):
+            loop.submit(request("more"), Listener().receive)
+        executor.may_step.set()
+        for listener in listeners:
+            assert listener.read_all() == [FinishReason("length")]
+        assert run(loop, request("more")).read_all() == [FinishReason("length")]
+
+
+def test_an_id_is_in_use_until_its_request_ends():
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor) as loop:
+        listener = run(loop, request("same"))
+        with pytest.raises(RequestError, match="this id is running"):
+            loop.submit(request("same"), Listener().receive)
+        executor.may_step.set()
+        listener.read_all()
+        run(loop, request("same")).read_all()
+
+
+def test_a_request_that_cannot_be_served_is_not_queued():
+    with loop_over(CountingExecutor(num_pages=6)) as loop:
+        with pytest.raises(RequestError, match="pool of 20 tokens"):
+            loop.submit(request(max_new_tokens=20), Listener().receive)
+        assert loop.statistics()["requests_live"] == 0
+
+
+def test_abort_ends_every_choice_and_frees_its_pages():
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor, max_running_requests=2) as loop:
+        listener = run(loop, request("gone", n=3, max_new_tokens=50))
+        other = run(loop, request("stays"))
+        executor.in_step.wait(TIMEOUT_S)
+        loop.abort("gone")
+        loop.abort("gone")
+        loop.abort("never was")
+        executor.may_step.set()
+        assert listener.read_all() == [FinishReason("abort")] * 3
+        assert all(len(ids) < 50 for ids in listener.ids)
+        assert other.read_all() == [FinishReason("length")]
+        loop.check_integrity()
+        assert loop.statistics()["pages_free"] == loop.statistics()["pages_total"]
+
+
+def test_stop_ends_one_choice_and_leaves_the_others():
+    executor = CountingExecutor()
+    with loop_over(executor) as loop:
+        executor.may_step.clear()
+        listener = run(loop, request(n=2, max_new_tokens=40))
+        executor.in_step.wait(TIMEOUT_S)
+        loop.stop("r", 1)
+        executor.may_step.set()
+        assert listener.read_all() == [FinishReason("length"), FinishReason("stop")]
+        assert len(listener.ids[0]) == 40 and len(listener.ids[1]) < 40
+
+
+def test_shutdown_aborts_what_runs_and_refuses_what_comes():
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor) as loop:
+        listener = run(loop, request(max_new_tokens=50))
+        executor.in_step.wait(TIMEOUT_S)
+        stopping = threading.Thread(target=loop.shutdown)
+        stopping.start()
+        while _is_healthy(loop):
+            pass
+        executor.may_step.set()
+        stopping.join(TIMEOUT_S)
+        assert listener.read_all() == [FinishReason("abort")]
+        with pytest.raises(EngineStoppedError, match="shut down"):
+            loop.submit(request(), Listener().receive)
+        with pytest.raises(EngineStoppedError, match="shut down"):
+            loop.check_health()
+        loop.shutdown()
+
+
+def _is_healthy(loop: EngineLoop) -> bool:
+    try:
+        loop.check_health()
+    except EngineStoppedError:
+        return False
+    return True
+
+
+def test_a_step_that_takes_too_long_is_unhealthy_and_recovers():
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor, step_timeout_s=0.05) as loop:
+        loop.check_health()
+        listener = run(loop, request())
+        executor.in_step.wait(TIMEOUT_S)
+        while _is_healthy(loop):
+            pass
+        with pytest.raises(EngineStoppedError, match=r"over 0\.05 s"):
+            loop.check_health()
+        executor.may_step.set()
+        assert listener.read_all() == [FinishReason("length")]
+        loop.check_health()
+
+
+def test_an_idle_executor_is_released_once_and_taken_again():
+    executor = CountingExecutor()
+    with loop_over(executor) as loop:
+        run(loop, request("a")).read_all()
+        while executor.num_releases == 0:
+            loop.check_health()
+        num_steps = executor.num_steps
+        assert run(loop, request("b")).read_all() == [FinishReason("length")]
+        assert executor.num_steps > num_steps

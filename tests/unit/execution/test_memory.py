@@ -1,0 +1,83 @@
+"""The page pool follows the free memory, the settings, and what can be of use."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import jax
+import pytest
+
+from rayserve_moe.config.settings import CacheSettings, SettingsError
+from rayserve_moe.execution import memory
+from rayserve_moe.execution.host_runner import check_divisible
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.mesh import plan_for
+from tests.support.checkpoints import CORE_CONFIG
+
+
+def spec_with(**changes: object) -> ModelSpec:
+    return spec_from_hf(asdict(CORE_CONFIG) | changes)
+
+
+@pytest.mark.parametrize(("num_devices", "held_heads"), [(1, 2), (2, 1), (4, 1)])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_a_page_is_keys_and_values_of_all_layers_on_one_device(num_devices, held_heads, dtype, itemsize):
+    plan = plan_for(jax.devices()[:num_devices])
+    found = memory.page_bytes(spec_with(), page_size=16, dtype=dtype, plan=plan)
+    num_layers, head_dim = CORE_CONFIG.num_hidden_layers, CORE_CONFIG.head_dim
+    assert found == num_layers * 16 * 2 * held_heads * head_dim * itemsize
+
+
+def fit(free: int, *, num_pages: int = 0, mem_fraction: float = 0.5, most_useful: int = 1000) -> int:
+    cache = CacheSettings(num_pages=num_pages, mem_fraction=mem_fraction)
+    return memory.num_pages_that_fit(cache, bytes_per_page=100, free=free, most_useful=most_useful)
+
+
+def test_pages_take_their_fraction_of_what_is_free():
+    assert fit(10_000) == 50
+    assert fit(10_000, mem_fraction=1.0) == 100
+    assert fit(10_199) == 50
+
+
+def test_no_more_pages_than_are_of_use():
+    assert fit(10_000, most_useful=7) == 7
+
+
+def test_a_given_number_of_pages_is_taken_as_it_is():
+    assert fit(0, num_pages=12) == 12
+
+
+@pytest.mark.parametrize("free", [0, 150, 399])
+def test_a_pool_without_room_for_two_pages_is_an_error_that_names_the_setting(free):
+    with pytest.raises(SettingsError, match=r"mem_fraction 0\.5: no two KV pages of 100 bytes"):
+        fit(free)
+    assert fit(400) == 2
+
+
+def test_emulated_devices_share_what_the_host_has():
+    one, four = memory.free_bytes(jax.devices()[:1]), memory.free_bytes(jax.devices()[:4])
+    assert one > 2**20
+    assert 0.5 * one < 4 * four < 2 * one, "free memory changes between two looks, but not by that much"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "num_attention_heads 6 does not divide over 4 devices"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, "num_key_value_heads 6 does not divide over 4"),
+        ({"num_experts": 6}, "num_experts 6 does not divide over 4 devices; choose a divisor of 6"),
+        ({"vocab_size": 510}, "vocab_size 510 does not divide"),
+        ({"intermediate_size": 50}, "intermediate_size 50 does not divide"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused_by_name(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        check_divisible(spec_with(**changes), plan_for(jax.devices()[:4]))
+    check_divisible(spec_with(**changes), plan_for(jax.devices()[:1]))
+
+
+def test_fewer_kv_heads_than_devices_and_an_unused_dense_width_are_no_obstacle():
+    plan = plan_for(jax.devices()[:4])
+    check_divisible(spec_with(), plan)
+    check_divisible(spec_with(mlp_only_layers=(), intermediate_size=50), plan)

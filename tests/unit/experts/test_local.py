@@ -1,0 +1,108 @@
+"""Every way to multiply experts equals the dense definition, for any split of picks over slots."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+
+COMPILED = {name: jax.jit(kernel, static_argnames="num_slots") for name, kernel in LOCAL_EXPERTS.items()}
+KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
+WIDTH, INNER, NUM_LAYERS = 6, 4, 3
+
+
+def weights_for(num_slots: int) -> ExpertWeights:
+    generator = np.random.default_rng(num_slots)
+    shapes = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
+    stacked = (generator.standard_normal((NUM_LAYERS * num_slots, *shape)).astype(np.float32) for shape in shapes)
+    return ExpertWeights(*(jnp.asarray(array) for array in stacked))
+
+
+def dense(hidden: np.ndarray, slots: np.ndarray, weights: ExpertWeights, *, first_slot: int, num_slots: int):
+    """Pick by pick, in float64."""
+    out = np.zeros((*slots.shape, hidden.shape[1]))
+    gates, ups, downs = (np.asarray(array, np.float64) for array in weights)
+    for token, pick in np.ndindex(slots.shape):
+        if slots[token, pick] < num_slots:
+            expert = first_slot + slots[token, pick]
+            gate = hidden[token].astype(np.float64) @ gates[expert]
+            inner = gate / (1 + np.exp(-gate)) * (hidden[token] @ ups[expert])
+            out[token, pick] = inner @ downs[expert]
+    return out
+
+
+def check(kernel, slots: np.ndarray, num_slots: int, layer: int) -> None:
+    hidden = np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH)).astype(np.float32)
+    weights, first_slot = weights_for(num_slots), layer * num_slots
+    found = kernel(
+        jnp.asarray(hidden),
+        jnp.asarray(slots, jnp.int32),
+        weights,
+        first_slot=jnp.asarray(first_slot, jnp.int32),
+        num_slots=num_slots,
+    )
+    expected = dense(hidden, slots, weights, first_slot=first_slot, num_slots=num_slots)
+    np.testing.assert_allclose(np.asarray(found), expected, atol=2e-5)
+    elsewhere = slots >= num_slots
+    assert (np.asarray(found)[elsewhere] == 0).all(), "a pick that lies elsewhere adds nothing"
+
+
+@KERNEL
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_slots"), [(1, 1, 1), (1, 4, 8), (200, 2, 4)])
+def test_it_is_the_dense_product(kernel, layer, num_tokens, top_k, num_slots):
+    generator = np.random.default_rng([num_tokens, layer])
+    slots = np.argsort(generator.random((num_tokens, num_slots)), axis=1)[:, :top_k]
+    check(kernel, slots, num_slots, layer)
+
+
+@KERNEL
+def test_all_tokens_may_go_to_one_expert(kernel):
+    check(kernel, np.full((130, 1), 3), 8, 1)
+
+
+@KERNEL
+def test_no_pick_may_lie_here(kernel):
+    check(kernel, np.full((9, 2), 4), 4, 0)
+
+
+@KERNEL
+def test_slots_beyond_the_local_ones_lie_elsewhere(kernel):
+    check(kernel, np.array([[0, 4], [5, 1], [100, 2], [3, 4]]), 4, 2)
+
+
+@KERNEL
+@given(shape=st.sampled_from([(1, 2), (24, 2)]), num_slots=st.sampled_from([1, 8]), seed=st.integers(0, 999))
+@settings(max_examples=25)
+def test_it_is_the_dense_product_for_any_spread(kernel, shape, num_slots, seed):
+    generator = np.random.default_rng(seed)
+    check(kernel, generator.integers(0, num_slots + 1, shape), num_slots, int(generator.integers(NUM_LAYERS)))
+
+
+@KERNEL
+def test_a_token_does_not_depend_on_its_company(kernel):
+    generator = np.random.default_rng(8)
+    hidden = generator.standard_normal((12, WIDTH)).astype(np.float32)
+    slots, weights = generator.integers(0, 4, (12, 2)), weights_for(4)
+
+    is_other = np.arange(12)[:, None] != 5
+
+    def run(other_hidden: np.ndarray, other_slots: np.ndarray) -> np.ndarray:
+        arguments = np.where(is_other, other_hidden, hidden), np.where(is_other, other_slots, slots)
+        arrays = (jnp.asarray(arguments[0], jnp.float32), jnp.asarray(arguments[1], jnp.int32))
+        return np.asarray(kernel(*arrays, weights, first_slot=jnp.asarray(0), num_slots=4))[5]
+
+    alone = run(hidden, np.full((12, 2), 4))
+    for other_slots in (slots, np.full((12, 2), 1), np.full((12, 2), 4)):
+        np.testing.assert_allclose(run(hidden * 2, other_slots), alone, atol=1e-6)
+        np.testing.assert_allclose(run(hidden * np.nan, other_slots), alone, atol=1e-6)
+
+
+def test_every_kernel_that_a_platform_names_exists():
+    assert {choice.experts for choice in KERNELS_OF_PLATFORM.values()} <= LOCAL_EXPERTS.keys()

@@ -1,0 +1,133 @@
+"""Laws of the routed-experts encodings: what goes in comes out, and what is missing is said."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pybase64
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayserve_moe.replay.encoding import (
+    decode_routed_experts,
+    encode_routed_experts,
+    extract_routed_experts_from_meta_info,
+    routed_experts_info,
+    routing_from,
+)
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> RoutingLayout:
+    num_layers = draw(st.integers(1, 6))
+    layer_ids = draw(st.sets(st.integers(0, num_layers - 1), min_size=1))
+    num_experts = draw(st.integers(1, 600))
+    return RoutingLayout(num_layers, tuple(sorted(layer_ids)), num_experts, draw(st.integers(1, min(8, num_experts))))
+
+
+@st.composite
+def routed(draw: st.DrawFn) -> tuple[RoutedExperts, RoutingLayout]:
+    layout = draw(layouts())
+    num_rows = draw(st.integers(0, 20))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows = generator.integers(0, layout.num_experts, (num_rows, *layout.row_shape)).astype(layout.dtype)
+    start = draw(st.integers(0, 50))
+    end = start + num_rows
+    cut = draw(st.integers(start, end))
+    source = tuple(entry for entry in ((start, cut, "computed"), (cut, end, "recomputed")) if entry[0] < entry[1])
+    return RoutedExperts(rows, start, source=source, weight_version=((start, end, "7"),)), layout
+
+
+@settings(max_examples=200, deadline=None)
+@given(routed())
+def test_decoding_gives_back_every_row_and_zeros_for_layers_that_do_not_route(case):
+    routing, layout = case
+    encoded = encode_routed_experts(routing, layout)
+    decoded = decode_routed_experts(encoded, layout)
+    assert decoded.dtype == np.int32
+    assert decoded.shape == (len(routing.rows), layout.num_hidden_layers, layout.top_k)
+    np.testing.assert_array_equal(decoded[:, list(layout.layer_ids)], routing.rows)
+    dense = [layer for layer in range(layout.num_hidden_layers) if layer not in layout.layer_ids]
+    assert not decoded[:, dense].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(routed())
+def test_the_public_extractor_reads_the_same_ids_flat(case):
+    routing, layout = case
+    encoded = encode_routed_experts(routing, layout)
+    flat = extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": encoded}})
+    assert flat.ndim == 1 and flat.dtype == np.int32
+    np.testing.assert_array_equal(flat, decode_routed_experts(encoded, layout).ravel())
+
+
+@settings(max_examples=100, deadline=None)
+@given(routed())
+def test_the_checksum_can_be_verified_from_the_decoded_rows(case):
+    routing, layout = case
+    description = routed_experts_info(routing, layout)
+    decoded = decode_routed_experts(encode_routed_experts(routing, layout), layout)
+    stored = decoded[:, description["layer_ids"]].astype(description["dtype"])
+    assert description["shape"] == list(stored.shape)
+    assert description["crc32"] == zlib.crc32(stored.tobytes())
+
+
+@settings(max_examples=100, deadline=None)
+@given(routed(), st.integers(0, 80))
+def test_leaving_out_the_first_rows_equals_slicing_the_whole(case, start):
+    routing, _ = case
+    rest = routing_from(routing, start)
+    skipped = max(0, start - routing.start)
+    np.testing.assert_array_equal(rest.rows, routing.rows[skipped:])
+    assert rest.start == max(start, routing.start)
+    positions = [position for first, last, _ in rest.source for position in range(first, last)]
+    assert positions == list(range(rest.start, rest.start + len(rest.rows)))
+
+
+def test_the_wire_form_is_little_endian_int32():
+    layout = RoutingLayout(2, (1,), 300, 2)
+    routing = RoutedExperts(np.array([[[258, 1]]], np.uint16))
+    raw = pybase64.b64decode(encode_routed_experts(routing, layout))
+    assert raw == bytes([0, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 1, 0, 0, 0])
+
+
+def test_a_missing_row_leaves_no_field_and_is_named():
+    layout = RoutingLayout(1, (0,), 8, 2)
+    routing = RoutedExperts(np.zeros((4, 1, 2), np.uint8), 3, missing=((4, 6),), source=((3, 4, "computed"),))
+    description = routed_experts_info(routing, layout)
+    assert encode_routed_experts(routing, layout) is None
+    assert description["missing"] == [[4, 6]] and description["crc32"] is None
+    answer = {"meta_info": {"routed_experts": None, "routed_experts_info": description}}
+    with pytest.raises(ValueError, match=r"missing at positions \[\[4, 6\]\]"):
+        extract_routed_experts_from_meta_info(answer)
+    kept = routing_from(routing, 6)
+    assert not kept.missing
+    assert decode_routed_experts(encode_routed_experts(kept, layout), layout).shape == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({}, "meta_info"),
+        ([{"meta_info": {"routed_experts": ""}}], "one element of a batch"),
+        ({"meta_info": None}, "meta_info"),
+        ({"meta_info": {}}, "return_routed_experts"),
+        ({"meta_info": {"routed_experts": None}}, "null"),
+        ({"meta_info": {"routed_experts": "a*b="}}, "base64"),
+        ({"meta_info": {"routed_experts": "AAA="}}, "int32"),
+        ({"meta_info": {"routed_experts": 5}}, "string"),
+    ],
+)
+def test_the_extractor_says_what_is_wrong(answer, message):
+    with pytest.raises(ValueError, match=message):
+        extract_routed_experts_from_meta_info(answer)
+
+
+def test_a_length_that_is_no_whole_row_is_refused():
+    layout = RoutingLayout(2, (0, 1), 8, 2)
+    encoded = pybase64.b64encode(np.zeros(6, "<i4").tobytes()).decode()
+    with pytest.raises(ValueError, match="no multiple of 4"):
+        decode_routed_experts(encoded, layout)
