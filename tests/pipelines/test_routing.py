@@ -76,13 +76,14 @@ def test_rows_of_sampled_tokens_survive_preemption(engine: Engine):
     assert outcome.routing.source == ((0, 40, "recomputed"), (40, 69, "computed"))
 
 
-def test_kept_rows_outrank_what_is_computed_again(engine: Engine):
+@pytest.mark.parametrize("preempted_again_at", [None, 15])
+def test_kept_rows_outrank_what_is_computed_again(engine: Engine, preempted_again_at: int | None):
     """The rows that belong to the log-probs that were returned are those of the first run, not of the second."""
     wanted = request_for(PROMPT, max_new_tokens=20)
     marked = np.uint8(7)
 
     def mark_kept_rows(cycle: StepCycle, step: int) -> None:
-        if step == 10:
+        if step in (10, preempted_again_at):
             cycle.scheduler.preempt(cycle.scheduler.running[0])
         if step == 11:
             (sequence,) = cycle.scheduler.running

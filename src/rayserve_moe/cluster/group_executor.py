@@ -7,6 +7,7 @@ from typing import cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
@@ -41,7 +42,7 @@ class GroupExecutor:
         assert self._transport is not None, "start comes first"
         try:
             return self._transport.execute(plan)
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise ExecutorFailure(f"step {plan.step_id} was lost: {error}") from error
 
     def release(self) -> None:
@@ -50,7 +51,7 @@ class GroupExecutor:
 
     def shutdown(self) -> None:
         if self._transport is not None:
-            with suppress(ray.exceptions.RayError):
+            with suppress(RayError):
                 self._transport.release()
             self._transport = None
         for worker in self.workers:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import slice_placement_group
@@ -53,7 +54,7 @@ def reserve_slice(cluster: ClusterSettings, *, num_hosts: int) -> SliceReservati
         )
     try:
         ray.get(reservation.group.ready(), timeout=cluster.start_timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
+    except GetTimeoutError as error:
         reservation.release()
         raise TimeoutError(
             f"the cluster had no room for {num_hosts} hosts with {reservation.host_resources} each within "

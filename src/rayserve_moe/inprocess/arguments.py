@@ -29,10 +29,17 @@ def prompts_from(
         ids = list(input_ids) if is_batch else [input_ids]
     else:
         raise RequestError("give either prompt (text) or input_ids", "prompt")
-    try:
-        return [np.asarray(one, np.int32).reshape(-1) for one in ids], is_batch
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError("input_ids must be integers", "input_ids") from error
+    return [_token_ids(one) for one in ids], is_batch
+
+
+def _token_ids(values: Any) -> np.ndarray:
+    """Take over one prompt's ids as int32 [prompt_len], unless they are no integers that fit."""
+    ids = np.asarray(values)
+    if ids.size == 0:
+        return np.zeros(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+        raise RequestError("input_ids must be one list of token ids per prompt", "input_ids")
+    return ids.astype(np.int32)
 
 
 def sampling_from(values: Mapping[str, Any]) -> SamplingParams:

@@ -72,6 +72,8 @@ WRONG = {
     "mem_fraction of zero": ({"mem_fraction": 0}, r"mem_fraction must lie in \(0, 1\], found 0.0"),
     "mem_fraction above one": ({"mem_fraction": 1.2}, r"mem_fraction must lie in \(0, 1\]"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
+    "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
+    "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),
     "batches smaller than rows": (
         {"precompile_bs_paddings": [1, 4], "max_running_requests": 8},
         "precompile_bs_paddings reaches 4 rows, max_running_requests is 8",

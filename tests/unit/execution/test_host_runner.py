@@ -25,7 +25,7 @@ def prepared(path: Path, *, max_model_len: int, max_step_tokens: int = 64, page_
     return runner
 
 
-@pytest.mark.parametrize("max_model_len", [5, 50])
+@pytest.mark.parametrize("max_model_len", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_context_of_any_length_can_be_warmed_up(core_checkpoint, max_model_len):
     runner = prepared(core_checkpoint, max_model_len=max_model_len)
     assert runner.num_compilations_since_start == 0

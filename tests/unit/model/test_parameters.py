@@ -1,0 +1,53 @@
+"""One tree states every parameter: it follows the spec, and repeats KV heads where devices outnumber them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
+from rayserve_moe.parallel.sharding import MESH_AXES_OF
+from tests.support.checkpoints import CORE_CONFIG
+
+
+def tree_with(tensor_size: int = 1, **changes: object) -> dict[str, dict[str, ParamSpec]]:
+    spec = spec_from_hf(asdict(CORE_CONFIG) | changes)
+    return parameter_specs(spec, dtype="bfloat16", tensor_size=tensor_size)
+
+
+def test_every_dimension_has_an_axis_that_the_table_knows():
+    for group in tree_with(attention_bias=True).values():
+        for param in group.values():
+            assert len(param.axes) == len(param.shape)
+            assert set(param.axes) <= MESH_AXES_OF.keys()
+
+
+def test_the_router_alone_stays_float32():
+    dtypes = {name: param.dtype for group in tree_with().values() for name, param in group.items()}
+    assert [name for name, dtype in dtypes.items() if dtype == "float32"] == ["router_MDE"]
+    assert set(dtypes.values()) == {"float32", "bfloat16"}
+
+
+def test_parts_that_a_model_lacks_are_not_stated():
+    assert "dense" not in tree_with(mlp_only_layers=())
+    assert "head_DV" not in tree_with(tie_word_embeddings=True)["embedding"]
+    assert "q_bias_LH" not in tree_with()["attention"]
+
+
+@pytest.mark.parametrize(("tensor_size", "repeats"), [(1, 1), (2, 1), (4, 2), (8, 4)])
+def test_kv_heads_are_repeated_until_every_device_has_one(tensor_size, repeats):
+    spec = spec_from_hf(asdict(CORE_CONFIG))
+    assert kv_repeats(spec, tensor_size) == repeats
+    once, held = tree_with()["attention"], tree_with(tensor_size)["attention"]
+    for name in ("k_LDG", "v_LDG"):
+        assert held[name].shape[-1] == once[name].shape[-1] * repeats
+        assert held[name].file_shape == once[name].file_shape, "files do not know how many devices there are"
+    assert held["q_LDH"] == once["q_LDH"]
+
+
+def test_a_piece_lies_in_files_transposed():
+    gate = tree_with()["experts"]["gate_MEDF"]
+    assert gate.shape == (2, 8, 32, 16)
+    assert gate.piece_shape == (32, 16) and gate.file_shape == (16, 32)
