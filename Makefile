@@ -41,7 +41,7 @@ test-all: $(READY)
 parity: $(TORCH)
 	$(BIN)/pytest -m parity tests/parity
 
-bench: $(READY)
+bench: $(TORCH)
 	$(BIN)/python -m benchmarks.run
 
 serve: $(READY)

@@ -1,6 +1,7 @@
 """Throughput of the in-process engine, in turn with transformers' `generate` on the same checkpoint and prompts.
 
-    python -m benchmarks.run [--size small] [--workloads W1,W2] [--repeats 5] [--no-transformers] [--out FILE.json]
+    python -m benchmarks.run [--size small] [--devices 2] [--workloads W1,W2] [--repeats 5]
+                             [--no-transformers] [--out FILE.json]
 
 The two take turns repeat by repeat, so that the machine's slow changes meet both. Leave it idle all the same: torch's
 threads wait for each other by spinning, and another busy process slows them tenfold.
@@ -107,7 +108,7 @@ def measure(name: str, engine: Engine, *, peer: TransformersPeer | None, repeats
     return {"workload": asdict(workload), "ours": ours[1:], "theirs": theirs[1:]}
 
 
-def machine_facts() -> dict[str, Any]:
+def machine_facts(load_before: float) -> dict[str, Any]:
     """What the figures depend on besides the code."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
@@ -116,7 +117,7 @@ def machine_facts() -> dict[str, Any]:
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "device": jax.devices()[0].device_kind,
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_before": round(load_before, 2),
         "versions": {name: metadata.version(name) for name in PACKAGES if util.find_spec(name)},
     }
 
@@ -127,6 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=2, help="devices of our engine; on a CPU, emulated ones")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/SIZE.json")
     arguments = parser.parse_args()
@@ -142,15 +144,17 @@ def main() -> None:
     with_peer = not arguments.no_transformers and util.find_spec("torch") is not None
     if not with_peer and not arguments.no_transformers:
         print("torch is not installed: transformers is left out (`make bench` installs it)", file=sys.stderr)
-    if os.getloadavg()[0] > BUSY_LOAD:
+    load_before = os.getloadavg()[0]
+    if load_before > BUSY_LOAD:
         print("the machine is busy: trust no figure, least of all transformers' (its threads spin)", file=sys.stderr)
-    result: dict[str, Any] = {"size": arguments.size, "repeats": arguments.repeats, "machine": machine_facts()}
+    result: dict[str, Any] = {"size": arguments.size, "repeats": arguments.repeats}
     path = resolve_model_path(SYNTHETIC_PREFIX + arguments.size, cache_directory=default_cache_directory())
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine(str(path)))
+        engine = stack.enter_context(Engine(str(path), devices_per_host=arguments.devices))
         peer = stack.enter_context(TransformersPeer(path)) if with_peer else None
+        result["machine"] = machine_facts(load_before)
         result["num_parameters"] = sum(leaf.size for leaf in jax.tree.leaves(engine.runner.params))
-        result["ours"] = {"dtype": str(engine.runner.dtype)}
+        result["ours"] = {"dtype": str(engine.runner.dtype), "devices": arguments.devices}
         result["theirs"] = peer.facts if peer else None
         result["workloads"] = {
             name: measure(name, engine, peer=peer, repeats=arguments.repeats) for name in arguments.workloads

@@ -34,7 +34,8 @@ def _conditions(result: dict[str, Any]) -> str:
     return (
         f"`{result['size']}` synthetic checkpoint ({result['num_parameters'] / 1e6:,.0f} M parameters), "
         f"{machine['cpu']}, {machine['cores']} cores; ours computes in {result['ours']['dtype']} on "
-        f"{machine['device']} (jax {versions['jax']}); {peer}. Medians of {result['repeats']} repeats (min-max); "
+        f"{result['ours']['devices']} {machine['device']} devices (jax {versions['jax']}); {peer}. "
+        f"Medians of {result['repeats']} repeats (min-max); "
         f"load average before the start {machine['load_before']:.1f}."
     )
 

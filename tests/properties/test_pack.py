@@ -22,7 +22,7 @@ def schedulers(draw: st.DrawFn) -> SchedulerSettings:
     sizes = draw(st.sampled_from([(), (num_rows,), (1, num_rows), (3, 2, num_rows + 2)]))
     return SchedulerSettings(
         max_running_requests=num_rows,
-        max_step_tokens=draw(st.integers(16, 200)),
+        max_step_tokens=draw(st.integers(32, 200)),
         decode_batch_sizes=sizes if not sizes or max(sizes) >= num_rows else (*sizes, num_rows),
     )
 

@@ -67,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_rows=st.integers(1, 4),
-        step_tokens=st.sampled_from([16, 32, 40, 64]),
+        step_tokens=st.sampled_from([32, 40, 64, 96]),
         chunk_tokens=st.sampled_from([1, 5, 16, 64]),
         page_size=st.sampled_from([1, 2, 4, 16]),
         num_pages=st.integers(2, 14),

@@ -26,7 +26,7 @@ LEAST = {
     "max_model_len": 0,
     "max_running_requests": 1,
     "max_waiting_requests": 0,
-    "max_step_tokens": 16,
+    "max_step_tokens": 32,
     "chunked_prefill_size": 0,
     "page_size": 1,
     "num_pages": 0,

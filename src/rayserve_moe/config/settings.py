@@ -39,7 +39,7 @@ class SchedulerSettings:
     """Sequences (choices) that run at once; each owns a row of device state."""
     max_waiting_requests: int = 1024
     """Requests queued for a row before new ones are refused."""
-    max_step_tokens: int = 512
+    max_step_tokens: int = 1024
     """Prompt tokens computed in one step."""
     chunked_prefill_size: int = 0
     """Prompt tokens of one sequence computed in one step; 0 allows a whole step."""
@@ -74,7 +74,7 @@ class ParallelSettings:
     num_hosts: int = 1
     """Worker processes, one per host."""
     devices_per_host: int = 0
-    """Devices each host uses; 0 takes all of an accelerator host, and one of a CPU."""
+    """Devices each host uses; 0 takes all of an accelerator host, and one of a CPU (where more are emulated)."""
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
 
 DECODE_GROWTH = 4
-PREFILL_GROWTH = 8
+PREFILL_GROWTH = 4
 
 
 def step_shapes(scheduler: SchedulerSettings) -> tuple[StepShape, ...]:
     """All shapes to compile, smallest first.
 
     Decode-only shapes grow fourfold up to the number of rows; mixed shapes hold every row as a single token beside
-    prefill blocks that grow eightfold up to the step's budget.
+    prefill blocks that grow fourfold up to the step's budget.
     """
     rows = scheduler.max_running_requests
     decode_sizes = scheduler.decode_batch_sizes or _grow(1, rows, DECODE_GROWTH)
-    prefill_sizes = _grow(PREFILL_BLOCK_TOKENS * 4, scheduler.max_step_tokens, PREFILL_GROWTH)
+    prefill_sizes = _grow(PREFILL_BLOCK_TOKENS * 2, scheduler.max_step_tokens, PREFILL_GROWTH)
     decode = [StepShape(size, 0, PREFILL_BLOCK_TOKENS) for size in sorted(set(decode_sizes))]
     mixed = [
         StepShape(max(decode_sizes), -(-size // PREFILL_BLOCK_TOKENS), PREFILL_BLOCK_TOKENS) for size in prefill_sizes

@@ -51,6 +51,7 @@ def apply_experts(
         weights,
         first_slot=layer * rule.num_local_slots,
         num_slots=rule.num_local_slots,
+        num_ranks=rule.plan.num_expert_ranks,
     )
     combined_TD = jnp.einsum(
         "TK,TKD->TD", gates_TK, results_TKD.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST

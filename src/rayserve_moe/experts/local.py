@@ -9,6 +9,7 @@ Each token's k results come home and are added in router order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,15 +26,22 @@ class ExpertWeights(NamedTuple):
 
 
 def apply_in_blocks(
-    hidden_TD: jax.Array, slots_TK: jax.Array, weights: ExpertWeights, *, first_slot: jax.Array, num_slots: int
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    weights: ExpertWeights,
+    *,
+    first_slot: jax.Array,
+    num_slots: int,
+    num_ranks: int = 1,
 ) -> jax.Array:
     """Multiply block by block, each block of rows with one expert: the way that is fast on XLA:CPU.
 
     The product sits inside a `cond`: outside of one, XLA:CPU converts all bfloat16 experts to float32 ahead of the
-    loop. Returns [T, K, D] in the tokens' dtype, zeros for picks that lie elsewhere.
+    loop. Returns [T, K, D] in the tokens' dtype, zeros for picks that lie elsewhere. `num_ranks` devices share the
+    picks; it decides how many rows a block has, and nothing else.
     """
     num_tokens, num_picks = slots_TK.shape
-    block = _block_rows(slots_TK.size, num_slots)
+    block = _block_rows(slots_TK.size / (num_slots * num_ranks))
     slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
     order_P = jnp.argsort(slots_P, stable=True)
     counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
@@ -55,7 +63,7 @@ def apply_in_blocks(
 
     empty = jnp.zeros((max_blocks * block, hidden_TD.shape[1]), hidden_TD.dtype)
     results_YD = jax.lax.fori_loop(0, num_blocks, visit, empty)
-    rank_in_slot_P = jnp.argsort(order_P) - first_pick_S.at[slots_P].get(mode="clip")
+    rank_in_slot_P = _inverse(order_P) - first_pick_S.at[slots_P].get(mode="clip")
     place_P = first_block_S.at[slots_P].get(mode="clip") * block + rank_in_slot_P
     here_P = slots_P < num_slots
     picked_PD = results_YD.at[jnp.where(here_P, place_P, 0)].get(mode="clip")
@@ -63,12 +71,20 @@ def apply_in_blocks(
 
 
 def apply_by_ragged_dot(
-    hidden_TD: jax.Array, slots_TK: jax.Array, weights: ExpertWeights, *, first_slot: jax.Array, num_slots: int
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    weights: ExpertWeights,
+    *,
+    first_slot: jax.Array,
+    num_slots: int,
+    num_ranks: int = 1,
 ) -> jax.Array:
     """Multiply by `ragged_dot`, which TPUs lower to a grouped matmul that reads each weight once.
 
-    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `apply_in_blocks` does.
+    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `apply_in_blocks` does; `num_ranks` is of no
+    consequence here.
     """
+    del num_ranks
     num_tokens, num_picks = slots_TK.shape
     slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
     order_P = jnp.argsort(slots_P, stable=True)
@@ -80,8 +96,13 @@ def apply_by_ragged_dot(
     up = jax.lax.ragged_dot(sorted_PD, weights.up_XDF, sizes_X, preferred_element_type=jnp.float32)
     inner = (jax.nn.silu(gate) * up).astype(hidden_TD.dtype)
     down = jax.lax.ragged_dot(inner, weights.down_XFD, sizes_X, preferred_element_type=jnp.float32)
-    picked_PD = down.astype(hidden_TD.dtype)[jnp.argsort(order_P)]
+    picked_PD = down.astype(hidden_TD.dtype)[_inverse(order_P)]
     return jnp.where((slots_P < num_slots)[:, None], picked_PD, 0).reshape(num_tokens, num_picks, -1)
+
+
+def _inverse(order_P: jax.Array) -> jax.Array:
+    """The permutation that undoes `order_P`."""
+    return jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.size, dtype=order_P.dtype), unique_indices=True)
 
 
 def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array) -> jax.Array:
@@ -91,10 +112,15 @@ def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array) -> jax
     return jnp.matmul(inner, weights.down_XFD[index], preferred_element_type=jnp.float32).astype(rows_BD.dtype)
 
 
-def _block_rows(num_picks: int, num_slots: int) -> int:
-    """Rows per block: about the mean load of a slot, from 4 (decode) to 64 (prefill)."""
-    mean_load = max(1, num_picks // num_slots)
-    return min(64, max(4, 1 << (mean_load - 1).bit_length()))
+def _block_rows(mean: float) -> int:
+    """Rows per block: somewhat above the `mean` load of a slot, so that one block often does; 4 (decode) to 192.
+
+    Each block reads its expert's weights anew, larger products run closer to the machine's peak, and unused rows of
+    a block are computed all the same. Loads of evenly routed experts scatter by about the root of their mean.
+    """
+    if mean <= 12:
+        return max(4, 1 << (math.ceil(1.25 * mean) - 1).bit_length())
+    return min(192, -(-math.ceil(mean + 1.5 * math.sqrt(mean)) // 16) * 16)
 
 
 ExpertKernel = Callable[..., jax.Array]

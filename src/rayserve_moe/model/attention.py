@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.kv_update import write_kv
 from rayserve_moe.kernels.registry import ATTENTION, KernelChoice
-from rayserve_moe.model.layers import project, rms_norm, rotate
+from rayserve_moe.model.layers import Rotation, project, rms_norm, rotate, rotation_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.token_batch import TokenBatch
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -26,11 +27,23 @@ class AttentionRule:
     plan: ParallelPlan
 
 
+class AttentionTokens(NamedTuple):
+    """The tokens of a step, with their rotary angles: computed once, used by every layer."""
+
+    batch: TokenBatch
+    rotation: Rotation
+
+
+def attention_tokens(batch: TokenBatch, spec: ModelSpec) -> AttentionTokens:
+    """Prepare the tokens of a step for all attention layers of a model."""
+    return AttentionTokens(batch, rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta))
+
+
 def attend_layer(
     hidden_TD: jax.Array,
     weights: dict[str, jax.Array],
     kv_pages: jax.Array,
-    batch: TokenBatch,
+    tokens: AttentionTokens,
     *,
     layer: jax.Array,
     rule: AttentionRule,
@@ -40,7 +53,8 @@ def attend_layer(
     `weights` are this layer's. `kv_pages` is [layers * pages, page, 2 * G, h]: page p of layer l lies at
     l * pages + p.
     """
-    queries, keys, values = _project_heads(hidden_TD, weights, batch, rule.spec)
+    queries, keys, values = _project_heads(hidden_TD, weights, tokens.rotation, rule.spec)
+    batch = tokens.batch
     pages_per_layer = kv_pages.shape[0] // rule.spec.num_layers
     first_page = layer * pages_per_layer
     kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
@@ -51,7 +65,7 @@ def attend_layer(
 
 
 def _project_heads(
-    hidden_TD: jax.Array, weights: dict[str, jax.Array], batch: TokenBatch, spec: ModelSpec
+    hidden_TD: jax.Array, weights: dict[str, jax.Array], rotation: Rotation, spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Project to heads, normalise and rotate queries and keys: three arrays [T, heads, h]."""
     tokens, width = hidden_TD.shape[0], spec.attention.head_dim
@@ -61,8 +75,7 @@ def _project_heads(
     if spec.attention.qk_norm == "head":
         queries = rms_norm(queries, weights["q_norm_Lh"], spec.norm_eps)
         keys = rms_norm(keys, weights["k_norm_Lh"], spec.norm_eps)
-    theta = spec.rope.theta
-    return rotate(queries, batch.positions_T, theta), rotate(keys, batch.positions_T, theta), values
+    return rotate(queries, rotation), rotate(keys, rotation), values
 
 
 def _attend_blocks(

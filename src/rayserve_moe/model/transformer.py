@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rayserve_moe.experts.layer import ExpertRule, apply_experts
 from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.kernels.registry import KernelChoice
-from rayserve_moe.model.attention import AttentionRule, attend_layer
+from rayserve_moe.model.attention import AttentionRule, AttentionTokens, attend_layer, attention_tokens
 from rayserve_moe.model.layers import gated_mlp, rms_norm
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.token_batch import TokenBatch
@@ -68,6 +68,7 @@ def forward(params: Parameters, kv_pages: jax.Array, batch: TokenBatch, *, rule:
     `params` and `kv_pages` are local shares. Routing is captured before any mapping to slots, in router order.
     """
     hidden_TD = _embed(params["embedding"]["table_VD"], batch.token_ids_T, rule.plan)
+    tokens = attention_tokens(batch, rule.spec)
     routing, counts = [], []
     for run in _layer_runs(rule.spec):
         body = _moe_layer if run.is_moe else _dense_layer
@@ -75,7 +76,7 @@ def forward(params: Parameters, kv_pages: jax.Array, batch: TokenBatch, *, rule:
         def visit(
             carry: Carry, index: LayerIndex, body: Callable = body
         ) -> tuple[Carry, tuple[jax.Array, jax.Array] | None]:
-            return body(params, carry, batch, index, rule)
+            return body(params, carry, tokens, index, rule)
 
         steps = jnp.arange(run.length)
         carry, captured = jax.lax.scan(visit, (hidden_TD, kv_pages), (run.first + steps, run.first_of_kind + steps))
@@ -98,36 +99,41 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, rule: ModelRule) -> j
 
 
 def _moe_layer(
-    params: Parameters, carry: Carry, batch: TokenBatch, index: LayerIndex, rule: ModelRule
+    params: Parameters, carry: Carry, tokens: AttentionTokens, index: LayerIndex, rule: ModelRule
 ) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
     layer, moe_layer = index
-    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, batch, layer, rule)
+    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens, layer, rule)
     experts = params["experts"]
     flat = ExpertWeights(*(_flatten(experts[name]) for name in ("gate_MEDF", "up_MEDF", "down_MEFD")))
     out_TD, ids_TK, counts_E = apply_experts(
-        normed_TD, experts["router_MDE"][moe_layer], flat, layer=moe_layer, valid_T=batch.valid_T, rule=rule.experts
+        normed_TD,
+        experts["router_MDE"][moe_layer],
+        flat,
+        layer=moe_layer,
+        valid_T=tokens.batch.valid_T,
+        rule=rule.experts,
     )
     return (hidden_TD + out_TD, kv_pages), (ids_TK, counts_E)
 
 
 def _dense_layer(
-    params: Parameters, carry: Carry, batch: TokenBatch, index: LayerIndex, rule: ModelRule
+    params: Parameters, carry: Carry, tokens: AttentionTokens, index: LayerIndex, rule: ModelRule
 ) -> tuple[Carry, None]:
     layer, dense_layer = index
-    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, batch, layer, rule)
+    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens, layer, rule)
     weights = _of_layer(params["dense"], dense_layer)
     out_TD = gated_mlp(normed_TD, weights["gate_NDI"], weights["up_NDI"], weights["down_NID"])
     return (hidden_TD + rule.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype), kv_pages), None
 
 
 def _attention_block(
-    params: Parameters, carry: Carry, batch: TokenBatch, layer: jax.Array, rule: ModelRule
+    params: Parameters, carry: Carry, tokens: AttentionTokens, layer: jax.Array, rule: ModelRule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention with its norm and residual; returns the stream, the stream normed for the MLP, and the pool."""
     hidden_TD, kv_pages = carry
     weights, eps = _of_layer(params["attention"], layer), rule.spec.norm_eps
     normed_TD = rms_norm(hidden_TD, weights["norm_LD"], eps)
-    out_TD, kv_pages = attend_layer(normed_TD, weights, kv_pages, batch, layer=layer, rule=rule.attention)
+    out_TD, kv_pages = attend_layer(normed_TD, weights, kv_pages, tokens, layer=layer, rule=rule.attention)
     hidden_TD = hidden_TD + out_TD
     return hidden_TD, rms_norm(hidden_TD, params["mlp_norm"]["scale"][layer], eps), kv_pages
 

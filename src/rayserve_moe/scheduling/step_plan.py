@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-PREFILL_BLOCK_TOKENS = 16
+PREFILL_BLOCK_TOKENS = 32
 """Chunks of more than one token take up whole blocks of this many tokens in a step."""
 
 

@@ -27,7 +27,7 @@ def result_of(theirs: list[dict[str, float]]) -> dict:
         "repeats": 2,
         "num_parameters": 2_000_000,
         "machine": machine,
-        "ours": {"dtype": "float32"},
+        "ours": {"dtype": "float32", "devices": 2},
         "theirs": {"dtype": "bfloat16", "experts": "grouped_mm", "threads": 2} if theirs else None,
         "workloads": {"W4": measured},
     }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.model.layers import gated_mlp, project, rms_norm, rotate
+from rayserve_moe.model.layers import gated_mlp, project, rms_norm, rotate, rotation_of
 
 GENERATOR_SEED = 6
 
@@ -25,9 +28,14 @@ def test_rms_norm_of_zeros_is_zero():
     assert (np.asarray(rms_norm(jnp.zeros((2, 8)), jnp.ones(8), 1e-6)) == 0).all()
 
 
+def turn(heads: np.ndarray, positions: Sequence[int] | np.ndarray, theta: float) -> jax.Array:
+    rotation = rotation_of(jnp.asarray(positions), width=heads.shape[-1], theta=theta)
+    return rotate(jnp.asarray(heads), rotation)
+
+
 def test_rotation_turns_half_split_pairs_by_position_times_frequency():
     heads, positions, theta = normal(7, 3, 8), np.array([0, 1, 2, 50, 1000, 4095, -1]), 1e4
-    found = np.asarray(rotate(jnp.asarray(heads), jnp.asarray(positions), theta))
+    found = np.asarray(turn(heads, positions, theta))
     pairs = heads[..., :4] + 1j * heads[..., 4:]
     angles = positions[:, None, None] * theta ** (-np.arange(4) / 4)
     turned = pairs * np.exp(1j * angles)
@@ -41,8 +49,8 @@ def test_rotation_keeps_products_by_distance():
     query, key = normal(1, 1, 8), normal(1, 1, 8) + 1
 
     def product(query_position: int, key_position: int) -> float:
-        turned_query = rotate(jnp.asarray(query), jnp.asarray([query_position]), 1e4)
-        turned_key = rotate(jnp.asarray(key), jnp.asarray([key_position]), 1e4)
+        turned_query = turn(query, [query_position], 1e4)
+        turned_key = turn(key, [key_position], 1e4)
         return float(jnp.sum(turned_query * turned_key))
 
     assert abs(product(9, 4) - product(105, 100)) < 1e-4
