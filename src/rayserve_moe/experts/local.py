@@ -42,9 +42,7 @@ def apply_in_blocks(
     """
     num_tokens, num_picks = slots_TK.shape
     block = _block_rows(slots_TK.size / (num_slots * num_ranks))
-    slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
-    order_P = jnp.argsort(slots_P, stable=True)
-    counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
+    slots_P, order_P, counts_S = _sort_picks(slots_TK, num_slots)
     last_block_S = jnp.cumsum((counts_S + block - 1) // block)
     first_block_S = last_block_S - (counts_S + block - 1) // block
     first_pick_S = jnp.cumsum(counts_S) - counts_S
@@ -86,9 +84,7 @@ def apply_by_ragged_dot(
     """
     del num_ranks
     num_tokens, num_picks = slots_TK.shape
-    slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
-    order_P = jnp.argsort(slots_P, stable=True)
-    counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
+    slots_P, order_P, counts_S = _sort_picks(slots_TK, num_slots)
     sizes_X = jnp.zeros(weights.gate_XDF.shape[0], jnp.int32)
     sizes_X = jax.lax.dynamic_update_slice(sizes_X, counts_S, (first_slot,))
     sorted_PD = hidden_TD[order_P // num_picks]
@@ -98,6 +94,13 @@ def apply_by_ragged_dot(
     down = jax.lax.ragged_dot(inner, weights.down_XFD, sizes_X, preferred_element_type=jnp.float32)
     picked_PD = down.astype(hidden_TD.dtype)[_inverse(order_P)]
     return jnp.where((slots_P < num_slots)[:, None], picked_PD, 0).reshape(num_tokens, num_picks, -1)
+
+
+def _sort_picks(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Slot of every pick [P] (`num_slots`: elsewhere), the order that sorts picks by slot [P], picks per slot [S]."""
+    slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
+    counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
+    return slots_P, jnp.argsort(slots_P, stable=True), counts_S
 
 
 def _inverse(order_P: jax.Array) -> jax.Array:

@@ -32,6 +32,14 @@ def prompts_from(
     return [_token_ids(one) for one in ids], is_batch
 
 
+def single_prompt_from(tokenizer: Tokenizer, prompt: str | None, *, input_ids: Sequence[int] | None) -> np.ndarray:
+    """Return the only prompt as int32 ids; RequestError for a batch, of which all but one would be lost."""
+    prompts, is_batch = prompts_from(tokenizer, prompt, input_ids=input_ids)
+    if is_batch:
+        raise RequestError("one prompt at a time here; generate takes batches", "prompt")
+    return prompts[0]
+
+
 def _token_ids(values: Any) -> np.ndarray:
     """Take over one prompt's ids as int32 [prompt_len], unless they are no integers that fit."""
     ids = np.asarray(values)

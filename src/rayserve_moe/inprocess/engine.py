@@ -20,7 +20,7 @@ from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
-from rayserve_moe.inprocess.arguments import prompts_from, requests_from
+from rayserve_moe.inprocess.arguments import prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import local_devices, plan_for
@@ -102,9 +102,9 @@ class Engine:
         **sampling: Any,
     ) -> Iterator[Answer]:
         """Complete one prompt; yields the whole answer so far, with its `index`, whenever a choice has grown."""
-        prompts, _ = prompts_from(self.tokenizer, prompt, input_ids=input_ids)
+        prompts = [single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)]
         (request,) = requests_from(
-            prompts[:1], sampling_params, keywords=sampling, return_routed_experts=return_routed_experts
+            prompts, sampling_params, keywords=sampling, return_routed_experts=return_routed_experts
         )
         running = _Running(self, request, return_logprob=return_logprob)
         try:
@@ -124,9 +124,9 @@ class Engine:
         **sampling: Any,
     ) -> Answer | list[Answer]:
         """Complete one prompt without blocking the event loop; a list of n answers where n > 1."""
-        prompts, _ = prompts_from(self.tokenizer, prompt, input_ids=input_ids)
+        prompts = [single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)]
         (request,) = requests_from(
-            prompts[:1], sampling_params, keywords=sampling, return_routed_experts=return_routed_experts
+            prompts, sampling_params, keywords=sampling, return_routed_experts=return_routed_experts
         )
         running = _Running(self, request, return_logprob=return_logprob)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayserve_moe.inprocess.arguments import prompts_from, requests_from, sampling_from
+from rayserve_moe.inprocess.arguments import prompts_from, requests_from, sampling_from, single_prompt_from
 from rayserve_moe.requests import RequestError
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -57,3 +57,9 @@ def test_keywords_go_on_top_of_each_mapping() -> None:
     assert [(r.sampling.n, r.sampling.seed, r.return_routed_experts) for r in requests] == [(2, 9, True), (3, 9, True)]
     with pytest.raises(RequestError, match="2 prompts"):
         requests_from(prompts, [{}], keywords={}, return_routed_experts=False)
+
+
+def test_a_batch_is_refused_where_one_prompt_is_taken(tokenizer: Tokenizer) -> None:
+    assert single_prompt_from(tokenizer, None, input_ids=[3, 4]).tolist() == [3, 4]
+    with pytest.raises(RequestError, match="one prompt at a time"):
+        single_prompt_from(tokenizer, None, input_ids=[[3], [4]])
