@@ -23,13 +23,13 @@ EXPERTS = "grouped_mm"
 
 
 def main() -> None:
-    """Load the model from the directory named on the command line, then serve runs until the input ends."""
+    """Load the model from the directory and in the dtype named on the command line, then serve runs until the input ends."""
     torch.set_num_threads(NUM_THREADS)
     disable_progress_bar()
     answers = sys.stdout
     with redirect_stdout(sys.stderr):
         model = AutoModelForCausalLM.from_pretrained(
-            sys.argv[1], experts_implementation=EXPERTS, local_files_only=True
+            sys.argv[1], dtype=sys.argv[2], experts_implementation=EXPERTS, local_files_only=True
         ).eval()
         model.generation_config = GenerationConfig()  # no end of sequence: every run goes to its full length
         facts = {"dtype": str(model.dtype).removeprefix("torch."), "experts": EXPERTS, "threads": NUM_THREADS}

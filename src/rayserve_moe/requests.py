@@ -33,12 +33,18 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
+    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len].
+
+    Only requests with the same `cache_salt` share cached prefixes. Without `incremental` a choice has one update, at
+    its end.
+    """
 
     request_id: str
     prompt_ids: np.ndarray
     sampling: SamplingParams
     return_routed_experts: bool = False
+    cache_salt: str = ""
+    incremental: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class GenerationUpdate:
-    """What one step (or the end) brought to one choice. The last update of a choice carries `finish`."""
+    """What has come to one choice since the last update. The last one of a choice carries `finish`."""
 
     request_id: str
     choice_index: int

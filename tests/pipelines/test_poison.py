@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -19,15 +20,17 @@ from tests.support.workload import engine_arguments, mixed_workload, request_for
 @contextmanager
 def poisoned(engine: Engine, token_id: int) -> Iterator[None]:
     """Make the embedding of one token NaN, in the weights that the compiled steps are given."""
-    clean = engine.runner.params
-    table = np.array(clean["embedding"]["table_VD"])
+    clean = engine.runner.weights
+    embedding = clean.params["embedding"]
+    table = np.array(embedding["table_VD"])
     table[token_id] = np.nan
-    on_device = jax.device_put(table, clean["embedding"]["table_VD"].sharding)
-    engine.runner.params = {**clean, "embedding": {**clean["embedding"], "table_VD": on_device}}
+    on_device = jax.device_put(table, embedding["table_VD"].sharding)
+    params = {**clean.params, "embedding": {**embedding, "table_VD": on_device}}
+    engine.runner.weights = replace(clean, params=params)
     try:
         yield
     finally:
-        engine.runner.params = clean
+        engine.runner.weights = clean
 
 
 @pytest.fixture(scope="module")

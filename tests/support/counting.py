@@ -8,7 +8,7 @@ import numpy as np
 
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.requests import ModelCard, RoutingLayout
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
 
 VOCABULARY = 1000
 
@@ -27,6 +27,8 @@ class CountingExecutor:
 
     def __init__(self, num_pages: int = 64) -> None:
         self._num_pages = num_pages
+        self._last_tokens: dict[int, int] = {}
+        self._in_flight: StepResult | None = None
         self.may_step = threading.Event()
         self.may_step.set()
         self.in_step = threading.Event()
@@ -38,16 +40,26 @@ class CountingExecutor:
     def start(self) -> int:
         return self._num_pages
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         self.in_step.set()
         self.may_step.wait()
-        self.num_steps += 1
         if self.fails:
             raise ExecutorFailure("host 1 is gone")
+        before, self._in_flight = self._in_flight, self._compute(plan) if plan.num_chunks else None
+        return before
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        ids = []
         ends = np.cumsum(plan.chunk_lengths) - 1
-        ids = np.where(plan.chunk_samples, (plan.token_ids[ends] + 1) % VOCABULARY, -1)
-        count = plan.num_chunks
-        return StepResult(plan.step_id, ids, np.full(count, -0.5), np.ones(count, bool))
+        for row, token_id in zip(
+            plan.chunk_rows[plan.chunk_samples], plan.token_ids[ends][plan.chunk_samples], strict=True
+        ):
+            last = self._last_tokens[row] if token_id == LAST_SAMPLED else int(token_id)
+            self._last_tokens[row] = (last + 1) % VOCABULARY
+            ids.append(self._last_tokens[row])
+        count = len(ids)
+        return StepResult(plan.step_id, np.asarray(ids, np.int32), np.full(count, -0.5), np.ones(count, bool))
 
     def release(self) -> None:
         self.num_releases += 1

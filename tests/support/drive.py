@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.step_cycle import Progress, StepCycle
+from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
-from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
 
-Intervention = Callable[[StepCycle, int], Iterable[Progress] | None]
-"""What a test does after step number i; returns the progress of sequences that it ended, if any."""
+Intervention = Callable[[StepCycle, int], Iterable[Ending] | None]
+"""What a test does after step number i; returns the endings of sequences that it ended, if any."""
 
 
 class PreparedExecutor:
@@ -32,7 +31,7 @@ class PreparedExecutor:
     def start(self) -> int:
         return self._num_pages
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         return self._runner.execute(plan)
 
     def release(self) -> None:
@@ -52,6 +51,8 @@ class Way:
     page_size: int = PAGE_SIZE
     num_pages: int = NUM_PAGES
     with_capture: bool = True
+    overlaps: bool = True
+    caches_prefixes: bool = True
     intervene: Intervention | None = None
 
 
@@ -60,23 +61,39 @@ def run_together(
 ) -> Outcomes:
     """Run all requests at once until they end; pages and rows must add up after every step, and be free at the end."""
     way = way or Way()
-    allocator = PageAllocator(way.num_pages)
-    limits = StepLimits(way.num_rows, way.step_tokens, way.chunk_tokens, way.page_size)
-    capture = RoutingCapture(card.routing, num_pages=way.num_pages, page_size=way.page_size, weight_version="0")
-    cycle = StepCycle(
-        Scheduler(limits, allocator),
-        PreparedExecutor(runner, way.num_pages),
-        capture=capture if way.with_capture else None,
-    )
+    cycle = _cycle_for(runner, card, way)
     outcomes: Outcomes = {}
     for request in requests:
         choices = choices_of(request, card)
         outcomes |= {(request.request_id, choice.choice_index): Outcome() for choice in choices}
         cycle.scheduler.add(choices)
     _turn(cycle, way, outcomes)
-    assert allocator.num_free == allocator.num_usable
+    for rank in cycle.scheduler.ranks:
+        assert rank.num_available == rank.allocator.num_usable
+    cycle.scheduler.flush()
+    for rank in cycle.scheduler.ranks:
+        assert rank.allocator.num_free == rank.allocator.num_usable
     assert all(outcome.finish is not None for outcome in outcomes.values())
     return outcomes
+
+
+def _cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
+    limits = StepLimits(
+        way.num_rows,
+        way.step_tokens,
+        way.chunk_tokens,
+        way.page_size,
+        way.num_pages,
+        card.max_model_len,
+        caches_prefixes=way.caches_prefixes,
+    )
+    capture = RoutingCapture(card.routing, num_pages=way.num_pages, page_size=way.page_size, weight_version="0")
+    return StepCycle(
+        Scheduler(limits),
+        PreparedExecutor(runner, way.num_pages),
+        capture=capture if way.with_capture else None,
+        overlaps=way.overlaps,
+    )
 
 
 def run_alone(
@@ -110,24 +127,25 @@ def preempt_every(num_steps: int) -> Intervention:
 
 def _turn(cycle: StepCycle, way: Way, outcomes: Outcomes) -> None:
     step = 0
-    while cycle.scheduler.has_work:
+    while cycle.has_work:
         step += 1
         assert step < 5000, "the requests do not come to an end"
-        _take_over(outcomes, cycle.run())
+        _take_over(outcomes, cycle.run().endings)
         cycle.scheduler.check_integrity()
         if way.intervene is not None:
             _take_over(outcomes, way.intervene(cycle, step) or ())
             cycle.scheduler.check_integrity()
 
 
-def _take_over(outcomes: Outcomes, progress: Iterable[Progress]) -> None:
-    for item in progress:
-        outcome = outcomes[item.sequence.request.request_id, item.sequence.choice_index]
-        if item.token_id is None:
-            outcome.finish, outcome.routing = item.sequence.finish, item.routing
-        else:
-            outcome.ids.append(item.token_id)
-            outcome.logprobs.append(item.logprob)
+def _take_over(outcomes: Outcomes, endings: Iterable[Ending]) -> None:
+    for ending in endings:
+        sequence = ending.sequence
+        outcome = outcomes[sequence.request.request_id, sequence.choice_index]
+        first, last = sequence.num_prompt_tokens, sequence.num_tokens
+        outcome.ids, outcome.logprobs = (
+            values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs)
+        )
+        outcome.finish, outcome.routing = sequence.finish, ending.routing
 
 
 def without_routing(request: GenerationRequest) -> GenerationRequest:

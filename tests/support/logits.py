@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from rayserve_moe.execution.compiled_steps import empty_input
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.step import step_logits
-from rayserve_moe.execution.step_types import StepInput, StepShape
+from rayserve_moe.execution.step_types import ModelWeights, StepShape
 from rayserve_moe.model.token_batch import TokenBatch
 
 BLOCK = PAGE = 16
@@ -26,13 +25,12 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
     spec = runner.rule.spec
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
-    padding = empty_input(shape, pages_per_row=num_blocks)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
     pool = (spec.num_layers * (num_blocks + 1), PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim)
 
-    def all_logits(params: dict, batch: TokenBatch) -> jax.Array:
-        step = StepInput(batch, jnp.arange(shape.num_tokens), padding.sampling)
-        return step_logits(params, jnp.zeros(pool, jnp.float32), step=step, rule=runner.rule)[1]
+    def all_logits(weights: ModelWeights, batch: TokenBatch) -> jax.Array:
+        everywhere = jnp.arange(shape.num_tokens)
+        return step_logits(weights, jnp.zeros(pool, jnp.float32), batch, everywhere, rule=runner.rule)[1]
 
     parts = PartitionSpec()
     sharded = jax.shard_map(all_logits, mesh=runner.rule.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
@@ -44,6 +42,6 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
         positions[:] = -1
         ids[:count], positions[:count] = token_ids, np.arange(count)
         slots[:count] = PAGE + np.arange(count)
-        return np.asarray(compiled(runner.params, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[:count]
+        return np.asarray(compiled(runner.weights, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[:count]
 
     return of

@@ -21,7 +21,7 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of one tensor: parameter `path` of the tree, at `stack_index` of its stacked dimensions."""
+    """The place of one tensor: parameter `path` of the tree, at `stack_index`: place among its layers, and expert."""
 
     path: tuple[str, ...]
     spec: ParamSpec
@@ -38,7 +38,7 @@ def walk(tree: SpecTree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def tensor_name(spec: ParamSpec, stack_index: tuple[int, ...], *, rules: Mapping[str, str]) -> str:
-    """Name the tensor that fills `stack_index` of a parameter, by the family's rule for its role."""
+    """Name the tensor of a parameter at `stack_index` (place among its layers, expert) by the rule for its role."""
     layer = spec.layers[stack_index[0]] if spec.layers else None
     expert = stack_index[-1] if spec.num_experts else None
     return rules[spec.role].format(layer=layer, expert=expert)
@@ -48,7 +48,7 @@ def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, TensorP
     """Map every tensor name the tree needs to its place."""
     places: dict[str, TensorPlace] = {}
     for path, spec in walk(tree):
-        for stack_index in product(*(range(size) for size in spec.shape[: spec.num_stacked_dims])):
+        for stack_index in product(*(range(size) for size in spec.file_stack)):
             name = tensor_name(spec, stack_index, rules=rules)
             assert name not in places, f"two parameters claim the tensor {name}"
             places[name] = TensorPlace(path, spec, stack_index)

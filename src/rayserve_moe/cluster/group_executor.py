@@ -38,7 +38,7 @@ class GroupExecutor:
         self._transport = TRANSPORTS[self._cluster.transport](self.workers, timeout_s=self._cluster.step_timeout_s)
         return num_pages
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         assert self._transport is not None, "start comes first"
         try:
             return self._transport.execute(plan)
@@ -62,7 +62,8 @@ class GroupExecutor:
             self._reservation = None
 
     def _start_worker(self, reservation: SliceReservation, host_id: int) -> ActorHandle:
-        devices = 0 if self._cluster.tpu_topology else max(1, self._parallel.devices_per_host)
-        place = HostPlace(host_id, self._parallel.num_hosts, devices)
+        parallel = self._parallel
+        devices = 0 if self._cluster.tpu_topology else max(1, parallel.devices_per_host)
+        place = HostPlace(host_id, parallel.num_hosts, devices, parallel.data_parallel_size, parallel.num_slices)
         options = reservation.actor_options(host_id)
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))

@@ -16,11 +16,13 @@ from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Which host of how many this is, and how many devices it emulates (0: the devices it has)."""
+    """Which host of how many this is, how many devices it emulates (0: those it has), and how all are laid out."""
 
     host_id: int
     num_hosts: int
     num_cpu_devices: int
+    data_size: int = 1
+    num_slices: int = 1
 
 
 class HostWorker:
@@ -45,7 +47,9 @@ class HostWorker:
             devices = jax.devices()
         else:
             devices = local_devices(place.num_cpu_devices)
-        self._runner = HostRunner(self._settings, plan_for(devices))
+        self._runner = HostRunner(
+            self._settings, plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
+        )
         return self._runner.load()
 
     def prepare(self, num_pages: int) -> None:
@@ -53,7 +57,7 @@ class HostWorker:
         self._runner.prepare(num_pages)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Run a step; the first host answers for all of them."""
+        """Launch a step and wait for the one before; the first host answers for all of them."""
         result = self._runner.execute(plan)
         return result if self._place.host_id == 0 else None
 

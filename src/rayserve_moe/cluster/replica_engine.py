@@ -42,7 +42,7 @@ def start_replica_engine(settings: Settings) -> ReplicaEngine:
         eos_token_ids=tokenizer.eos_token_ids,
     )
     executor = GroupExecutor(
-        RunnerSettings(model, settings.scheduler, settings.cache, settings.replay),
+        RunnerSettings(model, settings.scheduler, settings.cache, settings.replay, settings.experts),
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
@@ -50,6 +50,12 @@ def start_replica_engine(settings: Settings) -> ReplicaEngine:
     loop = EngineLoop(
         executor,
         card,
-        settings=LoopSettings(settings.scheduler, settings.cache, timing.idle_release_s, timing.step_timeout_s),
+        settings=LoopSettings(
+            settings.scheduler,
+            settings.cache,
+            num_data_ranks=settings.parallel.data_parallel_size,
+            idle_release_s=timing.idle_release_s,
+            step_timeout_s=timing.step_timeout_s,
+        ),
     )
     return ReplicaEngine(loop, tokenizer, executor)

@@ -24,8 +24,8 @@ logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.WARNING)
 class StepTransport(Protocol):
     """Carries one plan to every host and one result back. Calls come from one thread; Ray's errors pass through."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a step on every host; the result is the first host's."""
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Hand a step to every host; returns the result of the one before, the first host's, if there was one."""
         ...
 
     def release(self) -> None:
@@ -39,7 +39,7 @@ class ActorCalls:
     def __init__(self, workers: list[ActorHandle], *, timeout_s: float) -> None:
         self._workers, self._timeout_s = workers, timeout_s
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         results = ray.get([worker.execute.remote(plan) for worker in self._workers], timeout=self._timeout_s)
         return results[0]
 
@@ -65,14 +65,14 @@ class CompiledGraph:
     def is_compiled(self) -> bool:
         return self._graph is not None and self._graph.done()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         self._num_steps += 1
         if self._graph is None and self._num_steps > BUSY_STEPS:
             self._graph = self._compiler.submit(self._compile)
         if self._graph is None or not self._graph.done():
             return self._calls.execute(plan)
-        results = ray.get(self._graph.result().execute(plan), timeout=self._timeout_s)
-        return _owned(results[0])
+        result, *_ = ray.get(self._graph.result().execute(plan), timeout=self._timeout_s)
+        return _owned(result) if result is not None else None
 
     def release(self) -> None:
         self._num_steps = 0

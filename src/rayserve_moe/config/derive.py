@@ -21,8 +21,12 @@ def pages_per_sequence(num_tokens: int, page_size: int) -> int:
 
 
 def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, longest: int) -> int:
-    """Pages beyond which the running sequences cannot use more, with the one that belongs to nobody."""
-    return scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
+    """Pages of a data rank worth having: all that its rows can hold, and as many again for cached prefixes.
+
+    One more belongs to nobody.
+    """
+    shares = 2 if cache.enable_prefix_caching else 1
+    return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
 
 
 def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:

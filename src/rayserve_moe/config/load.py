@@ -14,13 +14,14 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from rayserve_moe.config.settings import Settings, SettingsError
+from rayserve_moe.config.settings import ParallelSettings, Settings, SettingsError
 
 ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH": "model_path"}
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "transport": ("compiled_graph", "actor_calls"),
+    "expert_backend": ("auto", "local", "replicated", "all_to_all", "fused"),
 }
 LEAST = {
     "max_model_len": 0,
@@ -32,6 +33,9 @@ LEAST = {
     "num_pages": 0,
     "num_hosts": 1,
     "devices_per_host": 0,
+    "data_parallel_size": 1,
+    "num_slices": 1,
+    "num_redundant_experts": 0,
     "max_body_bytes": 1,
     "idle_release_s": 0,
     "start_timeout_s": 1,
@@ -40,10 +44,12 @@ LEAST = {
     "cpus_per_host": 0,
     "tpu_chips_per_host": 0,
 }
+MOST = {"num_redundant_experts": 128}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Key:
+    name: str
     section: str
     field: str
     kind: type
@@ -52,18 +58,21 @@ class _Key:
 def settings_from(values: Mapping[str, Any]) -> Settings:
     """Build Settings from flat keys; what is not named takes its default, after the environment.
 
-    SettingsError names the key: unknown (with the nearest known one), of the wrong type, out of range, or at odds
-    with another.
+    SettingsError names the key: unknown (with the nearest known one), of the wrong type, out of range, given under two
+    names, or at odds with another.
     """
     keys = _keys()
     merged = {key: os.environ[variable] for variable, key in ENVIRONMENT_KEYS.items() if os.environ.get(variable)}
     merged.update(values)
     sections: dict[str, dict[str, Any]] = {}
+    given: dict[_Key, str] = {}
     for name, value in merged.items():
         key = keys.get(name)
         if key is None:
             raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")
-        sections.setdefault(key.section, {})[key.field] = _checked(name, value, key.kind)
+        if given.setdefault(key, name) != name:
+            raise SettingsError(f"{given[key]} and {name} are one setting: give it once")
+        sections.setdefault(key.section, {})[key.field] = _checked(name, value, key)
     types = get_type_hints(Settings)
     settings = Settings(**{section: types[section](**fields) for section, fields in sections.items()})
     _check_together(settings)
@@ -94,7 +103,8 @@ def _keys() -> dict[str, _Key]:
     for section, section_type in get_type_hints(Settings).items():
         kinds = get_type_hints(section_type)
         for field in dataclasses.fields(section_type):
-            keys[field.metadata.get("key", field.name)] = _Key(section, field.name, kinds[field.name])
+            key = _Key(field.metadata.get("key", field.name), section, field.name, kinds[field.name])
+            keys |= dict.fromkeys((key.name, *field.metadata.get("aliases", ())), key)
     return keys
 
 
@@ -103,7 +113,8 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else f"; known settings: {', '.join(sorted(known))}"
 
 
-def _checked(name: str, value: Any, kind: type) -> Any:
+def _checked(name: str, value: Any, key: _Key) -> Any:
+    kind = key.kind
     if kind is float and type(value) is int:
         value = float(value)
     if kind == tuple[int, ...]:
@@ -114,11 +125,17 @@ def _checked(name: str, value: Any, kind: type) -> Any:
         value = str(value)
     if type(value) is not kind:
         raise SettingsError(f"{name} must be of type {kind.__name__}, found {value!r}")
-    if name in CHOICES and value not in CHOICES[name]:
-        raise SettingsError(f"{name} must be one of {', '.join(CHOICES[name])}, found {value!r}")
-    if isinstance(value, int | float) and not value >= LEAST.get(name, value):
-        raise SettingsError(f"{name} must be at least {LEAST[name]}, found {value!r}")
+    _check_range(name, value, key)
     return value
+
+
+def _check_range(name: str, value: Any, key: _Key) -> None:
+    if key.name in CHOICES and value not in CHOICES[key.name]:
+        raise SettingsError(f"{name} must be one of {', '.join(CHOICES[key.name])}, found {value!r}")
+    if key.name in LEAST and not value >= LEAST[key.name]:
+        raise SettingsError(f"{name} must be at least {LEAST[key.name]}, found {value!r}")
+    if key.name in MOST and not value <= MOST[key.name]:
+        raise SettingsError(f"{name} must be at most {MOST[key.name]}, found {value!r}")
 
 
 def _check_together(settings: Settings) -> None:
@@ -130,9 +147,22 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError("num_pages must be at least 2: one page holds padding")
     if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
         raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
+    _check_parallel(settings.parallel)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
         raise SettingsError(
             f"precompile_bs_paddings reaches {max(scheduler.decode_batch_sizes)} rows, "
             f"max_running_requests is {scheduler.max_running_requests}: add a size that holds them all"
         )
+
+
+def _check_parallel(parallel: ParallelSettings) -> None:
+    num_devices = parallel.num_hosts * parallel.devices_per_host
+    counts = {
+        "num_hosts * devices_per_host": (num_devices, "data_parallel_size", parallel.data_parallel_size),
+        "num_hosts": (parallel.num_hosts, "num_slices", parallel.num_slices),
+        "data_parallel_size": (parallel.data_parallel_size, "num_slices", parallel.num_slices),
+    }
+    for name, (count, divisor_name, divisor) in counts.items():
+        if count % divisor:
+            raise SettingsError(f"{divisor_name} {divisor} does not divide {name} = {count}")

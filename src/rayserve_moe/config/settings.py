@@ -1,6 +1,7 @@
 """All settings, frozen, one section per owner. `load` fills them, `derive` computes what follows from them.
 
-Each field names its key on the wire (YAML, keyword arguments) where that differs from the field's own name.
+Each field names its key on the wire (YAML, keyword arguments) where that differs from the field's own name, and other
+names that users know it by.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ class SettingsError(ValueError):
     """A setting that is unknown, of the wrong type, out of range, or at odds with another."""
 
 
-def _named(default: Any, key: str) -> Any:
-    return field(default=default, metadata={"key": key})
+def _named(default: Any, key: str, *aliases: str) -> Any:
+    return field(default=default, metadata={"key": key, "aliases": aliases})
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class SchedulerSettings:
     """Prompt tokens computed in one step."""
     chunked_prefill_size: int = 0
     """Prompt tokens of one sequence computed in one step; 0 allows a whole step."""
+    overlap_steps: bool = True
+    """Plan and submit a step before the tokens of the one before are on the host."""
     decode_batch_sizes: tuple[int, ...] = _named((), "precompile_bs_paddings")
     """Batch sizes that decode steps are compiled for and padded to; empty derives them from the number of rows."""
 
@@ -55,6 +58,8 @@ class CacheSettings:
     """Tokens per page."""
     num_pages: int = 0
     """Pages in the pool; 0 sizes it from the memory that is free after loading."""
+    enable_prefix_caching: bool = True
+    """Keep the pages of whole prompts and answers for later requests that begin alike."""
     mem_fraction: float = 0.8
     """Part of the free memory given to pages when `num_pages` is 0."""
 
@@ -75,6 +80,20 @@ class ParallelSettings:
     """Worker processes, one per host."""
     devices_per_host: int = 0
     """Devices each host uses; 0 takes all of an accelerator host, and one of a CPU (where more are emulated)."""
+    data_parallel_size: int = _named(1, "data_parallel_size", "dp_size")
+    """Groups of devices that run sequences of their own; attention heads are split within a group, experts over all."""
+    num_slices: int = 1
+    """Slices that the hosts lie on; whole data-parallel groups lie on each."""
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """Where experts lie, and how tokens reach them."""
+
+    backend: str = _named("auto", "expert_backend")
+    """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all` and `fused` are fixed choices."""
+    num_redundant: int = _named(0, "num_redundant_experts")
+    """Expert slots per layer beyond one per expert, which hold replicas of busy experts; lowered until slots divide."""
 
 
 @dataclass(frozen=True)
@@ -120,5 +139,6 @@ class Settings:
     cache: CacheSettings = field(default_factory=CacheSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

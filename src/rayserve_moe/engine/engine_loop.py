@@ -11,20 +11,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from rayserve_moe.config.derive import prefill_chunk_tokens
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.admission import check_request
 from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.publication import Publication, Sink
 from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.step_cycle import Progress, StepCycle
-from rayserve_moe.requests import FinishReason, GenerationRequest, GenerationUpdate, ModelCard, RequestError
-from rayserve_moe.scheduling.pages import PageAllocator
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[list[GenerationUpdate]], None]
+NO_ROWS = np.zeros(0, np.int64)
 ABORTED = FinishReason("abort")
 
 
@@ -36,21 +38,13 @@ class EngineStoppedError(RuntimeError):
     """The engine is shut down, has failed, or makes no progress."""
 
 
-@dataclasses.dataclass
-class _Live:
-    """A request in the engine: its choices, who listens, how many choices are unfinished."""
-
-    sequences: list[Sequence]
-    sink: Sink
-    num_unfinished: int
-
-
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
     """The sections the loop works from, and the seconds after which it calls itself idle, or stuck."""
 
     scheduler: SchedulerSettings
     cache: CacheSettings
+    num_data_ranks: int = 1
     idle_release_s: float = 0.5
     step_timeout_s: float = 120.0
 
@@ -67,11 +61,11 @@ class EngineLoop:
         self._executor, self._settings = executor, settings
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._live: dict[str, _Live] = {}
         self._failure: str | None = None
         self._step_started_at: float | None = None
         self._is_stopping = False
-        self._cycle, self._allocator = self._assemble(executor.start())
+        self._cycle = self._assemble(executor.start())
+        self._publication = Publication(self._cycle.scheduler.table)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -84,12 +78,13 @@ class EngineLoop:
         limits = self._settings.scheduler
         with self._wake:
             self._refuse_when_stopped()
-            if len(self._live) >= limits.max_running_requests + limits.max_waiting_requests:
-                raise EngineBusyError(f"{len(self._live)} requests are waiting or running; try again later")
-            if request.request_id in self._live:
+            num_live = len(self._publication)
+            if num_live >= limits.max_running_requests * self._settings.num_data_ranks + limits.max_waiting_requests:
+                raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
+            if request.request_id in self._publication:
                 raise RequestError("a request with this id is running", "rid")
             sequences = self._sequences_of(request)
-            self._live[request.request_id] = _Live(sequences, sink, len(sequences))
+            self._publication.add(sequences, sink)
             self._post(lambda: self._cycle.scheduler.add(sequences))
 
     def abort(self, request_id: str) -> None:
@@ -103,12 +98,14 @@ class EngineLoop:
             self._post(lambda: self._end_choices(request_id, choice_index, FinishReason("stop")))
 
     def statistics(self) -> dict[str, float]:
-        """Pages, requests and the step clock, as of now."""
+        """Pages, requests and the step clock, as of now; pages that are only cached count as free."""
         scheduler = self._cycle.scheduler
+        ranks = scheduler.ranks
         return {
-            "pages_total": float(self._allocator.num_usable),
-            "pages_free": float(self._allocator.num_free),
-            "requests_live": float(len(self._live)),
+            "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
+            "pages_free": float(sum(rank.num_available for rank in ranks)),
+            "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
+            "requests_live": float(len(self._publication)),
             "requests_running": float(len(scheduler.running)),
             "requests_waiting": float(len(scheduler.waiting)),
             "preemptions": float(scheduler.num_preemptions),
@@ -149,22 +146,34 @@ class EngineLoop:
             self._thread.join()
         self._executor.shutdown()
 
-    def _assemble(self, num_pages: int) -> tuple[StepCycle, PageAllocator]:
-        scheduler, page_size = self._settings.scheduler, self._settings.cache.page_size
-        allocator = PageAllocator(num_pages)
-        self._longest = allocator.num_usable * page_size
+    def _assemble(self, num_pages: int) -> StepCycle:
+        scheduler, cache, num_ranks = self._settings.scheduler, self._settings.cache, self._settings.num_data_ranks
+        self._longest = (num_pages - 1) * cache.page_size
         limits = StepLimits(
             num_rows=scheduler.max_running_requests,
             step_tokens=scheduler.max_step_tokens,
             chunk_tokens=prefill_chunk_tokens(scheduler),
-            page_size=page_size,
+            page_size=cache.page_size,
+            num_pages=num_pages,
+            max_tokens=self.card.max_model_len,
+            num_data_ranks=num_ranks,
+            caches_prefixes=cache.enable_prefix_caching,
         )
         capture = None
         if self.card.returns_routing:
             capture = RoutingCapture(
-                self.card.routing, num_pages=num_pages, page_size=page_size, weight_version=self.card.weight_version
+                self.card.routing,
+                num_pages=num_pages,
+                page_size=cache.page_size,
+                num_data_ranks=num_ranks,
+                weight_version=self.card.weight_version,
             )
-        return StepCycle(Scheduler(limits, allocator), self._executor, capture=capture), allocator
+        return StepCycle(
+            Scheduler(limits, weight_version=self.card.weight_version),
+            self._executor,
+            capture=capture,
+            overlaps=scheduler.overlap_steps,
+        )
 
     def _sequences_of(self, request: GenerationRequest) -> list[Sequence]:
         """One sequence per choice, all with one seed: the request's, or one drawn now."""
@@ -188,20 +197,21 @@ class EngineLoop:
         try:
             while self._take_commands():
                 self._step_started_at = time.monotonic()
-                self._publish(self._cycle.run())
+                turn = self._cycle.run()
+                self._publication.publish(turn.rows, turn.endings, now=time.monotonic())
                 self._step_started_at = None
         except Exception as error:
             log.exception("the engine has failed")
             self._fail(f"{type(error).__name__}: {error}")
         else:
-            self._fail_live(ABORTED)
+            self._publication.end_all(ABORTED)
 
     def _take_commands(self) -> bool:
         """Carry out what is in the inbox; with nothing to do, sleep. False when it is time to stop."""
         while not self._is_stopping:
             while self._inbox:
                 self._inbox.popleft()()
-            if self._cycle.scheduler.has_work:
+            if self._cycle.has_work:
                 return True
             self._sleep_until_woken()
         return False
@@ -218,48 +228,13 @@ class EngineLoop:
         return bool(self._inbox) or self._is_stopping
 
     def _end_choices(self, request_id: str, choice_index: int | None, reason: FinishReason) -> None:
-        live = self._live.get(request_id)
-        for sequence in live.sequences if live else ():
-            if sequence.finish is None and choice_index in (None, sequence.choice_index):
-                self._publish([self._cycle.end(sequence, reason)])
-
-    def _publish(self, progress: list[Progress]) -> None:
-        """Hand every request its updates of this step in one call."""
-        updates: dict[str, dict[int, GenerationUpdate]] = {}
-        for item in progress:
-            of_request = updates.setdefault(item.sequence.request.request_id, {})
-            index = item.sequence.choice_index
-            of_request[index] = _merge(of_request.get(index), item)
-        for request_id, by_choice in updates.items():
-            live = self._live[request_id]
-            live.num_unfinished -= sum(update.finish is not None for update in by_choice.values())
-            if live.num_unfinished == 0:
-                del self._live[request_id]
-            live.sink(list(by_choice.values()))
+        for sequence in self._publication.unfinished(request_id):
+            if choice_index in (None, sequence.choice_index):
+                self._publication.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
 
     def _fail(self, message: str) -> None:
         """Refuse everything from now on and end what runs with an error."""
         with self._wake:
             self._failure = message
             self._step_started_at = None
-        self._fail_live(FinishReason("error", message=f"the engine has failed: {message}"))
-
-    def _fail_live(self, reason: FinishReason) -> None:
-        for request_id, live in list(self._live.items()):
-            unfinished = [s.choice_index for s in live.sequences if s.finish is None]
-            live.sink([GenerationUpdate(request_id, index, finish=reason) for index in unfinished])
-            del self._live[request_id]
-
-
-def _merge(update: GenerationUpdate | None, item: Progress) -> GenerationUpdate:
-    """Add to a choice's update of this step a sampled token, or its end."""
-    sequence = item.sequence
-    if update is None:
-        update = GenerationUpdate(
-            sequence.request.request_id, sequence.choice_index, num_cached_tokens=sequence.num_cached
-        )
-    if item.token_id is not None:
-        return dataclasses.replace(
-            update, token_ids=(*update.token_ids, item.token_id), logprobs=(*update.logprobs, item.logprob)
-        )
-    return dataclasses.replace(update, finish=sequence.finish, routing=item.routing)
+        self._publication.end_all(FinishReason("error", message=f"the engine has failed: {message}"))

@@ -18,11 +18,14 @@ class Executor(Protocol):
     """
 
     def start(self) -> int:
-        """Load weights, allocate pages, compile every step; return the number of usable KV pages."""
+        """Load weights, allocate pages, compile every step; return the number of KV pages of one data rank."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its tokens. A plan without chunks only harvests routing rows."""
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Hand a step to the devices, then wait for the result of the one before; None where there is none.
+
+        So the devices find their next step waiting. A plan without chunks computes nothing.
+        """
         ...
 
     def release(self) -> None:

@@ -1,26 +1,36 @@
-"""One turn of the engine: schedule, execute, commit, and routing where it is wanted."""
+"""One turn of the engine: plan a step, hand it over, take over the result of the one before."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+
+import numpy as np
 
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, RoutedExperts
-from rayserve_moe.scheduling.scheduler import Schedule, Scheduler
+from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a turn brought to one sequence: a sampled token (or none), and its routing where it ended."""
+class Ending:
+    """A sequence that has ended, all of its tokens known, and its routing where that is wanted."""
 
     sequence: Sequence
-    token_id: int | None = None
-    logprob: float = 0.0
     routing: RoutedExperts | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a turn brought: the rows that got a token, int [N], and the sequences that have ended."""
+
+    rows: np.ndarray
+    endings: list[Ending]
 
 
 @dataclass
@@ -38,77 +48,95 @@ class StepClock:
 
 
 class StepCycle:
-    """Drives scheduler, executor and routing capture in step; knows nothing of clients."""
+    """Drives scheduler, executor and routing capture in step; knows nothing of clients.
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, capture: RoutingCapture | None) -> None:
+    With `overlaps` the devices run a step while the host takes over the one before it and plans the next.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, capture: RoutingCapture | None, overlaps: bool = True
+    ) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._capture = capture
+        self._overlaps = overlaps
+        self._in_flight: Schedule | None = None
         self._clock = StepClock()
 
-    def run(self) -> list[Progress]:
-        """Run one step; returns what it sampled and what it ended. Pages of ended sequences are free again."""
-        started = time.perf_counter()
-        schedule = self.scheduler.schedule()
-        self._retain(schedule)
-        submitted = time.perf_counter()
-        result = self._executor.execute(schedule.plan)
-        returned = time.perf_counter()
-        if self._capture is not None:
-            self._capture.absorb(result.routing)
-            self._capture.submit(schedule)
-        ended = self.scheduler.commit(schedule, result)
-        progress = self._progress(schedule, result)
-        progress += [Progress(s, routing=self._take_leave(s)) for s in ended]
-        self._account(schedule, result, (started, submitted, returned, time.perf_counter()))
-        return progress
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
 
-    def end(self, sequence: Sequence, reason: FinishReason) -> Progress:
+    def run(self) -> Turn:
+        """Plan and submit a step, and commit the one before; pages of ended sequences are free again."""
+        started = time.perf_counter()
+        schedule = self.scheduler.schedule(captures_all=self._captures_all)
+        self._retain_preempted()
+        if self._capture is not None:
+            self._capture.submit(schedule.plan, self.scheduler.table)
+        self._clock.schedule_s += time.perf_counter() - started
+        turn = self._exchange(schedule)
+        if self._in_flight is not None and not self._overlaps:
+            turn = _joined(turn, self._exchange(None))
+        return turn
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> Ending:
         """End a sequence between steps and free its pages."""
         self.scheduler.end(sequence, reason)
-        return Progress(sequence, routing=self._take_leave(sequence))
+        return self._take_leave(sequence)
 
     def statistics(self) -> dict[str, float]:
         """Totals of the step clock, by field name."""
         return {name: float(value) for name, value in asdict(self._clock).items()}
 
-    def _take_leave(self, sequence: Sequence) -> RoutedExperts | None:
+    @property
+    def _captures_all(self) -> bool:
+        """A cached prefix brings the routing of whoever computed it: then every row has to be there."""
+        return self._capture is not None and self.scheduler.caches_prefixes
+
+    def _exchange(self, schedule: Schedule | None) -> Turn:
+        """Submit a step, or none, and commit the one that is in flight."""
+        submitted = time.perf_counter()
+        plan = schedule.plan if schedule is not None else self.scheduler.empty_plan()
+        result = self._executor.execute(plan)
+        returned = time.perf_counter()
+        finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
+        self._clock.transport_s += returned - submitted
+        if finished is None:
+            return Turn(np.zeros(0, np.int64), [])
+        assert result is not None and result.step_id == finished.plan.step_id, "a result is not that of its step"
+        if self._capture is not None:
+            self._capture.absorb(result.routing)
+        commit = self.scheduler.commit(finished, result)
+        endings = [self._take_leave(sequence) for sequence in commit.ended]
+        self._account(finished, result, time.perf_counter() - returned)
+        return Turn(commit.rows, endings)
+
+    def _take_leave(self, sequence: Sequence) -> Ending:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""
         routing = None
         if self._capture is not None and sequence.request.return_routed_experts:
-            self._harvest()
             routing = self._capture.gather(sequence)
         self.scheduler.release(sequence)
-        return routing
+        return Ending(sequence, routing)
 
-    def _retain(self, schedule: Schedule) -> None:
-        if self._capture is None or not schedule.preemptions:
-            return
-        self._harvest()
-        for preemption in schedule.preemptions:
-            self._capture.retain(preemption)
+    def _retain_preempted(self) -> None:
+        preemptions, self.scheduler.preemptions = self.scheduler.preemptions, []
+        if self._capture is not None:
+            for preemption in preemptions:
+                self._capture.retain(preemption)
 
-    def _harvest(self) -> None:
-        """Bring in the rows of the last step now, rather than with the next one."""
-        if self._capture is not None and self._capture.is_pending:
-            self._capture.absorb(self._executor.execute(self.scheduler.harvest_plan()).routing)
-
-    def _progress(self, schedule: Schedule, result: StepResult) -> list[Progress]:
-        rows = zip(schedule.sequences, result.token_ids, result.logprobs, result.finite, strict=True)
-        return [
-            Progress(sequence, int(token), float(logprob))
-            for sequence, token, logprob, finite in rows
-            if token >= 0 and finite
-        ]
-
-    def _account(self, schedule: Schedule, result: StepResult, moments: tuple[float, float, float, float]) -> None:
-        started, submitted, returned, ended = moments
+    def _account(self, finished: Schedule, result: StepResult, commit_s: float) -> None:
         clock = self._clock
         clock.steps += 1
-        clock.tokens_computed += schedule.plan.num_tokens
-        clock.tokens_sampled += int(schedule.plan.chunk_samples.sum())
-        clock.schedule_s += submitted - started
+        clock.tokens_computed += finished.plan.num_tokens
+        clock.tokens_sampled += len(finished.sampling_rows)
         clock.pack_s += result.times.pack_s
         clock.device_s += result.times.device_s
-        clock.transport_s += returned - submitted - result.times.pack_s - result.times.device_s
-        clock.commit_s += ended - returned
+        clock.transport_s -= result.times.pack_s + result.times.device_s
+        clock.commit_s += commit_s
+
+
+def _joined(*turns: Turn) -> Turn:
+    endings: Iterable[Ending] = (ending for turn in turns for ending in turn.endings)
+    return Turn(np.concatenate([turn.rows for turn in turns]), list(endings))

@@ -1,23 +1,35 @@
-"""The compiled steps, one per shape: the only place that compiles."""
+"""The compiled programs: one step per shape, and the update of rows. The only place that compiles."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.monitoring
 import numpy as np
 
-from rayserve_moe.decoding.sampling import SamplingBatch
-from rayserve_moe.execution.step import run_step
-from rayserve_moe.execution.step_types import DeviceState, StepInput, StepOutput, StepShape, as_device
-from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.execution.row_updates import VECTOR_SIZE
+from rayserve_moe.execution.step import StepRule, run_step, update_rows
+from rayserve_moe.execution.step_input import InputLayout
+from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-CompiledStep = Callable[[Parameters, DeviceState, StepInput], tuple[DeviceState, StepOutput]]
+CompiledStep = Callable[[ModelWeights, DeviceState, np.ndarray], tuple[DeviceState, StepOutput]]
+CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
+
+
+@dataclass(frozen=True)
+class CompiledPrograms:
+    """Everything that runs on the devices; `seconds` is what compiling took."""
+
+    steps: dict[StepShape, CompiledStep]
+    update: CompiledUpdate
+    seconds: float
 
 
 class CompilationCount:
@@ -31,41 +43,34 @@ class CompilationCount:
         self.total += event == COMPILE_EVENT
 
 
-def compile_steps(
-    params: Parameters,
+def compile_programs(
+    weights: ModelWeights,
     state: DeviceState,
     *,
-    shapes: tuple[StepShape, ...],
-    rule: ModelRule,
-    capture_routing: bool,
-    pages_per_row: int,
-) -> dict[StepShape, CompiledStep]:
-    """Compile the step for every shape, two at a time."""
+    layouts: dict[StepShape, InputLayout],
+    rule: StepRule,
+    num_threads: int,
+) -> CompiledPrograms:
+    """Compile the step for every shape and the update of rows, several at a time, the largest first."""
+    started = time.perf_counter()
+    plan = rule.model.plan
 
-    def step(params: Parameters, state: DeviceState, step_input: StepInput) -> tuple[DeviceState, StepOutput]:
-        return run_step(params, state, step=step_input, rule=rule, capture_routing=capture_routing)
+    def replicated(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=plan.replicated())
 
-    jitted = jax.jit(step, donate_argnums=1)
-    replicated = rule.plan.replicated()
+    def compile_step(layout: InputLayout) -> CompiledStep:
+        vectors = replicated(plan.data_size, len(layout.padding))
+        jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
+        return jitted.lower(weights, state, vectors).compile()
 
-    def abstract(array: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated)
+    def compile_update() -> CompiledUpdate:
+        return (
+            jax.jit(partial(update_rows, rule=rule), donate_argnums=0).lower(state, replicated(VECTOR_SIZE)).compile()
+        )
 
-    def compile_one(shape: StepShape) -> CompiledStep:
-        step_input = jax.tree.map(abstract, empty_input(shape, pages_per_row=pages_per_row))
-        return jitted.lower(params, state, step_input).compile()
-
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(shapes, pool.map(compile_one, shapes), strict=True))
-
-
-def empty_input(shape: StepShape, *, pages_per_row: int) -> StepInput:
-    """A step of this shape in which every token is padding."""
-    tokens, rows = shape.num_tokens, shape.num_singles
-    page_table = as_device(np.zeros((rows + shape.num_blocks, pages_per_row), np.int32))
-    zeros = as_device(np.zeros(tokens, np.int32))
-    batch = TokenBatch(zeros, zeros - 1, zeros, page_table, num_singles=rows)
-    floats = [as_device(np.zeros(rows, np.float32)) for _ in range(3)]
-    integers = [as_device(np.zeros(rows, np.uint32)) for _ in range(3)]
-    indices = as_device(np.zeros(rows, np.int32))
-    return StepInput(batch, indices, SamplingBatch(*floats, *integers, indices))
+    largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+        steps = {shape: pool.submit(compile_step, layouts[shape]) for shape in largest_first}
+        update = pool.submit(compile_update)
+        compiled = {shape: step.result() for shape, step in steps.items()}
+        return CompiledPrograms(compiled, update.result(), time.perf_counter() - started)

@@ -1,17 +1,15 @@
-"""From a StepPlan to the padded arrays of a compiled shape. The only place where plans become device input."""
+"""From a StepPlan to the padded vectors of a compiled shape. The only place where plans become device input."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-import jax
 import numpy as np
 
-from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.execution.buckets import choose_shape
-from rayserve_moe.execution.row_state import RowState
-from rayserve_moe.execution.step_types import StepInput, StepShape, as_device
-from rayserve_moe.model.token_batch import TokenBatch
+from rayserve_moe.execution.step_input import InputLayout, Sections
+from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 
@@ -19,58 +17,160 @@ from rayserve_moe.scheduling.step_plan import StepPlan
 class PackedStep:
     """A step ready to run, and the way back.
 
-    `token_places[i]` is where the plan's i-th token stands in the padded step; `sample_places[c]` is where chunk c's
-    sample comes out, -1 where it has none.
+    `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
+    ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks.
     """
 
     shape: StepShape
-    step_input: StepInput
+    vectors: np.ndarray
     token_places: np.ndarray
     sample_places: np.ndarray
 
 
-def pack(plan: StepPlan, rows: RowState, *, shapes: tuple[StepShape, ...]) -> PackedStep:
-    """Lay out the plan's chunks: single tokens first, then every longer chunk in whole blocks."""
-    is_single = plan.chunk_lengths == 1
-    block = shapes[0].block_tokens
-    blocks_of_chunk = np.where(is_single, 0, -(-plan.chunk_lengths // block))
-    num_singles, num_blocks = int(is_single.sum()), int(blocks_of_chunk.sum())
-    shape = choose_shape(shapes, num_singles=num_singles, num_blocks=num_blocks)
-    first_block = np.cumsum(blocks_of_chunk) - blocks_of_chunk
-    chunk_places = np.where(is_single, np.cumsum(is_single) - 1, shape.num_singles + first_block * block)
-    chunk_of_token = np.repeat(np.arange(plan.num_chunks), plan.chunk_lengths)
-    offsets = np.arange(plan.num_tokens) - np.repeat(
-        np.cumsum(plan.chunk_lengths) - plan.chunk_lengths, plan.chunk_lengths
-    )
-    token_places = chunk_places[chunk_of_token] + offsets
-    page_table = np.zeros((shape.num_singles + shape.num_blocks, rows.page_table.shape[1]), np.int32)
-    page_table[:num_singles] = rows.page_table[plan.chunk_rows[is_single]]
-    block_rows = np.repeat(plan.chunk_rows, blocks_of_chunk)
-    page_table[shape.num_singles : shape.num_singles + num_blocks] = rows.page_table[block_rows]
-    token_ids, kv_slots = np.zeros(shape.num_tokens, np.int32), np.zeros(shape.num_tokens, np.int32)
-    positions = np.full(shape.num_tokens, -1, np.int32)
-    token_ids[token_places] = plan.token_ids
-    positions[token_places] = token_positions = plan.chunk_starts[chunk_of_token] + offsets
-    kv_slots[token_places] = rows.kv_slots(plan.chunk_rows[chunk_of_token], token_positions)
-    arrays = (as_device(array) for array in (token_ids, positions, kv_slots, page_table))
-    batch = TokenBatch(*arrays, num_singles=shape.num_singles)
-    sample_places = np.where(plan.chunk_samples, np.cumsum(plan.chunk_samples) - 1, -1)
-    last_places = chunk_places + plan.chunk_lengths - 1
-    step_input = StepInput(batch, *_sampling(plan, rows, size=shape.num_singles, last_places=last_places))
-    return PackedStep(shape, step_input, token_places, sample_places)
+@dataclass(frozen=True)
+class _RankPart:
+    """Which chunks, tokens, samples of a plan are those of one data rank, and how many blocks each chunk takes."""
+
+    rank: int
+    chunks: slice
+    tokens: slice
+    samples: slice
+    num_singles: int
+    blocks_of_chunk: np.ndarray
 
 
-def _sampling(plan: StepPlan, rows: RowState, *, size: int, last_places: np.ndarray) -> tuple[jax.Array, SamplingBatch]:
-    """Which tokens are sampled from, and how: the last of every sampling chunk, then greedy rows that nobody reads."""
-    chunks = np.flatnonzero(plan.chunk_samples)
-    assert len(chunks) <= size, f"{len(chunks)} samples in a step of {size} rows"
-    used = slice(0, len(chunks))
-    places, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    places[used] = last_places[chunks]
-    positions[used] = plan.chunk_starts[chunks] + plan.chunk_lengths[chunks]
-    floats, integers = np.zeros((3, size), np.float32), np.zeros((3, size), np.uint32)
-    floats[1] = 1.0
-    floats[:, used] = rows.sampling_floats[plan.chunk_rows[chunks]].T
-    integers[:, used] = rows.sampling_integers[plan.chunk_rows[chunks]].T
-    per_row = (as_device(array) for array in (*floats, *integers, positions))
-    return as_device(places), SamplingBatch(*per_row)
+class Packer:
+    """Lays out plans for ranks of `rows_per_rank` rows in one of the compiled `shapes`."""
+
+    def __init__(self, shapes: tuple[StepShape, ...], *, rows_per_rank: int, num_data_ranks: int = 1) -> None:
+        self._rows_per_rank, self._num_ranks = rows_per_rank, num_data_ranks
+        self._block_tokens = shapes[0].block_tokens
+        self.layouts = {shape: InputLayout(shape, rows_per_rank) for shape in shapes}
+        decode = [layout for shape, layout in self.layouts.items() if shape.num_blocks == 0]
+        self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
+        self._places = np.arange(rows_per_rank)
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether the changes of a plan fit beside its tokens; otherwise they have to go ahead of it."""
+        if len(plan.sampling.rows) or plan.num_tokens != plan.num_chunks:
+            return False
+        if self._num_ranks == 1:
+            return len(plan.pages.rows) <= plan.num_chunks
+        changes, singles = (
+            np.bincount(rows // self._rows_per_rank, minlength=self._num_ranks)
+            for rows in (plan.pages.rows, plan.chunk_rows)
+        )
+        return bool((changes <= singles).all())
+
+    def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
+        """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
+        if self._num_ranks == 1 and plan.num_tokens == plan.num_chunks:
+            return self._pack_singles(plan, with_changes=with_changes)
+        parts = list(self._parts(plan))
+        num_blocks = [int(part.blocks_of_chunk.sum()) for part in parts]
+        shape = choose_shape(
+            tuple(self.layouts), num_singles=max(p.num_singles for p in parts), num_blocks=max(num_blocks)
+        )
+        layout = self.layouts[shape]
+        vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
+        token_places, sample_places = [], []
+        for part, vector in zip(parts, vectors, strict=True):
+            sections = layout.sections(vector)
+            places = self._fill(sections, plan, part, shape)
+            token_places.append(places + part.rank * shape.num_tokens)
+            num_samples = part.samples.stop - part.samples.start
+            sample_places.append(np.arange(num_samples) + part.rank * shape.num_singles)
+            if with_changes:
+                self._fill_changes(sections, plan, part.rank)
+        if len(parts) == 1:
+            return PackedStep(shape, vectors, token_places[0], sample_places[0])
+        return PackedStep(shape, vectors, np.concatenate(token_places), np.concatenate(sample_places))
+
+    def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
+        """The common case, decoding on one rank: what `pack` does, in few calls."""
+        count, rows = plan.num_chunks, plan.chunk_rows
+        layout = next(layout for layout in self._decode_layouts if layout.shape.num_singles >= count)
+        vector, at, places = layout.padding.copy(), layout.slices, self._places[:count]
+        for section, values in (
+            (at.single_rows, rows),
+            (at.single_positions, plan.chunk_starts),
+            (at.single_ids, plan.token_ids),
+        ):
+            vector[section.start : section.start + count] = values
+        num_samples = np.count_nonzero(plan.chunk_samples)
+        samples = places if num_samples == count else np.flatnonzero(plan.chunk_samples)
+        vector[at.sample_places.start : at.sample_places.start + num_samples] = samples
+        vector[at.sample_rows.start : at.sample_rows.start + num_samples] = rows[samples]
+        if with_changes:
+            self._fill_changes(layout.sections(vector), plan, 0)
+        return PackedStep(layout.shape, vector[None], places, self._places[:num_samples])
+
+    def _parts(self, plan: StepPlan) -> list[_RankPart]:
+        """Cut a plan into its ranks' parts."""
+        borders = np.searchsorted(plan.chunk_rows // self._rows_per_rank, np.arange(self._num_ranks + 1))
+        tokens_before = np.concatenate([[0], np.cumsum(plan.chunk_lengths)])
+        samples_before = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
+        parts = []
+        for rank, (first, last) in enumerate(pairwise(borders.tolist())):
+            lengths = plan.chunk_lengths[first:last]
+            blocks = np.where(lengths == 1, 0, -(-lengths // self._block_tokens))
+            spans = (slice(int(before[first]), int(before[last])) for before in (tokens_before, samples_before))
+            parts.append(_RankPart(rank, slice(first, last), *spans, int((lengths == 1).sum()), blocks))
+        return parts
+
+    def _fill(self, sections: Sections[np.ndarray], plan: StepPlan, part: _RankPart, shape: StepShape) -> np.ndarray:
+        """Write one rank's chunks into its vector; returns the places of its tokens, int [tokens]."""
+        rows = plan.chunk_rows[part.chunks] - part.rank * self._rows_per_rank
+        starts, token_ids = plan.chunk_starts[part.chunks], plan.token_ids[part.tokens]
+        samples = plan.chunk_samples[part.chunks]
+        if not part.blocks_of_chunk.any():
+            count = len(rows)
+            sections.single_rows[:count] = rows
+            sections.single_positions[:count] = starts
+            sections.single_ids[:count] = token_ids
+            token_places = last_places = np.arange(count)
+        else:
+            chunk_places = self._fill_chunks(sections, plan, part, rows)
+            lengths = plan.chunk_lengths[part.chunks]
+            offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            token_places = np.repeat(chunk_places, lengths) + offsets
+            is_in_block = token_places >= shape.num_singles
+            sections.single_ids[token_places[~is_in_block]] = token_ids[~is_in_block]
+            sections.block_ids[token_places[is_in_block] - shape.num_singles] = token_ids[is_in_block]
+            last_places = chunk_places + lengths - 1
+        num_samples = part.samples.stop - part.samples.start
+        sections.sample_places[:num_samples] = last_places[samples]
+        sections.sample_rows[:num_samples] = rows[samples]
+        return token_places
+
+    def _fill_chunks(
+        self, sections: Sections[np.ndarray], plan: StepPlan, part: _RankPart, rows: np.ndarray
+    ) -> np.ndarray:
+        """Describe single tokens and blocks; returns the place of each chunk's first token."""
+        blocks, block = part.blocks_of_chunk, self._block_tokens
+        starts, lengths = plan.chunk_starts[part.chunks], plan.chunk_lengths[part.chunks]
+        is_single = blocks == 0
+        sections.single_rows[: part.num_singles] = rows[is_single]
+        sections.single_positions[: part.num_singles] = starts[is_single]
+        num_blocks, first_block = int(blocks.sum()), np.cumsum(blocks) - blocks
+        block_in_chunk = np.arange(num_blocks) - np.repeat(first_block, blocks)
+        sections.block_rows[:num_blocks] = np.repeat(rows, blocks)
+        sections.block_starts[:num_blocks] = np.repeat(starts, blocks) + block_in_chunk * block
+        sections.block_counts[:num_blocks] = np.minimum(np.repeat(lengths, blocks) - block_in_chunk * block, block)
+        singles_before = np.cumsum(is_single) - 1
+        return np.where(is_single, singles_before, len(sections.single_rows) + first_block * block)
+
+    def _fill_changes(self, sections: Sections[np.ndarray], plan: StepPlan, rank: int) -> None:
+        pages = plan.pages
+        if len(pages.rows) == 0:
+            return
+        rows = pages.rows - rank * self._rows_per_rank
+        if self._num_ranks > 1:
+            here = (rows >= 0) & (rows < self._rows_per_rank)
+            rows, indices, page_ids = rows[here], pages.indices[here], pages.page_ids[here]
+        else:
+            indices, page_ids = pages.indices, pages.page_ids
+        count = len(rows)
+        sections.change_rows[:count] = rows
+        sections.change_indices[:count] = indices
+        sections.change_pages[:count] = page_ids

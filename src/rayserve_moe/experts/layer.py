@@ -1,35 +1,20 @@
-"""One MoE layer over the devices: select, multiply where the experts lie, combine by a sum over the devices."""
+"""One MoE layer over the devices: select experts in logical space, then let tokens and experts meet."""
 
-# T tokens   D model width   E experts   K experts per token   X layers * local slots
+# T tokens   D model width   E experts   K experts per token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
-import jax.numpy as jnp
 
-from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights
+from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend
+from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.routing import count_tokens, select_experts
-from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.experts.tokens import RoutedTokens
 
 
-@dataclass(frozen=True)
-class ExpertRule:
-    """What is fixed about the MoE layers of a model: how experts are chosen, computed, and spread over devices."""
-
-    num_experts: int
-    top_k: int
-    renormalize: bool
-    kernel: str
-    plan: ParallelPlan
-
-    @property
-    def num_local_slots(self) -> int:
-        return self.num_experts // self.plan.num_expert_ranks
-
-
-def apply_experts(
+def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keyword)
     hidden_TD: jax.Array,
     router_DE: jax.Array,
     weights: ExpertWeights,
@@ -37,30 +22,31 @@ def apply_experts(
     layer: jax.Array,
     valid_T: jax.Array,
     rule: ExpertRule,
+    maps: PlacementArrays | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the layer's output [T, D], the logical ids [T, K] in router order, and tokens per expert [E].
 
-    `layer` counts MoE layers. Padding tokens (not `valid_T`) cost no expert product.
+    Tokens are those of this device's data rank, and so are the outputs: the same on every device of a tensor group,
+    the counts too. `layer` counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding
+    tokens (not `valid_T`) cost no expert product and are not counted. KeyError where the rule's backend is unknown.
     """
     ids_TK, gates_TK = select_experts(hidden_TD, router_DE, top_k=rule.top_k, renormalize=rule.renormalize)
     counts_E = count_tokens(ids_TK, valid_T, num_experts=rule.num_experts)
-    slots_TK = _local_slots(ids_TK, valid_T, rule)
-    results_TKD = LOCAL_EXPERTS[rule.kernel](
-        hidden_TD,
-        slots_TK,
-        weights,
-        first_slot=layer * rule.num_local_slots,
-        num_slots=rule.num_local_slots,
-        num_ranks=rule.plan.num_expert_ranks,
-    )
-    combined_TD = jnp.einsum(
-        "TK,TKD->TD", gates_TK, results_TKD.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
-    return rule.plan.sum_over_tensor(combined_TD).astype(hidden_TD.dtype), ids_TK, counts_E
+    tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
+    out_TD = EXPERT_BACKENDS[backend_for(hidden_TD, rule)](tokens, weights, layer=layer, rule=rule, maps=maps)
+    return out_TD, ids_TK, counts_E
 
 
-def _local_slots(ids_TK: jax.Array, valid_T: jax.Array, rule: ExpertRule) -> jax.Array:
-    """Slot of each pick on this device; `num_local_slots` where the expert lies elsewhere or the token is padding."""
-    slots_TK = ids_TK - rule.plan.expert_rank() * rule.num_local_slots
-    here = (slots_TK >= 0) & (slots_TK < rule.num_local_slots) & valid_T[:, None]
-    return jnp.where(here, slots_TK, rule.num_local_slots)
+def backend_for(hidden_TD: jax.Array, rule: ExpertRule) -> str:
+    """The backend that the rule names, or that suits these tokens where it leaves the choice."""
+    if rule.backend != "auto":
+        return rule.backend
+    num_tokens, width = hidden_TD.shape
+    return choose_backend(
+        -(-num_tokens // rule.plan.tensor_size),
+        ep_size=rule.plan.num_expert_ranks,
+        tensor_size=rule.plan.tensor_size,
+        platform=rule.platform,
+        top_k=rule.top_k,
+        row_bytes=width * hidden_TD.dtype.itemsize,
+    )

@@ -1,8 +1,9 @@
 """Expert products on one device, for the tokens whose experts it holds.
 
 Experts of all layers lie in one flat [layers * slots, ...] array, and `first_slot` says where this layer's begin, so
-that no layer's weights are ever copied out of it. A pick of an expert that lies elsewhere has slot `slots` or beyond.
-Each token's k results come home and are added in router order.
+that no layer's weights are ever copied out of it. A pick of an expert that lies elsewhere has slot `slots` or beyond,
+and its result is undefined: whoever adds results up leaves it out. Tokens may come as [T, D] or with D cut into parts,
+[T, Q, D / Q], and so do results.
 """
 
 # T tokens   D model width   F expert width   K experts per token   P picks = T * K   S local slots   X layers * S
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -25,23 +27,39 @@ class ExpertWeights(NamedTuple):
     down_XFD: jax.Array
 
 
+Activation = Callable[[jax.Array], jax.Array]
+
+ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+
+
+@dataclass(frozen=True)
+class ProductRule:
+    """What is fixed about a grouped product: local slots of a layer, and the gate's activation.
+
+    `mean_rows` is the number of picks that an expert gets where all get the same.
+    """
+
+    num_slots: int
+    mean_rows: float
+    activation: str = "silu"
+
+
 def apply_in_blocks(
     hidden_TD: jax.Array,
     slots_TK: jax.Array,
     weights: ExpertWeights,
     *,
-    first_slot: jax.Array,
-    num_slots: int,
-    num_ranks: int = 1,
+    first_slot: jax.Array | int,
+    rule: ProductRule,
 ) -> jax.Array:
     """Multiply block by block, each block of rows with one expert: the way that is fast on XLA:CPU.
 
     The product sits inside a `cond`: outside of one, XLA:CPU converts all bfloat16 experts to float32 ahead of the
-    loop. Returns [T, K, D] in the tokens' dtype, zeros for picks that lie elsewhere. `num_ranks` devices share the
-    picks; it decides how many rows a block has, and nothing else.
+    loop. Returns [T, K, D] in the tokens' dtype. The number of rows in a block follows from shapes alone, never from
+    a placement: a row's product rounds the same wherever its expert lies.
     """
-    num_tokens, num_picks = slots_TK.shape
-    block = _block_rows(slots_TK.size / (num_slots * num_ranks))
+    (num_tokens, num_picks), num_slots = slots_TK.shape, rule.num_slots
+    block = _block_rows(rule.mean_rows)
     slots_P, order_P, counts_S = _sort_picks(slots_TK, num_slots)
     last_block_S = jnp.cumsum((counts_S + block - 1) // block)
     first_block_S = last_block_S - (counts_S + block - 1) // block
@@ -53,19 +71,19 @@ def apply_in_blocks(
         slot = jnp.searchsorted(last_block_S, i, side="right").astype(jnp.int32)
         picks = first_pick_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
         tokens = order_P.at[picks].get(mode="clip") // num_picks
-        return _expert(hidden_TD[tokens], weights, first_slot + slot)
+        rows_BD = hidden_TD[tokens].reshape(block, -1)
+        return _expert(rows_BD, weights, first_slot + slot, ACTIVATIONS[rule.activation])
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
         return jax.lax.dynamic_update_slice(results_YD, rows_BD, (i * block, 0))
 
-    empty = jnp.zeros((max_blocks * block, hidden_TD.shape[1]), hidden_TD.dtype)
+    empty = jnp.zeros((max_blocks * block, weights.gate_XDF.shape[1]), hidden_TD.dtype)
     results_YD = jax.lax.fori_loop(0, num_blocks, visit, empty)
-    rank_in_slot_P = _inverse(order_P) - first_pick_S.at[slots_P].get(mode="clip")
+    rank_in_slot_P = inverse(order_P) - first_pick_S.at[slots_P].get(mode="clip")
     place_P = first_block_S.at[slots_P].get(mode="clip") * block + rank_in_slot_P
-    here_P = slots_P < num_slots
-    picked_PD = results_YD.at[jnp.where(here_P, place_P, 0)].get(mode="clip")
-    return jnp.where(here_P[:, None], picked_PD, 0).reshape(num_tokens, num_picks, -1)
+    picked_PD = results_YD.at[jnp.where(slots_P < num_slots, place_P, 0)].get(mode="clip")
+    return picked_PD.reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
 
 
 def apply_by_ragged_dot(
@@ -73,27 +91,24 @@ def apply_by_ragged_dot(
     slots_TK: jax.Array,
     weights: ExpertWeights,
     *,
-    first_slot: jax.Array,
-    num_slots: int,
-    num_ranks: int = 1,
+    first_slot: jax.Array | int,
+    rule: ProductRule,
 ) -> jax.Array:
     """Multiply by `ragged_dot`, which TPUs lower to a grouped matmul that reads each weight once.
 
-    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `apply_in_blocks` does; `num_ranks` is of no
-    consequence here.
+    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `apply_in_blocks` does.
     """
-    del num_ranks
-    num_tokens, num_picks = slots_TK.shape
+    (num_tokens, num_picks), num_slots = slots_TK.shape, rule.num_slots
     slots_P, order_P, counts_S = _sort_picks(slots_TK, num_slots)
     sizes_X = jnp.zeros(weights.gate_XDF.shape[0], jnp.int32)
     sizes_X = jax.lax.dynamic_update_slice(sizes_X, counts_S, (first_slot,))
-    sorted_PD = hidden_TD[order_P // num_picks]
+    sorted_PD = hidden_TD[jax.lax.div(order_P, num_picks)].reshape(slots_P.size, -1)
     gate = jax.lax.ragged_dot(sorted_PD, weights.gate_XDF, sizes_X, preferred_element_type=jnp.float32)
     up = jax.lax.ragged_dot(sorted_PD, weights.up_XDF, sizes_X, preferred_element_type=jnp.float32)
-    inner = (jax.nn.silu(gate) * up).astype(hidden_TD.dtype)
+    inner = (ACTIVATIONS[rule.activation](gate) * up).astype(hidden_TD.dtype)
     down = jax.lax.ragged_dot(inner, weights.down_XFD, sizes_X, preferred_element_type=jnp.float32)
-    picked_PD = down.astype(hidden_TD.dtype)[_inverse(order_P)]
-    return jnp.where((slots_P < num_slots)[:, None], picked_PD, 0).reshape(num_tokens, num_picks, -1)
+    rows_P = down.astype(hidden_TD.dtype).reshape(slots_P.size, *hidden_TD.shape[1:])
+    return rows_P[inverse(order_P)].reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
 
 
 def _sort_picks(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,15 +118,15 @@ def _sort_picks(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Arr
     return slots_P, jnp.argsort(slots_P, stable=True), counts_S
 
 
-def _inverse(order_P: jax.Array) -> jax.Array:
+def inverse(order_P: jax.Array) -> jax.Array:
     """The permutation that undoes `order_P`."""
     return jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.size, dtype=order_P.dtype), unique_indices=True)
 
 
-def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array) -> jax.Array:
+def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activate: Activation) -> jax.Array:
     gate = jnp.matmul(rows_BD, weights.gate_XDF[index], preferred_element_type=jnp.float32)
     up = jnp.matmul(rows_BD, weights.up_XDF[index], preferred_element_type=jnp.float32)
-    inner = (jax.nn.silu(gate) * up).astype(rows_BD.dtype)
+    inner = (activate(gate) * up).astype(rows_BD.dtype)
     return jnp.matmul(inner, weights.down_XFD[index], preferred_element_type=jnp.float32).astype(rows_BD.dtype)
 
 

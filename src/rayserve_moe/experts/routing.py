@@ -13,6 +13,11 @@ def select_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """Pick `top_k` experts per token: ids int32 [T, K] by descending score, ties to the smaller id; weights float32."""
     logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+    return best_experts(logits_TE, top_k=top_k, renormalize=renormalize)
+
+
+def best_experts(logits_TE: jax.Array, *, top_k: int, renormalize: bool) -> tuple[jax.Array, jax.Array]:
+    """Pick by float32 router logits [T, E]; returns ids and weights as `select_experts` does."""
     weights_TK, ids_TK = jax.lax.top_k(jax.nn.softmax(logits_TE, axis=-1), top_k)
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdims=True)

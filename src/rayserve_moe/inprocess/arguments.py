@@ -71,13 +71,23 @@ def requests_from(
     *,
     keywords: Mapping[str, Any],
     return_routed_experts: bool,
+    streams: bool = False,
+    cache_salt: str = "",
 ) -> list[GenerationRequest]:
     """Pair prompts with their sampling: one mapping for all or one each, `keywords` on top."""
     single = sampling_params is None or isinstance(sampling_params, Mapping)
     each = [sampling_params or {}] * len(prompts) if single else list(sampling_params)
     if len(each) != len(prompts):
         raise RequestError(f"{len(each)} sampling_params for {len(prompts)} prompts", "sampling_params")
+    sampling = [sampling_from({**params, **keywords}) for params in each]
     return [
-        GenerationRequest(uuid.uuid4().hex, ids, sampling_from({**params, **keywords}), return_routed_experts)
-        for ids, params in zip(prompts, each, strict=True)
+        GenerationRequest(
+            uuid.uuid4().hex,
+            ids,
+            params,
+            return_routed_experts,
+            cache_salt,
+            incremental=streams or bool(params.stop),
+        )
+        for ids, params in zip(prompts, sampling, strict=True)
     ]

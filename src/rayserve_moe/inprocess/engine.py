@@ -53,10 +53,13 @@ class Engine:
             name=path.name,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
-        runner_settings = RunnerSettings(model, wanted.scheduler, wanted.cache, wanted.replay)
-        self.runner = HostRunner(runner_settings, plan_for(local_devices(wanted.parallel.devices_per_host)))
+        runner_settings = RunnerSettings(model, wanted.scheduler, wanted.cache, wanted.replay, wanted.experts)
+        parallel = wanted.parallel
+        data_size, num_slices = parallel.data_parallel_size, parallel.num_slices
+        plan = plan_for(local_devices(parallel.devices_per_host), data_size=data_size, num_slices=num_slices)
+        self.runner = HostRunner(runner_settings, plan)
         self.loop = EngineLoop(
-            LocalExecutor(self.runner), self.card, settings=LoopSettings(wanted.scheduler, wanted.cache)
+            LocalExecutor(self.runner), self.card, settings=LoopSettings(wanted.scheduler, wanted.cache, data_size)
         )
 
     def generate(
@@ -104,7 +107,7 @@ class Engine:
         """Complete one prompt; yields the whole answer so far, with its `index`, whenever a choice has grown."""
         prompts = [single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)]
         (request,) = requests_from(
-            prompts, sampling_params, keywords=sampling, return_routed_experts=return_routed_experts
+            prompts, sampling_params, keywords=sampling, return_routed_experts=return_routed_experts, streams=True
         )
         running = _Running(self, request, return_logprob=return_logprob)
         try:

@@ -17,7 +17,7 @@ class LocalExecutor:
         self.runner.prepare(num_pages)
         return num_pages
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         return self.runner.execute(plan)
 
     def release(self) -> None:

@@ -1,4 +1,7 @@
-"""Which attention kernels there are. Every entry has the signature of `attention_reference.attend`."""
+"""Which attention kernels there are. Every entry has the signature of `attention_reference.attend`.
+
+The ragged ones ask in addition that the real tokens of a block come first and stand at consecutive positions.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ from dataclasses import dataclass
 
 import jax
 
-from rayserve_moe.kernels import attention_reference
+from rayserve_moe.kernels import attention_ragged, attention_reference
 
-AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+AttentionKernel = Callable[..., jax.Array]
 
-ATTENTION: dict[str, AttentionKernel] = {"reference": attention_reference.attend}
+ATTENTION: dict[str, AttentionKernel] = {
+    "reference": attention_reference.attend,
+    "ragged_decode": attention_ragged.attend_decode,
+    "ragged_prefill": attention_ragged.attend_prefill,
+}
 
 
 @dataclass(frozen=True)
@@ -25,5 +32,5 @@ class KernelChoice:
 
 KERNELS_OF_PLATFORM: dict[str, KernelChoice] = {
     "cpu": KernelChoice(experts="blocks"),
-    "tpu": KernelChoice(experts="ragged_dot"),
+    "tpu": KernelChoice("ragged_decode", "ragged_prefill", "ragged_dot"),
 }

@@ -1,11 +1,11 @@
 """The one tree that states every parameter's shape, dtype, logical axes, and place in a checkpoint.
 
 Parameters of like layers are stacked on leading dimensions: attention over all layers, dense MLPs over the dense
-layers, experts over [MoE layers, experts]. Loading, initialising, sharding and memory sizing all read this tree.
+layers, experts over [MoE layers, expert slots]. Loading, initialising, sharding and memory sizing all read this tree.
 """
 
 # L layers   M MoE layers   N dense layers   D model width   H query heads   G KV heads   h head width
-# E experts   F expert width   I dense width   V vocabulary
+# E experts   P expert slots   F expert width   I dense width   V vocabulary
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ class ParamSpec:
 
     `axes` names one logical axis per dimension (see `parallel.sharding`). `role` is the key of the family's
     CHECKPOINT_RULES under which the tensors are found. `layers` lists the layer ids stacked on dimension 0 (empty:
-    not stacked); `num_experts` > 0 stacks experts on dimension 1. A file holds each piece with shape `file_shape`,
-    transposed where `transposed` (files hold [out, in], we hold [in, out]).
+    not stacked); `num_experts` > 0 stacks expert slots on dimension 1, each with one of that many experts: which one is
+    decided when weights are loaded. A file holds each piece with shape `file_shape`, transposed where `transposed`
+    (files hold [out, in], we hold [in, out]).
     `repeats` > 1 holds every `repeat_width` columns of the file's last dimension (as we hold it) that many times in
-    a row: KV heads, where there are fewer of them than devices. `initial` is `normal` or `ones`, for synthetic
+    a row: KV heads, where there are fewer of them than devices. The last `num_padding` entries of the vocabulary are
+    zeros that no file holds: so it divides over the devices. `initial` is `normal` or `ones`, for synthetic
     checkpoints.
     """
 
@@ -37,10 +39,16 @@ class ParamSpec:
     initial: str = "normal"
     repeats: int = 1
     repeat_width: int = 1
+    num_padding: int = 0
 
     @property
     def num_stacked_dims(self) -> int:
         return int(bool(self.layers)) + int(bool(self.num_experts))
+
+    @property
+    def file_stack(self) -> tuple[int, ...]:
+        """How many layers, and then experts, have a tensor of their own in files."""
+        return tuple(size for size in (len(self.layers), self.num_experts) if size)
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -50,9 +58,18 @@ class ParamSpec:
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape of one tensor of the checkpoint as files hold it."""
-        *outer, last = self.piece_shape
+        *outer, last = self.filled_shape
         shape = (*outer, last // self.repeats)
         return shape[::-1] if self.transposed else shape
+
+    @property
+    def filled_shape(self) -> tuple[int, ...]:
+        """`piece_shape` without padding."""
+        axes = self.axes[self.num_stacked_dims :]
+        return tuple(
+            size - self.num_padding if axis == "vocabulary" else size
+            for size, axis in zip(self.piece_shape, axes, strict=True)
+        )
 
 
 ParamTree = dict[str, "ParamSpec | ParamTree"]
@@ -63,16 +80,20 @@ def kv_repeats(spec: ModelSpec, tensor_size: int) -> int:
     return max(1, tensor_size // spec.attention.num_kv_heads)
 
 
-def parameter_specs(spec: ModelSpec, *, dtype: str, tensor_size: int = 1) -> dict[str, dict[str, ParamSpec]]:
+def parameter_specs(
+    spec: ModelSpec, *, dtype: str, tensor_size: int = 1, num_devices: int = 1, num_redundant: int = 0
+) -> dict[str, dict[str, ParamSpec]]:
     """State all parameters of `spec` in compute dtype `dtype` (the router stays float32).
 
     `tensor_size` is the number of devices that share the heads: it decides how often KV heads are repeated.
+    `num_devices` are all of them: they share the vocabulary, which is padded until it divides. A layer has
+    `num_redundant` expert slots more than experts.
     """
     tree = {
-        "embedding": _embedding_specs(spec, dtype),
+        "embedding": _embedding_specs(spec, dtype, num_devices),
         "attention": _attention_specs(spec, dtype, kv_repeats(spec, tensor_size)),
         "mlp_norm": {"scale": _norm(spec, "mlp_norm", dtype)},
-        "experts": _expert_specs(spec, dtype),
+        "experts": _expert_specs(spec, dtype, spec.router.num_experts + num_redundant),
     }
     if spec.dense_layer_ids:
         tree["dense"] = _dense_specs(spec, dtype)
@@ -89,14 +110,17 @@ def _all_layers(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(range(spec.num_layers))
 
 
-def _embedding_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
-    table = (spec.vocab_size, spec.hidden_size)
+def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:
+    padding = -spec.vocab_size % num_devices
+    table = (spec.vocab_size + padding, spec.hidden_size)
     specs = {
-        "table_VD": ParamSpec(table, dtype, ("vocabulary", "model"), "embedding"),
+        "table_VD": ParamSpec(table, dtype, ("vocabulary", "model"), "embedding", num_padding=padding),
         "final_norm_D": ParamSpec((spec.hidden_size,), dtype, ("model",), "final_norm", initial="ones"),
     }
     if not spec.tie_embeddings:
-        specs["head_DV"] = ParamSpec(table[::-1], dtype, ("model", "vocabulary"), "head", transposed=True)
+        specs["head_DV"] = ParamSpec(
+            table[::-1], dtype, ("model", "vocabulary"), "head", transposed=True, num_padding=padding
+        )
     return specs
 
 
@@ -132,13 +156,13 @@ def _attention_specs(spec: ModelSpec, dtype: str, repeats: int) -> dict[str, Par
     return specs
 
 
-def _expert_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
+def _expert_specs(spec: ModelSpec, dtype: str, num_slots: int) -> dict[str, ParamSpec]:
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
     width, inner = spec.hidden_size, spec.experts.intermediate_size
 
     def stack(role: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
         return ParamSpec(
-            (len(layers), num_experts, *shape),
+            (len(layers), num_slots, *shape),
             dtype,
             ("layers", "expert_slots", *axes),
             role,
@@ -151,9 +175,9 @@ def _expert_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
         "router_MDE": ParamSpec(
             (len(layers), width, num_experts), "float32", ("layers", "model", None), "router", layers, transposed=True
         ),
-        "gate_MEDF": stack("expert_gate", (width, inner), ("model", "expert_inner")),
-        "up_MEDF": stack("expert_up", (width, inner), ("model", "expert_inner")),
-        "down_MEFD": stack("expert_down", (inner, width), ("expert_inner", "model")),
+        "gate_MPDF": stack("expert_gate", (width, inner), ("model", "expert_inner")),
+        "up_MPDF": stack("expert_up", (width, inner), ("model", "expert_inner")),
+        "down_MPFD": stack("expert_down", (inner, width), ("expert_inner", "model")),
     }
 
 

@@ -12,13 +12,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts.layer import ExpertRule, apply_experts
+from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.local import ExpertWeights
+from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.registry import KernelChoice
 from rayserve_moe.model.attention import AttentionRule, AttentionTokens, attend_layer, attention_tokens
 from rayserve_moe.model.layers import gated_mlp, rms_norm
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.token_batch import TokenBatch
+from rayserve_moe.model.vocabulary import look_up, score_all
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 Parameters = dict[str, dict[str, jax.Array]]
@@ -28,11 +31,17 @@ LayerIndex = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class ModelRule:
-    """All that is fixed when a step is compiled: the model, where it lies, and its kernels."""
+    """All that is fixed when a step is compiled: the model, where it lies, and its kernels.
+
+    A layer has `num_redundant` expert slots more than experts. `expert_backend` names how tokens and experts meet (see
+    `experts.backends`; `auto`: by the number of tokens).
+    """
 
     spec: ModelSpec
     plan: ParallelPlan
     kernels: KernelChoice
+    num_redundant: int = 0
+    expert_backend: str = "auto"
 
     @property
     def attention(self) -> AttentionRule:
@@ -41,16 +50,34 @@ class ModelRule:
     @property
     def experts(self) -> ExpertRule:
         router = self.spec.router
-        return ExpertRule(router.num_experts, router.top_k, router.renormalize, self.kernels.experts, self.plan)
+        return ExpertRule(
+            router.num_experts,
+            router.top_k,
+            router.renormalize,
+            self.kernels.experts,
+            self.plan,
+            num_redundant=self.num_redundant,
+            backend=self.expert_backend,
+        )
 
 
 class ForwardOutput(NamedTuple):
-    """Hidden states before the final norm [T, D], the updated pool, routing [M, T, K] and counts [M, E]."""
+    """Hidden states before the final norm [T, D], the updated pool, routing [M, T, K] and counts [M, E].
+
+    All of this data rank's tokens alone, and the same on every device of its tensor group (but for the pool).
+    """
 
     hidden_TD: jax.Array
     kv_pages: jax.Array
     topk_ids_MTK: jax.Array
     expert_counts_ME: jax.Array
+
+
+class _StepTokens(NamedTuple):
+    """What all layers of a step share: its tokens, and the slots of the experts."""
+
+    attention: AttentionTokens
+    maps: PlacementArrays | None
 
 
 class _LayerRun(NamedTuple):
@@ -62,13 +89,22 @@ class _LayerRun(NamedTuple):
     length: int
 
 
-def forward(params: Parameters, kv_pages: jax.Array, batch: TokenBatch, *, rule: ModelRule) -> ForwardOutput:
+def forward(
+    params: Parameters,
+    kv_pages: jax.Array,
+    batch: TokenBatch,
+    *,
+    rule: ModelRule,
+    maps: PlacementArrays | None = None,
+) -> ForwardOutput:
     """Run all layers on one device's share; call it inside the sharded step.
 
-    `params` and `kv_pages` are local shares. Routing is captured before any mapping to slots, in router order.
+    `params` and `kv_pages` are local shares, `batch` is this data rank's: every rank comes with one of the same shape,
+    padding where it has nothing to do. `maps` say in which slots experts lie, for all MoE layers and the same on every
+    device; None stands for expert i in slot i. Routing is captured before any mapping to slots, in router order.
     """
-    hidden_TD = _embed(params["embedding"]["table_VD"], batch.token_ids_T, rule.plan)
-    tokens = attention_tokens(batch, rule.spec)
+    hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=rule.plan)
+    tokens = _StepTokens(attention_tokens(batch, rule.spec), maps)
     routing, counts = [], []
     for run in _layer_runs(rule.spec):
         body = _moe_layer if run.is_moe else _dense_layer
@@ -88,39 +124,45 @@ def forward(params: Parameters, kv_pages: jax.Array, batch: TokenBatch, *, rule:
 
 
 def logits_of(params: Parameters, hidden_SD: jax.Array, *, rule: ModelRule) -> jax.Array:
-    """Final norm and head: float32 logits over the whole vocabulary, the same on every device."""
+    """Final norm and head: float32 logits over the whole vocabulary [S, V] of this data rank's `hidden_SD`.
+
+    They are the same on every device of a tensor group, so that all of them sample the same tokens.
+    """
     embedding = params["embedding"]
-    normed = rms_norm(hidden_SD, embedding["final_norm_D"], rule.spec.norm_eps)
-    if "head_DV" in embedding:
-        logits = jnp.matmul(normed, embedding["head_DV"], preferred_element_type=jnp.float32)
-    else:
-        logits = jnp.einsum("SD,VD->SV", normed, embedding["table_VD"], preferred_element_type=jnp.float32)
-    return rule.plan.gather_last_dim(logits)
+    normed_SD = rms_norm(hidden_SD, embedding["final_norm_D"], rule.spec.norm_eps)
+
+    def score_my_part(hidden_WD: jax.Array) -> jax.Array:
+        if "head_DV" in embedding:
+            return jnp.matmul(hidden_WD, embedding["head_DV"], preferred_element_type=jnp.float32)
+        return jnp.einsum("SD,VD->SV", hidden_WD, embedding["table_VD"], preferred_element_type=jnp.float32)
+
+    return score_all(normed_SD, score_my_part, vocab_size=rule.spec.vocab_size, plan=rule.plan)
 
 
 def _moe_layer(
-    params: Parameters, carry: Carry, tokens: AttentionTokens, index: LayerIndex, rule: ModelRule
+    params: Parameters, carry: Carry, tokens: _StepTokens, index: LayerIndex, rule: ModelRule
 ) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
     layer, moe_layer = index
-    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens, layer, rule)
+    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens.attention, layer, rule)
     experts = params["experts"]
-    flat = ExpertWeights(*(_flatten(experts[name]) for name in ("gate_MEDF", "up_MEDF", "down_MEFD")))
+    flat = ExpertWeights(*(_flatten(experts[name]) for name in ("gate_MPDF", "up_MPDF", "down_MPFD")))
     out_TD, ids_TK, counts_E = apply_experts(
         normed_TD,
         experts["router_MDE"][moe_layer],
         flat,
         layer=moe_layer,
-        valid_T=tokens.batch.valid_T,
+        valid_T=tokens.attention.batch.valid_T,
         rule=rule.experts,
+        maps=tokens.maps,
     )
     return (hidden_TD + out_TD, kv_pages), (ids_TK, counts_E)
 
 
 def _dense_layer(
-    params: Parameters, carry: Carry, tokens: AttentionTokens, index: LayerIndex, rule: ModelRule
+    params: Parameters, carry: Carry, tokens: _StepTokens, index: LayerIndex, rule: ModelRule
 ) -> tuple[Carry, None]:
     layer, dense_layer = index
-    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens, layer, rule)
+    hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens.attention, layer, rule)
     weights = _of_layer(params["dense"], dense_layer)
     out_TD = gated_mlp(normed_TD, weights["gate_NDI"], weights["up_NDI"], weights["down_NID"])
     return (hidden_TD + rule.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype), kv_pages), None
@@ -136,14 +178,6 @@ def _attention_block(
     out_TD, kv_pages = attend_layer(normed_TD, weights, kv_pages, tokens, layer=layer, rule=rule.attention)
     hidden_TD = hidden_TD + out_TD
     return hidden_TD, rms_norm(hidden_TD, params["mlp_norm"]["scale"][layer], eps), kv_pages
-
-
-def _embed(table_VD: jax.Array, token_ids_T: jax.Array, plan: ParallelPlan) -> jax.Array:
-    """Look up rows of a table whose vocabulary is split over the tensor axis."""
-    local_T = token_ids_T - plan.tensor_rank() * table_VD.shape[0]
-    here_T = (local_T >= 0) & (local_T < table_VD.shape[0])
-    rows_TD = jnp.where(here_T[:, None], table_VD[jnp.where(here_T, local_T, 0)], 0)
-    return plan.sum_over_tensor(rows_TD)
 
 
 def _of_layer(weights: dict[str, jax.Array], layer: jax.Array) -> dict[str, jax.Array]:

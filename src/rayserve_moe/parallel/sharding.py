@@ -1,6 +1,6 @@
 """The one table from logical axes to mesh axes, and what follows from it.
 
-The mesh has two axes: `data` (attention batch) and `tensor` (heads, vocabulary). Expert slots lie over both.
+The mesh has two axes: `data` (attention batch) and `tensor` (heads). Expert slots and the vocabulary lie over both.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 DATA, TENSOR = "data", "tensor"
 
+# Tensor first: the parts that the data ranks of one tensor rank hold are neighbours, and join without a transposition.
+VOCABULARY_AXES = (TENSOR, DATA)
+
 MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
     None: None,
+    "data_ranks": DATA,
     "layers": None,
     "model": None,
     "head_dim": None,
@@ -21,7 +25,7 @@ MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "dense_inner": TENSOR,
-    "vocabulary": TENSOR,
+    "vocabulary": VOCABULARY_AXES,
     "expert_slots": (DATA, TENSOR),
 }
 
@@ -37,8 +41,13 @@ class ParallelPlan:
         return self.mesh.shape[TENSOR]
 
     @property
+    def data_size(self) -> int:
+        """Data-parallel ranks: groups of devices that run sequences of their own."""
+        return self.mesh.shape[DATA]
+
+    @property
     def num_expert_ranks(self) -> int:
-        """Devices that hold different expert slots."""
+        """Devices that hold different expert slots: all there are, so it is also the number of vocabulary parts."""
         return self.mesh.shape[DATA] * self.mesh.shape[TENSOR]
 
     def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
@@ -51,6 +60,10 @@ class ParallelPlan:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def data_rank(self) -> jax.Array:
+        """This device's place on the data axis; only inside a sharded function."""
+        return jax.lax.axis_index(DATA)
+
     def tensor_rank(self) -> jax.Array:
         """This device's place on the tensor axis; only inside a sharded function."""
         return jax.lax.axis_index(TENSOR)
@@ -62,6 +75,10 @@ class ParallelPlan:
     def sum_over_tensor(self, partial_sum: jax.Array) -> jax.Array:
         """Add up what each device of the tensor axis computed of the same array."""
         return jax.lax.psum(partial_sum, TENSOR) if self.tensor_size > 1 else partial_sum
+
+    def gather_data_ranks(self, local: jax.Array, *, dim: int) -> jax.Array:
+        """Join what each data rank has of an array along `dim`, in the order of the ranks."""
+        return jax.lax.all_gather(local, DATA, axis=dim, tiled=True) if self.data_size > 1 else local
 
     def gather_last_dim(self, shard: jax.Array) -> jax.Array:
         """Join the last dimension of an array that is split over the tensor axis."""

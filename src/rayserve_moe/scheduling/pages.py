@@ -1,8 +1,7 @@
-"""The KV page pool: which pages are free, how many sequences refer to each, and which allocation each belongs to."""
+"""The KV page pool: which pages are free, how many holders refer to each, and which allocation each belongs to."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,7 +13,7 @@ class PageAllocator:
     """Hands out pages with reference counts.
 
     Page 0 belongs to nobody: padding writes there. Every allocation of a page gets a new generation number, never
-    used before, so that data kept elsewhere by KV slot can tell whose it is.
+    used before, so that data kept elsewhere by KV slot can tell whose it is. Page ids travel as int32 arrays.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -22,48 +21,72 @@ class PageAllocator:
             raise ValueError(f"num_pages {num_pages}: at least 2 are needed, page {NULL_PAGE} holds padding")
         self.num_pages = num_pages
         self.generations = np.zeros(num_pages, np.int64)
-        self._references = np.zeros(num_pages, np.int32)
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._references = np.zeros(num_pages, np.int32)  # indexed by intp: numpy takes a slow path for int32
+        # A stack: `[free, lowest id on top | room for pages in use]`.
+        self._free = np.arange(num_pages - 1, NULL_PAGE, -1, dtype=np.int32)
+        self._num_free = num_pages - 1
         self._num_allocations = 0
+        self._places = np.zeros(num_pages, np.int32)
+        self._counting = np.arange(num_pages, dtype=np.int32)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._num_free
 
     @property
     def num_usable(self) -> int:
-        """Pages that sequences can hold at all."""
+        """Pages that can be held at all."""
         return self.num_pages - 1
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages with one reference each, or none at all where fewer are free."""
-        if count > len(self._free):
+    def allocate(self, count: int) -> np.ndarray | None:
+        """Take `count` pages with one reference each, int32 [count], or none at all where fewer are free."""
+        assert count >= 0, f"{count} pages cannot be taken"
+        rest = self._num_free - count
+        if rest < 0:
             return None
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._num_allocations += 1
-            self.generations[page] = self._num_allocations
-            self._references[page] = 1
-        return pages
+        page_ids = self._free[rest : self._num_free][::-1].copy()
+        self._num_free = rest
+        index = page_ids.astype(np.intp)
+        self._references[index] = 1
+        first = self._num_allocations + 1
+        self._num_allocations += count
+        self.generations[index] = np.arange(first, first + count)
+        return page_ids
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages that are in use."""
-        for page in pages:
-            assert self._references[page] > 0, f"page {page} is free"
-            self._references[page] += 1
+    def share(self, page_ids: np.ndarray) -> None:
+        """Add a reference to each of `page_ids` [n], distinct pages in use."""
+        index = page_ids.astype(np.intp)
+        self._references[index] = self._counts_in_use(index, "is free") + 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference from each page; a page without references is free again."""
-        for page in pages:
-            assert self._references[page] > 0, f"page {page} is released twice"
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free.append(page)
+    def release(self, page_ids: np.ndarray) -> None:
+        """Drop one reference from each of `page_ids` [n], distinct pages; one without references is free again."""
+        index = page_ids.astype(np.intp)
+        counts = self._counts_in_use(index, "is released twice") - 1
+        self._references[index] = counts
+        freed = page_ids if not np.count_nonzero(counts) else page_ids[counts == 0]
+        end = self._num_free + len(freed)
+        self._free[self._num_free : end] = freed
+        self._num_free = end
 
-    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+    def references(self, page_ids: np.ndarray) -> np.ndarray:
+        """How many references each of `page_ids` [n] has, int32 [n]."""
+        return self._references[page_ids]
+
+    def check_integrity(self, holders: Iterable[np.ndarray | list[int]]) -> None:
         """Assert that the counts equal an independent count over all `holders`, and that free pages have none."""
-        counted = Counter(page for pages in holders for page in pages)
-        for page in range(self.num_pages):
-            assert self._references[page] == counted[page], f"page {page}: {self._references[page]} != {counted[page]}"
-        expected_free = {p for p in range(1, self.num_pages) if counted[p] == 0}
-        assert set(self._free) == expected_free and len(self._free) == len(expected_free), "free list is wrong"
+        held = np.concatenate([np.zeros(0, np.int64), *(np.asarray(page_ids, np.int64) for page_ids in holders)])
+        assert ((held >= 0) & (held < self.num_pages)).all(), "a page is held that does not exist"
+        counted = np.bincount(held, minlength=self.num_pages)
+        for page in np.flatnonzero(self._references != counted):
+            raise AssertionError(f"page {page}: {self._references[page]} != {counted[page]}")
+        expected_free = np.setdiff1d(np.flatnonzero(counted == 0), [NULL_PAGE])
+        assert np.array_equal(np.sort(self._free[: self._num_free]), expected_free), "free list is wrong"
+
+    def _counts_in_use(self, index: np.ndarray, complaint: str) -> np.ndarray:
+        """References of the pages at `index`, each of which must be in use, and named once: a repeat would be lost."""
+        counts = self._references[index]
+        assert np.count_nonzero(counts) == len(index), f"page {index[counts.argmin()]} {complaint}"
+        order = self._counting[: len(index)]
+        self._places[index] = order
+        assert not np.count_nonzero(self._places[index] != order), "a page appears twice in one call"
+        return counts

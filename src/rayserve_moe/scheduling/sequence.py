@@ -2,40 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import numpy as np
 
 from rayserve_moe.requests import FinishReason, GenerationRequest
+from rayserve_moe.scheduling.prefix_tree import CachedPrefix
 
 NO_ROW = -1
+NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
+"""Places in `SequenceState.counters`."""
+
+NUM_COUNTERS = 5
+
+
+class SequenceState(NamedTuple):
+    """What a sequence has come to, in arrays, so that a step can treat all running sequences at once.
+
+    While a sequence runs these are views of its row in the `RowTable`. `counters` int64 [NUM_COUNTERS]; `token_ids`
+    int32 and `logprobs` float32 by position; `page_ids` int32 and `page_generations` int64 by page index.
+    """
+
+    counters: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    page_ids: np.ndarray
+    page_generations: np.ndarray
 
 
 class Sequence:
     """Tokens, pages and row of one choice.
 
-    Positions fall into `[computed | known, not computed | free]`: `num_computed` tokens have their KV in `pages`,
-    `num_tokens` are known. A sequence samples when its last known token is computed.
+    `choices` are those of its request, itself among them; `followers` wait for its prompt. Its client knows the first
+    `num_published` tokens. `num_to_recompute` positions were computed before it was preempted, and positions
+    `recomputed[0] .. recomputed[1] - 1` once more after it.
+
+    Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
+    will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
+    way. A sequence samples when the last of its tokens is computed.
     """
 
     def __init__(
         self, request: GenerationRequest, choice_index: int, *, seed: int, stop_token_ids: frozenset[int]
     ) -> None:
+        prompt_len, max_new_tokens = len(request.prompt_ids), request.sampling.max_new_tokens
+        limit = prompt_len + max_new_tokens
         self.request = request
         self.choice_index = choice_index
         self.seed = seed
         self.stop_token_ids = stop_token_ids
-        self.num_prompt_tokens = len(request.prompt_ids)
-        self._tokens = np.zeros(self.num_prompt_tokens + request.sampling.max_new_tokens, np.int32)
-        self._tokens[: self.num_prompt_tokens] = request.prompt_ids
-        self.num_tokens = self.num_prompt_tokens
-        self.num_computed = 0
+        self.num_prompt_tokens = prompt_len
         self.num_cached = 0
-        self.pages: list[int] = []
-        self.page_generations: list[int] = []
         self.row = NO_ROW
+        self.data_rank = 0
         self.finish: FinishReason | None = None
+        self.choices: list[Sequence] = [self]
         self.followers: list[Sequence] = []
-        self.num_recomputed = 0
+        self.namespace: Hashable = request.cache_salt
+        self.prefix: CachedPrefix | None = None
+        self.num_flushes = 0
+        self.num_passed_over = 0
+        self.num_published = prompt_len
+        self.num_to_recompute = 0
+        self.recomputed = (0, 0)
         self.sampled_rows: np.ndarray | None = None
+        counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
+        self.state = SequenceState(
+            counters,
+            token_ids=np.asarray(request.prompt_ids, np.int32),
+            logprobs=np.zeros(prompt_len, np.float32),
+            page_ids=np.zeros(0, np.int32),
+            page_generations=np.zeros(0, np.int64),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.state.counters[NUM_TOKENS])
+
+    @property
+    def num_computed(self) -> int:
+        return int(self.state.counters[NUM_COMPUTED])
+
+    @property
+    def limit(self) -> int:
+        """Prompt tokens and all that may be generated."""
+        return int(self.state.counters[LIMIT])
 
     @property
     def num_outputs(self) -> int:
@@ -43,36 +95,34 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
+        """Known tokens that have to be computed before the next one can be sampled; below 0 while one is on its way."""
         return self.num_tokens - self.num_computed
 
     @property
     def is_prompt_computed(self) -> bool:
         return self.num_computed >= self.num_prompt_tokens
 
+    @property
+    def pages(self) -> np.ndarray:
+        """Pages held, int32, by page index."""
+        return self.state.page_ids[: self.state.counters[NUM_PAGES]]
+
+    @property
+    def page_generations(self) -> np.ndarray:
+        """Allocation each held page belongs to, int64."""
+        return self.state.page_generations[: self.state.counters[NUM_PAGES]]
+
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids at positions `[start, stop)`, int32."""
-        return self._tokens[start:stop]
+        return self.state.token_ids[start:stop]
 
-    def append(self, token_id: int) -> None:
-        """Add a sampled token."""
-        self._tokens[self.num_tokens] = token_id
-        self.num_tokens += 1
+    def logprobs(self, start: int, stop: int) -> np.ndarray:
+        """Log-probs of the sampled tokens at positions `[start, stop)`, float32."""
+        return self.state.logprobs[start:stop]
 
-    def hold(self, pages: list[int], generations: list[int]) -> None:
-        """Add pages at the end."""
-        self.pages += pages
-        self.page_generations += generations
-
-    def let_go(self) -> list[int]:
+    def let_go(self) -> np.ndarray:
         """Give up all pages and with them everything computed; returns the pages for release."""
-        pages, self.pages, self.page_generations = self.pages, [], []
-        self.num_computed = 0
+        pages = self.pages.copy()
+        self.state.counters[NUM_PAGES] = 0
+        self.state.counters[NUM_COMPUTED] = 0
         return pages
-
-    def finish_after(self, token_id: int) -> FinishReason | None:
-        """Why generation ends with the token just appended, or None."""
-        if token_id in self.stop_token_ids:
-            return FinishReason("stop", matched=token_id)
-        if self.num_outputs >= self.request.sampling.max_new_tokens:
-            return FinishReason("length")
-        return None

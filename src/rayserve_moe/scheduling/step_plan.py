@@ -1,11 +1,15 @@
 """What the engine tells the devices to compute in one step, and what comes back.
 
 Both are small frozen records of numpy arrays: they travel to every host each step, so a plan holds only what
-changed. A plan without chunks computes nothing and only collects routing rows that are still on the device.
+changed. A plan without chunks computes nothing and only collects what the step before it brought.
 
 A chunk is a run of tokens of one sequence: `chunk_rows[c]` is its row, its tokens sit at positions
 `chunk_starts[c] .. chunk_starts[c] + chunk_lengths[c] - 1`, and the tokens of all chunks follow each other in
-`token_ids`. Where `chunk_samples[c]`, the chunk ends at the last known token and the next one is sampled.
+`token_ids`. Where `chunk_samples[c]`, the chunk ends at the last expected token and the next one is sampled. A token
+id of LAST_SAMPLED stands for the token that was sampled last in that row: it may not have left the device yet.
+
+Rows are numbered over all data-parallel ranks: rank r has the rows `r * rows_per_rank .. (r + 1) * rows_per_rank - 1`.
+The chunks of a rank stand together, ranks in order.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+
+LAST_SAMPLED = -1
 
 PREFILL_BLOCK_TOKENS = 32
 """Chunks of more than one token take up whole blocks of this many tokens in a step."""
@@ -24,10 +30,10 @@ def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PageTableChanges:
-    """Entries to set: row `rows[i]` keeps page `page_ids[i]` at index `indices[i]`. All int32 [P]."""
+    """Entries to set: row `rows[i]` keeps page `page_ids[i]` at index `indices[i]`. All integer [P]."""
 
-    rows: np.ndarray = field(default_factory=lambda: _empty(np.int32))
-    indices: np.ndarray = field(default_factory=lambda: _empty(np.int32))
+    rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    indices: np.ndarray = field(default_factory=lambda: _empty(np.intp))
     page_ids: np.ndarray = field(default_factory=lambda: _empty(np.int32))
 
 
@@ -44,18 +50,21 @@ class RowSampling:
     integers: np.ndarray = field(default_factory=lambda: _empty(np.uint32, 3))
 
 
+NO_PAGE_CHANGES, NO_NEW_ROWS = PageTableChanges(), RowSampling()
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step for all hosts. `wants_routing` says that some row of this step will be asked for."""
 
     step_id: int
-    chunk_rows: np.ndarray = field(default_factory=lambda: _empty(np.int32))
-    chunk_starts: np.ndarray = field(default_factory=lambda: _empty(np.int32))
-    chunk_lengths: np.ndarray = field(default_factory=lambda: _empty(np.int32))
+    chunk_rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    chunk_starts: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    chunk_lengths: np.ndarray = field(default_factory=lambda: _empty(np.intp))
     token_ids: np.ndarray = field(default_factory=lambda: _empty(np.int32))
     chunk_samples: np.ndarray = field(default_factory=lambda: _empty(np.bool_))
-    pages: PageTableChanges = field(default_factory=PageTableChanges)
-    sampling: RowSampling = field(default_factory=RowSampling)
+    pages: PageTableChanges = NO_PAGE_CHANGES
+    sampling: RowSampling = NO_NEW_ROWS
     wants_routing: bool = False
 
     @property
@@ -85,9 +94,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step sampled: per chunk a token id (-1 where none), its log-prob, and whether its logits were finite.
+    """What a step sampled, one entry per sampling chunk of its plan, in the order of the plan.
 
-    `routing` holds rows of an earlier step, where some were wanted and are due.
+    `token_ids` int32, `logprobs` float32, and `finite`: whether the logits were finite. `routing` holds the rows of
+    all its tokens, where some were wanted.
     """
 
     step_id: int

@@ -66,6 +66,8 @@ async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationReque
             prompt_ids=prompt_ids,
             sampling=params.sampling(params.max_new_tokens, params.sampling_seed),
             return_routed_experts=body.return_routed_experts,
+            cache_salt=body.cache_salt,
+            incremental=body.stream or bool(params.stop),
         )
         for request_id, prompt_ids, params in zip(_request_ids(body), prompts, sampling, strict=True)
     ]

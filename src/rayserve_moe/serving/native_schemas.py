@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from rayserve_moe.serving.field_types import (
     MAX_PROMPTS,
+    CacheSalt,
     EmptyString,
     FalseOnly,
     IdsBatch,
@@ -65,6 +66,7 @@ class GenerateBody(RequestBody):
     return_routed_experts: bool = False
     routed_experts_start_len: Annotated[int, Field(ge=0)] = 0
     stream: bool = False
+    cache_salt: CacheSalt = ""
     rid: Annotated[str | list[str] | None, PlainValidator(_check_rids)] = None
 
     @model_validator(mode="after")

@@ -78,6 +78,8 @@ async def _answer(
             prompt_ids=prompt_ids,
             sampling=body.sampling(_num_new_tokens(state, body, len(prompt_ids)), body.seed),
             return_routed_experts=body.return_routed_experts,
+            cache_salt=body.cache_salt,
+            incremental=body.stream or bool(body.stop),
         )
         for position, prompt_ids in enumerate(prompts)
     ]

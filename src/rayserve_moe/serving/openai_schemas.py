@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, PlainValidator, model_validator
 
 from rayserve_moe.serving.field_types import (
+    CacheSalt,
     EmptyList,
     EmptyObject,
     EmptyString,
@@ -58,6 +59,7 @@ class OpenAIGeneration(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_routed_experts: bool = False
+    cache_salt: CacheSalt = ""
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> OpenAIGeneration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -11,8 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
-from rayserve_moe.checkpoints.loader import load_parameters, read_region
+from rayserve_moe.checkpoints import loader
+from rayserve_moe.checkpoints.files import CheckpointError, CheckpointFiles, open_checkpoint
+from rayserve_moe.checkpoints.loader import PieceReader, WeightSource, load_parameters, read_region
 from rayserve_moe.checkpoints.names import tensor_places, walk
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
@@ -101,16 +103,16 @@ def test_a_bfloat16_checkpoint_loads_as_its_float32_twin_rounded(tmp_path, singl
 def test_kv_heads_are_repeated_where_devices_outnumber_them(single, config):
     """Each file head fills as many neighbouring held heads, for the whole parameter and for every device's part."""
     files = open_checkpoint(single)
-    spec = spec_from_config(files.config)
+    spec, source = spec_from_config(files.config), WeightSource(files, CHECKPOINT_RULES)
     once, repeated = (parameter_specs(spec, dtype="float32", tensor_size=size)["attention"] for size in (1, 4))
     heads, width = config.num_key_value_heads, config.head_dim
     for name in ("k_LDG", "v_LDG"):
         whole = [(0, size) for size in once[name].shape]
-        plain = read_region(files, once[name], rules=CHECKPOINT_RULES, region=tuple(whole))
+        plain = read_region(source, once[name], region=tuple(whole))
         wanted = plain.reshape(*plain.shape[:2], heads, width).repeat(4 // heads, axis=2).reshape(*plain.shape[:2], -1)
         for start in range(0, 4 * width, width):
             region = (*whole[:2], (start, start + width))
-            part = read_region(files, repeated[name], rules=CHECKPOINT_RULES, region=region)
+            part = read_region(source, repeated[name], region=region)
             np.testing.assert_array_equal(part, wanted[..., start : start + width])
     loaded = load_parameters(
         files,
@@ -125,17 +127,18 @@ def test_loading_needs_only_the_files_that_hold_the_asked_region(tmp_path, confi
     """With one tensor per file, expert 0 can be read when every other file is gone."""
     path = write_checkpoint(tmp_path / "model", config, dtype="float32", max_shard_bytes=1)
     files = open_checkpoint(path)
-    spec = parameter_specs(spec_from_config(files.config), dtype="float32")["experts"]["gate_MEDF"]
+    source = WeightSource(files, CHECKPOINT_RULES)
+    spec = parameter_specs(spec_from_config(files.config), dtype="float32")["experts"]["gate_MPDF"]
     region = ((0, 1), (0, 1), (2, 6), (0, 8))
-    whole = read_region(files, spec, rules=CHECKPOINT_RULES, region=tuple((0, size) for size in spec.shape))
+    whole = read_region(source, spec, region=tuple((0, size) for size in spec.shape))
     needed = files.tensors["model.layers.0.mlp.experts.0.gate_proj.weight"].file
     for file in path.glob("*.safetensors"):
         if file != needed:
             os.truncate(file, 0)
-    part = read_region(files, spec, rules=CHECKPOINT_RULES, region=region)
+    part = read_region(source, spec, region=region)
     np.testing.assert_array_equal(part, whole[0:1, 0:1, 2:6])
     with pytest.raises(CheckpointError, match="cannot read tensor"):
-        read_region(files, spec, rules=CHECKPOINT_RULES, region=((1, 2), *region[1:]))
+        read_region(source, spec, region=((1, 2), *region[1:]))
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(single):
@@ -143,3 +146,97 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(sin
     tree = parameter_specs(spec_from_config(files.config | {"num_experts": 5}), dtype="float32")
     with pytest.raises(CheckpointError, match=r"tensors missing: .*experts\.4\..*misshapen: .*gate\.weight"):
         load_parameters(files, tree, rules=CHECKPOINT_RULES, sharding_of=_replicated)
+
+
+def _load_slots(files: CheckpointFiles, expert_of_slot: np.ndarray | None, **sizes: int):
+    tree = parameter_specs(spec_from_config(files.config), dtype="float32", **sizes)
+    return load_parameters(files, tree, rules=CHECKPOINT_RULES, sharding_of=_experts, expert_of_slot=expert_of_slot)
+
+
+SLOTS = np.array([[2, 0, 3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 1, 1, 1, 1]])
+"""For two MoE layers of four experts, over four devices."""
+
+
+def test_every_slot_holds_the_expert_that_the_placement_names(single):
+    tree, plain = _load(single)
+    held = _load_slots(open_checkpoint(single), SLOTS, num_redundant=4)
+    for name, array in plain["experts"].items():
+        wanted = np.asarray(array)
+        if dict(walk(tree))["experts", name].num_experts:
+            wanted = np.stack([layer[experts] for layer, experts in zip(wanted, SLOTS, strict=True)])
+        np.testing.assert_array_equal(np.asarray(held["experts"][name]), wanted)
+
+
+def test_replicas_are_read_once(single, reads):
+    _load_slots(open_checkpoint(single), SLOTS, num_redundant=4)
+    experts = {name: count for name, count in reads.items() if ".experts." in name}
+    assert set(experts.values()) == {1} and len(experts) == 2 * 4 * 3
+
+
+def test_what_there_is_no_room_to_keep_is_read_again(single, reads, monkeypatch):
+    monkeypatch.setattr(loader, "KEPT_BYTES", 0)
+    held = _load_slots(open_checkpoint(single), SLOTS, num_redundant=4)
+    assert max(reads.values()) == 5
+    up = np.asarray(held["experts"]["up_MPDF"])
+    np.testing.assert_array_equal(up[1, 1], up[1, 7])
+
+
+def test_nothing_is_kept_when_all_is_read(single):
+    reader = PieceReader(open_checkpoint(single), [PIECE, PIECE, PIECE])
+    for _ in range(3):
+        assert reader.take(PIECE).shape == (16,)
+    assert reader.kept_bytes == 0
+
+
+PIECE = ("model.norm.weight", ((0, 16),))
+
+
+@pytest.fixture
+def reads(monkeypatch) -> Counter[str]:
+    """How often each tensor has been read."""
+    counts: Counter[str] = Counter()
+    read = CheckpointFiles.read
+
+    def counting(files: CheckpointFiles, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        counts[name] += 1
+        return read(files, name, index)
+
+    monkeypatch.setattr(CheckpointFiles, "read", counting)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("expert_of_slot", "message"),
+    [
+        (None, "8 slots for 4 experts: say which expert each slot holds"),
+        (SLOTS[:1], r"expert_of_slot is of shape \(1, 8\), not \(2, 8\)"),
+        (SLOTS[:, :4], r"expert_of_slot is of shape \(2, 4\), not \(2, 8\)"),
+        (SLOTS - 1, r"expert_of_slot names an expert outside of 0\.\.3"),
+        (SLOTS + 1, r"expert_of_slot names an expert outside of 0\.\.3"),
+    ],
+)
+def test_slots_that_do_not_fit_the_model_are_refused(single, expert_of_slot, message):
+    with pytest.raises(ValueError, match=message):
+        _load_slots(open_checkpoint(single), expert_of_slot, num_redundant=4)
+
+
+@pytest.mark.parametrize("num_devices", [4, 7, 256])
+def test_a_vocabulary_that_does_not_divide_ends_in_zeros(single, num_devices, config):
+    """Also where whole parts are padding: 260 words over 256 devices leave 126 of them without one."""
+    files, spec = open_checkpoint(single), spec_from_config(open_checkpoint(single).config)
+    plain, padded = (parameter_specs(spec, dtype="float32", num_devices=size)["embedding"] for size in (1, num_devices))
+    source = WeightSource(files, CHECKPOINT_RULES)
+    for name, dim in (("table_VD", 0), ("head_DV", 1)):
+        wanted = read_region(source, plain[name], region=tuple((0, size) for size in plain[name].shape))
+        size = padded[name].shape[dim]
+        assert size % num_devices == 0 and size - config.vocab_size < num_devices
+        part = size // num_devices
+        parts = []
+        for start in range(0, size, part):
+            region = [(0, length) for length in padded[name].shape]
+            region[dim] = (start, start + part)
+            parts.append(read_region(source, padded[name], region=tuple(region)))
+        whole = np.concatenate(parts, axis=dim)
+        held, padding = np.split(whole, [config.vocab_size], axis=dim)
+        np.testing.assert_array_equal(held, wanted)
+        assert (padding == 0).all() and padding.shape[dim] == size - config.vocab_size

@@ -51,7 +51,7 @@ def test_places_fill_every_parameter_exactly_once(single):
 def test_layers_and_experts_keep_their_numbers(single):
     places = tensor_places(_tree(single), CHECKPOINT_RULES)
     # Layer 1 is dense: layer 2 is the second of the MoE layers, and layer 1 the first of the dense ones.
-    assert places[EXPERT].path == ("experts", "up_MEDF") and places[EXPERT].stack_index == (1, 3)
+    assert places[EXPERT].path == ("experts", "up_MPDF") and places[EXPERT].stack_index == (1, 3)
     assert places["model.layers.1.mlp.up_proj.weight"].stack_index == (0,)
     assert places["model.norm.weight"].stack_index == ()
 

@@ -12,6 +12,7 @@ from rayserve_moe.config.load import (
     CHOICES,
     ENVIRONMENT_KEYS,
     LEAST,
+    MOST,
     default_cache_directory,
     settings_from,
     settings_from_yaml,
@@ -46,13 +47,11 @@ def test_keys_find_their_section_and_the_rest_are_defaults():
 
 
 def test_every_setting_has_one_key_of_its_own():
-    keys = [
-        field.metadata.get("key", field.name)
-        for section in get_type_hints(Settings).values()
-        for field in fields(section)
-    ]
-    assert len(set(keys)) == len(keys)
-    assert LEAST.keys() | CHOICES.keys() | set(ENVIRONMENT_KEYS.values()) <= set(keys)
+    declared = [field for section in get_type_hints(Settings).values() for field in fields(section)]
+    keys = [field.metadata.get("key", field.name) for field in declared]
+    aliases = [alias for field in declared for alias in field.metadata.get("aliases", ())]
+    assert len({*keys, *aliases}) == len(keys) + len(aliases)
+    assert LEAST.keys() | MOST.keys() | CHOICES.keys() | set(ENVIRONMENT_KEYS.values()) <= set(keys)
 
 
 WRONG = {
@@ -74,6 +73,29 @@ WRONG = {
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
     "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),
+    "mem_fraction is not a number": ({"mem_fraction": float("nan")}, r"mem_fraction must lie in \(0, 1\], found nan"),
+    "no such backend": (
+        {"expert_backend": "dense"},
+        "expert_backend must be one of auto, local, replicated, all_to_all",
+    ),
+    "too many replicas": ({"num_redundant_experts": 129}, "num_redundant_experts must be at most 128, found 129"),
+    "out of range under another name": ({"dp_size": 0}, "dp_size must be at least 1, found 0"),
+    "one setting under two names": (
+        {"data_parallel_size": 2, "dp_size": 2},
+        "data_parallel_size and dp_size are one setting: give it once",
+    ),
+    "groups that do not divide the devices": (
+        {"num_hosts": 2, "devices_per_host": 4, "data_parallel_size": 3},
+        r"data_parallel_size 3 does not divide num_hosts \* devices_per_host = 8",
+    ),
+    "slices that do not divide the hosts": (
+        {"num_hosts": 3, "num_slices": 2, "data_parallel_size": 2},
+        "num_slices 2 does not divide num_hosts = 3",
+    ),
+    "slices that would share a group": (
+        {"num_hosts": 4, "num_slices": 4, "data_parallel_size": 2},
+        "num_slices 4 does not divide data_parallel_size = 2",
+    ),
     "batches smaller than rows": (
         {"precompile_bs_paddings": [1, 4], "max_running_requests": 8},
         "precompile_bs_paddings reaches 4 rows, max_running_requests is 8",
@@ -98,6 +120,21 @@ def test_the_least_value_is_allowed_and_nothing_below(key, least):
     settings_from(values)
     with pytest.raises(SettingsError, match=key):
         settings_from({**values, key: least - 1})
+
+
+def test_the_greatest_value_is_allowed():
+    assert settings_from({"model_path": "m", **MOST}).experts.num_redundant == 128
+
+
+def test_another_name_is_the_same_setting():
+    values = {"model_path": "m", "num_hosts": 2, "devices_per_host": 4}
+    found = settings_from({**values, "dp_size": 4})
+    assert found == settings_from({**values, "data_parallel_size": 4})
+    assert found.parallel.data_parallel_size == 4
+
+
+def test_groups_are_not_checked_against_devices_that_hosts_will_find():
+    settings_from({"model_path": "m", "devices_per_host": 0, "data_parallel_size": 3})
 
 
 def test_the_environment_fills_what_is_not_given(monkeypatch):

@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from rayserve_moe.kernels.attention_reference import KEYS_PER_SPAN
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, KEYS_PER_SPAN, ScoreRule
 from rayserve_moe.kernels.kv_update import write_kv
 from rayserve_moe.kernels.registry import ATTENTION, KERNELS_OF_PLATFORM
+from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 
-COMPILED = {name: jax.jit(kernel) for name, kernel in ATTENTION.items()}
-KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
-
-
-class Case:
-    """Sequences with random keys and values on scattered pages, and query blocks at their ends."""
-
-    def __init__(self, *, page_size: int, num_heads: int, num_kv_heads: int, blocks: list[tuple[int, int]]) -> None:
-        """`blocks` are (position of the first query, number of queries), one block each of the longest such number."""
-        generator = np.random.default_rng(17)
-        width, longest = 8, max(first + count for first, count in blocks)
-        pages_per_row = -(-longest // page_size) + 1
-        num_pages = len(blocks) * pages_per_row + 1
-        self.num_queries = max(count for _, count in blocks)
-        self.pages = generator.standard_normal((num_pages, page_size, 2 * num_kv_heads, width)).astype(np.float32)
-        scattered = generator.permutation(np.arange(1, num_pages)).astype(np.int32)
-        self.page_table = scattered[: len(blocks) * pages_per_row].reshape(len(blocks), pages_per_row)
-        shape = (len(blocks), self.num_queries, num_heads, width)
-        self.queries = generator.standard_normal(shape).astype(np.float32)
-        self.positions = np.full(shape[:2], -1, np.int32)
-        for block, (first, count) in enumerate(blocks):
-            self.positions[block, :count] = np.arange(first, first + count)
-
-    def dense(self) -> np.ndarray:
-        """The definition, in float64: softmax over all positions up to the query's own."""
-        out = np.zeros(self.queries.shape)
-        num_heads, num_kv_heads = self.queries.shape[2], self.pages.shape[2] // 2
-        for block, query in np.ndindex(self.positions.shape):
-            position = self.positions[block, query]
-            if position < 0:
-                continue
-            kv = (
-                self.pages[self.page_table[block]].reshape(-1, *self.pages.shape[2:])[: position + 1].astype(np.float64)
-            )
-            for head in range(num_heads):
-                kv_head = head // (num_heads // num_kv_heads)
-                scores = kv[:, 2 * kv_head] @ self.queries[block, query, head] / np.sqrt(self.queries.shape[-1])
-                weights = np.exp(scores - scores.max())
-                out[block, query, head] = weights @ kv[:, 2 * kv_head + 1] / weights.sum()
-        return out
-
-    def run(self, kernel) -> np.ndarray:
-        arrays = (self.queries, self.pages, self.page_table, self.positions)
-        return np.asarray(kernel(*(jnp.asarray(array) for array in arrays)))
+KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
+RULES = {
+    "full": FULL_CAUSAL,
+    "window": ScoreRule(window=20),
+    "chunk": ScoreRule(chunk=48),
+    "all": ScoreRule(window=33, chunk=64, scale=-0.2, soft_cap=0.5),
+}
+MORE_RULES = {
+    "window_of_one": ScoreRule(window=1),
+    "long_window": ScoreRule(window=KEYS_PER_SPAN + 40),
+    "long_chunk": ScoreRule(chunk=KEYS_PER_SPAN + 64),
+    "window_and_chunk": ScoreRule(window=20, chunk=48),
+    "scaled_and_capped": ScoreRule(scale=0.7, soft_cap=1.5),
+}
+MORE = [pytest.param(rule, id=name, marks=pytest.mark.slow) for name, rule in MORE_RULES.items()]
+RULE = pytest.mark.parametrize("rule", [*(pytest.param(rule, id=name) for name, rule in RULES.items()), *MORE])
 
 
 @KERNEL
@@ -76,6 +49,91 @@ def test_single_queries_are_dense_attention(kernel):
 
 
 @KERNEL
+@RULE
+def test_rules_narrow_what_is_seen_and_shape_scores(kernel, rule):
+    blocks = [(0, 9), (40, 9), (47, 9), (KEYS_PER_SPAN - 2, 5), (2 * KEYS_PER_SPAN - 1, 9), (300, 1)]
+    case = Case(page_size=16, num_heads=6, num_kv_heads=2, blocks=blocks)
+    np.testing.assert_allclose(case.run(kernel, rule), case.dense(rule), atol=3e-6)
+
+
+@KERNEL
+@RULE
+def test_rules_hold_for_single_queries(kernel, rule):
+    blocks = [(position, 1) for position in (0, 15, 16, 47, 48, 49, 127, 128, 191, 192, 300)]
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=blocks)
+    np.testing.assert_allclose(case.run(kernel, rule), case.dense(rule), atol=3e-6)
+
+
+@KERNEL
+@RULE
+def test_neighbouring_blocks_of_one_prompt_are_as_good_as_one(kernel, rule):
+    """The blocks of a chunk stand next to each other and share a page table; two chunks follow one another."""
+    block, pages = 8, 12
+    first = [*range(37, 37 + 6 * block, block), *range(0, 3 * block, block)]
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(start, block) for start in first])
+    case.page_table = np.repeat(np.stack([np.arange(1, pages + 1), np.arange(20, pages + 20)]), (6, 3), axis=0)
+    case.page_table = case.page_table.astype(np.int32) % len(case.pages)
+    case.positions[5, 3:] = -1
+    case.positions[8, 1:] = -1
+    np.testing.assert_allclose(case.run(kernel, rule), case.dense(rule), atol=3e-6)
+
+
+@pytest.mark.parametrize("rule", [FULL_CAUSAL, ScoreRule(window=20, scale=0.7, soft_cap=1.5)], ids=["full", "all"])
+def test_the_numpy_kernel_is_the_plain_version_that_jax_ships(rule):
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, 5), (7, 5), (130, 5)])
+    scales = {"sm_scale": rule.scale_for(8), "sliding_window": rule.window or None, "soft_cap": rule.soft_cap or None}
+    borders, counts, lens = np.array([0, 3, 10, 14]), np.array([3]), np.array([45, 12, 135])
+    runs = (part.astype(np.int32) for part in (lens, case.page_table, borders, counts))
+    arrays = (case.queries.reshape(15, 4, 8), case.pages, *runs)
+    ours = attend_numpy_runs(*arrays, **scales)
+    assert np.isnan(ours[14:]).all()
+    theirs = ref_ragged_paged_attention(*(jnp.asarray(array) for array in arrays), **scales)
+    np.testing.assert_allclose(ours[:14], theirs, atol=3e-6)
+
+
+@KERNEL
+def test_bfloat16_is_exact_but_for_the_last_rounding(kernel):
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(20, 5), (140, 5)])
+    case.pages, case.queries = (array.astype(jnp.bfloat16) for array in (case.pages, case.queries))
+    # Half a step of a number with 8 significant bits, above what float32 sums add to it.
+    np.testing.assert_allclose(case.run(kernel).astype(np.float32), case.dense(), rtol=2**-8, atol=1e-5)
+
+
+@KERNEL
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_8_bit_pages_are_read_exactly(kernel, dtype):
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(20, 5), (140, 5)])
+    exact = case.dense()
+    bound = _bound_of_8_bit_attention(case, relative_error=float(jnp.finfo(dtype).eps) / 2)
+    case.pages = case.pages.astype(dtype)
+    np.testing.assert_allclose(case.run(kernel), case.dense(), atol=3e-6)
+    assert (np.abs(case.dense() - exact) <= bound).all()
+
+
+def _bound_of_8_bit_attention(case: Case, relative_error: float) -> float:
+    """How far outputs can move when every key and value moves by at most `relative_error` of itself.
+
+    A score moves by at most d, so a weight changes at most by the factor exp(2 d), and the weighted values by that
+    much of the largest value beside their own error. Numbers below the smallest normal one only move less.
+    """
+    keys, values = np.abs(case.pages[:, :, 0::2]).max(), np.abs(case.pages[:, :, 1::2]).max()
+    moved = relative_error * keys * np.abs(case.queries).sum(-1).max() / np.sqrt(case.queries.shape[-1])
+    return values * (np.expm1(2 * moved) + relative_error)
+
+
+def test_what_8_bits_cannot_hold_becomes_the_largest_number():
+    pages, slots = jnp.zeros((1, 2, 2, 4), jnp.float8_e4m3fn), jnp.array([1], jnp.int32)
+    written = write_kv(pages, jnp.full((1, 1, 4), 1e6), jnp.full((1, 1, 4), -500.0), slots).astype(np.float32)
+    np.testing.assert_array_equal(written[0, 1], [[448.0] * 4, [-448.0] * 4])
+
+
+def test_a_rule_refuses_negative_numbers():
+    for name in ("window", "chunk", "soft_cap"):
+        with pytest.raises(ValueError, match=f"attention {name} must not be negative"):
+            ScoreRule(**{name: -1})
+
+
+@KERNEL
 def test_padding_gives_zeros_and_costs_others_nothing(kernel):
     case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, 5), (7, 5), (3, 1)])
     before = case.run(kernel)
@@ -85,6 +143,16 @@ def test_padding_gives_zeros_and_costs_others_nothing(kernel):
     np.testing.assert_array_equal(after[[0, 2]], before[[0, 2]])
     case.positions[:] = -1
     assert (case.run(kernel) == 0).all()
+
+
+@KERNEL
+def test_padding_among_single_queries_gives_zeros(kernel):
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, 1), (7, 1), (3, 1), (9, 1)])
+    before = case.run(kernel)
+    case.positions[[0, 2]] = -1
+    after = case.run(kernel)
+    assert (after[[0, 2]] == 0).all()
+    np.testing.assert_array_equal(after[[1, 3]], before[[1, 3]])
 
 
 @KERNEL
@@ -106,6 +174,17 @@ def test_what_earlier_owners_left_in_a_page_is_without_effect(kernel, garbage):
         held[case.page_table[block, page], offset] = True
     case.pages[~held] = garbage
     np.testing.assert_array_equal(case.run(kernel), clean)
+
+
+@pytest.mark.parametrize("rule", [ScoreRule(window=20), ScoreRule(chunk=48)], ids=["window", "chunk"])
+def test_pages_out_of_reach_may_belong_to_others(rule):
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(150, 5), (200, 5)])
+    kernel = KERNELS["reference"]
+    clean = case.run(kernel, rule)
+    for block in range(2):
+        first = int(np.asarray(rule.first_key(jnp.asarray(case.positions[block, 0]))))
+        case.pages[case.page_table[block, : first // 16]] = np.nan
+    np.testing.assert_array_equal(case.run(kernel, rule), clean)
 
 
 def test_keys_and_values_are_written_to_their_slots_and_nowhere_else():

@@ -48,6 +48,24 @@ def test_kv_heads_are_repeated_until_every_device_has_one(tensor_size, repeats):
 
 
 def test_a_piece_lies_in_files_transposed():
-    gate = tree_with()["experts"]["gate_MEDF"]
+    gate = tree_with()["experts"]["gate_MPDF"]
     assert gate.shape == (2, 8, 32, 16)
     assert gate.piece_shape == (32, 16) and gate.file_shape == (16, 32)
+
+
+def test_redundant_slots_are_held_and_not_in_files():
+    spec = spec_from_hf(asdict(CORE_CONFIG))
+    plain, held = (parameter_specs(spec, dtype="bfloat16", num_redundant=size)["experts"] for size in (0, 4))
+    for name in ("gate_MPDF", "up_MPDF", "down_MPFD"):
+        assert plain[name].shape[1] == 8 and held[name].shape[1] == 12
+        assert plain[name].file_stack == held[name].file_stack == (2, 8)
+        assert plain[name].file_shape == held[name].file_shape
+    assert held["router_MDE"] == plain["router_MDE"], "routing is among experts, not slots"
+
+
+@pytest.mark.parametrize(("num_devices", "size"), [(1, 510), (2, 510), (4, 512), (8, 512), (7, 511)])
+def test_the_vocabulary_is_padded_until_it_divides(num_devices, size):
+    spec = spec_from_hf(asdict(CORE_CONFIG) | {"vocab_size": 510})
+    specs = parameter_specs(spec, dtype="bfloat16", num_devices=num_devices)["embedding"]
+    assert specs["table_VD"].shape == (size, 32) and specs["head_DV"].shape == (32, size)
+    assert specs["table_VD"].file_shape == specs["head_DV"].file_shape == (510, 32)

@@ -1,0 +1,61 @@
+"""One run of a workload on the in-process engine: seconds, the step clock's part of them, and the ids that came out."""
+
+from __future__ import annotations
+
+import io
+import time
+from contextlib import redirect_stderr
+
+from benchmarks.figures import PARTS
+from benchmarks.workloads import Workload
+from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.replay.encoding import extract_routed_experts_from_meta_info
+
+CLOCK = ("steps", *(f"{part}_s" for part in PARTS))
+
+
+def run_engine(
+    engine: Engine, workload: Workload, *, prompts: list[list[int]], seed: int, return_routed_experts: bool = False
+) -> tuple[dict[str, float], list[list[int]]]:
+    """Generate; returns the run and the output ids of every choice. RuntimeError where it did less than its workload."""
+    sampling = {
+        "max_new_tokens": workload.num_new_tokens,
+        "n": workload.n,
+        "temperature": float(workload.n > 1),
+        "seed": seed,
+        "ignore_eos": True,
+    }
+    before = engine.loop.statistics()
+    with redirect_stderr(io.StringIO()):  # not a terminal: no progress bar inside the measurement
+        started = time.perf_counter()
+        answers = engine.generate(
+            input_ids=prompts, sampling_params=sampling, return_routed_experts=return_routed_experts
+        )
+        seconds = time.perf_counter() - started
+    after = engine.loop.statistics()
+    ids = [answer["output_ids"] for answer in answers]
+    check_complete(sum(map(len, ids)), workload)
+    if return_routed_experts:
+        layout = engine.card.routing
+        num_ids = (workload.prompt_len + workload.num_new_tokens - 1) * layout.num_hidden_layers * layout.top_k
+        for answer in answers:
+            check_routing(len(extract_routed_experts_from_meta_info(answer)), num_ids)
+    return {"seconds": seconds, **{name: after[name] - before[name] for name in CLOCK}}, ids
+
+
+def check_complete(num_new_tokens: int, workload: Workload) -> None:
+    """Refuse a run that did less, or more, than its workload."""
+    if num_new_tokens != workload.total_new_tokens:
+        raise RuntimeError(f"{num_new_tokens} tokens came out of {workload}, not {workload.total_new_tokens}")
+
+
+def check_routing(num_ids: int, expected: int) -> None:
+    """Refuse a run that returned less routing, or more, than it was asked for."""
+    if num_ids != expected:
+        raise RuntimeError(f"an answer brought {num_ids} expert ids, not {expected}")
+
+
+def in_turn(names: list[str], turn: int) -> list[str]:
+    """The same names with another one first each turn, so that none always follows the same neighbour at rest."""
+    first = turn % len(names)
+    return names[first:] + names[:first]

@@ -1,0 +1,103 @@
+"""Telling clients what came of their requests: first tokens at once, later ones grouped, ends with everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.engine.step_cycle import Ending
+from rayserve_moe.requests import FinishReason, GenerationUpdate
+from rayserve_moe.scheduling.row_table import RowTable
+from rayserve_moe.scheduling.sequence import Sequence
+
+Sink = Callable[[list[GenerationUpdate]], None]
+
+GROUPING_S_PER_SEQUENCE = 0.005
+LONGEST_GROUPING_S = 0.1
+"""A choice is told of its tokens at most every so many seconds: no wait worth mention alone, longer with the load."""
+
+
+@dataclass
+class _Listener:
+    """A request's choices, who listens, how many choices are unfinished."""
+
+    sequences: list[Sequence]
+    sink: Sink
+    num_unfinished: int
+
+
+class Publication:
+    """The requests in the engine and their listeners.
+
+    `publish` is called after every step from the engine thread; sinks must not block. `add` may be called from any
+    thread.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._listeners: dict[str, _Listener] = {}
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._listeners
+
+    def add(self, sequences: list[Sequence], sink: Sink) -> None:
+        """Have `sink` told about the choices of a request."""
+        self._listeners[sequences[0].request.request_id] = _Listener(sequences, sink, len(sequences))
+
+    def unfinished(self, request_id: str) -> list[Sequence]:
+        """The choices of a request that have not ended; none for an unknown one."""
+        listener = self._listeners.get(request_id)
+        return [s for s in listener.sequences if s.finish is None] if listener else []
+
+    def publish(self, rows: np.ndarray, endings: list[Ending], *, now: float) -> None:
+        """Send the updates that are due: of rows that got tokens, and of choices that have ended."""
+        updates: dict[str, list[GenerationUpdate]] = {}
+        for row in self._due(rows, now).tolist():
+            sequence = self._table.sequences[row]
+            if sequence is not None:
+                updates.setdefault(sequence.request.request_id, []).append(_news_of(sequence))
+        for ending in endings:
+            updates.setdefault(ending.sequence.request.request_id, []).append(_news_of(ending.sequence, ending))
+        for request_id, news in updates.items():
+            self._send(request_id, news)
+
+    def end_all(self, reason: FinishReason) -> None:
+        """Tell everybody that what is unfinished ends here."""
+        for request_id, listener in list(self._listeners.items()):
+            unfinished = [s.choice_index for s in listener.sequences if s.finish is None]
+            self._send(request_id, [GenerationUpdate(request_id, index, finish=reason) for index in unfinished])
+
+    def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
+        """Rows with a listener that has waited long enough; it has never waited before the first token."""
+        table = self._table
+        interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(rows))
+        due = rows[table.is_incremental[rows] & (now - table.published_at[rows] >= interval)]
+        table.published_at[due] = now
+        return due
+
+    def _send(self, request_id: str, news: list[GenerationUpdate]) -> None:
+        listener = self._listeners[request_id]
+        listener.num_unfinished -= sum(update.finish is not None for update in news)
+        if listener.num_unfinished == 0:
+            del self._listeners[request_id]
+        listener.sink(news)
+
+
+def _news_of(sequence: Sequence, ending: Ending | None = None) -> GenerationUpdate:
+    """What `sequence` has come to since its last update."""
+    first, last = sequence.num_published, sequence.num_tokens
+    sequence.num_published = last
+    return GenerationUpdate(
+        sequence.request.request_id,
+        sequence.choice_index,
+        token_ids=tuple(sequence.tokens(first, last).tolist()),
+        logprobs=tuple(sequence.logprobs(first, last).tolist()),
+        finish=sequence.finish if ending is not None else None,
+        routing=ending.routing if ending is not None else None,
+        num_cached_tokens=sequence.num_cached,
+    )

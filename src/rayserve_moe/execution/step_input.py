@@ -1,0 +1,134 @@
+"""The one vector per data rank that a step is called with: its sections, and what the device makes of them."""
+
+# S single tokens, and sampled rows   B prefill blocks   Q tokens per block   C page changes   R rows   T tokens
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.decoding.sampling import SamplingBatch
+from rayserve_moe.execution.step_types import RowState, StepShape
+from rayserve_moe.model.token_batch import TokenBatch
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
+
+T = TypeVar("T")
+
+
+class Sections(NamedTuple, Generic[T]):
+    """The int32 sections of the vector, in its order; of lengths S, S, S, B, B, B, B * Q, S, S, C, C, C.
+
+    A single token has a row, a position (-1: padding) and an id; a block a row, the position of its first token and
+    how many of its tokens are real; a sample the place (in T) that it is taken after, and its row; a change of the
+    page table a row, an index and a page. Rows are the data rank's own; a row that does not exist marks padding.
+    """
+
+    single_rows: T
+    single_positions: T
+    single_ids: T
+    block_rows: T
+    block_starts: T
+    block_counts: T
+    block_ids: T
+    sample_places: T
+    sample_rows: T
+    change_rows: T
+    change_indices: T
+    change_pages: T
+
+
+class DeviceInput(NamedTuple):
+    """A step's tokens, where samples are taken (places in T) and for which rows, and how."""
+
+    batch: TokenBatch
+    sample_places_S: jax.Array
+    sample_rows_S: jax.Array
+    sampling: SamplingBatch
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows."""
+
+    shape: StepShape
+    num_rows: int
+
+    @cached_property
+    def slices(self) -> Sections[slice]:
+        singles, blocks = self.shape.num_singles, self.shape.num_blocks
+        changes = self.num_changes
+        sizes = (*[singles] * 3, *[blocks] * 3, blocks * self.shape.block_tokens, *[singles] * 2, *[changes] * 3)
+        borders = accumulate(sizes, initial=0)
+        return Sections(*(slice(*border) for border in pairwise(borders)))
+
+    @property
+    def num_changes(self) -> int:
+        """Page-table entries that fit into the vector: one per row that decodes; prompts send theirs ahead."""
+        return 0 if self.shape.num_blocks else self.shape.num_singles
+
+    @cached_property
+    def padding(self) -> np.ndarray:
+        """The vector of a step that does nothing, int32 [W]."""
+        vector = np.zeros(self.slices.change_pages.stop, np.int32)
+        vector[self.slices.single_positions] = -1
+        vector[self.slices.sample_rows] = self.num_rows
+        vector[self.slices.change_rows] = self.num_rows
+        return vector
+
+    def sections(self, vector: np.ndarray) -> Sections[np.ndarray]:
+        """Views of all sections of one rank's vector."""
+        return Sections(*(vector[part] for part in self.slices))
+
+
+def change_pages(rows: RowState, vector_W: jax.Array, layout: InputLayout) -> jax.Array:
+    """On one device: the page table with the changes that came with a step."""
+    at = layout.slices
+    entries = (vector_W[at.change_rows], vector_W[at.change_indices])
+    return rows.page_table_RP.at[entries].set(vector_W[at.change_pages], mode="drop")
+
+
+def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_size: int) -> DeviceInput:
+    """On one device: the step that `vector_W` and the rows describe; the page table is up to date already."""
+    at, shape = layout.slices, layout.shape
+    block_rows = vector_W[at.block_rows]
+    offsets_BQ = jnp.broadcast_to(jnp.arange(shape.block_tokens), (shape.num_blocks, shape.block_tokens))
+    is_real_BQ = offsets_BQ < vector_W[at.block_counts][:, None]
+    block_positions = jnp.where(is_real_BQ, vector_W[at.block_starts][:, None] + offsets_BQ, -1).reshape(-1)
+    positions_T = jnp.concatenate([vector_W[at.single_positions], block_positions])
+    single_rows, single_ids = vector_W[at.single_rows], vector_W[at.single_ids]
+    single_ids = jnp.where(single_ids == LAST_SAMPLED, rows.last_tokens_R[single_rows], single_ids)
+    page_table_BP = rows.page_table_RP[jnp.concatenate([single_rows, block_rows])]
+    block_of_T = jnp.concatenate(
+        [
+            jnp.arange(shape.num_singles),
+            shape.num_singles + jnp.repeat(jnp.arange(shape.num_blocks), shape.block_tokens),
+        ]
+    )
+    pages_T = page_table_BP[block_of_T, positions_T // page_size]
+    slots_T = jnp.where(positions_T >= 0, pages_T * page_size + positions_T % page_size, 0)
+    ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
+    batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, num_singles=shape.num_singles)
+    places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
+    return DeviceInput(batch, places_S, rows_S, _sampling(rows, rows_S, positions_T[places_S] + 1))
+
+
+def _sampling(rows: RowState, rows_S: jax.Array, positions_S: jax.Array) -> SamplingBatch:
+    """How each sample is drawn; padding is greedy."""
+    is_real_S = rows_S < rows.last_tokens_R.shape[0]
+    floats_S3 = jnp.where(is_real_S[:, None], rows.sampling_floats_R3[rows_S], jnp.array([0.0, 1.0, 0.0]))
+    integers_S3 = jnp.where(is_real_S[:, None], rows.sampling_integers_R3[rows_S], 0)
+    return SamplingBatch(
+        temperature_S=floats_S3[:, 0],
+        top_p_S=floats_S3[:, 1],
+        min_p_S=floats_S3[:, 2],
+        top_k_S=integers_S3[:, 0],
+        seed_S=integers_S3[:, 1],
+        choice_S=integers_S3[:, 2],
+        position_S=positions_S.astype(jnp.uint32),
+    )

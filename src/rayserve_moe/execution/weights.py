@@ -1,0 +1,90 @@
+"""How a checkpoint comes to lie on the devices: which rule it is computed by, and its weights in their places."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax
+import numpy as np
+
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, lowered_redundancy
+from rayserve_moe.checkpoints.files import CheckpointFiles
+from rayserve_moe.checkpoints.loader import load_parameters
+from rayserve_moe.config.settings import ExpertSettings, SettingsError
+from rayserve_moe.execution.step_types import ModelWeights
+from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.parameters import kv_repeats, parameter_specs
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+
+def model_rule(spec: ModelSpec, plan: ParallelPlan, experts: ExpertSettings) -> ModelRule:
+    """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread.
+
+    The number of redundant experts is lowered until the slots of a layer divide by the devices.
+    """
+    _check_divisible(spec, plan)
+    if experts.backend == "local" and plan.num_expert_ranks > 1:
+        raise SettingsError(f"expert_backend local is for one device, there are {plan.num_expert_ranks}; take auto")
+    try:
+        num_redundant = lowered_redundancy(
+            spec.router.num_experts, ep_size=plan.num_expert_ranks, wanted=experts.num_redundant
+        )
+    except PlacementError as error:
+        raise SettingsError(f"num_redundant_experts: {error}") from error
+    kernels = KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
+    return ModelRule(spec, plan, kernels, num_redundant=num_redundant, expert_backend=experts.backend)
+
+
+def first_placement(rule: ModelRule) -> ExpertPlacement:
+    """Where experts lie at the start: in their own order, redundant slots filled from the front."""
+    spec = rule.spec
+    return identity_placement(
+        len(spec.moe_layer_ids),
+        spec.router.num_experts,
+        ep_size=rule.plan.num_expert_ranks,
+        num_redundant=rule.num_redundant,
+    )
+
+
+def load_weights(files: CheckpointFiles, rule: ModelRule, *, dtype: str, placement: ExpertPlacement) -> ModelWeights:
+    """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError."""
+    plan = rule.plan
+    tree = parameter_specs(
+        rule.spec,
+        dtype=dtype,
+        tensor_size=plan.tensor_size,
+        num_devices=plan.mesh.size,
+        num_redundant=rule.num_redundant,
+    )
+    params = load_parameters(
+        files,
+        tree,
+        rules=family_of(files.config).CHECKPOINT_RULES,
+        sharding_of=lambda p: plan.sharding(p.axes),
+        expert_of_slot=placement.expert_of_slot,
+    )
+    return ModelWeights(cast(Parameters, params), _maps_of(placement, plan))
+
+
+def _maps_of(placement: ExpertPlacement, plan: ParallelPlan) -> PlacementArrays | None:
+    """The maps on the devices; None where every expert lies in the slot of its own number."""
+    if placement.num_redundant == 0 and (placement.expert_of_slot == np.arange(placement.num_experts)).all():
+        return None
+    arrays = placement_arrays(placement)
+    return jax.tree.map(lambda array: jax.device_put(array, plan.replicated()), arrays)
+
+
+def _check_divisible(spec: ModelSpec, plan: ParallelPlan) -> None:
+    tensor, kv_heads = plan.tensor_size, spec.attention.num_kv_heads
+    sizes = {
+        "num_attention_heads": (spec.attention.num_heads, tensor),
+        "num_key_value_heads": (kv_heads * kv_repeats(spec, tensor), tensor),
+        "intermediate_size": (spec.dense_intermediate_size if spec.dense_layer_ids else tensor, tensor),
+    }
+    for name, (size, parts) in sizes.items():
+        if size % parts:
+            raise SettingsError(f"{name} {size} does not divide over {parts} devices; choose a divisor of {size}")

@@ -1,0 +1,68 @@
+"""Which ways there are for tokens and experts to meet, and which one suits a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from rayserve_moe.experts.all_to_all import apply_all_to_all
+from rayserve_moe.experts.chunks import LEAST_FUSED_CHUNK
+from rayserve_moe.experts.fused import apply_fused
+from rayserve_moe.experts.replicated import apply_local, apply_replicated
+
+ExpertBackend = Callable[..., jax.Array]
+
+EXPERT_BACKENDS: dict[str, ExpertBackend] = {
+    "local": apply_local,
+    "replicated": apply_replicated,
+    "all_to_all": apply_all_to_all,
+    "fused": apply_fused,
+}
+"""Each takes (tokens, weights, *, layer, rule, maps) inside a sharded step and returns the MoE sum of each token."""
+
+START_BYTES = 256 << 10
+"""What a link moves in the time that one more collective takes to start: some 3 us at 90 GB/s."""
+
+
+def choose_backend(
+    tokens_per_device: int, *, ep_size: int, tensor_size: int, platform: str, top_k: int, row_bytes: int
+) -> str:
+    """Name the backend for a step in which each device has `tokens_per_device` tokens of `row_bytes` of its own.
+
+    One device: `local`. CPU devices: `replicated`, because there the exchange moves every row to everybody. Else the
+    way that brings fewer bytes to a device, counting `START_BYTES` for each collective (`replicated_bytes`,
+    `all_to_all_bytes`): gathering costs about 3 * tokens * ranks rows, the exchange 2 * tokens * top_k rows, so few
+    tokens or few ranks are gathered and the rest exchanged. Among exchanges `fused` as soon as it has two chunks.
+    """
+    if ep_size == 1:
+        return "local"
+    if platform == "cpu":
+        return "replicated"
+    sizes = {"ep_size": ep_size, "tensor_size": tensor_size, "row_bytes": row_bytes}
+    if replicated_bytes(tokens_per_device, **sizes) <= all_to_all_bytes(tokens_per_device, top_k=top_k, **sizes):
+        return "replicated"
+    return "fused" if tokens_per_device >= 2 * LEAST_FUSED_CHUNK else "all_to_all"
+
+
+def replicated_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, row_bytes: int) -> int:
+    """Bytes that reach a device where tokens are gathered, with starting costs.
+
+    Rows of the other data ranks come in, float32 sums (two rows' bytes each) go back, and sums are added over tensor.
+    """
+    num_tokens, data_size = tokens_per_device * tensor_size, ep_size // tensor_size
+    over_data = 3 * (data_size - 1) * num_tokens * row_bytes
+    over_tensor = 2 * 2 * (tensor_size - 1) * tokens_per_device * row_bytes
+    num_collectives = 2 * (data_size > 1) + (tensor_size > 1)
+    return over_data + over_tensor + num_collectives * START_BYTES
+
+
+def all_to_all_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, top_k: int, row_bytes: int) -> int:
+    """Bytes that reach a device where tokens are exchanged, evenly routed, with starting costs.
+
+    A row per pick comes in and a result per pick comes back, but for the part that stays at home; then sums are shared
+    over tensor. The counts that announce the rows are small.
+    """
+    picks = tokens_per_device * top_k * (ep_size - 1) // ep_size
+    over_tensor = (tensor_size - 1) * tokens_per_device * row_bytes
+    return 2 * picks * row_bytes + over_tensor + (3 + (tensor_size > 1)) * START_BYTES

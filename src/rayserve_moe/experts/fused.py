@@ -1,0 +1,180 @@
+"""Fused expert parallelism: dispatch, grouped product and weighted sum as one program over the mesh.
+
+Tokens go in chunks, and a chunk is dispatched while the one before it is multiplied. `fused_ep_moe` and
+`fused_ep_moe_from_topk` are whole programs of their own; `apply_fused` is the same inside a step that is sharded
+already. A kernel that does the exchange itself belongs behind these functions.
+"""
+
+# T tokens   D model width   F expert width   E experts   P expert slots of all ranks   K experts per token   G chunks
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from rayserve_moe.experts.all_to_all import (
+    apply_exchanged,
+    multiply_local_slots,
+    multiply_rows,
+    run_in_turn,
+    tokens_per_chunk,
+)
+from rayserve_moe.experts.chunks import chunk_tokens, round_rows
+from rayserve_moe.experts.exchange import (
+    Chunk,
+    ExchangeRule,
+    Multiply,
+    Underway,
+    finish_chunk,
+    multiply_chunk,
+    send_chunk,
+)
+from rayserve_moe.experts.local import ACTIVATIONS, ExpertWeights, ProductRule
+from rayserve_moe.experts.routing import best_experts
+from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.experts.tokens import RoutedTokens, cut_into_chunks
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Sizes of a fused program: tokens of a device per chunk, and rows it takes per round; 0 is chosen by size."""
+
+    chunk_tokens: int = 0
+    round_rows: int = 0
+
+
+def fused_ep_moe(  # noqa: PLR0913 (the agreed signature)
+    mesh: Mesh,
+    tokens: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    w3: jax.Array,
+    router_logits: jax.Array,
+    *,
+    top_k: int,
+    renormalize: bool = True,
+    act_fn: str = "silu",
+    block_config: BlockConfig | None = None,
+    dp_axis_name: str = "data",
+    tp_axis_name: str = "tensor",
+) -> jax.Array:
+    """The MoE sum of `tokens` [T, D] by their `router_logits` [T, E], where slot i holds expert i: [T, D].
+
+    All else is as in `fused_ep_moe_from_topk`.
+    """
+    topk_ids, topk_weights = best_experts(router_logits.astype(jnp.float32), top_k=top_k, renormalize=renormalize)
+    return fused_ep_moe_from_topk(
+        mesh,
+        tokens,
+        w1,
+        w2,
+        w3,
+        topk_ids,
+        topk_weights,
+        act_fn=act_fn,
+        block_config=block_config,
+        dp_axis_name=dp_axis_name,
+        tp_axis_name=tp_axis_name,
+    )
+
+
+def fused_ep_moe_from_topk(  # noqa: PLR0913 (the agreed signature)
+    mesh: Mesh,
+    tokens: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    w3: jax.Array,
+    topk_ids_physical: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    act_fn: str = "silu",
+    block_config: BlockConfig | None = None,
+    dp_axis_name: str = "data",
+    tp_axis_name: str = "tensor",
+) -> jax.Array:
+    """The MoE sum of `tokens` [T, D] over slots chosen beforehand: [T, D] in the tokens' dtype.
+
+    `w1` (gate) and `w3` (up) are [P, D, F], `w2` (down) is [P, F, D], split over both axes of the mesh by slots; tokens
+    are split over both axes too. `topk_ids_physical` [T, K] are slots; P or beyond is a pick that goes nowhere.
+    `topk_weights` [T, K] are added up in that order. ValueError where slots do not divide by devices, or for an
+    unknown activation.
+    """
+    axes = (dp_axis_name, tp_axis_name)
+    num_ranks = mesh.shape[dp_axis_name] * mesh.shape[tp_axis_name]
+    (num_tokens, width), (num_slots, *_), top_k = tokens.shape, w1.shape, topk_ids_physical.shape[1]
+    if num_slots % num_ranks:
+        raise ValueError(f"{num_slots} expert slots do not divide by {num_ranks} devices")
+    if act_fn not in ACTIVATIONS:
+        raise ValueError(f"activation {act_fn!r} is not one of {', '.join(ACTIVATIONS)}")
+    part = -(-num_tokens // num_ranks)
+    config = block_config or BlockConfig()
+    row_bytes = width * tokens.dtype.itemsize
+    chunk = config.chunk_tokens or chunk_tokens(part, top_k=top_k, row_bytes=row_bytes, overlapped=True)
+    taken = config.round_rows or round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
+    kernel = KERNELS_OF_PLATFORM[mesh.devices.flat[0].platform].experts
+    product = ProductRule(num_slots // num_ranks, chunk * top_k * num_ranks / num_slots, act_fn)
+    rule = ExchangeRule(axes, num_ranks, num_slots, taken)
+
+    def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
+        hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(routed, chunk)
+        slots_GTK = jnp.where(valid_GT[..., None], ids_GTK, num_slots)
+        multiply = multiply_rows(weights, kernel=kernel, first_slot=0, rule=product)
+        out_GTD = run_overlapped(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, rule=rule)
+        return out_GTD.reshape(-1, width)[:part]
+
+    split = PartitionSpec(axes)
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=False)
+    routed = RoutedTokens(tokens, topk_ids_physical, topk_weights.astype(jnp.float32), jnp.ones(num_tokens, bool))
+    whole = RoutedTokens(*(array[0] for array in cut_into_chunks(routed, part * num_ranks)))
+    return run(whole, ExpertWeights(w1, w3, w2))[:num_tokens]
+
+
+def apply_fused(
+    tokens: RoutedTokens,
+    weights: ExpertWeights,
+    *,
+    layer: jax.Array,
+    rule: ExpertRule,
+    maps: PlacementArrays | None,
+) -> jax.Array:
+    """The MoE sum of each token [T, D], inside a sharded step."""
+    chunk = tokens_per_chunk(tokens, rule, overlapped=True)
+    multiply = multiply_local_slots(weights, layer=layer, rule=rule, chunk=chunk)
+    run = partial(run_overlapped, multiply=multiply)
+    return apply_exchanged(tokens, run, layer=layer, chunk=chunk, rule=rule, maps=maps)
+
+
+def run_overlapped(chunks: Chunk, *, multiply: Multiply, rule: ExchangeRule) -> jax.Array:
+    """Exchange chunks [G, ...], each sent while the one before is multiplied; returns [G, T, D].
+
+        [ send chunk i + 1 | multiply chunk i ]  return chunk i
+
+    Neither of the two needs the other, and nothing that follows starts before both are done: so the exchange can run
+    between start and end of the product.
+    """
+    if len(chunks.slots_TK) == 1:
+        return run_in_turn(chunks, multiply=multiply, rule=rule)
+
+    def finish(chunk: Chunk, multiplied: Underway) -> jax.Array:
+        return finish_chunk(chunk, multiplied, multiply=multiply, rule=rule)
+
+    def visit(received: Underway, pair: tuple[Chunk, Chunk]) -> tuple[Underway, jax.Array]:
+        chunk, following = pair
+        both = send_chunk(following, rule=rule), multiply_chunk(received, multiply=multiply, rule=rule)
+        received_next, multiplied = jax.lax.optimization_barrier(both)
+        return received_next, finish(chunk, multiplied)
+
+    first = send_chunk(_of_chunks(chunks, 0), rule=rule)
+    last, out_GTD = jax.lax.scan(visit, first, (_of_chunks(chunks, slice(-1)), _of_chunks(chunks, slice(1, None))))
+    out_TD = finish(_of_chunks(chunks, -1), multiply_chunk(last, multiply=multiply, rule=rule))
+    return jnp.concatenate([out_GTD, out_TD[None]])
+
+
+def _of_chunks(chunks: Chunk, which: int | slice) -> Chunk:
+    return Chunk(*(array[which] for array in chunks))

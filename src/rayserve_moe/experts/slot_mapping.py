@@ -1,0 +1,134 @@
+"""From logical experts to slots: which of an expert's slots each token takes.
+
+The maps are arrays of fixed shape that a step takes as arguments: new contents, same program. Without maps, expert i
+lies in slot i.
+"""
+
+# T tokens   K experts per token   P expert slots of all ranks   E experts   R ranks   L layers   N picks = T * K
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.experts.rule import ExpertRule
+
+# A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.
+WHOLE = 1 << 20
+GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples spread evenly over the 32-bit numbers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PlacementArrays:
+    """The maps of all layers on the device, the same on every rank.
+
+    `slots_LP` lists slots by expert. `bounds_LP` says where each one's part of the tokens begins, as expert * WHOLE +
+    that fraction of WHOLE. `slot_for_LER` is the one slot that a rank uses without shares.
+    """
+
+    bounds_LP: jax.Array | np.ndarray
+    slots_LP: jax.Array | np.ndarray
+    slot_for_LER: jax.Array | np.ndarray
+
+
+def placement_arrays(placement: ExpertPlacement) -> PlacementArrays:
+    """Turn a placement into maps, still in host memory.
+
+    Their shapes follow from the numbers of layers, slots, experts and ranks, so a new placement fits the same program.
+    """
+    order_LP = np.argsort(placement.expert_of_slot, axis=1, kind="stable")
+    experts_LP = np.take_along_axis(placement.expert_of_slot, order_LP, axis=1)
+    shares_LP = np.take_along_axis(placement.share_of_slot, order_LP, axis=1).astype(np.float64)
+    ends_LP = np.cumsum(shares_LP, axis=1)
+    is_first_LP = np.diff(experts_LP, axis=1, prepend=-1) != 0
+    starts_LP = ends_LP - shares_LP
+    of_expert_LP = starts_LP - np.maximum.accumulate(np.where(is_first_LP, starts_LP, 0), axis=1)
+    fractions_LP = np.clip(np.rint(of_expert_LP * WHOLE), 0, WHOLE - 1).astype(np.int32)
+    arrays = experts_LP * WHOLE + fractions_LP, order_LP, placement.slot_for
+    return PlacementArrays(*(np.ascontiguousarray(array, dtype=np.int32) for array in arrays))
+
+
+def choose_slots(
+    ids_TK: jax.Array,
+    valid_T: jax.Array,
+    maps: PlacementArrays | None,
+    *,
+    layer: jax.Array,
+    rank: jax.Array,
+    rule: ExpertRule,
+) -> jax.Array:
+    """Slot of every pick, int32 [T, K], over all ranks' slots; `rule.num_slots` where the token is padding.
+
+    `rank` is who dispatches a token: a number, or [T, 1]. Where several ranks choose for the same tokens, give them the
+    same `rank`. ValueError where there are redundant slots and no maps.
+    """
+    if maps is None and rule.num_redundant:
+        raise ValueError(f"{rule.num_redundant} redundant expert slots are of no use without a placement")
+    slots_TK = ids_TK if maps is None else SLOT_CHOICES[rule.slot_choice](ids_TK, valid_T, maps, layer, rank)
+    return jnp.where(valid_T[:, None], slots_TK, rule.num_slots)
+
+
+def _by_shares(
+    ids_TK: jax.Array, valid_T: jax.Array, maps: PlacementArrays, layer: jax.Array, rank: jax.Array
+) -> jax.Array:
+    """Cut an expert's tokens, in their order, into the shares of its slots.
+
+    Token i of n stands at (i + offset) / n, and the offsets of the ranks spread evenly over 0..1. So every rank is
+    within one token of each share, and ranks with a single token use the slots in proportion.
+    """
+    slots_P = maps.slots_LP[layer]
+    _, num_experts, num_ranks = maps.slot_for_LER.shape
+    if slots_P.size == num_experts:
+        return slots_P[ids_TK]
+    index_TK, count_TK = _place_within_expert(ids_TK, valid_T, num_experts)
+    fraction_TK = (index_TK + _offsets(ids_TK, rank, num_ranks)) / jnp.maximum(count_TK, 1)
+    # A slot without a share begins at WHOLE - 1 at the latest, and no token stands there.
+    key_TK = ids_TK * WHOLE + jnp.clip((fraction_TK * WHOLE).astype(jnp.int32), 0, WHOLE - 2)
+    return slots_P[jnp.searchsorted(maps.bounds_LP[layer], key_TK, side="right") - 1]
+
+
+def _by_rank(
+    ids_TK: jax.Array, valid_T: jax.Array, maps: PlacementArrays, layer: jax.Array, rank: jax.Array
+) -> jax.Array:
+    """Use the one slot that the placement names for this rank."""
+    del valid_T
+    return maps.slot_for_LER[layer][ids_TK, rank]
+
+
+def _first(
+    ids_TK: jax.Array, valid_T: jax.Array, maps: PlacementArrays, layer: jax.Array, rank: jax.Array
+) -> jax.Array:
+    """Use the first slot of each expert, whatever its share."""
+    del valid_T, rank
+    place_TK = jnp.searchsorted(maps.bounds_LP[layer], ids_TK * WHOLE, side="left")
+    return maps.slots_LP[layer][place_TK]
+
+
+SlotChoice = Callable[[jax.Array, jax.Array, PlacementArrays, jax.Array, jax.Array], jax.Array]
+
+SLOT_CHOICES: dict[str, SlotChoice] = {"shares": _by_shares, "static": _by_rank, "first": _first}
+
+
+def _offsets(ids_TK: jax.Array, rank: jax.Array, num_ranks: int) -> jax.Array:
+    """A fraction in 0..1 for each pick: even steps over the ranks, from a start of its own for each expert."""
+    step = np.uint32(((1 << 32) // num_ranks) % (1 << 32))
+    turn_TK = jnp.asarray(rank).astype(jnp.uint32) * step + ids_TK.astype(jnp.uint32) * np.uint32(GOLDEN)
+    return (turn_TK >> 8).astype(jnp.float32) / (1 << 24)
+
+
+def _place_within_expert(ids_TK: jax.Array, valid_T: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many earlier tokens chose the same expert, and how many tokens did: both [T, K]. Padding is not counted."""
+    ids_N = jnp.where(valid_T[:, None], ids_TK, num_experts).reshape(-1)
+    order_N = jnp.argsort(ids_N, stable=True)
+    counts_E = jnp.sum(ids_N[:, None] == jnp.arange(num_experts + 1), axis=0, dtype=jnp.int32)
+    first_E = jnp.cumsum(counts_E) - counts_E
+    place_N = (
+        jnp.zeros_like(order_N).at[order_N].set(jnp.arange(order_N.size, dtype=order_N.dtype), unique_indices=True)
+    )
+    return (place_N - first_E[ids_N]).reshape(ids_TK.shape), counts_E[ids_N].reshape(ids_TK.shape)

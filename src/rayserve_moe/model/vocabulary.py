@@ -1,0 +1,58 @@
+"""Both ends of the model, where tables are split by vocabulary over all devices: looking up rows, scoring all words.
+
+Every data rank has tokens of its own, and needs all parts of the tables. So tokens go to the tables, not tables to the
+tokens: ids (or hidden states) of all data ranks are gathered, every device answers for its part of the vocabulary, and
+each data rank gets the answers to its own.
+"""
+
+# T tokens of a data rank   S sampled tokens of a data rank   D model width   V vocabulary (local share in tables)
+# W tokens of all data ranks   C chunks
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.parallel.collectives import sum_to_data_ranks, trade_between_data_ranks, vocabulary_rank
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+GATHERED_BYTES = 64 << 20
+"""Most bytes of the rows of all data ranks that a device holds at once; more tokens are looked up in chunks."""
+
+
+def look_up(table_VD: jax.Array, token_ids_T: jax.Array, *, plan: ParallelPlan) -> jax.Array:
+    """Rows [T, D] of this data rank's tokens, the same on every device of its tensor group."""
+    num_tokens, (_, width) = token_ids_T.shape[0], table_VD.shape
+
+    def look_up_chunk(ids_T: jax.Array) -> jax.Array:
+        rows_WD = _rows_of_my_part(table_VD, plan.gather_data_ranks(ids_T, dim=0), plan)
+        return sum_to_data_ranks(rows_WD, plan, dim=0)
+
+    most = max(1, GATHERED_BYTES // (plan.data_size * width * table_VD.dtype.itemsize))
+    if plan.data_size == 1 or num_tokens <= most:
+        return plan.sum_over_tensor(look_up_chunk(token_ids_T))
+    ids_CT = jnp.pad(token_ids_T, (0, -num_tokens % most)).reshape(-1, most)
+    rows_TD = jax.lax.map(look_up_chunk, ids_CT).reshape(-1, width)[:num_tokens]
+    return plan.sum_over_tensor(rows_TD)
+
+
+def score_all(
+    hidden_SD: jax.Array, score_my_part: Callable[[jax.Array], jax.Array], *, vocab_size: int, plan: ParallelPlan
+) -> jax.Array:
+    """Logits [S, vocab_size] of this data rank's samples, the same on every device of its tensor group.
+
+    `score_my_part` gives the logits of any hidden states [W, D] for this device's share of the vocabulary. Shares
+    beyond `vocab_size` are padding, and cut off.
+    """
+    logits_WV = score_my_part(plan.gather_data_ranks(hidden_SD, dim=0))
+    logits_SV = trade_between_data_ranks(logits_WV, plan, split_dim=0, join_dim=1)
+    return plan.gather_last_dim(logits_SV)[:, :vocab_size]
+
+
+def _rows_of_my_part(table_VD: jax.Array, token_ids_W: jax.Array, plan: ParallelPlan) -> jax.Array:
+    """Rows of the tokens whose row lies on this device, zeros for the others."""
+    local_W = token_ids_W - vocabulary_rank(plan) * table_VD.shape[0]
+    here_W = (local_W >= 0) & (local_W < table_VD.shape[0])
+    return jnp.where(here_W[:, None], table_VD[jnp.where(here_W, local_W, 0)], 0)

@@ -1,0 +1,130 @@
+"""Rows, pages and cached prefixes of one data-parallel rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rayserve_moe.scheduling.pages import PageAllocator
+from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
+from rayserve_moe.scheduling.row_table import RowTable
+from rayserve_moe.scheduling.sequence import Sequence
+
+EVICTION_BATCH = 16
+"""Cached pages given up at once, where there are as many: the next few allocations then find free ones."""
+
+
+class DataRank:
+    """What one rank owns. Its sequences, pages and cached prefixes are nobody else's.
+
+    `running` are the sequences in its rows, oldest first; `prefilling` those among them whose known tokens are not all
+    computed yet; the others decode.
+    """
+
+    def __init__(self, index: int, rows: range, *, num_pages: int, table: RowTable) -> None:
+        self.index = index
+        self.rows = rows
+        self.allocator = PageAllocator(num_pages)
+        self.tree = PrefixTree(self.allocator, page_size=table.page_size)
+        self.free_rows = list(reversed(rows))
+        self.running: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self._table = table
+        self._decoding: np.ndarray | None = None
+        self._num_flushes = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free, or cached and not in use."""
+        return self.allocator.num_free + self.tree.num_evictable
+
+    @property
+    def decoding_rows(self) -> np.ndarray:
+        """Rows of the sequences that decode, oldest first, intp (numpy is slower with other indices)."""
+        if self._decoding is None:
+            prompts = {sequence.row for sequence in self.prefilling}
+            self._decoding = np.asarray([s.row for s in self.running if s.row not in prompts], np.intp)
+        return self._decoding
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that it would find cached here."""
+        return self.tree.match_length(sequence.namespace, self._reusable_tokens(sequence))
+
+    def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
+        """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
+        prefix = self.tree.match(sequence.namespace, self._reusable_tokens(sequence))
+        self.tree.lock(prefix)
+        return prefix
+
+    def admit(self, sequence: Sequence, prefix: CachedPrefix) -> None:
+        """Make a sequence the youngest running one; it starts after its cached prefix, whose lock it takes over."""
+        row = self.free_rows.pop()
+        self._table.take(row, sequence)
+        sequence.data_rank, sequence.prefix, sequence.num_flushes = self.index, prefix, self._num_flushes
+        self.allocator.share(prefix.page_ids)
+        self._table.extend(row, prefix.page_ids, generations=self.allocator.generations[prefix.page_ids])
+        self._table.num_computed[row] = prefix.num_tokens
+        self.running.append(sequence)
+        self.prefilling.append(sequence)
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """Move a sequence on whose known tokens are all computed."""
+        self.prefilling.remove(sequence)
+        self._decoding = None
+
+    def dismiss(self, sequence: Sequence) -> None:
+        """Take a running sequence out of its row; it keeps its pages."""
+        self.free_rows.append(sequence.row)
+        self._table.leave(sequence)
+        self.running.remove(sequence)
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        self._decoding = None
+
+    def take_pages(self, count: int) -> np.ndarray | None:
+        """Allocate pages, evicting cached ones where too few are free; None where that is not enough."""
+        pages = self.allocator.allocate(count)
+        if pages is None and self.num_available >= count:
+            self.tree.evict(max(count - self.allocator.num_free, EVICTION_BATCH))
+            pages = self.allocator.allocate(count)
+        return pages
+
+    def cache_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others find the whole pages among the first `num_tokens` of a sequence; they stay locked for it.
+
+        What was computed before a flush is not cached after it.
+        """
+        num_pages = min(num_tokens // self._table.page_size, len(sequence.pages))
+        assert sequence.prefix is not None, "only a sequence that was admitted has computed pages"
+        if num_pages <= len(sequence.prefix.page_ids) or sequence.num_flushes != self._num_flushes:
+            return
+        token_ids = sequence.tokens(0, num_pages * self._table.page_size)
+        longer = self.tree.insert(sequence.namespace, token_ids, page_ids=sequence.pages[:num_pages])
+        self.tree.lock(longer)
+        self.tree.unlock(sequence.prefix)
+        sequence.prefix = longer
+
+    def give_up_pages(self, sequence: Sequence) -> None:
+        """Take all pages from a sequence that has left its row."""
+        if sequence.prefix is not None:
+            self.tree.unlock(sequence.prefix)
+            sequence.prefix = None
+        self.allocator.release(sequence.let_go())
+
+    def flush(self) -> None:
+        """Forget all cached prefixes; running sequences keep their pages."""
+        self.tree.clear()
+        self._num_flushes += 1
+
+    def check_integrity(self) -> None:
+        """Assert that pages, prefixes and rows of this rank add up against an independent count."""
+        self.tree.check_integrity()
+        self.allocator.check_integrity([*(s.pages for s in self.running), self.tree.held_page_ids()])
+        num_unshared = int((self.allocator.references(self.tree.held_page_ids()) == 1).sum())
+        assert self.tree.num_evictable <= num_unshared, "pages in use are taken for evictable ones"
+        taken = [sequence.row for sequence in self.running]
+        assert sorted(taken + self.free_rows) == list(self.rows), "rows are lost or shared"
+        assert all(sequence in self.running for sequence in self.prefilling), "a prompt is computed without a row"
+
+    def _reusable_tokens(self, sequence: Sequence) -> np.ndarray:
+        """All known tokens but the last, which has to be computed to sample after it."""
+        return sequence.tokens(0, sequence.num_tokens - 1)

@@ -1,0 +1,297 @@
+"""The prefix cache: which runs of tokens have their keys and values in which pages, least recently used dropped first.
+
+It knows pages and token ids only. Who runs, and when room must be made, is decided by its caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe.scheduling.pages import NULL_PAGE, PageAllocator
+
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One edge of the tree: a run of whole pages that continues what `parent` holds. A root has no parent and no run.
+
+    `run` is the int32 token ids as bytes, so that one comparison of memory tells whether a prompt goes along it.
+    `key` is the node's place among its parent's children. `end` counts pages from the root to the end of the run.
+    `num_locks` counts the locks on this node and below, `num_own_locks` those that end here.
+    """
+
+    key: Any = None
+    parent: _Node | None = None
+    run: bytes = b""
+    page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    end: int = 0
+    last_used: int = 0
+    children: dict[Any, _Node] = field(default_factory=dict)
+    num_locks: int = 0
+    num_own_locks: int = 0
+    is_queued: bool = False
+
+    @property
+    def is_evictable(self) -> bool:
+        return not self.children and not self.num_locks and self.parent is not None
+
+    def path_up(self) -> Iterator[_Node]:
+        """This node and all above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def below(self) -> Iterator[_Node]:
+        """All nodes under this one, each after its parent."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    """A cached run of whole pages, `page_ids` int32 [n] in the order of the tokens; sure to stay only while locked."""
+
+    page_ids: np.ndarray
+    num_tokens: int
+    node: _Node = field(repr=False)
+
+
+class PrefixTree:
+    """A radix tree over whole pages that keeps one reference of its own to every page in it.
+
+    Namespaces never see each other. Whoever holds pages of the tree holds a lock on their prefix, or lets go of them
+    before the next `evict`: with that, `num_evictable` is exact. `num_cached_pages` counts what can be matched.
+    Pages from before a `clear` are not to be inserted after it.
+    """
+
+    def __init__(self, allocator: PageAllocator, *, page_size: int) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size {page_size}: a page holds at least 1 token")
+        self._allocator = allocator
+        self._page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._root = _Node()
+        self._cleared = _Node()  # above the paths that were cleared while they were locked
+        self._queue = _LeafQueue()
+        self._clock = 0
+        self.num_cached_pages = 0
+        self.num_evictable = 0
+
+    def match(self, namespace: Hashable, token_ids: np.ndarray) -> CachedPrefix:
+        """The longest cached run of whole pages at the start of `token_ids` int32 [T]; marks it as used now."""
+        return self._use(self._end_at(namespace, token_ids))
+
+    def match_length(self, namespace: Hashable, token_ids: np.ndarray) -> int:
+        """How many tokens `match` would find, without marking anything as used."""
+        node, num_pages = self._find(namespace, token_ids)
+        return (node.end - len(node.page_ids) + num_pages) * self._page_size
+
+    def insert(self, namespace: Hashable, token_ids: np.ndarray, *, page_ids: np.ndarray) -> CachedPrefix:
+        """Cache `token_ids` int32 [n * page_size], whose keys and values lie in `page_ids` int32 [n]; used now.
+
+        Where a run is cached already, the tree keeps its own pages: the prefix returned names those. The caller keeps
+        its references.
+        """
+        assert len(token_ids) == len(page_ids) * self._page_size, "only whole pages can be cached"
+        node = self._end_at(namespace, token_ids)
+        added = np.array(page_ids[node.end :], np.int32)
+        if len(added):
+            self._allocator.share(added)
+            run = np.asarray(token_ids[node.end * self._page_size :], np.int32).tobytes()
+            key = run[: self._page_bytes] if node.parent else (namespace, run[: self._page_bytes])
+            node.children[key] = _Node(key, node, run, added, node.end + len(added))
+            node = node.children[key]
+            self.num_cached_pages += len(added)
+            self.num_evictable += len(added)
+        return self._use(node)
+
+    def lock(self, prefix: CachedPrefix) -> None:
+        """Keep everything on the way to the end of `prefix` until as many calls of `unlock`."""
+        node = _end_of(prefix)
+        node.num_own_locks += 1
+        for passed in node.path_up():
+            if passed.num_locks == 0:
+                self.num_evictable -= len(passed.page_ids)
+            passed.num_locks += 1
+
+    def unlock(self, prefix: CachedPrefix) -> None:
+        """Take back one `lock`; pages that were cleared meanwhile go with their last lock."""
+        node = _end_of(prefix)
+        assert node.num_own_locks > 0, "a prefix is unlocked more often than it was locked"
+        node.num_own_locks -= 1
+        path = list(node.path_up())
+        for passed in path:
+            passed.num_locks -= 1
+        idle = [passed for passed in path if passed.num_locks == 0]
+        if path and path[-1].parent is self._cleared:
+            self._drop(idle)
+        else:
+            self.num_evictable += sum(len(passed.page_ids) for passed in idle)
+            self._queue.add(node)
+
+    def evict(self, num_pages: int) -> int:
+        """Drop what was used least recently until `num_pages` became free, or all that can; returns how many did."""
+        num_free = self._allocator.num_free
+        while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self._queue.pop()):
+            self._shorten(leaf, min(missing, len(leaf.page_ids)))
+        return self._allocator.num_free - num_free
+
+    def clear(self, namespace: Hashable = None) -> None:
+        """Forget a namespace, or all of them for None: nothing of it is matched again. Locked pages wait for unlock."""
+        tops = [node for key, node in self._root.children.items() if namespace is None or key[0] == namespace]
+        unlocked: list[_Node] = []
+        for top in tops:
+            del self._root.children[top.key]
+            # A key of its own: the same prefix may come here again while this one still waits.
+            top.key, top.parent = object(), self._cleared
+            self._cleared.children[top.key] = top
+            for node in (top, *top.below()):
+                self.num_cached_pages -= len(node.page_ids)
+                if node.num_locks == 0:
+                    self.num_evictable -= len(node.page_ids)
+                    unlocked.append(node)
+        if tops:
+            self._drop(unlocked)
+            self._queue = _LeafQueue(self._root.below())
+
+    def held_page_ids(self) -> np.ndarray:
+        """Every page the tree holds a reference to, int32, with those that wait for their last unlock."""
+        return _pages_of([*self._root.below(), *self._cleared.below()])
+
+    def check_integrity(self) -> None:
+        """Assert that structure, locks, counts and eviction queue agree with an independent walk over the tree."""
+        cached, waiting = list(self._root.below()), list(self._cleared.below())
+        for node in (*cached, *waiting):
+            above, num_locks_below = node.parent, sum(child.num_locks for child in node.children.values())
+            assert above is not None and above.children.get(node.key) is node, "a node is not where its parent has it"
+            assert len(node.run) == len(node.page_ids) * self._page_bytes > 0, "tokens and pages of a node differ"
+            assert node.end == above.end + len(node.page_ids), "a node ends elsewhere"
+            assert above.parent is None or node.key == node.run[: self._page_bytes], "a node goes by another page"
+            assert above.parent is None or node.last_used <= above.last_used, "a node was used without the way to it"
+            assert node.num_locks == node.num_own_locks + num_locks_below, "locks are miscounted"
+        assert all(node.num_locks for node in waiting), "a cleared page waits without a lock"
+        page_ids, held = _pages_of(cached), self.held_page_ids()
+        assert len(np.unique(page_ids)) == len(page_ids) == self.num_cached_pages, "cached pages are miscounted"
+        evictable = _pages_of(node for node in cached if node.num_locks == 0)
+        assert len(evictable) == self.num_evictable, "evictable pages are miscounted"
+        assert NULL_PAGE not in held and self._allocator.references(held).all(), "a page is held without a reference"
+        self._queue.check_integrity(cached)
+
+    def _find(self, namespace: Hashable, token_ids: np.ndarray) -> tuple[_Node, int]:
+        """The node in which the longest cached start of `token_ids` ends, and how many of its pages belong to it."""
+        run = np.asarray(token_ids, np.int32).tobytes()
+        node, place, width = self._root, 0, self._page_bytes
+        child = node.children.get((namespace, run[:width]))
+        while child is not None:
+            node = child
+            if not run.startswith(node.run, place):
+                return node, _num_common_tokens(run[place:], node.run) // self._page_size
+            place += len(node.run)
+            child = node.children.get(run[place : place + width])
+        return node, len(node.page_ids)
+
+    def _end_at(self, namespace: Hashable, token_ids: np.ndarray) -> _Node:
+        """The node that ends where the longest cached start of `token_ids` ends, split in two if need be.
+
+        The lower half stays the end of every prefix that knows it, so that locks are taken back along the same way.
+        """
+        node, num_pages = self._find(namespace, token_ids)
+        above, cut, rest = node.parent, num_pages * self._page_bytes, len(node.page_ids) - num_pages
+        if not rest or above is None:
+            return node
+        pages = node.page_ids[:num_pages].copy()
+        head = _Node(node.key, above, node.run[:cut], pages, node.end - rest, num_locks=node.num_locks)
+        above.children[head.key] = head
+        node.run, node.page_ids = node.run[cut:], node.page_ids[num_pages:].copy()
+        node.key, node.parent = node.run[: self._page_bytes], head
+        head.children[node.key] = node
+        return head
+
+    def _use(self, node: _Node) -> CachedPrefix:
+        """Mark everything on the way to `node` as used now."""
+        self._clock += 1
+        path = list(node.path_up())
+        for passed in path:
+            passed.last_used = self._clock
+        self._queue.add(node)
+        return CachedPrefix(_pages_of(reversed(path)), node.end * self._page_size, node)
+
+    def _shorten(self, leaf: _Node, count: int) -> None:
+        """Let go of the last `count` pages of an unlocked leaf, and of the leaf with its last one."""
+        kept, above = len(leaf.page_ids) - count, leaf.parent
+        self.num_cached_pages -= count
+        self.num_evictable -= count
+        if kept:
+            self._allocator.release(leaf.page_ids[kept:])
+            leaf.page_ids, leaf.run = leaf.page_ids[:kept].copy(), leaf.run[: kept * self._page_bytes]
+            leaf.end -= count
+        else:
+            self._drop([leaf])
+        self._queue.add(leaf if kept or above is None else above)
+
+    def _drop(self, nodes: list[_Node]) -> None:
+        """Take nodes out, where all below them goes too, and let go of their pages."""
+        self._allocator.release(_pages_of(nodes))
+        for node in nodes:
+            assert node.parent is not None, "a node is dropped twice"
+            del node.parent.children[node.key]
+            node.parent, node.end = None, -1
+
+
+class _LeafQueue:
+    """Leaves by their last use. What has happened to one since it came is looked at only when its turn comes."""
+
+    def __init__(self, nodes: Iterable[_Node] = ()) -> None:
+        self._heap: list[tuple[int, int, _Node]] = []  # last use when queued, tie-break, node
+        for node in nodes:
+            node.is_queued = False
+            self.add(node)
+
+    def add(self, node: _Node) -> None:
+        """Queue a node where it can be evicted, once."""
+        if node.is_evictable and not node.is_queued:
+            node.is_queued = True
+            heappush(self._heap, (node.last_used, id(node), node))
+
+    def pop(self) -> _Node | None:
+        """Take out the evictable leaf that was used least recently, if there is one."""
+        while self._heap:
+            last_used, _, node = heappop(self._heap)
+            node.is_queued = False
+            if node.is_evictable and node.last_used == last_used:
+                return node
+            self.add(node)
+        return None
+
+    def check_integrity(self, cached: list[_Node]) -> None:
+        """Assert that each evictable node of `cached` is queued, once, and by no later time than its last use."""
+        queued = {node for _, _, node in self._heap}
+        assert len(queued) == len(self._heap) and queued <= set(cached), "a node is queued twice, or after its end"
+        assert queued == {node for node in cached if node.is_queued}, "a node has lost its place in the queue"
+        assert queued >= {node for node in cached if node.is_evictable}, "a leaf is not queued"
+        assert all(last_used <= node.last_used for last_used, _, node in self._heap), "a node is queued too late"
+
+
+def _num_common_tokens(run: bytes, other: bytes) -> int:
+    size = min(len(run), len(other))
+    differs = np.frombuffer(run[:size], np.int32) != np.frombuffer(other[:size], np.int32)
+    return int(differs.argmax()) if differs.any() else len(differs)
+
+
+def _end_of(prefix: CachedPrefix) -> _Node:
+    assert prefix.node.end == len(prefix.page_ids), "the prefix was evicted"
+    return prefix.node
+
+
+def _pages_of(nodes: Iterable[_Node]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int32), *(node.page_ids for node in nodes)])

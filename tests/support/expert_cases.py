@@ -1,0 +1,157 @@
+"""A MoE layer on a mesh of emulated devices, its dense definition in float64, and placements to run it with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
+from rayserve_moe.experts.layer import apply_experts
+from rayserve_moe.experts.local import ExpertWeights
+from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
+
+NUM_LAYERS = 2
+
+
+def plan_of(data: int, tensor: int) -> ParallelPlan:
+    devices = np.asarray(jax.devices()[: data * tensor]).reshape(data, tensor)
+    return ParallelPlan(Mesh(devices, (DATA, TENSOR)))
+
+
+def shuffled(placement: ExpertPlacement, seed: int) -> ExpertPlacement:
+    """The same replicas per rank under other names, at other places, with uneven shares."""
+    generator = np.random.default_rng(seed)
+    layers = []
+    for experts in placement.expert_of_slot:
+        by_rank = generator.permutation(placement.num_experts)[experts].reshape(placement.ep_size, -1)
+        layers.append(generator.permuted(generator.permutation(by_rank), axis=1).reshape(-1))
+    experts = np.stack(layers)
+    parts = generator.random(experts.shape) + 0.05
+    totals = np.stack([np.bincount(e, p, placement.num_experts)[e] for e, p in zip(experts, parts, strict=True)])
+    return placement_from(experts, parts / totals, num_experts=placement.num_experts, ep_size=placement.ep_size)
+
+
+@dataclass(frozen=True)
+class MoeCase:
+    """Sizes of a MoE layer and its tokens: `num_tokens` for each data rank, some of them padding."""
+
+    num_tokens: int = 19
+    num_experts: int = 16
+    top_k: int = 4
+    width: int = 16
+    inner: int = 8
+    valid_share: float = 0.8
+    seed: int = 0
+    dtype: str = "float32"
+
+    @cached_property
+    def router(self) -> np.ndarray:
+        return self._random("router", self.width, self.num_experts)
+
+    @cached_property
+    def weights(self) -> list[np.ndarray]:
+        """Gate, up and down by logical expert, [layers, experts, ...]."""
+        shapes = [("gate", self.width, self.inner), ("up", self.width, self.inner), ("down", self.inner, self.width)]
+        return [self._random(name, NUM_LAYERS, self.num_experts, a, b) / a**0.5 for name, a, b in shapes]
+
+    def hidden(self, data: int) -> np.ndarray:
+        return self._random("hidden", data * self.num_tokens, self.width)
+
+    def valid(self, data: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, 9]).random(data * self.num_tokens) < self.valid_share
+
+    def _random(self, name: str, *shape: int) -> np.ndarray:
+        generator = np.random.default_rng([self.seed, len(name), ord(name[0])])
+        return generator.standard_normal(shape).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class MoeResult:
+    """Outputs of all data ranks: sums [W, D], ids [W, K], counts per data rank [data, E]."""
+
+    out: np.ndarray
+    ids: np.ndarray
+    counts: np.ndarray
+
+
+class MoeRun:
+    """One compiled layer: call it with tokens and a placement, again with others of the same shape."""
+
+    def __init__(self, case: MoeCase, plan: ParallelPlan, *, backend: str, num_redundant: int = 0, **rule) -> None:
+        self.case, self.plan = case, plan
+        self.rule = ExpertRule(
+            case.num_experts, case.top_k, True, rule.pop("kernel", "blocks"), plan, num_redundant, backend, **rule
+        )
+        split, whole = PartitionSpec(DATA), PartitionSpec()
+        slots = plan.partition(("layers", "expert_slots", None, None))
+        self.compiled = jax.jit(
+            jax.shard_map(
+                self._on_device,
+                mesh=plan.mesh,
+                in_specs=(split, whole, split, slots, whole, whole),
+                out_specs=split,
+                check_vma=False,
+            )
+        )
+
+    def __call__(self, placement: ExpertPlacement | None = None, *, layer: int = 1, **changes) -> MoeResult:
+        """Run one layer; `changes` replace hidden, router or valid."""
+        data = self.plan.mesh.shape[DATA]
+        case, maps = self.case, None
+        experts = np.tile(np.arange(case.num_experts), (NUM_LAYERS, 1))
+        if placement is not None:
+            experts, maps = placement.expert_of_slot, placement_arrays(placement)
+        slots = [np.take_along_axis(w, experts[:, :, None, None], axis=1) for w in case.weights]
+        inputs = {"hidden": case.hidden(data), "router": case.router, "valid": case.valid(data)} | changes
+        hidden = inputs["hidden"].astype(jax.numpy.dtype(case.dtype))
+        slots = [array.astype(hidden.dtype) for array in slots]
+        arrays = self.compiled(hidden, inputs["router"], inputs["valid"], slots, maps, np.int32(layer))
+        return MoeResult(*map(np.asarray, arrays))
+
+    def _on_device(self, hidden, router, valid, stacked, maps, layer):
+        flat = ExpertWeights(*(array.reshape(-1, *array.shape[2:]) for array in stacked))
+        result = apply_experts(hidden, router, flat, layer=layer, valid_T=valid, rule=self.rule, maps=maps)
+        return *result[:2], result[2][None]
+
+
+def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:
+    """Every token by every expert it chose, in float64; padding gives zeros."""
+    inputs = {"hidden": case.hidden(data), "router": case.router, "valid": case.valid(data)} | changes
+    hidden, valid = inputs["hidden"].astype(np.float64), inputs["valid"]
+    logits = hidden @ inputs["router"].astype(np.float64)
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, : case.top_k]
+    scores = np.exp(np.take_along_axis(logits, ids, axis=1) - logits.max(axis=1, keepdims=True))
+    gates = scores / scores.sum(axis=1, keepdims=True)
+    out = np.zeros_like(hidden)
+    w_gate, w_up, w_down = (w[layer].astype(np.float64) for w in case.weights)
+    for token, pick in np.argwhere(np.broadcast_to(valid[:, None], ids.shape)):
+        expert, row = ids[token, pick], hidden[token]
+        gate = row @ w_gate[expert]
+        out[token] += gates[token, pick] * ((gate / (1 + np.exp(-gate)) * (row @ w_up[expert])) @ w_down[expert])
+    counts = [
+        np.bincount(i[v].reshape(-1), minlength=case.num_experts)
+        for i, v in zip(np.split(ids, data), np.split(valid, data), strict=True)
+    ]
+    return MoeResult(out, ids.astype(np.int32), np.stack(counts))
+
+
+def placements_for(case: MoeCase, plan: ParallelPlan, num_redundant: int) -> list[ExpertPlacement]:
+    """Identity, then two shuffled ones."""
+    ranks = plan.num_expert_ranks
+    identity = identity_placement(NUM_LAYERS, case.num_experts, ep_size=ranks, num_redundant=num_redundant)
+    return [identity, shuffled(identity, 1), shuffled(identity, 2)]
+
+
+def all_to(experts: range, case: MoeCase, data: int) -> dict[str, np.ndarray]:
+    """Changes with which every token chooses among `experts` only, in an order of its own."""
+    hidden, router = case.hidden(data), case.router * 0.1
+    hidden[:, 0] = 1.0
+    router[0] = -50.0
+    router[0, experts.start : experts.stop] = 0.0
+    return {"hidden": hidden, "router": router}

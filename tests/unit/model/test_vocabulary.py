@@ -1,0 +1,82 @@
+"""Tables split by vocabulary over all devices answer as whole tables do, each data rank for its own tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from rayserve_moe.model import vocabulary
+from rayserve_moe.model.vocabulary import look_up, score_all
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
+NUM_WORDS, NUM_ROWS, WIDTH, NUM_TOKENS = 29, 32, 6, 5
+BY_RANK, WHOLE = PartitionSpec("data"), PartitionSpec()
+
+
+def plan_of(layout: tuple[int, int]) -> ParallelPlan:
+    return plan_for(jax.devices()[: layout[0] * layout[1]], data_size=layout[0])
+
+
+def drawn_table() -> np.ndarray:
+    """A table whose last rows are padding: words that must never be chosen, though their scores would be high."""
+    table = np.random.default_rng(0).standard_normal((NUM_ROWS, WIDTH)).astype(np.float32)
+    table[NUM_WORDS:] = 100
+    return table
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chunk", [NUM_TOKENS, 2, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_those_of_the_whole_table(layout, chunk, dtype, monkeypatch):
+    plan, table = plan_of(layout), drawn_table().astype(dtype)
+    monkeypatch.setattr(vocabulary, "GATHERED_BYTES", chunk * plan.data_size * WIDTH * table.itemsize)
+    ids = np.random.default_rng(1).integers(0, NUM_WORDS, (plan.data_size, NUM_TOKENS))
+    ids[0] = [0, NUM_WORDS - 1, 3, 4, 3]
+
+    def on_device(table, ids):
+        return look_up(table, ids[0], plan=plan)[None]
+
+    parts = (plan.partition(("vocabulary", "model")), BY_RANK)
+    run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=parts, out_specs=BY_RANK, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(run)(table, ids), table[ids])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_those_of_the_whole_head_without_its_padding(layout):
+    plan, table = plan_of(layout), drawn_table()
+    hidden = np.random.default_rng(2).standard_normal((plan.data_size, NUM_TOKENS, WIDTH)).astype(np.float32)
+    everywhere = PartitionSpec(("data", "tensor"))
+
+    def on_device(table, hidden):
+        score = partial(jnp.einsum, "VD,SD->SV", table)
+        return score_all(hidden[0], score, vocab_size=NUM_WORDS, plan=plan)[None]
+
+    parts = (plan.partition(("vocabulary", "model")), BY_RANK)
+    run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=parts, out_specs=everywhere, check_vma=False)
+    found = np.asarray(jax.jit(run)(table, hidden)).reshape(*layout, NUM_TOKENS, NUM_WORDS)
+    expected = hidden.astype(np.float64) @ table[:NUM_WORDS].T
+    for of_tensor_rank in found.swapaxes(0, 1):
+        np.testing.assert_allclose(of_tensor_rank, expected, atol=1e-5)
+        np.testing.assert_array_equal(of_tensor_rank, found[:, 0])
+
+
+def test_one_data_rank_needs_no_other():
+    """Neither a gather of tokens nor a trade of scores is in the program."""
+    plan = plan_of((1, 2))
+
+    def on_device(table, ids):
+        hidden = look_up(table, ids, plan=plan)
+        return score_all(hidden, lambda rows: rows @ table.T, vocab_size=NUM_ROWS, plan=plan)
+
+    parts = (plan.partition(("vocabulary", "model")), WHOLE)
+    run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=parts, out_specs=WHOLE, check_vma=False)
+    text = jax.jit(run).lower(drawn_table(), np.zeros(NUM_TOKENS, np.int32)).as_text()
+    counts = [text.count(f"stablehlo.{name}") for name in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")]
+    assert counts == [1, 1, 0, 0]
