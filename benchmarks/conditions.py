@@ -16,6 +16,7 @@ import jax
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, resolve_model_path
 from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.inprocess.engine import Engine
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "ray", "transformers", "torch")
@@ -52,6 +53,17 @@ def machine_facts(load_before: float) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "load_before": round(load_before, 2),
         "versions": {name: metadata.version(name) for name in PACKAGES if util.find_spec(name)},
+    }
+
+
+def conditions(engine: Engine, *, size: str, repeats: int, load_before: float) -> dict[str, Any]:
+    """Begin a result of one of our engines on the synthetic checkpoint `size`: all of the above, dtype and devices."""
+    return {
+        "size": size,
+        "repeats": repeats,
+        "machine": machine_facts(load_before),
+        "num_parameters": num_parameters(checkpoint_of(size)),
+        "ours": {"dtype": str(engine.runner.dtype), "devices": engine.runner.rule.plan.mesh.size},
     }
 
 

@@ -17,7 +17,7 @@ CLOCK = ("steps", *(f"{part}_s" for part in PARTS))
 def run_engine(
     engine: Engine, workload: Workload, *, prompts: list[list[int]], seed: int, return_routed_experts: bool = False
 ) -> tuple[dict[str, float], list[list[int]]]:
-    """Generate; returns the run and the output ids of every choice. RuntimeError where it did less than its workload."""
+    """Generate; returns the run and the output ids of every choice. RuntimeError where its work was not done."""
     sampling = {
         "max_new_tokens": workload.num_new_tokens,
         "n": workload.n,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 Run = Mapping[str, float]
 
 PARTS = ("schedule", "pack", "transport", "device", "commit")
+HOST_PARTS = ("schedule", "pack", "commit")
 OUTSIDE = "outside"
 
 
@@ -42,6 +43,17 @@ def rate(count: float, runs: Sequence[Run]) -> Spread:
 def speed_ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Spread:
     """How many times as fast ours were, run by run. Run i of one is the neighbour in time of run i of the other."""
     return spread(their["seconds"] / our["seconds"] for our, their in zip(ours, theirs, strict=True))
+
+
+def paired_ratio(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
+    """How many times theirs ours was, value by value; neighbours in time stand at the same place."""
+    return spread(our / their for our, their in zip(ours, theirs, strict=True))
+
+
+def milliseconds_per_step(runs: Sequence[Run], parts: Iterable[str]) -> Spread:
+    """Time of some parts of the step clock together, per step."""
+    names = [f"{part}_s" for part in parts]
+    return spread(1e3 * sum(run[name] for name in names) / run["steps"] for run in runs)
 
 
 def steps_per_second(runs: Sequence[Run]) -> Spread:

@@ -103,7 +103,7 @@ def main() -> None:
         engine = stack.enter_context(Engine(str(path), devices_per_host=arguments.devices))
         peer = stack.enter_context(TransformersPeer(path, arguments.transformers_dtype)) if with_peer else None
         result["machine"] = machine_facts(load_before)
-        result["num_parameters"] = sum(leaf.size for leaf in jax.tree.leaves(engine.runner.weights.params))
+        result["num_parameters"] = num_parameters(path)
         result["ours"] = {"dtype": str(engine.runner.dtype), "devices": arguments.devices}
         result["theirs"] = peer.facts if peer else None
         result["workloads"] = {

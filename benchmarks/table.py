@@ -1,72 +1,62 @@
-"""Markdown tables from result files: `python -m benchmarks.table benchmarks/results/*.json`."""
+"""Markdown tables from result files: those named, or all that are kept in benchmarks/results.
+
+python -m benchmarks.table [benchmarks/results/small.json ...]
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import OUTSIDE, PARTS, rate, speed_ratio, step_parts, steps_per_second
-from benchmarks.workloads import Workload
+from benchmarks.sections import SECTIONS
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    """Print the tables of every file named on the command line."""
-    print("\n\n".join(tables(json.loads(Path(name).read_text(encoding="utf-8"))) for name in sys.argv[1:]))
+    """Print the tables of every file; under its name where none was named."""
+    if files := sys.argv[1:]:
+        print("\n\n".join(tables(_read(Path(name))) for name in files))
+    else:
+        found = {file.name: tables(_read(file)) for file in sorted(RESULTS.glob("*.json"))}
+        print("\n\n".join(f"### {name}\n\n{text}" for name, text in found.items() if text))
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Render one result: what ran where, rates beside transformers', and where a step's time goes."""
-    return "\n\n".join([_conditions(result), _rates(result), _steps(result)])
+    """Render one result: what ran where, then a table of everything that it holds; empty where it is none of ours."""
+    sections = [section(result[name]) for name, section in SECTIONS.items() if name in result]
+    if sections and "machine" in result:
+        sections.insert(0, _conditions(result))
+    return "\n\n".join(sections)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _conditions(result: dict[str, Any]) -> str:
-    machine, theirs = result["machine"], result["theirs"]
+    machine = result["machine"]
     versions = machine["versions"]
-    peer = "transformers was not run"
-    if theirs:
-        peer = (
-            f"transformers {versions['transformers']} `generate` in {theirs['dtype']} "
-            f"({theirs['experts']}, {theirs['threads']} threads, torch {versions['torch']})"
-        )
+    ours, size = result["ours"], f"{result['num_parameters'] / 1e6:,.0f} M parameters"
+    devices = f"{ours['devices']} {machine['device']} {'device' if ours['devices'] == 1 else 'devices'}"
+    peer = f"; {_peer(result['theirs'], versions)}" if "theirs" in result else ""
     return (
-        f"`{result['size']}` synthetic checkpoint ({result['num_parameters'] / 1e6:,.0f} M parameters), "
-        f"{machine['cpu']}, {machine['cores']} cores; ours computes in {result['ours']['dtype']} on "
-        f"{result['ours']['devices']} {machine['device']} devices (jax {versions['jax']}); {peer}. "
+        f"`{result['size']}` synthetic checkpoint ({size}), {machine['cpu']}, {machine['cores']} cores; "
+        f"ours computes in {ours['dtype']} on {devices} (jax {versions['jax']}){peer}. "
         f"Medians of {result['repeats']} repeats (min-max); "
         f"load average before the start {machine['load_before']:.1f}."
     )
 
 
-def _rates(result: dict[str, Any]) -> str:
-    rows = []
-    for name, measured in result["workloads"].items():
-        workload, ours, theirs = Workload(**measured["workload"]), measured["ours"], measured["theirs"]
-        row = [name, str(workload), rate(workload.total_new_tokens, ours), rate(workload.total_prompt_tokens, ours)]
-        if theirs:
-            row += [rate(workload.total_new_tokens, theirs), speed_ratio(ours, theirs)]
-        rows.append(row)
-    heading = ["", "workload", "output tokens/s", "prompt tokens/s"]
-    return _table(heading + ["transformers, output tokens/s", "ours / theirs"] * bool(result["theirs"]), rows)
-
-
-def _steps(result: dict[str, Any]) -> str:
-    rows = []
-    for name, measured in result["workloads"].items():
-        parts = step_parts(measured["ours"])
-        cells = [f"{milliseconds:.2f} ({share:.1%})" for milliseconds, share in parts.values()]
-        rows.append([name, steps_per_second(measured["ours"]), *cells])
-    return _table(["", "steps/s", *(f"{part}, ms per step" for part in (*PARTS, OUTSIDE))], rows)
-
-
-def _table(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    cells = [list(heading), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+def _peer(theirs: dict[str, Any] | None, versions: dict[str, str]) -> str:
+    if not theirs:
+        return "transformers was not run"
+    return (
+        f"transformers {versions['transformers']} `generate` in {theirs['dtype']} "
+        f"({theirs['experts']}, {theirs['threads']} threads, torch {versions['torch']})"
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ EXPERTS = "grouped_mm"
 
 
 def main() -> None:
-    """Load the model from the directory and in the dtype named on the command line, then serve runs until the input ends."""
+    """Load the model from the directory, in the dtype, named on the command line; serve runs until the input ends."""
     torch.set_num_threads(NUM_THREADS)
     disable_progress_bar()
     answers = sys.stdout

@@ -30,7 +30,9 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
 
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> jax.Array:
         everywhere = jnp.arange(shape.num_tokens)
-        return step_logits(weights, jnp.zeros(pool, jnp.float32), batch, everywhere, rule=runner.rule)[1]
+        return step_logits(
+            weights, jnp.zeros(pool, jnp.float32), batch=batch, sample_places_S=everywhere, rule=runner.rule
+        )[1]
 
     parts = PartitionSpec()
     sharded = jax.shard_map(all_logits, mesh=runner.rule.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
@@ -42,6 +44,8 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
         positions[:] = -1
         ids[:count], positions[:count] = token_ids, np.arange(count)
         slots[:count] = PAGE + np.arange(count)
-        return np.asarray(compiled(runner.weights, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[:count]
+        return np.asarray(compiled(runner.weights, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[
+            :count
+        ]
 
     return of

@@ -19,7 +19,8 @@ from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-CompiledStep = Callable[[ModelWeights, DeviceState, np.ndarray], tuple[DeviceState, StepOutput]]
+CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
+"""Takes ModelWeights, DeviceState and `vectors_NW`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
 
 
@@ -61,7 +62,7 @@ def compile_programs(
     def compile_step(layout: InputLayout) -> CompiledStep:
         vectors = replicated(plan.data_size, len(layout.padding))
         jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
-        return jitted.lower(weights, state, vectors).compile()
+        return jitted.lower(weights, state, vectors_NW=vectors).compile()
 
     def compile_update() -> CompiledUpdate:
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -49,7 +49,7 @@ class RunnerSettings:
     scheduler: SchedulerSettings
     cache: CacheSettings
     replay: ReplaySettings
-    experts: ExpertSettings = ExpertSettings()
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class HostRunner:
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
         self._settings, self._files = settings, open_checkpoint(settings.model.path)
         spec = spec_from_config(self._files.config)
-        self.rule = model_rule(spec, plan, settings.experts)
+        self.rule = model_rule(spec, plan, experts=settings.experts)
         self.placement = first_placement(self.rule)
         platform = plan.mesh.devices.flat[0].platform
         self.dtype = derive.compute_dtype(
@@ -157,7 +157,7 @@ class HostRunner:
         state = self._state
         for vector in updates:
             state = self.programs.update(state, vector)
-        self._state, output = self.programs.steps[packed.shape](self.weights, state, packed.vectors)
+        self._state, output = self.programs.steps[packed.shape](self.weights, state, vectors_NW=packed.vectors)
         output.sampled_N3S.copy_to_host_async()
         if output.topk_ids_MTK is not None:
             output.topk_ids_MTK.copy_to_host_async()

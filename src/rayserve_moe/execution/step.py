@@ -34,16 +34,18 @@ class StepRule:
 
 
 def run_step(
-    weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, *, layout: InputLayout, rule: StepRule
+    weights: ModelWeights, state: DeviceState, *, vectors_NW: jax.Array, layout: InputLayout, rule: StepRule
 ) -> tuple[DeviceState, StepOutput]:
     """Compute one step on every device of the mesh; the output is the same on all of them."""
     plan = rule.model.plan
 
     def on_device(weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array) -> tuple[DeviceState, StepOutput]:
         vector_W = vectors_NW[plan.data_rank()]
-        rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout))
+        rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
         step = unpack(vector_W, rows, layout=layout, page_size=rule.page_size)
-        out, logits_SV = step_logits(weights, state.kv_pages, step.batch, step.sample_places_S, rule=rule.model)
+        out, logits_SV = step_logits(
+            weights, state.kv_pages, batch=step.batch, sample_places_S=step.sample_places_S, rule=rule.model
+        )
         ids_S, logprobs_S, finite_S = sample(logits_SV, step.sampling)
         last_tokens_R = rows.last_tokens_R.at[step.sample_rows_S].set(ids_S, mode="drop")
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
@@ -68,7 +70,7 @@ def run_step(
 
 
 def step_logits(
-    weights: ModelWeights, kv_pages: jax.Array, batch: TokenBatch, sample_places_S: jax.Array, *, rule: ModelRule
+    weights: ModelWeights, kv_pages: jax.Array, *, batch: TokenBatch, sample_places_S: jax.Array, rule: ModelRule
 ) -> tuple[ForwardOutput, jax.Array]:
     """On one device: forward, then float32 logits [S, V] of the tokens at `sample_places_S`."""
     out = forward(weights.params, kv_pages, batch, rule=rule, maps=weights.maps)

@@ -86,7 +86,7 @@ class InputLayout:
         return Sections(*(vector[part] for part in self.slices))
 
 
-def change_pages(rows: RowState, vector_W: jax.Array, layout: InputLayout) -> jax.Array:
+def change_pages(rows: RowState, vector_W: jax.Array, *, layout: InputLayout) -> jax.Array:
     """On one device: the page table with the changes that came with a step."""
     at = layout.slices
     entries = (vector_W[at.change_rows], vector_W[at.change_indices])

@@ -21,7 +21,7 @@ from rayserve_moe.model.transformer import ModelRule, Parameters
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
-def model_rule(spec: ModelSpec, plan: ParallelPlan, experts: ExpertSettings) -> ModelRule:
+def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) -> ModelRule:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread.
 
     The number of redundant experts is lowered until the slots of a layer divide by the devices.

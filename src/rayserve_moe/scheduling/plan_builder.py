@@ -55,7 +55,7 @@ class PlanBuilder:
         self._new_rows: list[Sequence] = []
         self._completed: list[tuple[Sequence, int]] = []
 
-    def add_singles(self, data_rank: int, rows: np.ndarray, starts: np.ndarray) -> None:
+    def add_singles(self, data_rank: int, rows: np.ndarray, *, starts: np.ndarray) -> None:
         """Feed each of `rows` the token it sampled last, at position `starts`, and sample the next."""
         constants = self._table.singles[:, : len(rows)]
         self._chunks.append(_Chunks(data_rank, rows, starts, *constants, self._table.all_true[: len(rows)]))
@@ -84,7 +84,7 @@ class PlanBuilder:
             rows = np.full(len(pages), sequence.row)
             self._page_changes.append((rows, np.arange(first, first + len(pages)), pages.copy()))
 
-    def add_page_each(self, rows: np.ndarray, indices: np.ndarray, page_ids: np.ndarray) -> None:
+    def add_page_each(self, rows: np.ndarray, indices: np.ndarray, *, page_ids: np.ndarray) -> None:
         """Tell the hosts one new page of each row."""
         self._page_changes.append((rows, indices, page_ids))
 

@@ -11,29 +11,11 @@ from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.admission_order import next_to_admit
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import PlanBuilder, Schedule
+from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_commit import commit_tokens
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """What one step may hold on each data-parallel rank, and how much a rank can keep.
-
-    `num_rows` sequences, `step_tokens` prompt tokens in all and `chunk_tokens` of one sequence; `num_pages` pages of
-    `page_size` tokens; sequences of up to `max_tokens`. Without `caches_prefixes` only the choices of one request
-    share pages.
-    """
-
-    num_rows: int
-    step_tokens: int
-    chunk_tokens: int
-    page_size: int
-    num_pages: int
-    max_tokens: int
-    num_data_ranks: int = 1
-    caches_prefixes: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,17 +92,14 @@ class Scheduler:
         """
         builder = PlanBuilder(self._next_step_id, self.table)
         self._next_step_id += 1
-        num_preemptions, budgets = self.num_preemptions, []
-        for rank in self.ranks:
-            rows, starts = self._grow_decoding(rank, builder)
-            budgets.append(self._continue_prefill(rank, builder))
-            if self.num_preemptions != num_preemptions:
-                rows, starts = self._active_rows(rank)
-            if len(rows):
-                builder.add_singles(rank.index, rows, starts)
-                self.table.num_computed[rows] = starts + 1
+        num_preemptions = self.num_preemptions
+        steps = [
+            RankStep(rank, builder, table=self.table, limits=self._limits, preempt=self.preempt) for rank in self.ranks
+        ]
+        for step in steps:
+            step.go_on()
         if self.num_preemptions == num_preemptions:
-            while self._admit_next(builder, budgets):
+            while self._admit_next(steps):
                 pass
         schedule = builder.build(captures_all=captures_all)
         for sequence, _ in schedule.completed:
@@ -134,7 +113,7 @@ class Scheduler:
 
     def commit(self, schedule: Schedule, result: StepResult) -> Commit:
         """Take over what a step sampled; tokens of sequences that have left their row since are dropped."""
-        rows, endings = commit_tokens(self.table, schedule, result)
+        rows, endings = commit_tokens(self.table, schedule, result=result)
         for sequence, epoch in schedule.completed:
             row = sequence.row
             if row == NO_ROW or self.table.epochs[row] != epoch:
@@ -188,107 +167,21 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.row == NO_ROW and len(sequence.pages) == 0, "a waiting sequence has a row or pages"
 
-    def _grow_decoding(self, rank: DataRank, builder: PlanBuilder) -> tuple[np.ndarray, np.ndarray]:
-        """Give every decoding sequence of a rank the page its next token needs, preempting the youngest for room.
-
-        Returns what `_active_rows` does.
-        """
-        table = self.table
-        while True:
-            rows, starts = self._active_rows(rank)
-            is_full = starts >= table.capacities[rows]
-            if not np.count_nonzero(is_full):
-                return rows, starts
-            short = rows[is_full]
-            pages = rank.take_pages(len(short))
-            if pages is not None:
-                indices = table.add_pages(short, pages, generations=rank.allocator.generations[pages])
-                builder.add_page_each(short, indices, pages)
-                return rows, starts
-            self.preempt(rank.running[-1])
-
-    def _active_rows(self, rank: DataRank) -> tuple[np.ndarray, np.ndarray]:
-        """Decoding rows of a rank that still have a token to compute, and its position. One token each: the last."""
-        table, rows = self.table, rank.decoding_rows
-        starts = table.num_computed[rows]
-        is_active = starts < table.targets[rows]
-        if np.count_nonzero(is_active) == len(rows):
-            return rows, starts
-        return rows[is_active], starts[is_active]
-
-    def _continue_prefill(self, rank: DataRank, builder: PlanBuilder) -> int:
-        """Go on with prompts, oldest first; returns what is left of the rank's token budget.
-
-        The youngest sequence makes room where pages are short. None of a rank's decoding ones is in the plan yet.
-        """
-        budget = self._limits.step_tokens
-        for sequence in list(rank.prefilling):
-            length = self._chunk_length(sequence.num_uncomputed, budget) if sequence.row != NO_ROW else 0
-            if length and self._grow(sequence, length, builder):
-                self._add_chunk(sequence, length, builder)
-                budget -= _step_cost(length)
-        return budget
-
-    def _admit_next(self, builder: PlanBuilder, budgets: list[int]) -> bool:
+    def _admit_next(self, steps: list[RankStep]) -> bool:
         """Move one waiting sequence into a row of the rank that has most of it cached; False where it does not fit."""
-        ranks = [rank for rank in self.ranks if rank.free_rows]
-        if not ranks or not self.waiting:
+        open_steps = [step for step in steps if step.rank.free_rows]
+        if not open_steps or not self.waiting:
             return False
+        ranks = [step.rank for step in open_steps]
         place = next_to_admit(self.waiting, cached_tokens=lambda s: max(rank.num_cached(s) for rank in ranks))
         sequence = self.waiting[place]
-        by_cache_and_load = sorted(ranks, key=lambda rank: (-rank.num_cached(sequence), len(rank.running)))
-        for rank in by_cache_and_load:
-            if self._admit_to(rank, sequence, builder, budgets):
+        for step in sorted(open_steps, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
+            if step.admit(sequence):
                 for passed_over in list(self.waiting)[:place]:
                     passed_over.num_passed_over += 1
                 self.waiting.remove(sequence)
                 return True
         return False
-
-    def _admit_to(self, rank: DataRank, sequence: Sequence, builder: PlanBuilder, budgets: list[int]) -> bool:
-        """Start a waiting sequence on `rank` if its known tokens find pages there and the step has room for some."""
-        prefix = rank.lock_prefix(sequence)
-        num_tokens, cached = sequence.num_tokens, prefix.num_tokens
-        length = self._chunk_length(num_tokens - cached, budgets[rank.index])
-        missing = -(-num_tokens // self._limits.page_size) - len(prefix.page_ids)
-        if length == 0 or rank.num_available < missing:
-            rank.tree.unlock(prefix)
-            return False
-        rank.admit(sequence, prefix)
-        if sequence.num_to_recompute:
-            sequence.recomputed = (cached, max(cached, min(sequence.num_to_recompute, sequence.num_prompt_tokens)))
-        else:
-            sequence.num_cached = cached
-        builder.add_row(sequence)
-        grown = self._grow(sequence, length, builder)
-        assert grown, "room was checked before admission"
-        self._add_chunk(sequence, length, builder)
-        budgets[rank.index] -= _step_cost(length)
-        return True
-
-    def _add_chunk(self, sequence: Sequence, length: int, builder: PlanBuilder) -> None:
-        is_last = sequence.num_computed + length == sequence.num_tokens
-        samples = is_last and sequence.num_tokens < sequence.limit
-        builder.add_chunk(sequence, length, samples=samples, completes=is_last)
-        self.table.num_computed[sequence.row] += length
-
-    def _chunk_length(self, uncomputed: int, budget: int) -> int:
-        """Tokens of a prompt that this step computes; a single token always fits, longer chunks take blocks."""
-        wanted = min(uncomputed, self._limits.chunk_tokens)
-        return wanted if wanted == 1 else min(wanted, budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
-
-    def _grow(self, sequence: Sequence, length: int, builder: PlanBuilder) -> bool:
-        """Give `sequence` pages for `length` more tokens; False where it had to make room itself."""
-        rank, held = self.ranks[sequence.data_rank], len(sequence.pages)
-        missing = -(-(sequence.num_computed + length) // self._limits.page_size) - held
-        while (pages := rank.take_pages(max(missing, 0))) is None:
-            victim = rank.running[-1]
-            self.preempt(victim)
-            if victim is sequence:
-                return False
-        self.table.extend(sequence.row, pages, generations=rank.allocator.generations[pages])
-        builder.add_pages(sequence, first=held)
-        return True
 
     def _give_up_pages(self, sequence: Sequence) -> None:
         """Release the pages of a sequence out of its row, and cache what it has computed, submitted steps included.
@@ -310,8 +203,3 @@ class Scheduler:
         assert sequence is not None, f"row {row} has no sequence to end"
         self.end(sequence, reason)
         return sequence
-
-
-def _step_cost(length: int) -> int:
-    """Tokens of the step's budget that a chunk takes: none for a single one, whole blocks for a longer one."""
-    return 0 if length == 1 else -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS

@@ -112,6 +112,13 @@ class Sequence:
         """Allocation each held page belongs to, int64."""
         return self.state.page_generations[: self.state.counters[NUM_PAGES]]
 
+    def note_start(self, num_cached: int) -> None:
+        """Note that it starts to run after `num_cached` cached tokens, for the first time or once more."""
+        if self.num_to_recompute:
+            self.recomputed = (num_cached, max(num_cached, min(self.num_to_recompute, self.num_prompt_tokens)))
+        else:
+            self.num_cached = num_cached
+
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids at positions `[start, stop)`, int32."""
         return self.state.token_ids[start:stop]

@@ -21,7 +21,7 @@ class Committed(NamedTuple):
     endings: list[tuple[int, FinishReason]]
 
 
-def commit_tokens(table: RowTable, schedule: Schedule, result: StepResult) -> Committed:
+def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) -> Committed:
     """Append each sampled token to its row, unless the row has changed hands since the step was planned.
 
     A row whose logits were not finite gets no token, and ends.

@@ -113,7 +113,7 @@ def test_redundancy_is_lowered_until_slots_divide(num_experts, ep_size, wanted, 
 
 @pytest.mark.parametrize("wanted", [0, 3])
 def test_where_nothing_lower_fits_the_smallest_that_does_is_named(wanted):
-    with pytest.raises(PlacementError, match="60 experts .* 8 devices .* fits is 4"):
+    with pytest.raises(PlacementError, match=r"60 experts .* 8 devices .* fits is 4"):
         lowered_redundancy(60, ep_size=8, wanted=wanted)
 
 

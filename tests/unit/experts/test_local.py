@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights
+from rayserve_moe.experts.local import ACTIVATIONS, LOCAL_EXPERTS, ExpertWeights, ProductRule
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
 
-COMPILED = {name: jax.jit(kernel, static_argnames="num_slots") for name, kernel in LOCAL_EXPERTS.items()}
+COMPILED = {name: jax.jit(kernel, static_argnames="rule") for name, kernel in LOCAL_EXPERTS.items()}
 KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
 WIDTH, INNER, NUM_LAYERS = 6, 4, 3
 
@@ -45,12 +45,12 @@ def check(kernel, slots: np.ndarray, num_slots: int, layer: int) -> None:
         jnp.asarray(slots, jnp.int32),
         weights,
         first_slot=jnp.asarray(first_slot, jnp.int32),
-        num_slots=num_slots,
+        rule=ProductRule(num_slots, slots.size / num_slots),
     )
     expected = dense(hidden, slots, weights, first_slot=first_slot, num_slots=num_slots)
-    np.testing.assert_allclose(np.asarray(found), expected, atol=2e-5)
-    elsewhere = slots >= num_slots
-    assert (np.asarray(found)[elsewhere] == 0).all(), "a pick that lies elsewhere adds nothing"
+    assert found.shape == expected.shape
+    here = slots < num_slots
+    np.testing.assert_allclose(np.asarray(found)[here], expected[here], atol=2e-5)
 
 
 @KERNEL
@@ -96,12 +96,33 @@ def test_a_token_does_not_depend_on_its_company(kernel):
     def run(other_hidden: np.ndarray, other_slots: np.ndarray) -> np.ndarray:
         arguments = np.where(is_other, other_hidden, hidden), np.where(is_other, other_slots, slots)
         arrays = (jnp.asarray(arguments[0], jnp.float32), jnp.asarray(arguments[1], jnp.int32))
-        return np.asarray(kernel(*arrays, weights, first_slot=jnp.asarray(0), num_slots=4))[5]
+        return np.asarray(kernel(*arrays, weights, first_slot=jnp.asarray(0), rule=ProductRule(4, 6.0)))[5]
 
     alone = run(hidden, np.full((12, 2), 4))
     for other_slots in (slots, np.full((12, 2), 1), np.full((12, 2), 4)):
         np.testing.assert_allclose(run(hidden * 2, other_slots), alone, atol=1e-6)
         np.testing.assert_allclose(run(hidden * np.nan, other_slots), alone, atol=1e-6)
+
+
+@KERNEL
+def test_rows_may_come_in_parts(kernel):
+    generator = np.random.default_rng(9)
+    hidden = jnp.asarray(generator.standard_normal((12, WIDTH)), jnp.float32)
+    slots = jnp.asarray(generator.integers(0, 4, (12, 2)), jnp.int32)
+    arguments = {"first_slot": 4, "rule": ProductRule(4, 6.0)}
+    in_parts = kernel(hidden.reshape(12, 2, WIDTH // 2), slots, weights_for(4), **arguments)
+    assert in_parts.shape == (12, 2, 2, WIDTH // 2)
+    whole = kernel(hidden, slots, weights_for(4), **arguments)
+    np.testing.assert_array_equal(in_parts.reshape(12, 2, WIDTH), whole)
+
+
+@KERNEL
+def test_the_gate_has_the_activation_of_the_rule(kernel):
+    hidden, weights = jnp.full((3, WIDTH), 0.5), weights_for(1)
+    found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), weights, first_slot=2, rule=ProductRule(1, 3.0, "gelu"))
+    gate, up, down = (array[2] for array in weights)
+    expected = (ACTIVATIONS["gelu"](hidden @ gate) * (hidden @ up)) @ down
+    np.testing.assert_allclose(np.asarray(found)[:, 0], expected, atol=1e-5)
 
 
 def test_every_kernel_that_a_platform_names_exists():

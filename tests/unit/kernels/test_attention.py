@@ -103,22 +103,20 @@ def test_bfloat16_is_exact_but_for_the_last_rounding(kernel):
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_8_bit_pages_are_read_exactly(kernel, dtype):
     case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(20, 5), (140, 5)])
-    exact = case.dense()
-    bound = _bound_of_8_bit_attention(case, relative_error=float(jnp.finfo(dtype).eps) / 2)
     case.pages = case.pages.astype(dtype)
     np.testing.assert_allclose(case.run(kernel), case.dense(), atol=3e-6)
-    assert (np.abs(case.dense() - exact) <= bound).all()
 
 
-def _bound_of_8_bit_attention(case: Case, relative_error: float) -> float:
-    """How far outputs can move when every key and value moves by at most `relative_error` of itself.
-
-    A score moves by at most d, so a weight changes at most by the factor exp(2 d), and the weighted values by that
-    much of the largest value beside their own error. Numbers below the smallest normal one only move less.
-    """
-    keys, values = np.abs(case.pages[:, :, 0::2]).max(), np.abs(case.pages[:, :, 1::2]).max()
-    moved = relative_error * keys * np.abs(case.queries).sum(-1).max() / np.sqrt(case.queries.shape[-1])
-    return values * (np.expm1(2 * moved) + relative_error)
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_8_bit_pages_cost_less_than_the_rounding_of_one_number(dtype):
+    """Rounding errors of many keys and values average out: that of one number, at most 6.25 or
+    12.5 %, bounds what outputs lose in the root mean square."""
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(20, 5), (140, 5)])
+    exact = case.dense()
+    case.pages = case.pages.astype(dtype)
+    error = case.run(KERNELS["reference"]) - exact
+    most = float(jnp.finfo(dtype).eps) / 2
+    assert np.sqrt(np.mean(error**2)) <= most * np.sqrt(np.mean(exact**2))
 
 
 def test_what_8_bits_cannot_hold_becomes_the_largest_number():

@@ -1,0 +1,194 @@
+"""What each part of a result file looks like as tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.figures import (
+    HOST_PARTS,
+    OUTSIDE,
+    PARTS,
+    Run,
+    Spread,
+    milliseconds_per_step,
+    paired_ratio,
+    rate,
+    speed_ratio,
+    spread,
+    step_parts,
+    steps_per_second,
+)
+from benchmarks.markdown import markdown_table
+from benchmarks.workloads import Workload
+
+SIDE_TITLES = {
+    "plain": "as it starts: overlap on, server without routing",
+    "no_overlap": "overlap off",
+    "routing_unasked": "server with routing, nobody asks",
+    "routing_returned": "server with routing, returned to everybody",
+}
+SIDE_RATIOS = {
+    "overlap on / off": ("plain", "no_overlap"),
+    "routing returned / server without": ("routing_returned", "plain"),
+    "routing returned / not asked for": ("routing_returned", "routing_unasked"),
+}
+CPU_TITLES = {
+    "engine": "this process",
+    "host_worker": "host worker",
+    "replica": "replica",
+    "proxy": "proxy",
+    "ray_daemons": "Ray's daemons",
+    "client": "clients",
+}
+
+
+def throughput(workloads: Mapping[str, Any]) -> str:
+    """Rates of each workload beside transformers', and where a step's time goes."""
+    rows = []
+    with_peer = any(measured["theirs"] for measured in workloads.values())
+    for name, measured in workloads.items():
+        workload, ours, theirs = Workload(**measured["workload"]), measured["ours"], measured["theirs"]
+        row = [name, workload, rate(workload.total_new_tokens, ours), rate(workload.total_prompt_tokens, ours)]
+        if with_peer:
+            row += [rate(workload.total_new_tokens, theirs), speed_ratio(ours, theirs)]
+        rows.append(row)
+    heading = ["", "workload", "output tokens/s", "prompt tokens/s"]
+    rates = markdown_table(heading + ["transformers, output tokens/s", "ours / theirs"] * with_peer, rows)
+    return f"{rates}\n\n{_steps({name: measured['ours'] for name, measured in workloads.items()})}"
+
+
+def host_time(points: Mapping[str, Any]) -> str:
+    """Microseconds of host work per decode step, by the number of running sequences."""
+    rows = [
+        [count, *(parts[part]["median"] for part in HOST_PARTS), "{median} ({min}-{max})".format(**parts["host"])]
+        for count, parts in points.items()
+    ]
+    return markdown_table(["running", *(f"{part}, us per step" for part in HOST_PARTS), "together"], rows)
+
+
+def sides(measured: Mapping[str, Any]) -> str:
+    """One workload on differently set engines: rates, their ratios, and where a step's time goes."""
+    workload, runs = Workload(**measured["workload"]), measured["runs"]
+    rates = markdown_table(
+        [f"{measured['name']}: {workload}", "output tokens/s", "host time, ms per step"],
+        [
+            [SIDE_TITLES[side], rate(workload.total_new_tokens, each), milliseconds_per_step(each, HOST_PARTS)]
+            for side, each in runs.items()
+        ],
+    )
+    ratios = markdown_table(
+        ["output tokens/s", "ratio"],
+        [[title, speed_ratio(runs[ours], runs[theirs])] for title, (ours, theirs) in SIDE_RATIOS.items()],
+    )
+    return f"{rates}\n\n{ratios}\n\n{_steps(runs)}"
+
+
+def programs(facts: Mapping[str, Any]) -> str:
+    """What the compiled steps hold of routing."""
+    rows = [
+        [SIDE_TITLES[side], each["step_tokens"], each["instructions"], each["routing_arrays"]]
+        for side, each in facts.items()
+    ]
+    return markdown_table(
+        ["largest compiled step", "tokens", "instructions", "arrays of all routing ids in the program"], rows
+    )
+
+
+def waits(watched: Mapping[str, Sequence[Run]]) -> str:
+    """How long the devices had nothing to do because the host had not started the next step."""
+    rows = [
+        [
+            SIDE_TITLES[side],
+            _percent(spread(run["waited_share"] for run in runs)),
+            spread(1e6 * run["waited_s"] / run["steps"] for run in runs),
+        ]
+        for side, runs in watched.items()
+    ]
+    return markdown_table(["devices wait for the host", "share of the time", "us per step"], rows)
+
+
+def curve(points: Mapping[str, Sequence[Run]]) -> str:
+    """Decoding by the number of running sequences."""
+    rows = [
+        [
+            count,
+            spread(run["tokens_sampled"] / run["seconds"] for run in runs),
+            spread(1e3 * run["seconds"] / run["steps"] for run in runs),
+            milliseconds_per_step(runs, HOST_PARTS),
+            spread(1e6 * sum(run[f"{part}_s"] for part in HOST_PARTS) / run["tokens_sampled"] for run in runs),
+        ]
+        for count, runs in points.items()
+    ]
+    heading = ["running", "tokens/s", "step, ms", "host time, ms per step", "host time, us per token"]
+    return markdown_table(heading, rows)
+
+
+def conversations(measured: Mapping[str, Any]) -> str:
+    """Prompt tokens computed against those that had to be."""
+    runs = measured["runs"]
+    title = f"{measured['num_conversations']} conversations x {measured['num_turns']} turns"
+    row = [
+        title,
+        spread(run["prompt_tokens"] for run in runs),
+        spread(run["computed"] for run in runs),
+        _to_4_digits(paired_ratio((r["computed"] for r in runs), (r["ideal"] for r in runs))),
+        _to_4_digits(paired_ratio((r["computed"] for r in runs), (r["ideal_unpaged"] for r in runs))),
+    ]
+    ideal = f"of the ideal in pages of {measured['page_size']}"
+    return markdown_table(["", "prompt tokens", "computed", ideal, "of the ideal token by token"], [row])
+
+
+def http(measured: Mapping[str, Any]) -> str:
+    """Streams over HTTP beside the same streams in one process, and the CPU time of all who took part."""
+    workload, runs = Workload(**measured["workload"]), measured["runs"]
+    first = {side: [statistics.median(run["first_token_s"]) for run in each] for side, each in runs.items()}
+    rows = [
+        [
+            "tokens/s",
+            *(rate(workload.total_new_tokens, runs[side]) for side in ("engine", "http")),
+            speed_ratio(runs["http"], runs["engine"]),
+        ],
+        [
+            "time to first token p50, ms",
+            *(spread(1e3 * s for s in first[side]) for side in ("engine", "http")),
+            paired_ratio(first["http"], first["engine"]),
+        ],
+    ]
+    rates = markdown_table([f"{measured['name']}: {workload}", "engine", "over HTTP", "over HTTP / engine"], rows)
+    spent = [
+        [CPU_TITLES[part], side, spread(run["cpu_s"][part] for run in each)]
+        for side, each in runs.items()
+        for part in sorted(each[0]["cpu_s"], key=list(CPU_TITLES).index)
+    ]
+    return f"{rates}\n\n{markdown_table(['CPU seconds of a run', 'side', ''], spent)}"
+
+
+def _steps(runs_by_name: Mapping[str, Sequence[Run]]) -> str:
+    rows = []
+    for name, runs in runs_by_name.items():
+        cells = [f"{milliseconds:.2f} ({share:.1%})" for milliseconds, share in step_parts(runs).values()]
+        rows.append([SIDE_TITLES.get(name, name), steps_per_second(runs), *cells])
+    return markdown_table(["", "steps/s", *(f"{part}, ms per step" for part in (*PARTS, OUTSIDE))], rows)
+
+
+def _percent(shares: Spread) -> str:
+    return f"{shares.median:.2%} ({shares.least:.2%}-{shares.greatest:.2%})"
+
+
+def _to_4_digits(ratio: Spread) -> str:
+    return f"{ratio.median:.4f} ({ratio.least:.4f}-{ratio.greatest:.4f})"
+
+
+SECTIONS: dict[str, Callable[[Any], str]] = {
+    "workloads": throughput,
+    "host_us": host_time,
+    "sides": sides,
+    "programs": programs,
+    "waits": waits,
+    "curve": curve,
+    "conversations": conversations,
+    "http": http,
+}
+"""By the key of a result file under which the figures lie, in the order of the tables."""

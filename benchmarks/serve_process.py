@@ -1,0 +1,142 @@
+"""A Ray Serve application in processes of its own, and the CPU seconds that each of its parts has used."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 180.0
+ENVIRONMENT = {
+    "RAY_ADDRESS": "local",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""A cluster of its own, as `make serve` starts it; what is set already wins, but for the cluster."""
+PARTS_BY_TITLE = {"ray::ProxyActor": "proxy", "ray::ServeReplica": "replica", "ray::HostWorker": "host_worker"}
+REST = "ray_daemons"
+
+
+class ServeProcess:
+    """A context manager around `serve run` with the flat `settings`; inside it, the application is healthy.
+
+    RuntimeError where it ends, or is not healthy in time.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.port = _free_port()
+        self._directory = Path(tempfile.mkdtemp(prefix="serve-"))
+        config = self._directory / "serve.yaml"
+        config.write_text(yaml.safe_dump(serve_config(settings, port=self.port)), encoding="utf-8")
+        self._log = (self._directory / "log").open("wb")
+        command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
+        environment = {**ENVIRONMENT, **os.environ, "RAY_ADDRESS": ENVIRONMENT["RAY_ADDRESS"]}
+        self._child = subprocess.Popen(command, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds used since the start: proxy, replica (engine and HTTP edge), host worker, Ray's own daemons."""
+        return cpu_seconds_by_part(_processes(), self._child.pid)
+
+    def __enter__(self) -> Self:
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGINT)
+        try:
+            self._child.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._log.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_healthy(self.port):
+            if self._child.poll() is not None or time.monotonic() > deadline:
+                last_words = (self._directory / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
+                raise RuntimeError(f"the application did not become healthy:\n{last_words}")
+            time.sleep(0.2)
+
+
+def serve_config(settings: dict[str, Any], *, port: int) -> dict[str, Any]:
+    """The Serve config of one application on this machine."""
+    application = {
+        "name": "bench",
+        "route_prefix": "/",
+        "import_path": "rayserve_moe.serving.app:build",
+        "args": settings,
+    }
+    options = {"host": HOST, "port": port}
+    return {"proxy_location": "HeadOnly", "http_options": options, "applications": [application]}
+
+
+def cpu_seconds_by_part(processes: dict[int, tuple[int, str, float]], root: int) -> dict[str, float]:
+    """Add up the CPU seconds of `root`'s descendants, itself included, by what their titles say that they are.
+
+    `processes` maps a process id to its parent's, its title and its CPU seconds.
+    """
+    seconds: dict[str, float] = dict.fromkeys((*PARTS_BY_TITLE.values(), REST), 0.0)
+    children = defaultdict(list)
+    for pid, (parent, _, _) in processes.items():
+        children[parent].append(pid)
+    family = [root]
+    for pid in family:
+        family += children[pid]
+        if pid in processes:
+            _, title, spent = processes[pid]
+            part = next((part for start, part in PARTS_BY_TITLE.items() if title.startswith(start)), REST)
+            seconds[part] += spent
+    return seconds
+
+
+def _processes() -> dict[int, tuple[int, str, float]]:
+    ticks = os.sysconf("SC_CLK_TCK")
+    processes = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            fields = (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        processes[int(directory.name)] = (int(fields[1]), title, (int(fields[11]) + int(fields[12])) / ticks)
+    return processes
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,141 @@
+"""Planning one data-parallel rank's part of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.scheduling.data_rank import DataRank
+from rayserve_moe.scheduling.plan_builder import PlanBuilder
+from rayserve_moe.scheduling.row_table import RowTable
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What one step may hold on each data-parallel rank, and how much a rank can keep.
+
+    `num_rows` sequences, `step_tokens` prompt tokens in all and `chunk_tokens` of one sequence; `num_pages` pages of
+    `page_size` tokens; sequences of up to `max_tokens`. Without `caches_prefixes` only the choices of one request
+    share pages.
+    """
+
+    num_rows: int
+    step_tokens: int
+    chunk_tokens: int
+    page_size: int
+    num_pages: int
+    max_tokens: int
+    num_data_ranks: int = 1
+    caches_prefixes: bool = True
+
+
+class RankStep:
+    """Adds a rank's chunks to a plan: first `go_on`, then any number of `admit`.
+
+    Where pages run out, `preempt` is called with the rank's youngest sequence.
+    """
+
+    def __init__(
+        self,
+        rank: DataRank,
+        builder: PlanBuilder,
+        *,
+        table: RowTable,
+        limits: StepLimits,
+        preempt: Callable[[Sequence], None],
+    ) -> None:
+        self.rank = rank
+        self._builder, self._table, self._limits, self._preempt = builder, table, limits, preempt
+        self._budget = limits.step_tokens
+
+    def go_on(self) -> None:
+        """Add what runs: one token of every sequence that decodes, and prompts, oldest first.
+
+        A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.
+        """
+        num_running = len(self.rank.running)
+        rows, starts = self._grow_decoding()
+        self._continue_prefill()
+        if len(self.rank.running) != num_running:
+            rows, starts = self._active_rows()
+        if len(rows):
+            self._builder.add_singles(self.rank.index, rows, starts=starts)
+            self._table.num_computed[rows] = starts + 1
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Start a waiting sequence here if all its known tokens find pages, and the step has room for some of them."""
+        prefix = self.rank.lock_prefix(sequence)
+        num_tokens, cached = sequence.num_tokens, prefix.num_tokens
+        length = self._chunk_length(num_tokens - cached)
+        missing = -(-num_tokens // self._limits.page_size) - len(prefix.page_ids)
+        if length == 0 or self.rank.num_available < missing:
+            self.rank.tree.unlock(prefix)
+            return False
+        self.rank.admit(sequence, prefix)
+        sequence.note_start(cached)
+        self._builder.add_row(sequence)
+        grown = self._grow(sequence, length)
+        assert grown, "room was checked before admission"
+        self._add_chunk(sequence, length)
+        return True
+
+    def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
+        """Give every decoding sequence the page its next token needs; returns what `_active_rows` does."""
+        rank, table = self.rank, self._table
+        while True:
+            rows, starts = self._active_rows()
+            is_full = starts >= table.capacities[rows]
+            if not np.count_nonzero(is_full):
+                return rows, starts
+            short = rows[is_full]
+            pages = rank.take_pages(len(short))
+            if pages is not None:
+                indices = table.add_pages(short, pages, generations=rank.allocator.generations[pages])
+                self._builder.add_page_each(short, indices, page_ids=pages)
+                return rows, starts
+            self._preempt(rank.running[-1])
+
+    def _active_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Decoding rows that still have a token to compute, and its position. One token each: the last."""
+        table, rows = self._table, self.rank.decoding_rows
+        starts = table.num_computed[rows]
+        is_active = starts < table.targets[rows]
+        if np.count_nonzero(is_active) == len(rows):
+            return rows, starts
+        return rows[is_active], starts[is_active]
+
+    def _continue_prefill(self) -> None:
+        for sequence in list(self.rank.prefilling):
+            length = self._chunk_length(sequence.num_uncomputed) if sequence.row != NO_ROW else 0
+            if length and self._grow(sequence, length):
+                self._add_chunk(sequence, length)
+
+    def _add_chunk(self, sequence: Sequence, length: int) -> None:
+        is_last = sequence.num_computed + length == sequence.num_tokens
+        samples = is_last and sequence.num_tokens < sequence.limit
+        self._builder.add_chunk(sequence, length, samples=samples, completes=is_last)
+        self._table.num_computed[sequence.row] += length
+        if length > 1:
+            self._budget -= -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS
+
+    def _chunk_length(self, uncomputed: int) -> int:
+        """Tokens of a prompt that this step computes: longer chunks take whole blocks, a single token always fits."""
+        wanted = min(uncomputed, self._limits.chunk_tokens)
+        return wanted if wanted == 1 else min(wanted, self._budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
+
+    def _grow(self, sequence: Sequence, length: int) -> bool:
+        """Give `sequence` pages for `length` more tokens; False where it had to make room itself."""
+        rank, held = self.rank, len(sequence.pages)
+        missing = -(-(sequence.num_computed + length) // self._limits.page_size) - held
+        while (pages := rank.take_pages(max(missing, 0))) is None:
+            victim = rank.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._table.extend(sequence.row, pages, generations=rank.allocator.generations[pages])
+        self._builder.add_pages(sequence, first=held)
+        return True

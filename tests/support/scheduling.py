@@ -1,0 +1,105 @@
+"""Sequences and schedulers for tests of the core, and turns with one step in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.scheduling.scheduler import Commit, Schedule, Scheduler, StepLimits
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepResult
+
+STOP_TOKEN_ID = 2
+TOKEN = 9
+
+
+def choices(
+    request_id: str,
+    prompt: int | list[int] | np.ndarray,
+    *,
+    num_new: int = 8,
+    n: int = 1,
+    routing: bool = False,
+    salt: str = "",
+) -> list[Sequence]:
+    """The choices of a request; a number stands for a prompt of that length, which begins as all of them do."""
+    ids = np.arange(10, 10 + prompt, dtype=np.int32) if isinstance(prompt, int) else np.asarray(prompt, np.int32)
+    request = GenerationRequest(request_id, ids, SamplingParams(max_new_tokens=num_new, n=n), routing, salt)
+    return [Sequence(request, i, seed=5, stop_token_ids=frozenset([STOP_TOKEN_ID])) for i in range(n)]
+
+
+def one(request_id: str, prompt: int | list[int], **kwargs: object) -> Sequence:
+    """A request's only choice."""
+    (sequence,) = choices(request_id, prompt, **kwargs)
+    return sequence
+
+
+def scheduler(**limits: object) -> Scheduler:
+    """A scheduler of four rows and pages of four tokens, unless `limits` say otherwise."""
+    wanted = {
+        "num_rows": 4,
+        "step_tokens": 64,
+        "chunk_tokens": 64,
+        "page_size": 4,
+        "num_pages": 64,
+        "max_tokens": 120,
+        **limits,
+    }
+    return Scheduler(StepLimits(**wanted))
+
+
+def result_of(schedule: Schedule, token_id: int = TOKEN, *, not_finite: tuple[int, ...] = ()) -> StepResult:
+    """What a step brings that samples `token_id` everywhere; `not_finite` are places among the samples."""
+    count = len(schedule.sampling_rows)
+    finite = np.isin(np.arange(count), not_finite, invert=True)
+    ids, logprobs = np.full(count, token_id, np.int32), np.full(count, -0.5, np.float32)
+    return StepResult(schedule.plan.step_id, ids, logprobs, finite)
+
+
+class Turns:
+    """Turns a scheduler with a step in flight, or, where not `overlaps`, one after the other."""
+
+    def __init__(self, target: Scheduler, *, overlaps: bool = True) -> None:
+        self.target = target
+        self._overlaps = overlaps
+        self._in_flight: Schedule | None = None
+
+    def turn(self, token_id: int = TOKEN) -> dict[str, int]:
+        """Plan a step, then commit the one before as if it had sampled `token_id`; returns the lengths planned."""
+        schedule = self.target.schedule()
+        planned = self.lengths(schedule)
+        before, self._in_flight = self._in_flight, schedule
+        if before is not None:
+            self.commit(before, token_id)
+        if not self._overlaps:
+            self.settle(token_id)
+        self.target.check_integrity()
+        return planned
+
+    def settle(self, token_id: int = TOKEN) -> None:
+        """Commit the step in flight."""
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self.commit(before, token_id)
+        self.target.check_integrity()
+
+    def finish(self, token_id: int = TOKEN) -> None:
+        """Turn until nothing is left to do."""
+        for _ in range(1000):
+            if not self.target.has_work:
+                return self.settle(token_id)
+            self.turn(token_id)
+        raise AssertionError("the requests do not come to an end")
+
+    def commit(self, schedule: Schedule, token_id: int = TOKEN) -> Commit:
+        """Take over a result and release what it ended."""
+        commit = self.target.commit(schedule, result_of(schedule, token_id))
+        for sequence in commit.ended:
+            self.target.release(sequence)
+        return commit
+
+    def lengths(self, schedule: Schedule) -> dict[str, int]:
+        """Lengths of the chunks of a schedule that was just planned, by `request/choice`."""
+        owners = [self.target.table.sequences[row] for row in schedule.plan.chunk_rows.tolist()]
+        names = [f"{s.request.request_id}/{s.choice_index}" for s in owners if s is not None]
+        return dict(zip(names, schedule.plan.chunk_lengths.tolist(), strict=True))

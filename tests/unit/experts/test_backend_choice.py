@@ -1,0 +1,49 @@
+"""`auto` gathers few tokens and exchanges many; a backend that is named is taken as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.experts.backends import all_to_all_bytes, choose_backend, replicated_bytes
+from rayserve_moe.experts.layer import backend_for
+from rayserve_moe.experts.rule import ExpertRule
+from tests.support.expert_cases import plan_of
+
+SIZES = {"top_k": 8, "row_bytes": 4096}
+
+
+@cache
+def choose(tokens: int, ep_size: int, tensor_size: int = 1) -> str:
+    return choose_backend(tokens, ep_size=ep_size, tensor_size=tensor_size, platform="tpu", **SIZES)
+
+
+def test_few_tokens_or_ranks_are_gathered_and_the_rest_exchanged():
+    assert choose(16, 1) == "local"
+    assert choose(1, 8) == choose(512, 2) == choose(16, 2) == "replicated"
+    assert choose(16, 8) == choose(16, 64) == choose(256, 8) == "all_to_all"
+    assert choose(512, 8) == choose(8192, 64) == "fused"
+
+
+def test_cpu_devices_gather():
+    assert choose_backend(8192, ep_size=8, tensor_size=1, platform="cpu", **SIZES) == "replicated"
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64, 1024])
+@pytest.mark.parametrize(("ep_size", "tensor_size"), [(2, 1), (8, 1), (8, 8), (64, 8)])
+def test_the_choice_is_the_way_with_fewer_bytes(tokens, ep_size, tensor_size):
+    sizes = {"ep_size": ep_size, "tensor_size": tensor_size, "row_bytes": 4096}
+    gathered, exchanged = replicated_bytes(tokens, **sizes), all_to_all_bytes(tokens, top_k=8, **sizes)
+    assert (choose(tokens, ep_size, tensor_size) == "replicated") == (gathered <= exchanged)
+
+
+def test_auto_counts_the_tokens_of_a_device_and_a_name_is_taken_as_it_is():
+    rule = ExpertRule(16, 4, True, "blocks", plan_of(1, 1))
+    hidden = jax.ShapeDtypeStruct((19, 16), np.float32)
+    assert backend_for(hidden, rule) == "local"
+    assert backend_for(hidden, replace(rule, plan=plan_of(2, 2))) == "replicated"
+    assert backend_for(hidden, replace(rule, plan=plan_of(2, 2), backend="fused")) == "fused"

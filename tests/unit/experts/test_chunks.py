@@ -1,0 +1,61 @@
+"""Chunks cover all tokens, rounds hold more than the even load, and buffers stop growing with the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rayserve_moe.experts.chunks import SEND_BYTES, chunk_tokens, exchange_buffer_bytes, round_rows
+from rayserve_moe.experts.exchange import rows_sent
+
+MIB = 1 << 20
+MODELS = {"30b": {"top_k": 8, "row_bytes": 4096}, "235b": {"top_k": 8, "row_bytes": 8192}}
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 511, 512, 1000, 8192])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_chunk_is_neither_empty_nor_too_large(model, num_tokens, overlapped):
+    sizes = MODELS[model]
+    chunk = chunk_tokens(num_tokens, overlapped=overlapped, **sizes)
+    assert 1 <= chunk <= num_tokens and chunk * sizes["top_k"] * sizes["row_bytes"] <= SEND_BYTES
+    num_chunks = -(-num_tokens // chunk)
+    assert chunk * num_chunks - num_tokens < num_chunks, "hardly any padding"
+    if overlapped and num_tokens >= 512:
+        assert num_chunks >= 2
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 512])
+@pytest.mark.parametrize("num_ranks", [1, 8, 64])
+def test_a_round_holds_more_than_the_even_load_and_no_more_than_there_is(chunk, num_ranks):
+    rows = round_rows(chunk, top_k=8, num_ranks=num_ranks)
+    assert chunk * 8 <= rows <= num_ranks * chunk * 8
+    assert rows == num_ranks * chunk * 8 or rows >= 1.5 * chunk * 8
+
+
+@pytest.mark.parametrize(("model", "num_ranks"), [("30b", 8), ("235b", 32), ("235b", 64)])
+def test_buffers_stay_small_in_a_large_step(model, num_ranks):
+    sizes = {"num_ranks": num_ranks, **MODELS[model]}
+    assert exchange_buffer_bytes(16, **sizes) <= 8 * MIB
+    assert exchange_buffer_bytes(8192, **sizes) <= 81 * MIB
+    assert exchange_buffer_bytes(8192, overlapped=True, **sizes) <= 105 * MIB
+    assert exchange_buffer_bytes(65536, overlapped=True, **sizes) <= 105 * MIB
+
+
+def test_rows_to_others_are_counted_and_rows_that_stay_are_not():
+    generator = np.random.default_rng(3)
+    slots = generator.integers(0, 33, (200, 8))
+    slots = np.where(slots == 32, 99, slots)
+    for rank in range(4):
+        others = (slots < 32) & (slots // 8 != rank)
+        assert rows_sent(slots, rank, num_slots=32, num_ranks=4) == others.sum()
+
+
+@pytest.mark.parametrize("num_ranks", [8, 32])
+def test_evenly_routed_tokens_cost_no_more_than_a_row_per_pick_each_way(num_ranks):
+    """With the counts that announce them: 512 tokens of 4096 bytes, 128 experts, 8 per token."""
+    generator = np.random.default_rng(4)
+    slots = np.argsort(generator.random((512, 128)), axis=1)[:, :8]
+    rows = 2 * int(rows_sent(slots, 0, num_slots=128, num_ranks=num_ranks))
+    counts = (num_ranks - 1) * 128 * 4
+    assert rows * 4096 + counts <= 1.0 * (2 * 512 * 8 * 4096)

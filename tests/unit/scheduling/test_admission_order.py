@@ -1,0 +1,64 @@
+"""Cached prefixes go first, and nobody waits for ever because of it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rayserve_moe.scheduling.admission_order import CANDIDATES, MAX_PASSED_OVER, next_to_admit
+from rayserve_moe.scheduling.sequence import Sequence
+from tests.support.scheduling import Turns, one, scheduler
+
+
+def queue_of(*cached: int) -> tuple[deque[Sequence], dict[Sequence, int]]:
+    """A queue, and how many tokens each in it finds cached."""
+    sequences = [one(f"r{i}", 3) for i in range(len(cached))]
+    return deque(sequences), dict(zip(sequences, cached, strict=True))
+
+
+def place(waiting: deque[Sequence], cached: dict[Sequence, int]) -> int:
+    return next_to_admit(waiting, cached_tokens=cached.__getitem__)
+
+
+def test_the_most_cached_goes_first_and_of_equals_the_one_that_came_first():
+    assert place(*queue_of(0, 8, 16, 16)) == 2
+    assert place(*queue_of(0, 0, 0)) == 0
+    assert place(*queue_of(5)) == 0
+
+
+def test_only_those_near_the_front_are_looked_at():
+    cached = [0] * CANDIDATES
+    assert place(*queue_of(*cached, 64)) == 0
+    assert place(*queue_of(*cached[1:], 64)) == CANDIDATES - 1
+
+
+def test_whoever_was_preempted_goes_first():
+    waiting, cached = queue_of(0, 64)
+    waiting[0].num_to_recompute = 1
+    assert place(waiting, cached) == 0
+
+
+def test_passing_over_ends():
+    waiting, cached = queue_of(0, 64)
+    waiting[0].num_passed_over = MAX_PASSED_OVER - 1
+    assert place(waiting, cached) == 1
+    waiting[0].num_passed_over = MAX_PASSED_OVER
+    assert place(waiting, cached) == 0
+
+
+def test_a_stream_of_cached_prompts_starves_nobody():
+    """One row; there is always somebody waiting whose prompt is cached."""
+    target = scheduler(num_rows=1)
+    turns = Turns(target)
+    popular, num_passing = [*range(50, 62)], 0
+    target.add([one("first", popular, num_new=1)])
+    turns.finish()
+    patient = one("patient", [*range(70, 90)], num_new=1)
+    target.add([patient])
+    while patient.finish is None:
+        while len(target.waiting) < 3:
+            target.add([one(f"popular{num_passing}", popular, num_new=1)])
+            num_passing += 1
+        turns.turn()
+        assert num_passing < 5 * MAX_PASSED_OVER, "it waits for ever"
+    assert patient.num_passed_over == MAX_PASSED_OVER, "it did let others go first"
+    turns.finish()
