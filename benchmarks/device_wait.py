@@ -60,9 +60,9 @@ class StepWatch:
         sys.setswitchinterval(self._switch_interval_s)
 
     def _watched(self, step: CompiledStep) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             started = time.perf_counter()
-            state, output = step(*arguments)
+            state, output = step(*arguments, **named)
             self._outputs.put((started, output))
             return state, output
 

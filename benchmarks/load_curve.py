@@ -66,23 +66,23 @@ class DecodeWindow:
         self._edges.append((time.perf_counter(), self._loop.statistics()))
 
 
-def decode_together(engine: Engine, num_sequences: int, *, num_new_tokens: int, seed: int) -> Run:
+def decode_together(loop: EngineLoop, num_sequences: int, *, num_new_tokens: int, seed: int) -> Run:
     """Run `num_sequences` greedy requests at once; returns the window in which all of them decoded."""
-    window = DecodeWindow(engine.loop, num_sequences)
+    window = DecodeWindow(loop, num_sequences)
     sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=0.0, ignore_eos=True)
     shape = (num_sequences, PROMPT_TOKENS)
-    prompts = np.random.default_rng(seed).integers(FIRST_PLAIN_ID, engine.card.vocab_size, shape, np.int32)
+    prompts = np.random.default_rng(seed).integers(FIRST_PLAIN_ID, loop.card.vocab_size, shape, np.int32)
     for prompt in prompts:
-        engine.loop.submit(GenerationRequest(uuid.uuid4().hex, prompt, sampling), window.receive)
+        loop.submit(GenerationRequest(uuid.uuid4().hex, prompt, sampling), window.receive)
     return window.result()
 
 
-def measure(engine: Engine, sequences: list[int], *, repeats: int, num_new_tokens: int) -> dict[str, list[Run]]:
+def measure(loop: EngineLoop, sequences: list[int], *, repeats: int, num_new_tokens: int) -> dict[str, list[Run]]:
     """Every number of sequences in turn, `repeats` times, after an uncounted turn."""
     points: dict[str, list[Run]] = {str(n): [] for n in sequences}
     for repeat in range(-1, repeats):
         for n in in_turn(list(points), repeat + 1):
-            points[n].append(decode_together(engine, int(n), num_new_tokens=num_new_tokens, seed=repeat + 1))
+            points[n].append(decode_together(loop, int(n), num_new_tokens=num_new_tokens, seed=repeat + 1))
         note(f"{repeat + 1}/{repeats}")
     return {n: runs[1:] for n, runs in points.items()}
 
@@ -101,7 +101,7 @@ def main() -> None:
     path = checkpoint_of("tiny")
     settings = {"max_running_requests": max(sequences), "max_model_len": MAX_MODEL_LEN}
     with Engine(str(path), devices_per_host=arguments.devices, **settings) as engine:
-        curve = measure(engine, sequences, repeats=arguments.repeats, num_new_tokens=arguments.new_tokens)
+        curve = measure(engine.loop, sequences, repeats=arguments.repeats, num_new_tokens=arguments.new_tokens)
         begun = conditions(engine, size="tiny", repeats=arguments.repeats, load_before=load_before)
         result = {**begun, "curve": curve}
     save(result, arguments.out)

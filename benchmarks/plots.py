@@ -51,7 +51,9 @@ def _curve(points: Mapping[str, Sequence[Run]]) -> dict[str, str]:
     steps = line(lambda runs: spread(1e3 * run["seconds"] / run["steps"] for run in runs))
     host = line(lambda runs: milliseconds_per_step(runs, HOST_PARTS))
     return {
-        "tokens": line_chart([Series("tiny model", rates)], Axes("Decoding together", RUNNING, "tokens/s", log_x=True)),
+        "tokens": line_chart(
+            [Series("tiny model", rates)], Axes("Tokens per second, decoding together", RUNNING, "tokens/s", log_x=True)
+        ),
         "steps": line_chart(
             [Series("whole step", steps), Series("schedule, pack and commit", host)],
             Axes("Time of a decode step, tiny model", RUNNING, "milliseconds per step"),

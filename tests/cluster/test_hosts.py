@@ -19,7 +19,7 @@ from rayserve_moe.engine.engine_loop import EngineLoop, EngineStoppedError, Loop
 from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 
@@ -39,8 +39,8 @@ class OverTransport:
     def __init__(self, transport: StepTransport, num_pages: int) -> None:
         self.transport, self._num_pages = transport, num_pages
 
-    def start(self) -> int:
-        return self._num_pages
+    def start(self) -> StartReport:
+        return StartReport(self._num_pages)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.transport.execute(plan)
@@ -66,7 +66,7 @@ def group(raylets: int, checkpoint: Path) -> Iterator[tuple[GroupExecutor, int]]
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
-    yield executor, executor.start()
+    yield executor, executor.start().num_pages
     executor.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""The ragged exchange over two processes of two devices each, by gloo."""
+"""The ragged exchange, and expert layers upon it, over two processes of two devices each, by gloo."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
-def test_two_processes_exchange_as_the_numpy_model_says(environment):
+@pytest.mark.parametrize("program", ["ragged_cases", pytest.param("expert_cases", marks=pytest.mark.slow)])
+def test_two_processes_get_what_the_definition_says(program, environment):
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "tests.support.ragged_cases", address]
+    command = [sys.executable, "-m", f"tests.support.{program}", address]
     processes = [
         subprocess.Popen([*command, str(i), str(NUM_PROCESSES)], env=environment, stderr=subprocess.PIPE, text=True)
         for i in range(NUM_PROCESSES)

@@ -1,8 +1,7 @@
-"""The scheduler keeps its books under any order of events, and every step computes on the right keys and values.
+"""The scheduler keeps its books under any order of events, and nothing that happens shows in what comes out.
 
-The device is simulated by what each KV slot stands for: the prefix of tokens it was computed from. A chunk may only
-attend to slots that stand for its own prefix, so a page that was given away too early, shared wrongly, or never
-announced to the hosts is found as soon as it is read.
+Steps are planned before the result of the one before is known. `tests.support.shadow_device` finds every step that
+would compute on wrong keys and values; what each sequence has to come to is known beforehand.
 """
 
 from __future__ import annotations
@@ -13,106 +12,97 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
-from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
+from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
 
-STOP_TOKEN_ID = 0
-VOCABULARY = 1000
+LONGEST_PROMPT = 60
+MOST_NEW = 12
 MOST_STEPS = 3000
 MOST_UNFINISHED = 12
-
-
-class ShadowDevice:
-    """Page tables as plans announce them, and the prefix that each KV slot stands for."""
-
-    def __init__(self, limits: StepLimits) -> None:
-        self._page_size = limits.page_size
-        self._pages: dict[tuple[int, int], int] = {}
-        self._prefix_of: dict[int, tuple[int, ...]] = {}
-        self.sampling: dict[int, tuple[float, int, int]] = {}
-
-    def run(self, plan: StepPlan, known: list[list[int]]) -> None:
-        """Compute all chunks; `known[c]` are the known tokens of the sequence of chunk c."""
-        changes = zip(plan.pages.rows, plan.pages.indices, plan.pages.page_ids, strict=True)
-        for row, index, page in changes:
-            assert page != 0, "page 0 belongs to nobody"
-            self._pages[int(row), int(index)] = int(page)
-        for row, floats, integers in zip(plan.sampling.rows, plan.sampling.floats, plan.sampling.integers, strict=True):
-            self.sampling[int(row)] = float(floats[0]), int(integers[1]), int(integers[2])
-        written: set[int] = set()
-        for chunk in range(plan.num_chunks):
-            row, start, length = (
-                int(field[chunk]) for field in (plan.chunk_rows, plan.chunk_starts, plan.chunk_lengths)
-            )
-            for position in range(start, start + length):
-                slot = self._slot(row, position)
-                assert slot not in written, "two tokens of one step share a slot"
-                written.add(slot)
-                self._prefix_of[slot] = tuple(known[chunk][: position + 1])
-        for chunk in range(plan.num_chunks):
-            row, end = int(plan.chunk_rows[chunk]), int(plan.chunk_starts[chunk] + plan.chunk_lengths[chunk])
-            for position in range(end):
-                held = self._prefix_of.get(self._slot(row, position))
-                assert held == tuple(known[chunk][: position + 1]), f"position {position} has lost its keys and values"
-
-    def _slot(self, row: int, position: int) -> int:
-        page = self._pages[row, position // self._page_size]
-        return page * self._page_size + position % self._page_size
+ABORT = FinishReason("abort")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, run, stop, fail, are aborted and preempted, over pools that are too small for them."""
+    """Requests with common beginnings come, run, stop, fail, are aborted and preempted, over pools too small for them.
+
+    Between two rules a step is in flight, its result not committed.
+    """
 
     @initialize(
         num_rows=st.integers(1, 4),
         step_tokens=st.sampled_from([32, 40, 64, 96]),
         chunk_tokens=st.sampled_from([1, 5, 16, 64]),
         page_size=st.sampled_from([1, 2, 4, 16]),
-        num_pages=st.integers(2, 14),
+        num_pages=st.integers(2, 24),
+        num_data_ranks=st.integers(1, 2),
+        caches_prefixes=st.booleans(),
+        overlaps=st.sampled_from([True, True, False]),
         seed=st.integers(0, 2**32 - 1),
     )
-    def set_up(self, num_rows, step_tokens, chunk_tokens, page_size, num_pages, seed):
-        self.limits = StepLimits(num_rows, step_tokens, min(chunk_tokens, step_tokens), page_size)
-        self.allocator = PageAllocator(num_pages)
-        self.scheduler = Scheduler(self.limits, self.allocator)
+    def set_up(
+        self, num_rows, step_tokens, chunk_tokens, page_size, num_pages, num_data_ranks, caches_prefixes, overlaps, seed
+    ):
+        self.limits = StepLimits(
+            num_rows=num_rows,
+            step_tokens=step_tokens,
+            chunk_tokens=min(chunk_tokens, step_tokens),
+            page_size=page_size,
+            num_pages=num_pages,
+            max_tokens=LONGEST_PROMPT + MOST_NEW,
+            num_data_ranks=num_data_ranks,
+            caches_prefixes=caches_prefixes,
+        )
+        self.scheduler = Scheduler(self.limits)
         self.device = ShadowDevice(self.limits)
-        self.longest = self.allocator.num_usable * page_size
-        self.generator = np.random.default_rng(seed)
+        self.overlaps = overlaps
+        self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
+        self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT)).astype(np.int32)
+        self.seed = seed
         self.choices: list[Sequence] = []
+        self.pasts: dict[Sequence, Past] = {}
         self.num_submitted = 0
+        self.in_flight: tuple[Schedule, StepResult] | None = None
 
     @property
     def unfinished(self) -> list[Sequence]:
         return [choice for choice in self.choices if choice.finish is None]
 
     @precondition(lambda self: len(self.unfinished) < MOST_UNFINISHED)
-    @rule(prompt_share=st.floats(0.0, 1.0), num_new=st.integers(0, 12), n=st.integers(1, 4), can_stop=st.booleans())
-    def submit(self, prompt_share, num_new, n, can_stop):
-        num_new = min(num_new, self.longest - 1)
-        prompt_len = max(1, round(prompt_share * min(self.longest - num_new, 60)))
-        prompt = self.generator.integers(1, VOCABULARY, prompt_len).astype(np.int32)
-        sampling = SamplingParams(max_new_tokens=num_new, n=n, temperature=0.5)
-        request = GenerationRequest(f"r{self.num_submitted}", prompt, sampling)
-        stops = frozenset([STOP_TOKEN_ID] if can_stop else [])
-        choices = [Sequence(request, i, seed=self.num_submitted, stop_token_ids=stops) for i in range(n)]
-        self.num_submitted += 1
-        self.choices += choices
-        self.scheduler.add(choices)
+    @rule(
+        which=st.integers(0, 1),
+        num_common=st.integers(0, LONGEST_PROMPT),
+        num_own=st.integers(0, 6),
+        num_new=st.integers(0, MOST_NEW),
+        n=st.integers(1, 4),
+        can_stop=st.booleans(),
+        salt=st.sampled_from(["", "", "salt"]),
+    )
+    def submit(self, which, num_common, num_own, num_new, n, can_stop, salt):
+        own = np.arange(VOCABULARY + self.num_submitted, VOCABULARY + self.num_submitted + num_own)
+        self._submit([*self.beginning[which, :num_common], *own] or [1], num_new, n, can_stop, salt)
 
-    @precondition(lambda self: self.scheduler.has_work)
+    @precondition(lambda self: len(self.unfinished) < MOST_UNFINISHED and len(self.unfinished) < len(self.choices))
+    @rule(which=st.integers(0, 1000), num_new=st.integers(0, MOST_NEW))
+    def go_on_with_a_conversation(self, which, num_new):
+        ended = [choice for choice in self.choices if choice.finish is not None]
+        before = ended[which % len(ended)]
+        prompt = [*before.tokens(0, before.num_tokens), 1, 2, 3]
+        self._submit(prompt, num_new, 1, True, before.request.cache_salt)
+
+    @precondition(lambda self: self.is_busy)
     @rule(count=st.integers(1, 6))
     def step(self, count):
         for _ in range(count):
-            if self.scheduler.has_work:
+            if self.is_busy:
                 self._step()
 
     @precondition(lambda self: self.unfinished)
     @rule(which=st.integers(0, 1000))
     def abort(self, which):
         choice = self.unfinished[which % len(self.unfinished)]
-        self.scheduler.end(choice, FinishReason("abort"))
+        self.scheduler.end(choice, ABORT)
         self.scheduler.release(choice)
 
     @precondition(lambda self: self.scheduler.running)
@@ -121,76 +111,117 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = self.scheduler.running
         self.scheduler.preempt(running[which % len(running)])
 
+    @rule(one_in_four=st.integers(0, 3))
+    def flush(self, one_in_four):
+        if one_in_four == 0:
+            self.scheduler.flush()
+            self.device.num_flushes += 1
+
     @invariant()
     def books_are_right(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
 
+    @property
+    def is_busy(self) -> bool:
+        return self.scheduler.has_work or self.in_flight is not None
+
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(MOST_STEPS):
-            if not self.scheduler.has_work:
+            if not self.is_busy:
                 break
             self._step()
         assert not self.unfinished, "a request never ends"
-        assert self.allocator.num_free == self.allocator.num_usable, "pages are lost"
+        for rank in self.scheduler.ranks:
+            assert rank.num_available == rank.allocator.num_usable, "an ended sequence holds on to pages"
+            self._check_cached(rank)
+        self.scheduler.flush()
+        for rank in self.scheduler.ranks:
+            assert rank.allocator.num_free == rank.allocator.num_usable, "pages are lost"
 
-    def _step(self):
+    def _submit(self, prompt: list[int], num_new: int, n: int, can_stop: bool, salt: str) -> None:
+        num_new = min(num_new, self.longest - 1)
+        prompt_ids = np.asarray(prompt[: min(self.longest - num_new, LONGEST_PROMPT)], np.int32)
+        sampling = SamplingParams(max_new_tokens=num_new, n=n, temperature=0.5)
+        request = GenerationRequest(f"r{self.num_submitted}", prompt_ids, sampling, cache_salt=salt)
+        seed = (self.seed + self.num_submitted) % 2**32
+        stops = frozenset([STOP_TOKEN_ID] if can_stop else [])
+        choices = [Sequence(request, i, seed=seed, stop_token_ids=stops) for i in range(n)]
+        self.num_submitted += 1
+        self.choices += choices
+        self.scheduler.add(choices)
+        namespace = salt if self.limits.caches_prefixes else request.request_id
+        self.pasts |= {choice: Past(choice, namespace=namespace) for choice in choices}
+
+    def _step(self) -> None:
+        num_preemptions = self.scheduler.num_preemptions
         schedule = self.scheduler.schedule()
-        self._check_plan(schedule)
-        plan = schedule.plan
-        ids = self.generator.integers(0, VOCABULARY, plan.num_chunks)
-        ids[self.generator.random(plan.num_chunks) < 0.05] = STOP_TOKEN_ID
-        ids = np.where(plan.chunk_samples, ids, -1).astype(np.int32)
-        finite = (self.generator.random(plan.num_chunks) > 0.02) | ~plan.chunk_samples
-        num_outputs = [sequence.num_outputs for sequence in schedule.sequences]
-        result = StepResult(plan.step_id, ids, np.zeros(plan.num_chunks), finite)
-        ended = self.scheduler.commit(schedule, result)
-        for sequence, before, token_id, is_finite in zip(schedule.sequences, num_outputs, ids, finite, strict=True):
-            self._check_end(sequence, before, int(token_id), bool(is_finite))
-        assert set(ended) == {sequence for sequence in schedule.sequences if sequence.finish is not None}
-        for sequence in ended:
-            self.scheduler.release(sequence)
+        submitted = (schedule, self._run(schedule)) if schedule.plan.num_chunks else None
+        is_stuck = submitted is None and self.in_flight is None
+        assert not is_stuck or self.scheduler.num_preemptions > num_preemptions, "work is pending, nothing is planned"
+        before, self.in_flight = self.in_flight, submitted
+        self._commit(before)
+        if not self.overlaps:
+            self._commit(self.in_flight)
+            self.in_flight = None
         self.scheduler.check_integrity()
 
-    def _check_plan(self, schedule: Schedule) -> None:
+    def _run(self, schedule: Schedule) -> StepResult:
         plan, limits = schedule.plan, self.limits
-        assert plan.num_chunks > 0, "work is pending and nothing is planned"
-        assert len(set(plan.chunk_rows.tolist())) == plan.num_chunks, "a row has two chunks"
-        assert plan.chunk_rows.min() >= 0 and plan.chunk_rows.max() < limits.num_rows
-        assert (plan.chunk_lengths >= 1).all() and (plan.chunk_lengths <= limits.chunk_tokens).all()
-        longer = plan.chunk_lengths[plan.chunk_lengths > 1]
-        assert sum(-(-longer // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS) <= limits.step_tokens
-        known, place = [], 0
-        for chunk, sequence in enumerate(schedule.sequences):
-            start, length = int(plan.chunk_starts[chunk]), int(plan.chunk_lengths[chunk])
-            assert start == sequence.num_computed and start + length <= sequence.num_tokens
-            expected = sequence.tokens(start, start + length)
-            np.testing.assert_array_equal(plan.token_ids[place : place + length], expected)
-            place += length
-            is_last = start + length == sequence.num_tokens
-            assert plan.chunk_samples[chunk] == (is_last and sequence.request.sampling.max_new_tokens > 0)
-            known.append(sequence.tokens(0, sequence.num_tokens).tolist())
-        assert place == plan.num_tokens
-        self.device.run(plan, known)
-        for sequence in schedule.sequences:
-            assert self.device.sampling[sequence.row] == (0.5, sequence.seed, sequence.choice_index)
+        rows, lengths = plan.chunk_rows, plan.chunk_lengths
+        assert len(np.unique(rows)) == plan.num_chunks, "a row has two chunks"
+        assert rows.min() >= 0 and rows.max() < limits.num_rows * limits.num_data_ranks
+        assert (np.diff(rows // limits.num_rows) >= 0).all(), "the chunks of a rank stand apart"
+        assert lengths.min() >= 1 and lengths.max() <= limits.chunk_tokens and lengths.sum() == plan.num_tokens
+        blocks = np.where(lengths > 1, -(-lengths // PREFILL_BLOCK_TOKENS), 0)
+        per_rank = np.bincount(rows // limits.num_rows, weights=blocks)
+        assert (per_rank * PREFILL_BLOCK_TOKENS <= limits.step_tokens).all(), "a rank has more than a step holds"
+        assert ((plan.token_ids == LAST_SAMPLED) <= np.repeat(lengths == 1, lengths)).all()
+        owners = [self.scheduler.table.sequences[row] for row in rows.tolist()]
+        result = self.device.run(plan, [self.pasts[owner] for owner in owners])
+        for owner, start in zip(owners, plan.chunk_starts.tolist(), strict=True):
+            if owner.row in plan.sampling.rows and start:
+                assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
+                assert owner.num_to_recompute or owner.num_cached == start
+        return result
 
-    def _check_end(self, sequence: Sequence, num_outputs: int, token_id: int, is_finite: bool) -> None:
-        wanted = sequence.request.sampling.max_new_tokens
-        if not is_finite:
-            assert sequence.finish is not None and sequence.finish.kind == "error"
-            assert sequence.num_outputs == num_outputs
+    def _commit(self, step: tuple[Schedule, StepResult] | None) -> None:
+        if step is None:
             return
-        assert sequence.num_outputs == num_outputs + (token_id >= 0) <= wanted
-        if token_id in sequence.stop_token_ids:
-            assert sequence.finish == FinishReason("stop", matched=token_id)
-        elif sequence.num_outputs == wanted and sequence.is_prompt_computed:
-            assert sequence.finish == FinishReason("length")
-        else:
-            assert sequence.finish is None
+        commit = self.scheduler.commit(*step)
+        for row in commit.rows.tolist():
+            owner = self.scheduler.table.sequences[row]
+            if owner is not None:
+                self._check_tokens(owner)
+        for sequence in commit.ended:
+            past, finish = self.pasts[sequence], sequence.finish
+            self._check_tokens(sequence)
+            assert finish is not None and finish.kind == past.finish
+            assert sequence.num_tokens == len(past.tokens), "it ended too early, or too late"
+            assert sequence.num_computed >= max(sequence.num_prompt_tokens, sequence.num_tokens - 1), (
+                "it ends uncomputed"
+            )
+            assert finish.matched == (STOP_TOKEN_ID if finish.kind == "stop" else None)
+            self.scheduler.release(sequence)
+
+    def _check_tokens(self, sequence: Sequence) -> None:
+        known = self.pasts[sequence].tokens[: sequence.num_tokens]
+        assert sequence.tokens(0, sequence.num_tokens).tolist() == known
+        first = sequence.num_prompt_tokens
+        expected = np.asarray(known[first:]) / VOCABULARY
+        np.testing.assert_allclose(sequence.logprobs(first, sequence.num_tokens), expected, rtol=1e-6)
+
+    def _check_cached(self, rank) -> None:
+        """All that later requests could find holds what they will take it for."""
+        num_found = 0
+        for past, sequence in {past.stands_for.tobytes(): (past, s) for s, past in self.pasts.items()}.values():
+            prefix = rank.tree.match(sequence.namespace, np.asarray(past.tokens, np.int32))
+            assert self.device.holds(rank.index, prefix.page_ids, past.stands_for), "a cached page was written over"
+            num_found = max(num_found, len(prefix.page_ids))
+        assert (num_found > 0) <= self.limits.caches_prefixes, "pages are kept that nobody may find"
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=30)
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=30)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.requests import ModelCard, RoutingLayout
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StartReport, StepPlan, StepResult
 
 VOCABULARY = 1000
 
@@ -37,8 +37,8 @@ class CountingExecutor:
         self.num_releases = 0
         self.num_shutdowns = 0
 
-    def start(self) -> int:
-        return self._num_pages
+    def start(self) -> StartReport:
+        return StartReport(self._num_pages)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         self.in_step.set()

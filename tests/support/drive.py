@@ -14,7 +14,7 @@ from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
 
@@ -28,8 +28,8 @@ class PreparedExecutor:
     def __init__(self, runner: HostRunner, num_pages: int) -> None:
         self._runner, self._num_pages = runner, num_pages
 
-    def start(self) -> int:
-        return self._num_pages
+    def start(self) -> StartReport:
+        return StartReport(self._num_pages)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         return self._runner.execute(plan)
@@ -61,7 +61,7 @@ def run_together(
 ) -> Outcomes:
     """Run all requests at once until they end; pages and rows must add up after every step, and be free at the end."""
     way = way or Way()
-    cycle = _cycle_for(runner, card, way)
+    cycle = cycle_for(runner, card, way)
     outcomes: Outcomes = {}
     for request in requests:
         choices = choices_of(request, card)
@@ -77,7 +77,9 @@ def run_together(
     return outcomes
 
 
-def _cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
+def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
+    """A cycle over the data ranks of a runner; rows and pages of `way` are those of each rank."""
+    num_data_ranks = runner.rule.plan.data_size
     limits = StepLimits(
         way.num_rows,
         way.step_tokens,
@@ -85,9 +87,16 @@ def _cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         way.page_size,
         way.num_pages,
         card.max_model_len,
+        num_data_ranks=num_data_ranks,
         caches_prefixes=way.caches_prefixes,
     )
-    capture = RoutingCapture(card.routing, num_pages=way.num_pages, page_size=way.page_size, weight_version="0")
+    capture = RoutingCapture(
+        card.routing,
+        num_pages=way.num_pages,
+        page_size=way.page_size,
+        num_data_ranks=num_data_ranks,
+        weight_version="0",
+    )
     return StepCycle(
         Scheduler(limits),
         PreparedExecutor(runner, way.num_pages),

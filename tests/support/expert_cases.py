@@ -1,19 +1,24 @@
-"""A MoE layer on a mesh of emulated devices, its dense definition in float64, and placements to run it with."""
+"""A MoE layer on a mesh of emulated devices, its dense definition in float64, and placements to run it with.
+
+Run as a program it is one of several processes over gloo: every backend gives what the definition says.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
 from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.parallel.mesh import join_hosts, leave_hosts, use_cpu_devices
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 
 NUM_LAYERS = 2
@@ -106,19 +111,18 @@ class MoeRun:
         )
         split, whole = PartitionSpec(DATA), PartitionSpec()
         slots = plan.partition(("layers", "expert_slots", None, None))
+        self._parts = (split, whole, split, slots, whole, whole)
         self.compiled = jax.jit(
-            jax.shard_map(
-                self._on_device,
-                mesh=plan.mesh,
-                in_specs=(split, whole, split, slots, whole, whole),
-                out_specs=split,
-                check_vma=False,
-            ),
+            jax.shard_map(self._on_device, mesh=plan.mesh, in_specs=self._parts, out_specs=split, check_vma=False),
             compiler_options=None if optimized else QUICK,
         )
 
-    def __call__(self, placement: ExpertPlacement | None = None, *, layer: int = 1, **changes) -> MoeResult:
-        """Run one layer; `changes` replace hidden, router or valid."""
+    def __call__(self, placement: ExpertPlacement | None = None, **changes) -> MoeResult:
+        """Run one layer; `changes` replace hidden, router, valid or layer."""
+        return MoeResult(*map(np.asarray, self.on_devices(placement, **changes)))
+
+    def on_devices(self, placement: ExpertPlacement | None = None, *, layer: int = 1, **changes) -> list[jax.Array]:
+        """Run one layer and leave the outputs where they are."""
         data = self.plan.mesh.shape[DATA]
         case, maps = self.case, None
         experts = np.tile(np.arange(case.num_experts), (NUM_LAYERS, 1))
@@ -128,8 +132,13 @@ class MoeRun:
         inputs = {"hidden": case.hidden(data), "router": case.router, "valid": case.valid(data)} | changes
         hidden = inputs["hidden"].astype(jax.numpy.dtype(case.dtype))
         slots = [array.astype(hidden.dtype) for array in slots]
-        arrays = self.compiled(hidden, inputs["router"], inputs["valid"], slots, maps, np.int32(layer))
-        return MoeResult(*map(np.asarray, arrays))
+        arguments = hidden, inputs["router"], inputs["valid"], slots, maps, np.int32(layer)
+        return self.compiled(*(self._placed(a, part) for a, part in zip(arguments, self._parts, strict=True)))
+
+    def _placed(self, arrays, part: PartitionSpec):
+        """Each process holds all arguments and gives its devices their share."""
+        sharding = NamedSharding(self.plan.mesh, part)
+        return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
 
     def _on_device(self, hidden, router, valid, stacked, maps, layer):
         flat = ExpertWeights(*(array.reshape(-1, *array.shape[2:]) for array in stacked))
@@ -172,3 +181,23 @@ def all_to(experts: range, case: MoeCase, data: int) -> dict[str, np.ndarray]:
     router[0] = -50.0
     router[0, experts.start : experts.stop] = 0.0
     return {"hidden": hidden, "router": router}
+
+
+def check_over_processes(coordinator: str, process: int, num_processes: int) -> None:
+    """In each of several processes with two devices: the outputs that lie here are those of the dense layer."""
+    use_cpu_devices(2)
+    join_hosts(coordinator, num_hosts=num_processes, host_id=process)
+    case, plan = MoeCase(num_tokens=37), plan_of(num_processes, 2)
+    expected = dense(case, num_processes)
+    for backend in ("replicated", "all_to_all", "fused"):
+        run = MoeRun(case, plan, backend=backend, num_redundant=8)
+        for placement in placements_for(case, plan, 8):
+            out, ids, counts = run.on_devices(placement)
+            for found, whole in ((out, expected.out), (ids, expected.ids), (counts, expected.counts)):
+                for shard in found.addressable_shards:
+                    np.testing.assert_allclose(np.asarray(shard.data), whole[shard.index], atol=1e-5)
+    leave_hosts()
+
+
+if __name__ == "__main__":
+    check_over_processes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

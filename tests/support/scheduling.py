@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.scheduler import Commit, Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
 
 STOP_TOKEN_ID = 2
 TOKEN = 9
+ABORT = FinishReason("abort")
 
 
 def choices(
@@ -54,6 +55,18 @@ def result_of(schedule: Schedule, token_id: int = TOKEN, *, not_finite: tuple[in
     finite = np.isin(np.arange(count), not_finite, invert=True)
     ids, logprobs = np.full(count, token_id, np.int32), np.full(count, -0.5, np.float32)
     return StepResult(schedule.plan.step_id, ids, logprobs, finite)
+
+
+def abort(target: Scheduler, sequence: Sequence) -> None:
+    """End a sequence and give back its pages."""
+    target.end(sequence, ABORT)
+    target.release(sequence)
+    target.check_integrity()
+
+
+def all_pages_are_free(target: Scheduler) -> bool:
+    """Whether no page is held, nor cached."""
+    return all(rank.allocator.num_free == rank.allocator.num_usable for rank in target.ranks)
 
 
 class Turns:

@@ -15,7 +15,7 @@ from rayserve_moe.cluster.step_graph import TRANSPORTS, StepTransport
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start
 
 
 class GroupExecutor:
@@ -27,16 +27,16 @@ class GroupExecutor:
         self._transport: StepTransport | None = None
         self.workers: list[ActorHandle] = []
 
-    def start(self) -> int:
+    def start(self) -> StartReport:
         """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged."""
         num_hosts, timeout_s = self._parallel.num_hosts, self._cluster.start_timeout_s
         self._reservation = reserve_slice(self._cluster, num_hosts=num_hosts)
         self.workers = [self._start_worker(self._reservation, host_id) for host_id in range(num_hosts)]
         coordinator = ray.get(self.workers[0].coordinator_address.remote(), timeout=timeout_s)
         num_pages = min(ray.get([worker.load.remote(coordinator) for worker in self.workers], timeout=timeout_s))
-        ray.get([worker.prepare.remote(num_pages) for worker in self.workers], timeout=timeout_s)
+        reports = ray.get([worker.prepare.remote(num_pages) for worker in self.workers], timeout=timeout_s)
         self._transport = TRANSPORTS[self._cluster.transport](self.workers, timeout_s=self._cluster.step_timeout_s)
-        return num_pages
+        return slowest_start(reports)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         assert self._transport is not None, "start comes first"

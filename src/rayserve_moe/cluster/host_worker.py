@@ -11,7 +11,7 @@ import ray
 
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class HostWorker:
         )
         return self._runner.load()
 
-    def prepare(self, num_pages: int) -> None:
+    def prepare(self, num_pages: int) -> StartReport:
         """Allocate pages and compile; all hosts get the same number."""
-        self._runner.prepare(num_pages)
+        return self._runner.prepare(num_pages)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step and wait for the one before; the first host answers for all of them."""

@@ -1,78 +1,138 @@
-"""Reserving the hosts of one slice: a real TPU slice, or emulated hosts on a CPU cluster."""
+"""Reserving the hosts of one or several slices: real TPU slices, or emulated hosts on a CPU cluster."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from ray.util.tpu import slice_placement_group
+from ray.util.tpu import get_tpu_coordinator_env_vars, slice_placement_group
 
 from rayserve_moe.config.settings import ClusterSettings
+from rayserve_moe.config.topology import slice_for
+
+RAY_VERSIONS = {"v5e": "v5litepod"}
+"""What Ray calls a generation, where it has a name of its own."""
+
+WORKER_ID_LABEL = "ray.io/tpu-worker-id"
+
+
+@dataclass(frozen=True)
+class HostPlacement:
+    """One host: its bundle of the placement group, and variables its process needs before jax starts."""
+
+    bundle: int
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SliceReservation:
-    """A placement group with one bundle per host; it lives until `release`, or as long as its creator."""
+    """A placement group with one bundle per host; it lives until `release`, or as long as its creator.
+
+    Hosts are numbered slice by slice, and within a slice as the slice numbers them.
+    """
 
     group: PlacementGroup
-    num_hosts: int
     host_resources: dict[str, float]
+    hosts: tuple[HostPlacement, ...]
 
     def actor_options(self, host_id: int) -> dict[str, Any]:
         """Options that put an actor on the host with this number, with all that was reserved there."""
+        host = self.hosts[host_id]
         strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=host_id, placement_group_capture_child_tasks=True
+            self.group, placement_group_bundle_index=host.bundle, placement_group_capture_child_tasks=True
         )
-        custom = {name: amount for name, amount in self.host_resources.items() if name != "CPU"}
-        return {
+        options = {
             "num_cpus": self.host_resources.get("CPU", 0),
-            "resources": custom,
+            "resources": {name: amount for name, amount in self.host_resources.items() if name != "CPU"},
             "scheduling_strategy": strategy,
         }
+        return options | ({"runtime_env": {"env_vars": host.environment}} if host.environment else {})
 
     def release(self) -> None:
+        """Give everything back; actors that still run on it are killed. May be called twice."""
         remove_placement_group(self.group)
 
 
-def reserve_slice(cluster: ClusterSettings, *, num_hosts: int) -> SliceReservation:
-    """Reserve a slice and wait for it.
+def reserve_slice(cluster: ClusterSettings, *, num_hosts: int, num_slices: int = 1) -> SliceReservation:
+    """Reserve `num_hosts` hosts, those of all slices, and wait for them.
 
-    On TPU the slice is named by `tpu_topology` and `tpu_version` and brings its own number of hosts, which must equal
-    `num_hosts`: a plain placement group could mix hosts of two slices. On a CPU cluster hosts are spread over the
-    nodes there are. TimeoutError after `start_timeout_s`, ValueError for a number of hosts that does not fit.
+    On TPU the slices are named by `tpu_topology` and `tpu_version`: a plain placement group could mix hosts of two. On
+    a CPU cluster hosts are spread over the nodes there are. SettingsError for a number of hosts that the slices do not
+    have, before anything is reserved; TimeoutError after `start_timeout_s`, and nothing stays reserved.
     """
-    reservation = _reserve_tpu(cluster) if cluster.tpu_topology else _reserve_cpu(cluster, num_hosts)
-    if reservation.num_hosts != num_hosts:
-        reservation.release()
-        raise ValueError(
-            f"a {cluster.tpu_version} slice of topology {cluster.tpu_topology} has {reservation.num_hosts} hosts, "
-            f"num_hosts is {num_hosts}"
-        )
-    try:
-        ray.get(reservation.group.ready(), timeout=cluster.start_timeout_s)
-    except GetTimeoutError as error:
-        reservation.release()
-        raise TimeoutError(
-            f"the cluster had no room for {num_hosts} hosts with {reservation.host_resources} each within "
-            f"{cluster.start_timeout_s} s"
-        ) from error
-    return reservation
+    if cluster.tpu_topology:
+        return _reserve_tpu(cluster, num_hosts=num_hosts, num_slices=num_slices)
+    return _reserve_cpu(cluster, num_hosts)
 
 
 def _reserve_cpu(cluster: ClusterSettings, num_hosts: int) -> SliceReservation:
     resources = {"CPU": cluster.cpus_per_host}
-    return SliceReservation(placement_group([resources] * num_hosts, strategy="SPREAD"), num_hosts, resources)
+    group = placement_group([resources] * num_hosts, strategy="SPREAD")
+    try:
+        ray.get(group.ready(), timeout=cluster.start_timeout_s)
+    except GetTimeoutError as error:
+        remove_placement_group(group)
+        raise TimeoutError(
+            f"the cluster had no room for {num_hosts} hosts with {resources} each within {cluster.start_timeout_s} s"
+        ) from error
+    return SliceReservation(group, resources, tuple(HostPlacement(i) for i in range(num_hosts)))
 
 
-def _reserve_tpu(cluster: ClusterSettings) -> SliceReservation:
-    slice_group = slice_placement_group(
-        cluster.tpu_topology, cluster.tpu_version, chips_per_vm=cluster.tpu_chips_per_host or None
+def _reserve_tpu(cluster: ClusterSettings, *, num_hosts: int, num_slices: int) -> SliceReservation:
+    """Reserve the head of each slice, then all hosts that carry the slice's name."""
+    tpu = slice_for(cluster, num_hosts=num_hosts, num_slices=num_slices)
+    timeout_s = cluster.start_timeout_s
+    refusal = (
+        f"the cluster had no {num_slices} free {tpu.version} slices of topology {tpu.topology} "
+        f"({num_hosts} hosts of {tpu.chips_per_host} chips in all) within {timeout_s} s"
     )
-    assert slice_group.placement_group is not None, "one slice has one placement group"
-    return SliceReservation(
-        slice_group.placement_group, slice_group.num_hosts, {"TPU": float(slice_group.devices_per_host)}
+    try:
+        slices = slice_placement_group(
+            tpu.topology,
+            RAY_VERSIONS.get(tpu.version, tpu.version),
+            num_slices=num_slices,
+            chips_per_vm=tpu.chips_per_host,
+            head_reservation_timeout_s=timeout_s,
+        )
+    except TimeoutError as error:
+        raise TimeoutError(refusal) from error
+    group = slices.placement_group
+    assert group is not None and slices.num_hosts == num_hosts, "Ray counts other hosts than the topology has"
+    try:
+        ray.get(group.ready(), timeout=timeout_s)
+    except GetTimeoutError as error:
+        slices.shutdown()
+        raise TimeoutError(refusal) from error
+    slices.release_head_pgs()
+    hosts = _number_hosts(group, num_slices=num_slices, hosts_per_slice=tpu.num_hosts)
+    return SliceReservation(group, {"TPU": float(slices.devices_per_host)}, hosts)
+
+
+def _number_hosts(group: PlacementGroup, *, num_slices: int, hosts_per_slice: int) -> tuple[HostPlacement, ...]:
+    """Order the bundles of each slice by the number that the slice itself gives to their hosts.
+
+    jax takes its process numbers on a TPU from the slice; so both agree. Hosts of several slices meet at the first one.
+    """
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
+
+    def number_in_slice(bundle: int) -> tuple[int, int]:
+        labels = nodes[node_of_bundle[bundle]].get("Labels") or {}
+        return int(labels.get(WORKER_ID_LABEL, bundle % hosts_per_slice)), bundle
+
+    ordered = [
+        bundle
+        for first in range(0, num_slices * hosts_per_slice, hosts_per_slice)
+        for bundle in sorted(range(first, first + hosts_per_slice), key=number_in_slice)
+    ]
+    if num_slices == 1:
+        return tuple(HostPlacement(bundle) for bundle in ordered)
+    coordinator = nodes[node_of_bundle[ordered[0]]]["NodeManagerAddress"]
+    return tuple(
+        HostPlacement(bundle, get_tpu_coordinator_env_vars(coordinator, num_slices, bundle // hosts_per_slice))
+        for bundle in ordered
     )

@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from rayserve_moe.config.settings import ParallelSettings, Settings, SettingsError
+from rayserve_moe.config.topology import check_slices
 
 ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH": "model_path"}
 
@@ -92,6 +93,12 @@ def settings_from_yaml(path: str | Path) -> Settings:
     return settings_from(document)
 
 
+def set_environment_defaults(variables: Mapping[str, str]) -> None:
+    """Set variables of this process that the user has not set, for libraries that read them when they are loaded."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def default_cache_directory() -> Path:
     """Where synthetic checkpoints and compiled programs are kept between runs."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -143,11 +150,14 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError("model_path is missing: give a checkpoint directory or synthetic:<preset>")
     if not 0.0 < settings.cache.mem_fraction <= 1.0:
         raise SettingsError(f"mem_fraction must lie in (0, 1], found {settings.cache.mem_fraction!r}")
+    if not settings.compile.cache:
+        raise SettingsError("compile_cache must be auto, off or a directory, found ''")
     if settings.cache.num_pages == 1:
         raise SettingsError("num_pages must be at least 2: one page holds padding")
     if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
         raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
     _check_parallel(settings.parallel)
+    check_slices(settings.cluster, settings.parallel)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
         raise SettingsError(

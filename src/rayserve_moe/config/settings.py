@@ -97,6 +97,15 @@ class ExpertSettings:
 
 
 @dataclass(frozen=True)
+class CompileSettings:
+    """Compiling the steps at the start."""
+
+    cache: str = _named("auto", "compile_cache")
+    """Directory that keeps compiled programs for later starts; `auto` is one in the user's cache directory, `off` none.
+    Who can write to it can run code in the server."""
+
+
+@dataclass(frozen=True)
 class ClusterSettings:
     """How the serving replica drives its hosts over Ray."""
 
@@ -140,5 +149,6 @@ class Settings:
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     experts: ExpertSettings = field(default_factory=ExpertSettings)
+    compile: CompileSettings = field(default_factory=CompileSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

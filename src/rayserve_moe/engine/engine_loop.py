@@ -64,7 +64,9 @@ class EngineLoop:
         self._failure: str | None = None
         self._step_started_at: float | None = None
         self._is_stopping = False
-        self._cycle = self._assemble(executor.start())
+        self.start_report = executor.start()
+        log.info("started: %s", self.start_report)
+        self._cycle = self._assemble(self.start_report.num_pages)
         self._publication = Publication(self._cycle.scheduler.table)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -110,6 +112,7 @@ class EngineLoop:
             "requests_waiting": float(len(scheduler.waiting)),
             "preemptions": float(scheduler.num_preemptions),
             **self._cycle.statistics(),
+            **self.start_report.statistics(),
         }
 
     def check_health(self) -> None:

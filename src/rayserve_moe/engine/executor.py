@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class ExecutorFailure(RuntimeError):
@@ -17,8 +17,8 @@ class Executor(Protocol):
     Calls come from one thread. After `ExecutorFailure` only `shutdown` may follow.
     """
 
-    def start(self) -> int:
-        """Load weights, allocate pages, compile every step; return the number of KV pages of one data rank."""
+    def start(self) -> StartReport:
+        """Load weights, allocate pages, compile every step and run it once."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult | None:

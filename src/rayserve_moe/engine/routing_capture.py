@@ -109,7 +109,7 @@ class RoutingCapture:
         return RoutedExperts(
             rows=rows,
             missing=_ranges_where(~present),
-            source=_sources(count, sequence.num_cached, sequence.recomputed),
+            source=_sources(count, sequence.origins),
             weight_version=((0, count, self._weight_version),) if count else (),
         )
 
@@ -147,10 +147,10 @@ def _ranges_where(flags: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
 
 
-def _sources(count: int, num_cached: int, recomputed: tuple[int, int]) -> tuple[tuple[int, int, str], ...]:
+def _sources(count: int, origins: tuple[tuple[int, int, str], ...]) -> tuple[tuple[int, int, str], ...]:
     """How each row came about: found in the cache, computed anew after a preemption, or computed once."""
     kinds = np.zeros(count, np.int8)
-    kinds[:num_cached] = SOURCES.index("cached")
-    kinds[slice(*recomputed)] = SOURCES.index("recomputed")
+    for first, last, kind in origins:
+        kinds[first:last] = SOURCES.index(kind)
     borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), count]
     return tuple((a, b, SOURCES[kinds[a]]) for a, b in itertools.pairwise(borders) if a < b)

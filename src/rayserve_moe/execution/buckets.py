@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
 from rayserve_moe.config.settings import SchedulerSettings
+from rayserve_moe.execution.shape_choice import CPU, SMALL_MODEL, TPUS, Device, StepCost, choose_sizes
 from rayserve_moe.execution.step_types import StepShape
+from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.transformer import ModelRule
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
 
-DECODE_GROWTH = 4
-PREFILL_GROWTH = 4
+PREFILL_SHARE = 0.25
+"""Part of the time that goes to steps with prompts in them."""
+
+TPU_OF_KIND = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "7x",
+}
 
 
-def step_shapes(scheduler: SchedulerSettings) -> tuple[StepShape, ...]:
-    """All shapes to compile, smallest first.
+def step_shapes(scheduler: SchedulerSettings, cost: StepCost = SMALL_MODEL) -> tuple[StepShape, ...]:
+    """All shapes to compile, smallest first: those that are worth it by `cost`.
 
-    Decode-only shapes grow fourfold up to the number of rows; mixed shapes hold every row as a single token beside
-    prefill blocks that grow fourfold up to the step's budget.
+    Decode-only shapes up to one that holds every row, or as the settings list them; then mixed shapes, which hold every
+    row as a single token beside prefill blocks, up to the step's budget.
     """
-    rows = scheduler.max_running_requests
-    decode_sizes = scheduler.decode_batch_sizes or _grow(1, rows, DECODE_GROWTH)
-    prefill_sizes = _grow(PREFILL_BLOCK_TOKENS * 2, scheduler.max_step_tokens, PREFILL_GROWTH)
-    decode = [StepShape(size, 0, PREFILL_BLOCK_TOKENS) for size in sorted(set(decode_sizes))]
-    mixed = [
-        StepShape(max(decode_sizes), -(-size // PREFILL_BLOCK_TOKENS), PREFILL_BLOCK_TOKENS) for size in prefill_sizes
-    ]
-    return (*decode, *mixed)
+    rows, block, device = scheduler.max_running_requests, PREFILL_BLOCK_TOKENS, cost.device
+    decode_sizes = scheduler.decode_batch_sizes or choose_sizes(
+        rows,
+        seconds=cost.decode_seconds,
+        compile_s=device.compile_s,
+        horizon_s=device.horizon_s * (1 - PREFILL_SHARE),
+    )
+    num_singles = max(decode_sizes)
+    prefill_sizes = choose_sizes(
+        -(-scheduler.max_step_tokens // block),
+        seconds=cost.prefill_seconds(num_singles=num_singles, block_tokens=block),
+        compile_s=device.compile_s,
+        horizon_s=device.horizon_s * PREFILL_SHARE,
+    )
+    decode = [StepShape(size, 0, block) for size in sorted(set(decode_sizes))]
+    return (*decode, *(StepShape(num_singles, size, block) for size in prefill_sizes))
 
 
 def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks: int) -> StepShape:
@@ -33,8 +60,31 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
     return min(fitting, key=lambda s: s.num_tokens)
 
 
-def _grow(first: int, last: int, factor: int) -> list[int]:
-    sizes = [min(first, last)]
-    while sizes[-1] < last:
-        sizes.append(min(sizes[-1] * factor, last))
-    return sizes
+def step_cost(rule: ModelRule, *, dtype: str) -> StepCost:
+    """What steps of a model cost on the devices it lies on."""
+    spec, plan = rule.spec, rule.plan
+    tree = parameter_specs(spec, dtype=dtype)
+    elements = {
+        group: {name: math.prod(param.shape) for name, param in params.items()} for group, params in tree.items()
+    }
+    experts = elements["experts"]
+    router = experts.pop("router_MDE")
+    return StepCost(
+        device_of(plan.mesh.devices.flat[0], num_devices=plan.mesh.size),
+        spec.num_layers,
+        dense_weights=sum(elements["attention"].values()) + sum(elements.get("dense", {}).values()) + router,
+        head_weights=spec.vocab_size * spec.hidden_size,
+        expert_weights=sum(experts.values()) / spec.router.num_experts,
+        num_experts=spec.router.num_experts,
+        top_k=spec.router.top_k,
+        itemsize=jnp.dtype(dtype).itemsize,
+        tensor_size=plan.tensor_size,
+        data_size=plan.data_size,
+    )
+
+
+def device_of(device: jax.Device, *, num_devices: int) -> Device:
+    """What a device can do; a kind that is not in the table counts as a v5e. Emulated devices share one CPU."""
+    if device.platform == "cpu":
+        return replace(CPU, bytes_per_s=CPU.bytes_per_s / num_devices, flops=CPU.flops / num_devices)
+    return TPUS[TPU_OF_KIND.get(device.device_kind, "v5e")]

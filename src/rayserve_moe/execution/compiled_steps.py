@@ -19,29 +19,45 @@ from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+FOUND_EVENT = "/jax/compilation_cache/cache_hits"
+NUM_THREADS = 4
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState and `vectors_NW`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
 
 
 @dataclass(frozen=True)
+class CompileTimes:
+    """What compiling took: by the wall, and added up over programs by the clock of each; how many were on disk."""
+
+    wall_s: float
+    sum_s: float
+    num_programs: int
+    num_found: int
+
+
+@dataclass(frozen=True)
 class CompiledPrograms:
-    """Everything that runs on the devices; `seconds` is what compiling took."""
+    """Everything that runs on the devices."""
 
     steps: dict[StepShape, CompiledStep]
     update: CompiledUpdate
-    seconds: float
+    times: CompileTimes
 
 
 class CompilationCount:
-    """Counts every program this process compiles, whoever asks for it."""
+    """Counts every program this process compiles, whoever asks for it, and those of them that it found on disk."""
 
     def __init__(self) -> None:
-        self.total = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self.total = self.num_found = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         self.total += event == COMPILE_EVENT
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        self.num_found += event == FOUND_EVENT
 
 
 def compile_programs(
@@ -50,11 +66,11 @@ def compile_programs(
     *,
     layouts: dict[StepShape, InputLayout],
     rule: StepRule,
-    num_threads: int,
+    count: CompilationCount,
 ) -> CompiledPrograms:
     """Compile the step for every shape and the update of rows, several at a time, the largest first."""
-    started = time.perf_counter()
-    plan = rule.model.plan
+    started, num_found = time.perf_counter(), count.num_found
+    plan, seconds = rule.model.plan, []
 
     def replicated(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=plan.replicated())
@@ -62,16 +78,25 @@ def compile_programs(
     def compile_step(layout: InputLayout) -> CompiledStep:
         vectors = replicated(plan.data_size, len(layout.padding))
         jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
-        return jitted.lower(weights, state, vectors_NW=vectors).compile()
+        return _compile(jitted, weights, state, vectors_NW=vectors, seconds=seconds)
 
     def compile_update() -> CompiledUpdate:
-        return (
-            jax.jit(partial(update_rows, rule=rule), donate_argnums=0).lower(state, replicated(VECTOR_SIZE)).compile()
-        )
+        jitted = jax.jit(partial(update_rows, rule=rule), donate_argnums=0)
+        return _compile(jitted, state, replicated(VECTOR_SIZE), seconds=seconds)
 
     largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
-    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+    with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
         steps = {shape: pool.submit(compile_step, layouts[shape]) for shape in largest_first}
         update = pool.submit(compile_update)
         compiled = {shape: step.result() for shape, step in steps.items()}
-        return CompiledPrograms(compiled, update.result(), time.perf_counter() - started)
+        compiled_update = update.result()
+    times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), count.num_found - num_found)
+    return CompiledPrograms(compiled, compiled_update, times)
+
+
+def _compile(jitted: Any, *args: Any, seconds: list[float], **named: Any) -> Any:
+    """Lower and compile a function for these arguments; adds to `seconds` how long that took."""
+    started = time.perf_counter()
+    compiled = jitted.lower(*args, **named).compile()
+    seconds.append(time.perf_counter() - started)
+    return compiled

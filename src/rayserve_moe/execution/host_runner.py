@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -16,13 +15,15 @@ from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import (
     CacheSettings,
+    CompileSettings,
     ExpertSettings,
     ModelSettings,
     ReplaySettings,
     SchedulerSettings,
 )
 from rayserve_moe.execution import memory
-from rayserve_moe.execution.buckets import step_shapes
+from rayserve_moe.execution.buckets import step_cost, step_shapes
+from rayserve_moe.execution.compile_cache import programs_on_disk
 from rayserve_moe.execution.compiled_steps import CompilationCount, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.launch import launch_for
@@ -34,11 +35,7 @@ from rayserve_moe.execution.step_types import StepOutput, StepShape
 from rayserve_moe.execution.weights import first_placement, load_weights, model_rule
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult, StepTimes
-
-log = logging.getLogger(__name__)
-
-NUM_COMPILE_THREADS = 4
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, StepTimes
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,7 @@ class RunnerSettings:
     cache: CacheSettings
     replay: ReplaySettings
     experts: ExpertSettings = field(default_factory=ExpertSettings)
+    compile: CompileSettings = field(default_factory=CompileSettings)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class HostRunner:
         started = time.perf_counter()
         spec, plan = self.rule.spec, self.rule.plan
         self.weights = load_weights(self._files, self.rule, dtype=self.dtype, placement=self.placement)
-        log.info("loaded %s in %.1f s", self._settings.model.path, time.perf_counter() - started)
+        self._load_s = time.perf_counter() - started
         cache, devices = self._settings.cache, list(plan.mesh.local_devices)
         return memory.num_pages_that_fit(
             cache,
@@ -96,11 +94,13 @@ class HostRunner:
             most_useful=derive.most_useful_pages(self._settings.scheduler, cache, longest=self._longest),
         )
 
-    def prepare(self, num_pages: int) -> None:
+    def prepare(self, num_pages: int) -> StartReport:
         """Allocate the pool, compile every step shape, and run each once as a real step of padding."""
         cache, num_rows = self._settings.cache, self._settings.scheduler.max_running_requests
         self._packer = Packer(
-            step_shapes(self._settings.scheduler), rows_per_rank=num_rows, num_data_ranks=self.rule.plan.data_size
+            step_shapes(self._settings.scheduler, step_cost(self.rule, dtype=self.dtype)),
+            rows_per_rank=num_rows,
+            num_data_ranks=self.rule.plan.data_size,
         )
         self._state = allocate_state(
             self.rule,
@@ -110,22 +110,18 @@ class HostRunner:
             num_rows=num_rows,
             pages_per_row=derive.pages_per_sequence(self._longest, cache.page_size),
         )
-        self.programs = compile_programs(
-            self.weights,
-            self._state,
-            layouts=self._packer.layouts,
-            rule=StepRule(self.rule, cache.page_size, self._settings.replay.enabled),
-            num_threads=NUM_COMPILE_THREADS,
-        )
+        with programs_on_disk(self._settings.compile, platform=self.rule.plan.mesh.devices.flat[0].platform):
+            self.programs = compile_programs(
+                self.weights,
+                self._state,
+                layouts=self._packer.layouts,
+                rule=StepRule(self.rule, cache.page_size, self._settings.replay.enabled),
+                count=self._compilations,
+            )
         started = time.perf_counter()
         self._warm_up()
-        log.info(
-            "compiled %d steps in %.1f s, ran each in %.1f s",
-            len(self.programs.steps),
-            self.programs.seconds,
-            time.perf_counter() - started,
-        )
         self._compilations_of_start = self._compilations.total
+        return self._start_report(num_pages, first_run_s=time.perf_counter() - started)
 
     @property
     def num_compilations_since_start(self) -> int:
@@ -141,6 +137,18 @@ class HostRunner:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
         return self._collect(before) if before is not None else None
+
+    def _start_report(self, num_pages: int, *, first_run_s: float) -> StartReport:
+        times = self.programs.times
+        return StartReport(
+            num_pages,
+            load_s=self._load_s,
+            compile_s=times.wall_s,
+            compile_sum_s=times.sum_s,
+            first_run_s=first_run_s,
+            num_programs=times.num_programs,
+            num_programs_found=times.num_found,
+        )
 
     def _launch_step(self, plan: StepPlan) -> _InFlight:
         started = time.perf_counter()

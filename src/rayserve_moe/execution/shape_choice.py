@@ -1,29 +1,29 @@
 """Which sizes of a step are worth compiling: seconds lost to padding against seconds spent on compiling.
 
-Plain arithmetic over a model of what steps cost. Every host of a group comes to the same sizes: nothing here looks at
-the machine that it runs on.
+Plain arithmetic over a model of what steps cost. It looks at no clock and at nothing of the machine it runs on, so all
+hosts of a group come to the same sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-SecondsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Seconds of a step of `real` items in a shape made for `size` of them, elementwise, broadcast."""
+Seconds = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Seconds of a step of `real` items in a shape that holds `size` of them, elementwise and broadcast."""
 
-MOST_DIGITS = 3
+ROUND_BITS = 3
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one device does in a second, and what a shape costs at the start.
+    """What a device does in a second, and what one more shape costs at the start.
 
-    `block_s` is what every attention block costs per layer, padding or not. `compile_s` counts compiling, and the
-    first run, of one shape while others are compiled beside it. Over `horizon_s` of steps a shape has to earn that
-    back. Where `fills_blocks`, an expert computes whole blocks of rows, sized for the mean load of a full step.
+    `block_s` is what an attention block costs in a layer even where it is padding. `compile_s` is by how much one more
+    shape prolongs the start, others being compiled beside it; it has to earn that back within `horizon_s` of steps.
+    Where `fills_blocks`, an expert computes whole blocks of rows, as large as its mean load in a full step.
     """
 
     bytes_per_s: float
@@ -34,10 +34,10 @@ class Device:
     fills_blocks: bool = False
 
 
-CPU = Device(1.2e10, 1.2e11, 30e-6, compile_s=2.5, horizon_s=600.0, fills_blocks=True)
-"""What our float32 steps reach on two cores of an AMD EPYC: all emulated devices together.
+CPU = Device(1.2e10, 1.2e11, 3e-5, compile_s=2.0, horizon_s=300.0, fills_blocks=True)
+"""What our float32 steps reach on two cores of an AMD EPYC, all emulated devices together.
 
-A horizon of ten minutes: such a server is for a look, or a test.
+Such a server is for a first look and for tests: a shape has five minutes to earn its two seconds back.
 """
 
 TPUS = {
@@ -46,17 +46,111 @@ TPUS = {
     "v6e": Device(1.64e12, 9.18e14, 1e-6, compile_s=15.0, horizon_s=3600.0),
     "7x": Device(3.69e12, 1.153e15, 1e-6, compile_s=15.0, horizon_s=3600.0),
 }
-"""Memory bandwidth and bfloat16 peak as Google publishes them per chip; 7x has two devices to a chip.
+"""Memory bandwidth and bfloat16 peak as Google publishes them for each generation; a 7x chip is two devices.
 
-A step compiles in about 60 s, four of them at a time.
+A step of a whole model compiles in about a minute, four of them at a time.
 """
 
-TPU_OF_KIND = {
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "7x",
-}
+
+@dataclass(frozen=True)
+class StepCost:
+    """How long the steps of one model take, per data rank.
+
+    The longer of reading weights and of multiplying, then what attention blocks cost. Padding meets all dense weights,
+    and the head where it is a single token; experts compute it only where they fill blocks. Keys and values are left
+    out: reading them takes as long in every shape.
+
+    Weights are numbers of elements over all layers: `dense_weights` meet every token, `head_weights` single tokens,
+    `expert_weights` are those of one expert. `tensor_size` devices share the tokens of a data rank, and all `data_size`
+    ranks share the experts.
+    """
+
+    device: Device
+    num_layers: int
+    dense_weights: float
+    head_weights: float
+    expert_weights: float
+    num_experts: int
+    top_k: int
+    itemsize: int
+    tensor_size: int = 1
+    data_size: int = 1
+
+    def decode_seconds(self, real: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Steps of nothing but single tokens, counted in tokens."""
+        return self._seconds(real, num_tokens=size, num_blocks=size, num_singles=size)
+
+    def prefill_seconds(self, *, num_singles: int, block_tokens: int) -> Seconds:
+        """Steps counted in full prefill blocks, in shapes with room for `num_singles` single tokens besides."""
+
+        def seconds(real: np.ndarray, size: np.ndarray) -> np.ndarray:
+            return self._seconds(
+                real * block_tokens,
+                num_tokens=num_singles + size * block_tokens,
+                num_blocks=num_singles + size,
+                num_singles=np.asarray(num_singles),
+            )
+
+        return seconds
+
+    def _seconds(
+        self, num_real: np.ndarray, *, num_tokens: np.ndarray, num_blocks: np.ndarray, num_singles: np.ndarray
+    ) -> np.ndarray:
+        chance = self.top_k / self.num_experts
+        local_experts = self.num_experts / (self.data_size * self.tensor_size)
+        num_touched = local_experts * (1 - (1 - chance) ** (num_real * self.data_size))
+        expert_rows = num_real * self.top_k / self.tensor_size
+        if self.device.fills_blocks:
+            block_rows = num_tokens * self.data_size * chance
+            # Where an expert needs several blocks, the last one is half full on average.
+            expert_rows = np.maximum(num_touched * block_rows, expert_rows + num_touched * block_rows / 2)
+        dense, head = self.dense_weights / self.tensor_size, self.head_weights / self.tensor_size
+        products = num_tokens * dense + num_singles * head + expert_rows * self.expert_weights
+        weights = dense + head / self.data_size + num_touched * self.expert_weights
+        reading, multiplying = weights * self.itemsize / self.device.bytes_per_s, 2 * products / self.device.flops
+        return np.maximum(reading, multiplying) + num_blocks * self.num_layers * self.device.block_s
+
+
+SMALL_MODEL = StepCost(
+    CPU, 8, dense_weights=5.4e6, head_weights=4.2e6, expert_weights=3.1e6, num_experts=32, top_k=4, itemsize=4
+)
+"""The `small` synthetic checkpoint on a CPU: stands in where no model is at hand."""
+
+
+def choose_sizes(
+    largest: int,
+    *,
+    seconds: Seconds,
+    compile_s: float,
+    horizon_s: float,
+    candidates: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """The sizes to compile for steps of 1 to `largest` items, ascending; the last of them is `largest`.
+
+    A step runs in the smallest size that holds it. Its number of items is log-uniform: as likely from 1 to 2 as from 2
+    to 4. Chosen from `candidates` (round numbers where there are none) so that what padding costs in as many steps as
+    take `horizon_s` seconds without it, plus `compile_s` for every size, is the least; among equals the fewest sizes.
+    """
+    real = np.arange(1, largest + 1)
+    chances, unpadded = np.log1p(1 / real), seconds(real, real)
+    num_steps = horizon_s / float(chances @ unpadded) * chances
+    sizes = sorted({size for size in candidates or round_sizes(largest) if size < largest} | {largest})
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
+    for size in sizes:
+        lost = num_steps[:size] * (seconds(real[:size], np.asarray(size)) - unpadded[:size])
+        # lost_above[n]: what the steps of more than n items lose in this size.
+        lost_above = np.append(np.cumsum(lost[::-1])[::-1], 0.0)
+        best[size] = min(
+            (total + float(lost_above[below]) + compile_s, count + 1, (*chosen, size))
+            for below, (total, count, chosen) in best.items()
+        )
+    return best[largest][2]
+
+
+def round_sizes(largest: int) -> list[int]:
+    """Numbers below `largest` of at most ROUND_BITS significant bits, then `largest`: 1 to 8, 10, 12, 14, 16, 20, ...
+
+    Neighbours are a quarter apart at most. Small changes of the costs leave the choice as it is, and with it what is
+    kept on disk.
+    """
+    return [n for n in range(1, largest) if n % (1 << max(0, n.bit_length() - ROUND_BITS)) == 0] + [largest]

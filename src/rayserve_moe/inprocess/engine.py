@@ -53,7 +53,9 @@ class Engine:
             name=path.name,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
-        runner_settings = RunnerSettings(model, wanted.scheduler, wanted.cache, wanted.replay, wanted.experts)
+        runner_settings = RunnerSettings(
+            model, wanted.scheduler, wanted.cache, wanted.replay, wanted.experts, wanted.compile
+        )
         parallel = wanted.parallel
         data_size, num_slices = parallel.data_parallel_size, parallel.num_slices
         plan = plan_for(local_devices(parallel.devices_per_host), data_size=data_size, num_slices=num_slices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class LocalExecutor:
@@ -12,10 +12,8 @@ class LocalExecutor:
     def __init__(self, runner: HostRunner) -> None:
         self.runner = runner
 
-    def start(self) -> int:
-        num_pages = self.runner.load()
-        self.runner.prepare(num_pages)
-        return num_pages
+    def start(self) -> StartReport:
+        return self.runner.prepare(self.runner.load())
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         return self.runner.execute(plan)

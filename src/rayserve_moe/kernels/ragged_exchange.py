@@ -21,6 +21,15 @@ from jax.interpreters import mlir
 
 PRIMITIVE = "ragged_all_to_all_p"
 
+COMPILER_OPTIONS_OF_PLATFORM: dict[str, dict[str, str]] = {
+    "tpu": {
+        "xla_tpu_enable_async_ragged_all_to_all": "true",
+        "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
+    },
+}
+"""The first lets an exchange run while other work does; without it an exchange blocks. The second keeps the weights of
+a grouped product in the layout they arrive in: tpu7x copies all of them in every step otherwise."""
+
 
 class RaggedSlices(NamedTuple):
     """Which rows go where: int32, one entry per rank, or the same number of entries for each.

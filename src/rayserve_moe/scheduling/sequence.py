@@ -35,8 +35,8 @@ class Sequence:
     """Tokens, pages and row of one choice.
 
     `choices` are those of its request, itself among them; `followers` wait for its prompt. Its client knows the first
-    `num_published` tokens. `num_to_recompute` positions were computed before it was preempted, and positions
-    `recomputed[0] .. recomputed[1] - 1` once more after it.
+    `num_published` tokens. `num_to_recompute` positions were computed before it was preempted. `origins` are ranges
+    `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; later ones outrank.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -65,7 +65,7 @@ class Sequence:
         self.num_passed_over = 0
         self.num_published = prompt_len
         self.num_to_recompute = 0
-        self.recomputed = (0, 0)
+        self.origins: tuple[tuple[int, int, str], ...] = ()
         self.sampled_rows: np.ndarray | None = None
         counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
         self.state = SequenceState(
@@ -114,10 +114,12 @@ class Sequence:
 
     def note_start(self, num_cached: int) -> None:
         """Note that it starts to run after `num_cached` cached tokens, for the first time or once more."""
-        if self.num_to_recompute:
-            self.recomputed = (num_cached, max(num_cached, min(self.num_to_recompute, self.num_prompt_tokens)))
-        else:
+        num_known = self.num_to_recompute
+        if num_known == 0:
             self.num_cached = num_cached
+        again = (num_cached, min(num_known, self.num_prompt_tokens), "recomputed")
+        ranges = ((num_known, num_cached, "cached"), again)
+        self.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids at positions `[start, stop)`, int32."""

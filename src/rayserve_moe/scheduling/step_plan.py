@@ -14,7 +14,8 @@ The chunks of a rank stand together, ranks in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -106,3 +107,39 @@ class StepResult:
     finite: np.ndarray
     routing: RoutingRows | None = None
     times: StepTimes = StepTimes()
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """What starting an executor came to: KV pages of one data rank, and seconds of each part.
+
+    `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
+    which `num_programs_found` were on disk. `first_run_s` is running every program once.
+    """
+
+    num_pages: int
+    load_s: float = 0.0
+    compile_s: float = 0.0
+    compile_sum_s: float = 0.0
+    first_run_s: float = 0.0
+    num_programs: int = 0
+    num_programs_found: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_pages} KV pages per data rank; weights loaded in {self.load_s:.1f} s, {self.num_programs} "
+            f"programs compiled in {self.compile_s:.1f} s ({self.compile_sum_s:.1f} s one by one, "
+            f"{self.num_programs_found} found on disk), each run in {self.first_run_s:.1f} s"
+        )
+
+    def statistics(self) -> dict[str, float]:
+        """All but the pages, by name."""
+        return {f"start_{name}": float(value) for name, value in asdict(self).items() if name != "num_pages"}
+
+
+def slowest_start(reports: Sequence[StartReport]) -> StartReport:
+    """What hosts that started side by side came to together: of each number the one that kept the others waiting."""
+    columns = zip(*(asdict(report).items() for report in reports), strict=True)
+    least = ("num_pages", "num_programs_found")
+    worst = {column[0][0]: (min if column[0][0] in least else max)(value for _, value in column) for column in columns}
+    return StartReport(**worst)

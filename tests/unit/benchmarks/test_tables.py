@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 import pytest
 
-from benchmarks.figures import OUTSIDE, PARTS, rate, speed_ratio, spread, step_parts
-from benchmarks.run import check_complete
+from benchmarks import table
+from benchmarks.engine import SIDES, WATCHED
+from benchmarks.engine_runs import check_complete
+from benchmarks.figures import (
+    OUTSIDE,
+    PARTS,
+    milliseconds_per_step,
+    paired_ratio,
+    rate,
+    speed_ratio,
+    spread,
+    step_parts,
+)
+from benchmarks.sections import SECTIONS
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, prompts_of
 
@@ -33,6 +46,33 @@ def result_of(theirs: list[dict[str, float]]) -> dict:
     }
 
 
+def every_section() -> dict:
+    """The smallest result of each kind."""
+    w2 = {"name": "W2", "workload": asdict(WORKLOADS["W2"])}
+    streams = {"seconds": 2.0, "first_token_s": [0.1, 0.2, 0.4]}
+    http_cpu = dict.fromkeys(("host_worker", "replica", "proxy", "ray_daemons", "client"), 0.5)
+    median = {"median": 2.0, "min": 1.0, "max": 3.0}
+    conversation = {"seconds": 1.0, "prompt_tokens": 900, "computed": 303, "ideal": 300, "ideal_unpaged": 250}
+    return {
+        "workloads": result_of([])["workloads"],
+        "host_us": {"16": dict.fromkeys(("schedule", "pack", "commit", "host"), median)},
+        "sides": {**w2, "runs": {side: [run_of(2.0 if side == "no_overlap" else 1.0)] for side in SIDES}},
+        "programs": {"plain": {"step_tokens": 528, "instructions": 900, "routing_arrays": 0}},
+        "waits": {side: [{"seconds": 4.0, "steps": 10, "waited_s": 0.1, "waited_share": 0.025}] for side in WATCHED},
+        "curve": {"64": [{**run_of(2.0), "tokens_sampled": 640.0}]},
+        "conversations": {
+            "num_conversations": 16, "num_turns": 8, "page_size": 16, "answer_tokens": 24, "runs": [conversation]
+        },
+        "http": {
+            **w2,
+            "runs": {
+                "engine": [{**streams, "cpu_s": {"engine": 3.0}}],
+                "http": [{**streams, "seconds": 2.5, "cpu_s": http_cpu}],
+            },
+        },
+    }  # fmt: skip
+
+
 def test_a_spread_does_not_depend_on_order():
     assert spread([3.0, 1.0, 2.0]) == spread([1.0, 2.0, 3.0])
     assert str(spread([3.0, 1.0, 2.0])) == "2.00 (1.00-3.00)"
@@ -46,6 +86,14 @@ def test_ratios_pair_neighbours_so_that_a_drift_of_the_machine_cancels():
     ours = [run_of(1.0), run_of(3.0), run_of(10.0)]
     ratio = speed_ratio(ours, [run_of(2 * run["seconds"]) for run in ours])
     assert (ratio.median, ratio.least, ratio.greatest) == (2.0, 2.0, 2.0)
+
+
+def test_a_ratio_of_values_pairs_them_too():
+    assert paired_ratio([2.0, 6.0], [1.0, 2.0]).median == 2.5
+
+
+def test_time_per_step_adds_the_parts_asked_for():
+    assert milliseconds_per_step([run_of(2.0)], ["device", "pack"]).median == pytest.approx(1e3 * 2.0 * (9 / 16) / 10)
 
 
 def test_runs_without_a_neighbour_are_refused():
@@ -86,3 +134,41 @@ def test_the_table_names_the_peer_only_where_it_ran():
     assert "ours / theirs" in compared
     assert "ours / theirs" not in alone
     assert "not run" in alone
+
+
+def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
+    results = every_section()
+    assert set(results) == set(SECTIONS)
+    for name, measured in results.items():
+        for block in tables({name: measured}).split("\n\n"):
+            assert len({(line.count("|"), len(line)) for line in block.splitlines()}) == 1, name
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("sides", "2.00 (2.00-2.00)"),
+        ("waits", "2.50% (2.50%-2.50%)"),
+        ("curve", "320 (320-320)"),
+        ("conversations", "1.0100 (1.0100-1.0100)"),
+        ("http", "0.80 (0.80-0.80)"),
+        ("programs", "528"),
+        ("host_us", "2.0 (1.0-3.0)"),
+    ],
+)
+def test_the_figure_that_counts_is_in_the_table(name, figure):
+    assert figure in tables({name: every_section()[name]})
+
+
+def test_without_names_all_results_are_printed_and_what_is_no_result_is_not(tmp_path, monkeypatch, capsys):
+    (tmp_path / "b.json").write_text(json.dumps(result_of([])))
+    (tmp_path / "a.json").write_text(json.dumps({"curve": every_section()["curve"]}))
+    (tmp_path / "gate.json").write_text(json.dumps({"machine": {}, "programs_compiled": []}))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["table"])
+    table.main()
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("### ")] == ["### a.json", "### b.json"]
+    monkeypatch.setattr("sys.argv", ["table", str(tmp_path / "b.json")])
+    table.main()
+    assert capsys.readouterr().out.strip() == tables(result_of([]))

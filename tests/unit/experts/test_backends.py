@@ -16,7 +16,6 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
 SAMPLED = [
     ("local", (1, 1), 8),
     ("replicated", (2, 2), 8),
-    ("replicated", (1, 2), 0),
     ("all_to_all", (2, 2), 8),
     ("all_to_all", (8, 1), 0),
     ("fused", (2, 2), 8),
@@ -113,8 +112,16 @@ def test_data_ranks_do_not_see_each_other(backend):
     np.testing.assert_allclose(run(placement, hidden=other).out[:37], run(placement).out[:37], atol=1e-6)
 
 
-@SHARED
-@pytest.mark.parametrize("slot_choice", ["static", pytest.param("first", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "slot_choice"),
+    [
+        ("replicated", "static"),
+        ("all_to_all", "first"),
+        pytest.param("replicated", "first", marks=pytest.mark.slow),
+        pytest.param("all_to_all", "static", marks=pytest.mark.slow),
+        pytest.param("fused", "static", marks=pytest.mark.slow),
+    ],
+)
 def test_any_choice_among_replicas_gives_the_same_sums(backend, slot_choice):
     run = compiled(backend, (2, 1), slot_choice=slot_choice)
     for placement in placements_for(CASE, run.plan, 8)[1:]:

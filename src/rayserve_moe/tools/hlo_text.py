@@ -1,0 +1,165 @@
+"""Reading the text of an optimised XLA program into instructions: what runs, how often, and where results lie.
+
+Only what a report needs is read. Instructions inside fusions and reducers run as part of another one; they are kept
+apart from those that the device executes one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
+"""Bytes of an element where the digits in the type's name do not say it."""
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CONSTANT = re.compile(r"^(\d+)\)")
+_CONTROL = ("while", "conditional", "call")
+_NO_ESTIMATE = 1 << 62
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """Element type, dimensions, and the memory space of an array: 0 is HBM, 1 is VMEM."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        digits = re.search(r"\d+", self.dtype)
+        size = ITEM_BYTES.get(self.dtype) or (int(digits.group()) / 8 if digits else 0)
+        return int(self.num_elements * size)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a program; `attributes` is the rest of the line, from the first operand on."""
+
+    name: str
+    opcode: str
+    shapes: tuple[ArrayShape, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of operands, and of called computations behind them."""
+        return _OPERAND.findall(self.attributes)
+
+    @property
+    def called(self) -> list[str]:
+        """Computations that it runs or is made of."""
+        branches = [name for group in _BRANCHES.findall(self.attributes) for name in _OPERAND.findall(group)]
+        return [*_CALLED.findall(self.attributes), *branches]
+
+    @property
+    def cycles(self) -> int:
+        """XLA's estimate; 0 where it has none."""
+        found = _CYCLES.search(self.attributes)
+        return int(found.group(1)) if found and int(found.group(1)) < _NO_ESTIMATE else 0
+
+
+@dataclass(frozen=True)
+class Execution:
+    """An instruction that the device executes, and how often in one run of the program.
+
+    `times` multiplies the trip counts of the loops around it, as far as they are constants. A loop whose count is known
+    only at run time counts as one trip and sets `is_least`. The branches of a conditional all count.
+    """
+
+    instruction: Instruction
+    times: int
+    is_least: bool
+    computation: str
+
+
+@dataclass(frozen=True)
+class ProgramText:
+    """A program's computations by name, each a list of instructions in the order of execution."""
+
+    entry: str
+    computations: dict[str, list[Instruction]] = field(repr=False)
+
+    def executions(self) -> Iterator[Execution]:
+        """All executed instructions, loops and branches unfolded."""
+        yield from self._executions(self.entry, 1, False)
+
+    def fused(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that a fusion is made of, nested ones included; the instruction itself if it is none."""
+        if instruction.opcode != "fusion":
+            return [instruction]
+        inside = [part for name in instruction.called for part in self.computations.get(name, [])]
+        return [part for nested in inside for part in self.fused(nested)]
+
+    def _executions(self, computation: str, times: int, is_least: bool) -> Iterator[Execution]:
+        for instruction in self.computations[computation]:
+            yield Execution(instruction, times, is_least, computation)
+            if instruction.opcode not in _CONTROL:
+                continue
+            trips = self._trips(instruction) if instruction.opcode == "while" else 1
+            for name in instruction.called:
+                if name != _condition_of(instruction):
+                    yield from self._executions(name, times * (trips or 1), is_least or trips is None)
+
+    def _trips(self, loop: Instruction) -> int | None:
+        """The constant that a counting loop's condition compares with; None where it is computed."""
+        condition = self.computations[_condition_of(loop)]
+        root = next(instruction for instruction in condition if instruction.is_root)
+        for instruction in condition:
+            limit = _CONSTANT.match(instruction.attributes)
+            if instruction.opcode == "constant" and limit and instruction.name in root.operands:
+                return int(limit.group(1))
+        return None
+
+
+def read_program(text: str) -> ProgramText:
+    """Parse the text of an optimised module. ValueError where there is no entry computation."""
+    computations: dict[str, list[Instruction]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            current = header.group(2)
+            computations[current] = []
+            entry = current if header.group(1) else entry
+        elif current and line.startswith("  "):
+            found = _INSTRUCTION.match(line.strip())
+            if found:
+                computations[current].append(_instruction(found))
+    if not entry:
+        raise ValueError("the text of the program has no entry computation")
+    return ProgramText(entry, computations)
+
+
+def _instruction(found: re.Match[str]) -> Instruction:
+    root, name, shapes, opcode, attributes = found.groups()
+    arrays = tuple(
+        ArrayShape(dtype, tuple(int(size) for size in dims.split(",") if size), _space(layout or ""))
+        for dtype, dims, layout in _SHAPE.findall(shapes)
+    )
+    return Instruction(name, opcode, arrays, attributes, is_root=root is not None)
+
+
+def _space(layout: str) -> int:
+    found = _SPACE.search(layout)
+    return int(found.group(1)) if found else 0
+
+
+def _condition_of(loop: Instruction) -> str:
+    found = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
+    return found.group(1) if found else ""

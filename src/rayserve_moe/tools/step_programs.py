@@ -1,0 +1,253 @@
+"""The programs of a server as functions and shapes to compile them for: no weights, no devices, nothing allocated."""
+
+# N data ranks   W words of a data rank's input vector
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rayserve_moe.config.derive import pages_per_sequence
+from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.execution.device_state import allocate_state
+from rayserve_moe.execution.step import (
+    StepRule,
+    run_step,
+    state_partitions,
+    step_logits,
+    weight_partitions,
+)
+from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
+from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepShape
+from rayserve_moe.execution.weights import first_placement, model_rule
+from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.parameters import ParamSpec, parameter_specs
+from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.sharding import DATA, ParallelPlan
+from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
+from rayserve_moe.tools.hlo_report import Piece
+
+LEAST_PIECE_BYTES = 64 << 10
+"""Norms and biases are small enough to be copied."""
+
+
+class TopologyError(ValueError):
+    """A topology that the compiler does not know, or a layout that does not fit its devices."""
+
+
+@dataclass(frozen=True)
+class ServedSetting:
+    """What is served on what. `batch` sequences of `context` tokens per data rank; 0 for dp or tp: what is left.
+
+    `topology` is spelled as the compiler spells it, such as `v6e:2x4`.
+    """
+
+    topology: str
+    dp: int = 0
+    tp: int = 0
+    redundant_experts: int = 0
+    expert_backend: str = "auto"
+    context: int = 4096
+    batch: int = 16
+    prefill_tokens: int = 8192
+    page_size: int = 128
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    capture_routing: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program: a function of weights, state and input vectors, whose state is donated, and their shapes."""
+
+    name: str
+    run: Callable[..., Any]
+    weights: ModelWeights
+    state: DeviceState
+    vectors_NW: jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model laid out on a topology: its rule, and the shapes of all that lies on the devices."""
+
+    setting: ServedSetting
+    rule: StepRule
+    weights: ModelWeights
+    state: DeviceState
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return self.rule.model.plan
+
+
+def lay_out(config: Mapping[str, Any], setting: ServedSetting) -> ServedModel:
+    """Lay the model of a `config.json` on a topology. ValueError says what does not fit together."""
+    spec, plan = spec_from_config(config), _plan(setting)
+    model = model_rule(
+        spec, plan, experts=ExpertSettings(setting.expert_backend, num_redundant=setting.redundant_experts)
+    )
+    rule = StepRule(model, setting.page_size, setting.capture_routing)
+    weights = ModelWeights(_parameters(model, setting.dtype), _maps(model))
+    return ServedModel(setting, rule, weights, _state(model, setting))
+
+
+def programs_of(served: ServedModel) -> list[Program]:
+    """All programs to look at: decode, and prefill steps that hold all rows besides, each without and with sampling.
+
+    The exchange of a rebalance and speculative steps belong into this list.
+    """
+    batch, block = served.setting.batch, PREFILL_BLOCK_TOKENS
+    decode = StepShape(batch, 0, block)
+    prefill = StepShape(batch, -(-served.setting.prefill_tokens // block), block)
+    return [
+        _program("decode_forward", run_forward, decode, served),
+        _program("decode", run_step, decode, served),
+        _program("prefill_forward", run_forward, prefill, served),
+        _program("prefill", run_step, prefill, served),
+    ]
+
+
+def run_forward(
+    weights: ModelWeights, state: DeviceState, *, vectors_NW: jax.Array, layout: InputLayout, rule: StepRule
+) -> tuple[DeviceState, jax.Array]:
+    """A step without sampling: the state, and float32 logits [N * S, V] that stay where they are."""
+    plan = rule.model.plan
+
+    def on_device(weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array) -> tuple[DeviceState, jax.Array]:
+        vector_W = vectors_NW[plan.data_rank()]
+        rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
+        step = unpack(vector_W, rows, layout=layout, page_size=rule.page_size)
+        places_S = step.sample_places_S
+        out, logits_SV = step_logits(
+            weights, state.kv_pages, batch=step.batch, sample_places_S=places_S, rule=rule.model
+        )
+        return replace(state, kv_pages=out.kv_pages, rows=rows), logits_SV
+
+    parts = state_partitions(rule.model)
+    return jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(weight_partitions(rule.model), parts, PartitionSpec()),
+        out_specs=(parts, PartitionSpec(DATA)),
+        check_vma=False,
+    )(weights, state, vectors_NW)
+
+
+def bytes_on_device(tree: object) -> int:
+    """Bytes that the arrays of a tree of shapes take on one device."""
+    return sum(_elements(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def pieces_of(served: ServedModel) -> list[Piece]:
+    """What a program should read where it lies: a layer's weights by kind, and half of a layer's pages or more."""
+    model, setting = served.rule.model, served.setting
+    pieces = []
+    for group, specs in _parameter_specs(model, setting.dtype).items():
+        for spec in specs.values():
+            local = model.plan.sharding(spec.axes).shard_shape(spec.shape)[spec.num_stacked_dims :]
+            size = jnp.dtype(spec.dtype).itemsize
+            num_elements = _product(local)
+            if num_elements * size >= LEAST_PIECE_BYTES:
+                pieces.append(Piece(group, _hlo_dtype(spec.dtype), local, num_elements))
+    pool = served.state.kv_pages
+    per_layer = _elements(pool) // model.spec.num_layers
+    rows = pool.sharding.shard_shape(pool.shape)[2:]
+    return [*pieces, Piece("kv", _hlo_dtype(setting.kv_dtype), rows, per_layer // 2)]
+
+
+def _program(name: str, run: Callable[..., Any], shape: StepShape, served: ServedModel) -> Program:
+    layout = InputLayout(shape, served.setting.batch)
+    size = (served.plan.data_size, len(layout.padding))
+    vectors_NW = jax.ShapeDtypeStruct(size, jnp.int32, sharding=served.plan.replicated())
+    return Program(name, partial(run, layout=layout, rule=served.rule), served.weights, served.state, vectors_NW)
+
+
+def _plan(setting: ServedSetting) -> ParallelPlan:
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=setting.topology).devices
+    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+        raise TopologyError(f"topology {setting.topology}: {str(error).strip().splitlines()[0]}") from error
+    dp = setting.dp or len(devices) // (setting.tp or 1)
+    tp = setting.tp or len(devices) // dp
+    if dp * tp != len(devices):
+        raise TopologyError(f"dp {dp} times tp {tp} is not the {len(devices)} devices of {setting.topology}")
+    return plan_for(list(devices), data_size=dp)
+
+
+def _parameter_specs(model: ModelRule, dtype: str) -> dict[str, dict[str, ParamSpec]]:
+    plan = model.plan
+    return parameter_specs(
+        model.spec,
+        dtype=dtype,
+        tensor_size=plan.tensor_size,
+        num_devices=plan.mesh.size,
+        num_redundant=model.num_redundant,
+    )
+
+
+def _parameters(model: ModelRule, dtype: str) -> Parameters:
+    tree = {
+        group: {
+            name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=model.plan.sharding(spec.axes))
+            for name, spec in specs.items()
+        }
+        for group, specs in _parameter_specs(model, dtype).items()
+    }
+    return cast(Parameters, tree)
+
+
+def _maps(model: ModelRule) -> PlacementArrays | None:
+    """Maps as they are after the first rebalance; none where a step is compiled without."""
+    if model.num_redundant == 0:
+        return None
+    replicated = model.plan.replicated()
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated),
+        placement_arrays(first_placement(model)),
+    )
+
+
+def _state(model: ModelRule, setting: ServedSetting) -> DeviceState:
+    pages = pages_per_sequence(setting.context, setting.page_size)
+    allocate = partial(
+        allocate_state,
+        model,
+        num_pages=setting.batch * pages + 1,
+        page_size=setting.page_size,
+        dtype=setting.kv_dtype,
+        num_rows=setting.batch,
+        pages_per_row=pages,
+    )
+    mesh = model.plan.mesh
+    return jax.tree.map(
+        lambda leaf, part: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, part)),
+        jax.eval_shape(allocate),
+        state_partitions(model),
+    )
+
+
+def _elements(leaf: Any) -> int:
+    return _product(leaf.sharding.shard_shape(leaf.shape))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _hlo_dtype(dtype: str) -> str:
+    """How the text of a program spells a dtype."""
+    short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
+    return short.get(dtype) or dtype.replace("float8_", "f8")

@@ -1,0 +1,201 @@
+"""How a model is spread over data and tensor ranks does not show in what the engine answers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.checkpoints.files import read_config
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.execution.card import model_card
+from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.scheduling.sequence import Sequence
+from tests.support.checkpoints import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
+from tests.support.drive import Way, choices_of, cycle_for, run_alone, run_together
+from tests.support.expert_cases import shuffled
+from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.workload import draw_prompt, mixed_workload, request_for
+
+CONFIG = replace(CORE_CONFIG, num_attention_heads=8)
+"""Heads for eight tensor ranks; two KV heads, which most of them share."""
+
+NUM_ROWS, STEP_TOKENS, NUM_REDUNDANT = 16, 64, 8
+WAY = Way(num_rows=NUM_ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One way to lay the model out."""
+
+    data: int
+    tensor: int
+    backend: str = "auto"
+    num_redundant: int = 0
+    shuffled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.tensor}-{self.backend}-R{self.num_redundant}{'-shuffled' * self.shuffled}"
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """Compiled runners by their spread, and what they all serve."""
+
+    runner: Callable[[Spread], HostRunner]
+    card: ModelCard
+    expected: Outcomes
+
+    def run(self, spread: Spread, requests: Iterable[GenerationRequest], *, way: Way = WAY) -> Outcomes:
+        return run_together(self.runner(spread), self.card, requests, way=way)
+
+    def cycle(self, spread: Spread) -> StepCycle:
+        return cycle_for(self.runner(spread), self.card, WAY)
+
+
+@pytest.fixture(scope="module")
+def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
+    """Spreads of one checkpoint; expected is the mixed workload on one device, each request alone."""
+    path = write_checkpoint(tmp_path_factory.mktemp("eight_heads") / "model", CONFIG, seed=3, dtype="float32")
+
+    @cache
+    def runner(spread: Spread) -> HostRunner:
+        values = {
+            "model_path": path,
+            "expert_backend": spread.backend,
+            "num_redundant_experts": spread.num_redundant,
+            "max_running_requests": NUM_ROWS,
+            "max_step_tokens": STEP_TOKENS,
+            "precompile_bs_paddings": [NUM_ROWS],
+            "page_size": PAGE_SIZE,
+            "num_pages": NUM_PAGES,
+            "enable_return_routed_experts": True,
+        }
+        found = settings_from(values)
+        made = HostRunner(
+            RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts),
+            plan_for(jax.devices()[: spread.data * spread.tensor], data_size=spread.data),
+        )
+        if spread.shuffled:
+            made.placement = shuffled(made.placement, seed=spread.data)
+        made.prepare(made.load())
+        return made
+
+    found = settings_from({"model_path": path, "enable_return_routed_experts": True})
+    spec = spec_from_config(read_config(path))
+    card = model_card(spec, model=found.model, replay=found.replay, name="eight-heads", eos_token_ids=(2,))
+    alone = run_alone(runner(Spread(1, 1)), card, mixed_workload(), way=WAY)
+    return Spreads(runner, card, alone)
+
+
+SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
+MATRIX = [
+    Spread(*sizes, backend, num_redundant, is_shuffled)
+    for sizes, backend, num_redundant, is_shuffled in itertools.product(
+        SIZES, ("replicated", "all_to_all", "fused"), (0, NUM_REDUNDANT), (False, True)
+    )
+]
+SAMPLE = [
+    Spread(2, 1, "all_to_all"),
+    Spread(1, 2, "fused", NUM_REDUNDANT, shuffled=True),
+    Spread(2, 2, "replicated", NUM_REDUNDANT),
+    Spread(4, 2, "all_to_all", NUM_REDUNDANT, shuffled=True),
+    Spread(8, 1, "fused"),
+    Spread(1, 8, "replicated", shuffled=True),
+]
+"""Every size, backend, and kind of placement at least once."""
+
+TWO = SAMPLE[0]
+
+
+@pytest.mark.parametrize("spread", SAMPLE, ids=str)
+def test_the_spread_does_not_show(spreads: Spreads, spread: Spread):
+    assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [spread for spread in MATRIX if spread not in SAMPLE], ids=str)
+def test_no_spread_shows(spreads: Spreads, spread: Spread):
+    assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
+
+
+def test_requests_of_two_data_ranks_never_share_a_routing_row(spreads: Spreads):
+    """Nearly as many requests as rows, on ranks whose rows and pages have the same numbers."""
+    generator = np.random.default_rng(27)
+    lengths = generator.integers(3, 60, 27)
+    requests = [request_for(draw_prompt(generator, n), f"q{i}", max_new_tokens=9) for i, n in enumerate(lengths)]
+    alone = run_alone(spreads.runner(TWO), spreads.card, requests, way=WAY)
+    ranks: dict[str, int] = {}
+
+    def note_ranks(cycle: StepCycle, step: int) -> None:
+        ranks.update((sequence.request.request_id, sequence.data_rank) for sequence in cycle.scheduler.running)
+
+    together = spreads.run(TWO, requests, way=replace(WAY, intervene=note_ranks))
+    assert sorted(ranks.values()) == [0] * 14 + [1] * 13 or sorted(ranks.values()) == [0] * 13 + [1] * 14
+    assert_all_same(together, alone)
+    for (request_id, _), outcome in together.items():
+        assert len(outcome.rows) == lengths[int(request_id[1:])] + 9 - 1
+
+
+def test_a_rank_without_work_does_not_show(spreads: Spreads):
+    request = mixed_workload()[0]
+    found = spreads.run(Spread(4, 2, "all_to_all", NUM_REDUNDANT, shuffled=True), [request])
+    assert_all_same(found, {key: outcome for key, outcome in spreads.expected.items() if key[0] == request.request_id})
+
+
+def test_preemption_on_ranks_with_few_pages_does_not_show(spreads: Spreads):
+    preempted: set[int] = set()
+
+    def note_preempted(cycle: StepCycle, step: int) -> None:
+        if cycle.scheduler.num_preemptions:
+            preempted.update(s.data_rank for s in cycle.scheduler.waiting if s.num_to_recompute)
+
+    way = replace(WAY, num_pages=16, intervene=note_preempted)
+    assert_all_same(spreads.run(TWO, mixed_workload(), way=way), spreads.expected)
+    assert preempted == {0, 1}
+
+
+def finish(cycle: StepCycle, requests: list[GenerationRequest], card: ModelCard) -> list[Sequence]:
+    """Run requests of one choice at once to their end; what they leave cached stays."""
+    sequences = [sequence for request in requests for sequence in choices_of(request, card)]
+    for sequence in sequences:
+        cycle.scheduler.add([sequence])
+    while cycle.has_work:
+        cycle.run()
+        cycle.scheduler.check_integrity()
+    return sequences
+
+
+def test_requests_with_nothing_cached_are_spread_over_the_ranks(spreads: Spreads):
+    generator = np.random.default_rng(5)
+    requests = [request_for(draw_prompt(generator, 20), f"n{i}", max_new_tokens=4) for i in range(6)]
+    ranks = [sequence.data_rank for sequence in finish(spreads.cycle(TWO), requests, spreads.card)]
+    assert sorted(ranks) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_prompt_goes_where_it_is_cached(spreads: Spreads):
+    """Also when the other rank has less to do, and for a prompt that only begins alike."""
+    generator = np.random.default_rng(6)
+    prompts = [draw_prompt(generator, 5 * PAGE_SIZE) for _ in range(2)]
+    cycle = spreads.cycle(TWO)
+    first = finish(cycle, [request_for(p, f"a{i}", max_new_tokens=4) for i, p in enumerate(prompts)], spreads.card)
+    assert {sequence.data_rank for sequence in first} == {0, 1}
+    assert [sequence.num_cached for sequence in first] == [0, 0]
+    for place, before in enumerate(first):
+        tails = [draw_prompt(generator, 7) for _ in range(3)]
+        longer = [np.concatenate([prompts[place], tail]) for tail in tails]
+        again = [request_for(p, f"b{i}", max_new_tokens=4) for i, p in enumerate([prompts[place], *longer])]
+        found = finish(cycle, again, spreads.card)
+        assert {sequence.data_rank for sequence in found} == {before.data_rank}
+        assert [sequence.num_cached for sequence in found] == [4 * PAGE_SIZE, *[5 * PAGE_SIZE] * 3]
+        np.testing.assert_array_equal(found[0].tokens(0, found[0].num_tokens), before.tokens(0, before.num_tokens))
