@@ -7,6 +7,7 @@ TORCH := .venv/.torch
 # Nothing is asked of the network once `setup` has run; Ray starts without token files or usage reports. Your own
 # environment wins: `RAY_AUTH_MODE=token make serve`.
 export HF_HUB_OFFLINE ?= 1
+export JAX_PLATFORMS ?= cpu
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
@@ -14,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export TRANSFORMERS_VERBOSITY ?= error
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all parity bench serve
+.PHONY: setup fmt check test test-all parity bench compile-check compile-check-full serve
 
 setup: $(READY)
 
@@ -43,6 +44,12 @@ parity: $(TORCH)
 
 bench: $(TORCH)
 	$(BIN)/python -m benchmarks.run
+
+compile-check: $(READY)
+	$(BIN)/pytest tests/compile -m "not slow"
+
+compile-check-full: $(READY)
+	$(BIN)/python -m benchmarks.compile_gate
 
 serve: $(READY)
 	$(BIN)/serve run configs/qwen3_moe.yaml

@@ -77,3 +77,7 @@ def _compile_check(options: argparse.Namespace) -> int:
         if program.error and options.json:
             sys.stderr.write(f"{program.name}: {program.error}\n")
     return 0 if report.fits else DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ class OverTransport:
     def start(self) -> StartReport:
         return StartReport(self._num_pages)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         return self.transport.execute(plan)
 
     def release(self) -> None:
@@ -60,19 +61,30 @@ def expected(checkpoint: Path) -> Iterator[tuple[ModelCard, list[ChoiceResult]]]
 
 @pytest.fixture(scope="module")
 def group(raylets: int, checkpoint: Path) -> Iterator[tuple[GroupExecutor, int]]:
-    settings = settings_from({"model_path": str(checkpoint), "num_hosts": 2, "devices_per_host": 2, **SETTINGS})
+    with two_hosts(checkpoint) as running:
+        yield running
+
+
+@contextmanager
+def two_hosts(checkpoint: Path, **changes: object) -> Iterator[tuple[GroupExecutor, int]]:
+    """A group of two hosts with two devices each, and its number of pages."""
+    values = {"model_path": str(checkpoint), "num_hosts": 2, "devices_per_host": 2, **SETTINGS, **changes}
+    settings = settings_from(values)
     executor = GroupExecutor(
-        RunnerSettings(settings.model, settings.scheduler, settings.cache, settings.replay),
+        RunnerSettings(settings.model, settings.scheduler, settings.cache, settings.replay, settings.experts),
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
-    yield executor, executor.start().num_pages
-    executor.shutdown()
+    try:
+        yield executor, executor.start().num_pages
+    finally:
+        executor.shutdown()
 
 
-def loop_over(executor: OverTransport, card: ModelCard) -> EngineLoop:
+def loop_over(executor: OverTransport, card: ModelCard, *, num_data_ranks: int = 1) -> EngineLoop:
     settings = settings_from({"model_path": "unused", **SETTINGS})
-    return EngineLoop(executor, card, settings=LoopSettings(settings.scheduler, settings.cache, idle_release_s=0.2))
+    timing = LoopSettings(settings.scheduler, settings.cache, num_data_ranks=num_data_ranks, idle_release_s=0.2)
+    return EngineLoop(executor, card, settings=timing)
 
 
 def complete(loop: EngineLoop, tokenizer: Tokenizer) -> list[ChoiceResult]:
@@ -140,6 +152,24 @@ def test_a_compiled_graph_answers_as_one_process_and_is_gone_when_idle(
         assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
     finally:
         loop.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["all_to_all", pytest.param("replicated", marks=pytest.mark.slow)])
+def test_two_data_ranks_on_two_hosts_answer_as_one_process(
+    backend: str, raylets: int, expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
+) -> None:
+    """Two data ranks of two devices each, a host per rank; experts lie over all four, so tokens cross hosts."""
+    card, wanted = expected
+    with two_hosts(checkpoint, data_parallel_size=2, expert_backend=backend) as (executor, num_pages):
+        for name in TRANSPORTS:
+            transport = TRANSPORTS[name](executor.workers, timeout_s=60.0)
+            loop = loop_over(OverTransport(transport, num_pages), card, num_data_ranks=2)
+            try:
+                assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
+            finally:
+                loop.shutdown()
+        counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
+        assert counts == [0, 0]
 
 
 def test_no_host_compiles_after_the_start(group: tuple[GroupExecutor, int]) -> None:

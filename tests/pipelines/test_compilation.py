@@ -10,6 +10,8 @@ from rayserve_moe.requests import GenerationRequest, SamplingParams
 from tests.support.workload import draw_prompt
 
 NUM_REQUESTS = 200
+COMMON = draw_prompt(np.random.default_rng(1), 200)
+"""How many of the prompts begin."""
 
 
 def random_request(generator: np.random.Generator, number: int) -> GenerationRequest:
@@ -25,6 +27,8 @@ def random_request(generator: np.random.Generator, number: int) -> GenerationReq
         seed=int(generator.integers(100)) if generator.integers(2) else None,
     )
     prompt = draw_prompt(generator, int(generator.integers(1, 201)))
+    num_common = int(generator.choice([0, 0, 40, len(prompt)]))
+    prompt[:num_common] = COMMON[: len(prompt)][:num_common]
     return GenerationRequest(f"random {number}", prompt, sampling, bool(generator.integers(2)))
 
 

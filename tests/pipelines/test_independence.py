@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.engine.step_cycle import StepCycle
 from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
 from tests.support.drive import Way, preempt_every, run_together, without_routing
 from tests.support.outcomes import Outcomes, assert_all_same, assert_same, outcome_of_answer
@@ -17,8 +20,13 @@ WAYS = {
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
     "few rows": Way(num_rows=3),
     "preemption every 5 steps": Way(intervene=preempt_every(5)),
-    "preemption every 8 steps, chunks of 64": Way(chunk_tokens=64, intervene=preempt_every(8)),
+    "preemption every 8 steps, chunks of 64, all forgotten": Way(
+        chunk_tokens=64, intervene=preempt_every(8, forgets=True)
+    ),
     "pages for two long sequences": Way(num_pages=29),
+    "one step after the other": Way(overlaps=False),
+    "one step after the other, preemption, few pages": Way(overlaps=False, num_pages=29, intervene=preempt_every(6)),
+    "no cached prefixes": Way(caches_prefixes=False, intervene=preempt_every(9)),
 }
 
 
@@ -29,12 +37,14 @@ def test_outputs_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, wa
 
 def test_few_pages_do_preempt(engine: Engine, alone: Outcomes):
     preempted: set[str] = set()
-    outcomes = run_together(engine.runner, engine.card, mixed_workload(), way=WAYS["pages for two long sequences"])
-    for (request_id, _), outcome in outcomes.items():
-        assert outcome.routing is not None
-        if any(kind == "recomputed" for _, _, kind in outcome.routing.source):
-            preempted.add(request_id)
-    assert len(preempted) > 1
+
+    def note_preempted(cycle: StepCycle, step: int) -> None:
+        preempted.update(s.request.request_id for s in cycle.scheduler.waiting if s.num_to_recompute)
+
+    way = replace(WAYS["pages for two long sequences"], intervene=note_preempted)
+    outcomes = run_together(engine.runner, engine.card, mixed_workload(), way=way)
+    kinds = {kind for outcome in outcomes.values() if outcome.routing for _, _, kind in outcome.routing.source}
+    assert len(preempted) > 1 and "recomputed" in kinds
     assert_all_same(outcomes, alone)
 
 

@@ -1,123 +1,215 @@
-"""Whatever a plan holds, every token of it stands exactly once in the padded step, and padding touches nobody."""
+"""Whatever a plan holds, the devices see each of its tokens once, on its own pages, and padding touches nobody."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jax
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.config.settings import SchedulerSettings
 from rayserve_moe.execution.buckets import choose_shape, step_shapes
-from rayserve_moe.execution.pack import pack
-from rayserve_moe.execution.row_state import RowState
-from rayserve_moe.execution.step_types import StepShape
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, PageTableChanges, RowSampling, StepPlan
+from rayserve_moe.execution.pack import PackedStep, Packer
+from rayserve_moe.execution.row_updates import apply_update, update_vectors
+from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
+from rayserve_moe.execution.step_types import RowState, StepShape
+from rayserve_moe.scheduling.step_plan import (
+    LAST_SAMPLED,
+    PREFILL_BLOCK_TOKENS,
+    PageTableChanges,
+    RowSampling,
+    StepPlan,
+)
 
 LONGEST = 96
+PAGE_SIZES = {3: 4, 7: 48}
+SHAPES = {3: [(1, 0), (3, 0), (3, 5)], 7: [(7, 0), (7, 1), (7, 4)]}
+"""Single tokens and prefill blocks of the compiled shapes, by rows of a data rank."""
 
 
-@st.composite
-def schedulers(draw: st.DrawFn) -> SchedulerSettings:
-    num_rows = draw(st.integers(1, 9))
-    sizes = draw(st.sampled_from([(), (num_rows,), (1, num_rows), (3, 2, num_rows + 2)]))
-    return SchedulerSettings(
-        max_running_requests=num_rows,
-        max_step_tokens=draw(st.integers(32, 200)),
-        decode_batch_sizes=sizes if not sizes or max(sizes) >= num_rows else (*sizes, num_rows),
-    )
+@dataclass
+class Rows:
+    """What the rows of all data ranks should hold, [all rows, ...]; `state` is what goes to one rank's device."""
+
+    page_size: int
+    page_table: np.ndarray
+    floats: np.ndarray
+    integers: np.ndarray
+    last_tokens: np.ndarray
+
+    def state(self, rank: int, rows_per_rank: int) -> RowState:
+        own = slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
+        return RowState(*(a[own] for a in (self.page_table, self.floats, self.integers, self.last_tokens)))
+
+    def apply(self, plan: StepPlan) -> None:
+        self.page_table[plan.pages.rows, plan.pages.indices] = plan.pages.page_ids
+        self.floats[plan.sampling.rows] = plan.sampling.floats
+        self.integers[plan.sampling.rows] = plan.sampling.integers
 
 
-@st.composite
-def plans(draw: st.DrawFn, scheduler: SchedulerSettings) -> tuple[StepPlan, RowState]:
-    """A plan such as the scheduler makes: each row at most once, longer chunks within the budget of whole blocks."""
-    num_rows, page_size = scheduler.max_running_requests, draw(st.sampled_from([1, 4, 16, 48]))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    chosen = draw(st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=num_rows, unique=True))
-    blocks_left, lengths = scheduler.max_step_tokens // PREFILL_BLOCK_TOKENS, []
-    for _ in chosen:
-        length = min(draw(st.integers(1, LONGEST)), blocks_left * PREFILL_BLOCK_TOKENS) or 1
-        blocks_left -= 0 if length == 1 else -(-length // PREFILL_BLOCK_TOKENS)
-        lengths.append(length)
-    lengths_array = np.asarray(lengths, np.int32)
-    starts = generator.integers(0, LONGEST - lengths_array + 1).astype(np.int32)
-    pages_per_row = -(-LONGEST // page_size)
-    state = RowState(num_rows=num_rows, pages_per_row=pages_per_row, page_size=page_size)
-    pages = generator.permutation(np.arange(1, num_rows * pages_per_row + 1)).astype(np.int32)
-    rows, indices = np.divmod(np.arange(num_rows * pages_per_row, dtype=np.int32), pages_per_row)
-    plan = StepPlan(
+@cache
+def compiled_unpack(layout: InputLayout, page_size: int):
+    def on_device(vector, rows):
+        rows = replace(rows, page_table_RP=change_pages(rows, vector, layout=layout))
+        return rows, unpack(vector, rows, layout=layout, page_size=page_size)
+
+    return jax.jit(on_device)
+
+
+compiled_update = jax.jit(apply_update)
+
+
+def some(generator: np.random.Generator, count: int, share: float) -> np.ndarray:
+    """Some of the numbers below `count`, in any order."""
+    return generator.permutation(count)[: generator.binomial(count, share)]
+
+
+def random_rows(generator: np.random.Generator, num_rows: int, page_size: int) -> Rows:
+    width = -(-LONGEST // page_size)
+    floats = generator.random((num_rows, 3)).astype(np.float32)
+    integers = generator.integers(0, 2**32, (num_rows, 3)).astype(np.uint32)
+    pages = generator.integers(1, 500, (num_rows, width)).astype(np.int32)
+    return Rows(page_size, pages, floats, integers, generator.integers(1, 1000, num_rows).astype(np.int32))
+
+
+def random_plan(data: st.DataObject, rows: Rows, *, rows_per_rank: int, num_ranks: int) -> StepPlan:
+    """A plan such as the scheduler makes: a rank's chunks together, each row at most once, whole blocks that fit."""
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    decodes, share = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.3, 1.0]))
+    num_rows, width = rows.page_table.shape
+    chunk_rows, lengths = [], []
+    for rank in range(num_ranks):
+        blocks_left = 0 if decodes else max(blocks for _, blocks in SHAPES[rows_per_rank])
+        for row in some(generator, rows_per_rank, 0.8):
+            length = min(int(generator.integers(1, LONGEST)), blocks_left * PREFILL_BLOCK_TOKENS) or 1
+            blocks_left -= 0 if length == 1 else -(-length // PREFILL_BLOCK_TOKENS)
+            chunk_rows.append(rank * rows_per_rank + row)
+            lengths.append(length)
+    lengths_array = np.asarray(lengths, np.intp)
+    token_ids = generator.integers(1, 1000, lengths_array.sum()).astype(np.int32)
+    is_single = np.repeat(lengths_array == 1, lengths_array)
+    token_ids[is_single & (generator.random(len(token_ids)) < 0.5)] = LAST_SAMPLED
+    changed_rows = some(generator, num_rows, share)
+    new_rows = some(generator, num_rows, 0.0 if decodes else share)
+    return StepPlan(
         step_id=0,
-        chunk_rows=np.asarray(chosen, np.int32),
-        chunk_starts=starts,
+        chunk_rows=np.asarray(chunk_rows, np.intp),
+        chunk_starts=generator.integers(0, LONGEST - lengths_array + 1),
         chunk_lengths=lengths_array,
-        token_ids=generator.integers(1, 1000, lengths_array.sum()).astype(np.int32),
-        chunk_samples=generator.random(len(chosen)) < 0.6,
-        pages=PageTableChanges(rows, indices, pages),
+        token_ids=token_ids,
+        chunk_samples=generator.random(len(lengths)) < 0.6,
+        pages=PageTableChanges(
+            changed_rows,
+            generator.integers(0, width, len(changed_rows)),
+            generator.integers(500, 900, len(changed_rows)).astype(np.int32),
+        ),
         sampling=RowSampling(
-            np.arange(num_rows, dtype=np.int32),
-            generator.random((num_rows, 3)).astype(np.float32),
-            generator.integers(0, 2**32, (num_rows, 3)).astype(np.uint32),
+            new_rows,
+            generator.random((len(new_rows), 3)).astype(np.float32),
+            generator.integers(0, 2**32, (len(new_rows), 3)).astype(np.uint32),
         ),
     )
-    state.apply(plan)
-    return plan, state
 
 
 @given(st.data())
-def test_every_token_is_placed_once_with_its_position_page_and_sampling(data: st.DataObject):
-    scheduler = data.draw(schedulers())
-    plan, rows = data.draw(plans(scheduler))
-    packed = pack(plan, rows, shapes=step_shapes(scheduler))
-    batch, shape = packed.step_input.batch, packed.shape
-    token_ids, positions, slots = (np.asarray(a) for a in (batch.token_ids_T, batch.positions_T, batch.kv_slots_T))
-    page_table = np.asarray(batch.page_table_BP)
-    assert len(token_ids) == len(positions) == len(slots) == shape.num_tokens
-    assert len(page_table) == shape.num_singles + shape.num_blocks
-
-    taken: set[int] = set()
-    token = 0
-    for chunk in range(plan.num_chunks):
-        row = plan.chunk_rows[chunk]
-        for offset in range(plan.chunk_lengths[chunk]):
-            place, position = int(packed.token_places[token]), plan.chunk_starts[chunk] + offset
-            assert place not in taken
-            taken.add(place)
-            assert token_ids[place] == plan.token_ids[token]
-            assert positions[place] == position
-            page, within = rows.page_table[row, position // rows.page_size], position % rows.page_size
-            assert slots[place] == page * rows.page_size + within
-            np.testing.assert_array_equal(page_table[_attention_block(place, shape)], rows.page_table[row])
-            assert (place < shape.num_singles) == (plan.chunk_lengths[chunk] == 1)
-            token += 1
-    assert token == plan.num_tokens == len(packed.token_places)
-    padding = [place for place in range(shape.num_tokens) if place not in taken]
-    assert (positions[padding] == -1).all(), "padding attends to nothing"
-    assert (slots[padding] < rows.page_size).all(), "padding is written to page 0"
-
-    _check_samples(plan, rows, packed.step_input, packed.sample_places, packed.token_places)
+def test_the_devices_see_what_the_plan_says(data: st.DataObject):
+    rows_per_rank, num_ranks = data.draw(st.sampled_from([*SHAPES])), data.draw(st.integers(1, 2))
+    page_size = PAGE_SIZES[rows_per_rank]
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    rows = random_rows(generator, num_ranks * rows_per_rank, page_size)
+    plan = random_plan(data, rows, rows_per_rank=rows_per_rank, num_ranks=num_ranks)
+    shapes = tuple(StepShape(*sizes, PREFILL_BLOCK_TOKENS) for sizes in SHAPES[rows_per_rank])
+    packer = Packer(shapes, rows_per_rank=rows_per_rank, num_data_ranks=num_ranks)
+    if plan.num_chunks == 0:
+        return
+    states = [rows.state(rank, rows_per_rank) for rank in range(num_ranks)]
+    ways = [False, True] if packer.fits(plan) else [False]
+    rows.apply(plan)
+    for with_changes in ways:
+        packed = packer.pack(plan, with_changes=with_changes)
+        steps = []
+        for rank, state in enumerate(states):
+            for vector in [] if with_changes else update_vectors(plan, rows_per_rank=rows_per_rank):
+                state = compiled_update(state, vector, data_rank=rank)
+            state, step = compiled_unpack(packer.layouts[packed.shape], page_size)(packed.vectors[rank], state)
+            own = rows.state(rank, rows_per_rank)
+            jax.tree.map(np.testing.assert_array_equal, state, own)
+            steps.append(jax.tree.map(np.asarray, step))
+        check_tokens(plan, packed, steps, rows=rows)
+        check_samples(plan, packed, steps, rows=rows)
 
 
-def _check_samples(plan, rows, step_input, sample_places, token_places):
-    ends = np.cumsum(plan.chunk_lengths)
-    used: list[int] = []
-    for chunk in range(plan.num_chunks):
-        sample = int(sample_places[chunk])
-        if not plan.chunk_samples[chunk]:
-            assert sample == -1
-            continue
-        used.append(sample)
-        sampling, row = step_input.sampling, plan.chunk_rows[chunk]
-        assert step_input.sampled_tokens_S[sample] == token_places[ends[chunk] - 1]
+def test_changes_go_along_with_decoding_and_ahead_of_prompts_and_new_rows():
+    packer = Packer((StepShape(3, 0, 32), StepShape(3, 2, 32)), rows_per_rank=3, num_data_ranks=2)
+    decode = StepPlan(0, *(np.array(a) for a in ([0, 1, 4], [5, 6, 7], [1, 1, 1], [9, 9, 9], [True] * 3)))
+
+    def changed(*at: int) -> PageTableChanges:
+        return PageTableChanges(np.array(at), np.zeros(len(at), np.intp), np.ones(len(at), np.int32))
+
+    assert packer.fits(decode) and packer.fits(replace(decode, pages=changed(0, 1, 4)))
+    assert not packer.fits(replace(decode, pages=changed(0, 4, 5))), "more than the second rank has tokens"
+    new_row = RowSampling(np.array([2]), np.zeros((1, 3), np.float32), np.zeros((1, 3), np.uint32))
+    assert not packer.fits(replace(decode, sampling=new_row))
+    prompt = replace(decode, chunk_lengths=np.array([1, 2, 1]), token_ids=np.array([9, 9, 9, 9]))
+    assert not packer.fits(prompt)
+
+
+def check_tokens(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], *, rows: Rows) -> None:
+    shape = packed.shape
+    taken: set[tuple[int, int]] = set()
+    last_tokens = np.cumsum(plan.chunk_lengths)
+    rows_per_rank = len(rows.last_tokens) // len(steps)
+    for chunk, row in enumerate(plan.chunk_rows.tolist()):
+        length, start = int(plan.chunk_lengths[chunk]), int(plan.chunk_starts[chunk])
+        tokens = slice(last_tokens[chunk] - length, last_tokens[chunk])
+        rank, batch = row // rows_per_rank, steps[row // rows_per_rank].batch
+        places = packed.token_places[tokens] - rank * shape.num_tokens
+        taken |= {(rank, place) for place in places.tolist()}
+        assert ((places >= 0) & (places < shape.num_tokens)).all()
+        assert ((places < shape.num_singles) == (length == 1)).all()
+        expected = plan.token_ids[tokens]
+        expected = np.where(expected == LAST_SAMPLED, rows.last_tokens[row], expected)
+        positions = np.arange(start, start + length)
+        pages, within = rows.page_table[row, positions // rows.page_size], positions % rows.page_size
+        np.testing.assert_array_equal(batch.token_ids_T[places], expected)
+        np.testing.assert_array_equal(batch.positions_T[places], positions)
+        np.testing.assert_array_equal(batch.kv_slots_T[places], pages * rows.page_size + within)
+        blocks = [attention_block(place, shape) for place in places.tolist()]
+        assert (batch.page_table_BP[blocks] == rows.page_table[row]).all()
+    assert len(taken) == plan.num_tokens == len(packed.token_places)
+    for rank, step in enumerate(steps):
+        padding = [place for place in range(shape.num_tokens) if (rank, place) not in taken]
+        assert (step.batch.positions_T[padding] == -1).all(), "padding attends to nothing"
+        assert (step.batch.kv_slots_T[padding] < rows.page_size).all(), "padding is written to page 0"
+
+
+def check_samples(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], *, rows: Rows) -> None:
+    num_samples = packed.shape.num_singles
+    rows_per_rank = len(rows.last_tokens) // len(steps)
+    last_tokens = np.cumsum(plan.chunk_lengths) - 1
+    sampling_chunks = np.flatnonzero(plan.chunk_samples).tolist()
+    assert len(set(packed.sample_places.tolist())) == len(sampling_chunks) == len(packed.sample_places)
+    for chunk, at in zip(sampling_chunks, packed.sample_places.tolist(), strict=True):
+        row, (rank, sample) = int(plan.chunk_rows[chunk]), divmod(at, num_samples)
+        step, sampling = steps[rank], steps[rank].sampling
+        assert step.sample_rows_S[sample] == row - rank * rows_per_rank
+        place = packed.token_places[last_tokens[chunk]] - rank * packed.shape.num_tokens
+        assert step.sample_places_S[sample] == place
         assert sampling.position_S[sample] == plan.chunk_starts[chunk] + plan.chunk_lengths[chunk]
         floats = [sampling.temperature_S[sample], sampling.top_p_S[sample], sampling.min_p_S[sample]]
         integers = [sampling.top_k_S[sample], sampling.seed_S[sample], sampling.choice_S[sample]]
-        np.testing.assert_array_equal(floats, rows.sampling_floats[row])
-        np.testing.assert_array_equal(integers, rows.sampling_integers[row])
-    assert len(set(used)) == len(used), "two chunks share a sample"
-    unused = np.setdiff1d(np.arange(len(step_input.sampled_tokens_S)), used)
-    assert (np.asarray(step_input.sampling.temperature_S)[unused] == 0).all(), "padding costs no random numbers"
+        np.testing.assert_array_equal(floats, rows.floats[row])
+        np.testing.assert_array_equal(integers, rows.integers[row])
+    for rank, step in enumerate(steps):
+        unused = np.setdiff1d(np.arange(num_samples), packed.sample_places - rank * num_samples)
+        assert (step.sampling.temperature_S[unused] == 0).all(), "padding costs no random numbers"
+        assert (step.sample_rows_S[unused] == rows_per_rank).all(), "what padding samples is nobody's last token"
 
 
-def _attention_block(place: int, shape: StepShape) -> int:
+def attention_block(place: int, shape: StepShape) -> int:
     if place < shape.num_singles:
         return place
     return shape.num_singles + (place - shape.num_singles) // shape.block_tokens
@@ -125,8 +217,14 @@ def _attention_block(place: int, shape: StepShape) -> int:
 
 @given(st.data())
 def test_the_largest_step_of_the_scheduler_has_a_shape(data: st.DataObject):
-    scheduler = data.draw(schedulers())
-    num_singles = data.draw(st.integers(0, scheduler.max_running_requests))
+    num_rows = data.draw(st.integers(1, 9))
+    sizes = data.draw(st.sampled_from([(), (num_rows,), (1, num_rows), (3, 2, num_rows + 2)]))
+    scheduler = SchedulerSettings(
+        max_running_requests=num_rows,
+        max_step_tokens=data.draw(st.integers(32, 200)),
+        decode_batch_sizes=sizes if not sizes or max(sizes) >= num_rows else (*sizes, num_rows),
+    )
+    num_singles = data.draw(st.integers(0, num_rows))
     num_blocks = data.draw(st.integers(0, scheduler.max_step_tokens // PREFILL_BLOCK_TOKENS))
     shapes = step_shapes(scheduler)
     chosen = choose_shape(shapes, num_singles=num_singles, num_blocks=num_blocks)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.requests import ModelCard, RoutingLayout
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RoutingRows, StartReport, StepPlan, StepResult
 
 VOCABULARY = 1000
 
@@ -22,8 +22,15 @@ CARD = ModelCard(
 )
 
 
+ROUTING = RoutingLayout(num_hidden_layers=1, layer_ids=(0,), num_experts=256, top_k=2)
+"""Its routing rows say of a token at which position it stands, and which step computed it."""
+
+
 class CountingExecutor:
-    """Samples last token + 1. It can be held in the middle of a step, and told to fail at one."""
+    """Samples last token + 1. It can be held in the middle of a step, and fails from call number `fails_from` on.
+
+    `num_prompt_tokens` were computed that nobody sampled just before.
+    """
 
     def __init__(self, num_pages: int = 64) -> None:
         self._num_pages = num_pages
@@ -32,7 +39,9 @@ class CountingExecutor:
         self.may_step = threading.Event()
         self.may_step.set()
         self.in_step = threading.Event()
-        self.fails = False
+        self.fails_from = float("inf")
+        self.num_calls = 0
+        self.num_prompt_tokens = 0
         self.num_steps = 0
         self.num_releases = 0
         self.num_shutdowns = 0
@@ -41,15 +50,17 @@ class CountingExecutor:
         return StartReport(self._num_pages)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
+        self.num_calls += 1
         self.in_step.set()
         self.may_step.wait()
-        if self.fails:
+        if self.num_calls >= self.fails_from:
             raise ExecutorFailure("host 1 is gone")
         before, self._in_flight = self._in_flight, self._compute(plan) if plan.num_chunks else None
         return before
 
     def _compute(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
+        self.num_prompt_tokens += int((plan.token_ids != LAST_SAMPLED).sum())
         ids = []
         ends = np.cumsum(plan.chunk_lengths) - 1
         for row, token_id in zip(
@@ -59,10 +70,18 @@ class CountingExecutor:
             self._last_tokens[row] = (last + 1) % VOCABULARY
             ids.append(self._last_tokens[row])
         count = len(ids)
-        return StepResult(plan.step_id, np.asarray(ids, np.int32), np.full(count, -0.5), np.ones(count, bool))
+        routing = RoutingRows(plan.step_id, _rows(plan)) if plan.wants_routing else None
+        return StepResult(plan.step_id, np.asarray(ids, np.int32), np.full(count, -0.5), np.ones(count, bool), routing)
 
     def release(self) -> None:
         self.num_releases += 1
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
+
+
+def _rows(plan: StepPlan) -> np.ndarray:
+    first_tokens = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
+    positions = np.arange(plan.num_tokens) + np.repeat(plan.chunk_starts - first_tokens, plan.chunk_lengths)
+    rows = np.stack([positions, np.full(plan.num_tokens, plan.step_id)], axis=1) % ROUTING.num_experts
+    return rows[:, None].astype(ROUTING.dtype)

@@ -59,20 +59,31 @@ class Way:
 def run_together(
     runner: HostRunner, card: ModelCard, requests: Iterable[GenerationRequest], *, way: Way | None = None
 ) -> Outcomes:
-    """Run all requests at once until they end; pages and rows must add up after every step, and be free at the end."""
+    """Run all requests at once until they end, with nothing cached; in the end all pages are free.
+
+    They are computed in the runner's own pool: whatever else was cached there has to be flushed.
+    """
     way = way or Way()
     cycle = cycle_for(runner, card, way)
+    outcomes = run_on(cycle, card, requests, intervene=way.intervene)
+    cycle.scheduler.flush()
+    for rank in cycle.scheduler.ranks:
+        assert rank.allocator.num_free == rank.allocator.num_usable
+    return outcomes
+
+
+def run_on(
+    cycle: StepCycle, card: ModelCard, requests: Iterable[GenerationRequest], *, intervene: Intervention | None = None
+) -> Outcomes:
+    """Run requests on a cycle that may have served others; pages and rows must add up after every step."""
     outcomes: Outcomes = {}
     for request in requests:
         choices = choices_of(request, card)
         outcomes |= {(request.request_id, choice.choice_index): Outcome() for choice in choices}
         cycle.scheduler.add(choices)
-    _turn(cycle, way, outcomes)
+    _turn(cycle, intervene, outcomes)
     for rank in cycle.scheduler.ranks:
         assert rank.num_available == rank.allocator.num_usable
-    cycle.scheduler.flush()
-    for rank in cycle.scheduler.ranks:
-        assert rank.allocator.num_free == rank.allocator.num_usable
     assert all(outcome.finish is not None for outcome in outcomes.values())
     return outcomes
 
@@ -123,26 +134,31 @@ def choices_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:
     return [Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops) for i in range(sampling.n)]
 
 
-def preempt_every(num_steps: int) -> Intervention:
-    """Preempt a running sequence after every `num_steps` steps, in turn the oldest, the next, and so on."""
+def preempt_every(num_steps: int, *, forgets: bool = False) -> Intervention:
+    """Preempt a running sequence after every `num_steps` steps, in turn the oldest, the next, and so on.
+
+    It comes back to its pages, unless `forgets`: then all that is cached is flushed.
+    """
 
     def intervene(cycle: StepCycle, step: int) -> None:
         running = cycle.scheduler.running
         if running and step % num_steps == 0:
             cycle.scheduler.preempt(running[step // num_steps % len(running)])
+            if forgets:
+                cycle.scheduler.flush()
 
     return intervene
 
 
-def _turn(cycle: StepCycle, way: Way, outcomes: Outcomes) -> None:
+def _turn(cycle: StepCycle, intervene: Intervention | None, outcomes: Outcomes) -> None:
     step = 0
     while cycle.has_work:
         step += 1
         assert step < 5000, "the requests do not come to an end"
         _take_over(outcomes, cycle.run().endings)
         cycle.scheduler.check_integrity()
-        if way.intervene is not None:
-            _take_over(outcomes, way.intervene(cycle, step) or ())
+        if intervene is not None:
+            _take_over(outcomes, intervene(cycle, step) or ())
             cycle.scheduler.check_integrity()
 
 
@@ -154,7 +170,7 @@ def _take_over(outcomes: Outcomes, endings: Iterable[Ending]) -> None:
         outcome.ids, outcome.logprobs = (
             values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs)
         )
-        outcome.finish, outcome.routing = sequence.finish, ending.routing
+        outcome.finish, outcome.routing, outcome.num_cached = sequence.finish, ending.routing, sequence.num_cached
 
 
 def without_routing(request: GenerationRequest) -> GenerationRequest:

@@ -16,12 +16,16 @@ LOGPROB_TOLERANCE = 1e-5
 
 @dataclass
 class Outcome:
-    """Generated ids with their log-probs, the end, and routing [rows, MoE layers, k] where it was asked for."""
+    """Generated ids with their log-probs, the end, and routing [rows, MoE layers, k] where it was asked for.
+
+    `num_cached` tokens of the prompt were found cached.
+    """
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     routing: RoutedExperts | None = None
+    num_cached: int = 0
 
     @property
     def rows(self) -> np.ndarray:
@@ -42,7 +46,8 @@ def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outco
         wire = extract_routed_experts_from_meta_info(answer).reshape(-1, layout.num_hidden_layers, layout.top_k)
         routing = RoutedExperts(wire[:, list(layout.layer_ids)].astype(layout.dtype))
     finish = FinishReason(reason["type"], reason.get("matched"), reason.get("message"))
-    return Outcome(answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]], finish, routing)
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    return Outcome(answer["output_ids"], logprobs, finish, routing, meta["cached_tokens"])
 
 
 def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> None:

@@ -30,7 +30,7 @@ class GroupExecutor:
     def start(self) -> StartReport:
         """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged."""
         num_hosts, timeout_s = self._parallel.num_hosts, self._cluster.start_timeout_s
-        self._reservation = reserve_slice(self._cluster, num_hosts=num_hosts)
+        self._reservation = reserve_slice(self._cluster, num_hosts=num_hosts, num_slices=self._parallel.num_slices)
         self.workers = [self._start_worker(self._reservation, host_id) for host_id in range(num_hosts)]
         coordinator = ray.get(self.workers[0].coordinator_address.remote(), timeout=timeout_s)
         num_pages = min(ray.get([worker.load.remote(coordinator) for worker in self.workers], timeout=timeout_s))

@@ -102,7 +102,8 @@ class CompileSettings:
 
     cache: str = _named("auto", "compile_cache")
     """Directory that keeps compiled programs for later starts; `auto` is one in the user's cache directory, `off` none.
-    Who can write to it can run code in the server."""
+    Several hosts need one that all of them see: only the first writes. Who can write to it can run code in the server.
+    """
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ class EngineLoop:
         with self._wake:
             self._post(lambda: self._end_choices(request_id, choice_index, FinishReason("stop")))
 
+    def flush(self) -> None:
+        """Forget all cached prefixes, before anything that is submitted from now on; what runs keeps its pages."""
+        with self._wake:
+            self._post(self._cycle.scheduler.flush)
+
     def statistics(self) -> dict[str, float]:
         """Pages, requests and the step clock, as of now; pages that are only cached count as free."""
         scheduler = self._cycle.scheduler

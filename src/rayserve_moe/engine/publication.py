@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,10 +68,10 @@ class Publication:
             self._send(request_id, news)
 
     def end_all(self, reason: FinishReason) -> None:
-        """Tell everybody that what is unfinished ends here."""
+        """Tell everybody what they have not heard yet, and that what is unfinished ends here."""
         for request_id, listener in list(self._listeners.items()):
-            unfinished = [s.choice_index for s in listener.sequences if s.finish is None]
-            self._send(request_id, [GenerationUpdate(request_id, index, finish=reason) for index in unfinished])
+            unfinished = [sequence for sequence in listener.sequences if sequence.finish is None]
+            self._send(request_id, [replace(_news_of(sequence), finish=reason) for sequence in unfinished])
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
         """Rows with a listener that has waited long enough; it has never waited before the first token."""

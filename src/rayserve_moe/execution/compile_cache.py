@@ -43,7 +43,8 @@ def programs_on_disk(settings: CompileSettings, *, platform: str) -> Generator[N
 
 def _directory(settings: CompileSettings, platform: str) -> Path | None:
     """Where programs for this machine are; None where they are not kept."""
-    if settings.cache == "off":
+    # In a group only the first process writes, and CPU processes do not find each other's programs.
+    if settings.cache == "off" or (platform == "cpu" and jax.process_count() > 1):
         return None
     is_ours = settings.cache == "auto"
     root = default_cache_directory() / "programs" if is_ours else Path(settings.cache).expanduser()

@@ -34,10 +34,10 @@ class Device:
     fills_blocks: bool = False
 
 
-CPU = Device(1.2e10, 1.2e11, 3e-5, compile_s=2.0, horizon_s=300.0, fills_blocks=True)
+CPU = Device(1.2e10, 1.2e11, 3e-5, compile_s=2.5, horizon_s=300.0, fills_blocks=True)
 """What our float32 steps reach on two cores of an AMD EPYC, all emulated devices together.
 
-Such a server is for a first look and for tests: a shape has five minutes to earn its two seconds back.
+Such a server is for a first look and for tests: a shape has five minutes to earn its few seconds back.
 """
 
 TPUS = {

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.experts.local import inverse
 from rayserve_moe.experts.rule import ExpertRule
 
 # A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.
@@ -70,7 +71,11 @@ def choose_slots(
     """
     if maps is None and rule.num_redundant:
         raise ValueError(f"{rule.num_redundant} redundant expert slots are of no use without a placement")
-    slots_TK = ids_TK if maps is None else SLOT_CHOICES[rule.slot_choice](ids_TK, valid_T, maps, layer, rank)
+    slots_TK = ids_TK
+    if maps is not None:
+        assert maps.slots_LP.shape[1] == rule.num_slots, f"maps of {maps.slots_LP.shape} for {rule.num_slots} slots"
+        arrays = jax.tree.map(jnp.asarray, maps)
+        slots_TK = SLOT_CHOICES[rule.slot_choice](ids_TK, valid_T, arrays, layer, rank)
     return jnp.where(valid_T[:, None], slots_TK, rule.num_slots)
 
 
@@ -90,7 +95,7 @@ def _by_shares(
     fraction_TK = (index_TK + _offsets(ids_TK, rank, num_ranks)) / jnp.maximum(count_TK, 1)
     # A slot without a share begins at WHOLE - 1 at the latest, and no token stands there.
     key_TK = ids_TK * WHOLE + jnp.clip((fraction_TK * WHOLE).astype(jnp.int32), 0, WHOLE - 2)
-    return slots_P[jnp.searchsorted(maps.bounds_LP[layer], key_TK, side="right") - 1]
+    return slots_P[jnp.searchsorted(maps.bounds_LP[layer], key_TK, side="right", method="compare_all") - 1]
 
 
 def _by_rank(
@@ -106,7 +111,7 @@ def _first(
 ) -> jax.Array:
     """Use the first slot of each expert, whatever its share."""
     del valid_T, rank
-    place_TK = jnp.searchsorted(maps.bounds_LP[layer], ids_TK * WHOLE, side="left")
+    place_TK = jnp.searchsorted(maps.bounds_LP[layer], ids_TK * WHOLE, side="left", method="compare_all")
     return maps.slots_LP[layer][place_TK]
 
 
@@ -128,7 +133,4 @@ def _place_within_expert(ids_TK: jax.Array, valid_T: jax.Array, num_experts: int
     order_N = jnp.argsort(ids_N, stable=True)
     counts_E = jnp.sum(ids_N[:, None] == jnp.arange(num_experts + 1), axis=0, dtype=jnp.int32)
     first_E = jnp.cumsum(counts_E) - counts_E
-    place_N = (
-        jnp.zeros_like(order_N).at[order_N].set(jnp.arange(order_N.size, dtype=order_N.dtype), unique_indices=True)
-    )
-    return (place_N - first_E[ids_N]).reshape(ids_TK.shape), counts_E[ids_N].reshape(ids_TK.shape)
+    return (inverse(order_N) - first_E[ids_N]).reshape(ids_TK.shape), counts_E[ids_N].reshape(ids_TK.shape)

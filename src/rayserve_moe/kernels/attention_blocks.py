@@ -13,6 +13,8 @@ MIB = 1 << 20
 PREFILL_ROWS = 512
 DECODE_ROWS = 8
 """Query rows per KV head: a full pass of the matrix unit in prefill, one register tile in decode."""
+MOST_QUERY_ROWS = 4096
+"""Queries times heads per block, where every head has keys of its own."""
 MOST_KEYS = {"decode": 1024, "prefill": 512}
 """Key positions per block. A block is read whole, so more would read too much of short sequences."""
 MOST_PAGES = 32
@@ -93,7 +95,7 @@ def sequences_per_call(table_width: int) -> int:
 
 
 def _queries(shape: AttentionShape, rows: int) -> int:
-    return max(1, rows * shape.num_kv_heads // shape.num_heads)
+    return max(1, min(rows * shape.num_kv_heads, MOST_QUERY_ROWS) // shape.num_heads)
 
 
 def _pages(shape: AttentionShape, *, most_keys: int, most_bytes: int) -> int:

@@ -52,6 +52,11 @@ class RankStep:
         self._builder, self._table, self._limits, self._preempt = builder, table, limits, preempt
         self._budget = limits.step_tokens
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the step has no room for a prompt any more."""
+        return self._budget < PREFILL_BLOCK_TOKENS
+
     def go_on(self) -> None:
         """Add what runs: one token of every sequence that decodes, and prompts, oldest first.
 

@@ -168,7 +168,10 @@ class Scheduler:
             assert sequence.row == NO_ROW and len(sequence.pages) == 0, "a waiting sequence has a row or pages"
 
     def _admit_next(self, steps: list[RankStep]) -> bool:
-        """Move one waiting sequence into a row of the rank that has most of it cached; False where it does not fit."""
+        """Move one waiting sequence into a row of the rank that has most of it cached; False where it does not fit.
+
+        It rather waits a step for that rank than being computed from scratch on another.
+        """
         open_steps = [step for step in steps if step.rank.free_rows]
         if not open_steps or not self.waiting:
             return False
@@ -181,6 +184,8 @@ class Scheduler:
                     passed_over.num_passed_over += 1
                 self.waiting.remove(sequence)
                 return True
+            if step.is_full and step.rank.num_cached(sequence):
+                return False
         return False
 
     def _give_up_pages(self, sequence: Sequence) -> None:

@@ -12,11 +12,12 @@ GB = 1e9
 def render(report: CheckReport) -> str:
     """A few lines on the setting, then a paragraph per program; GB are 1e9 bytes, per device."""
     setting = report.setting
+    weights, pool = report.weights_bytes / GB, report.kv_pool_bytes / GB
     sequences = f"{setting.batch} sequences x {setting.context} tokens per data rank"
     lines = [
         f"{report.model}, {report.num_layers} layers, on {setting.topology}: dp {report.dp} x tp {report.tp}",
         f"{report.num_expert_slots} expert slots, backend {setting.expert_backend}; {setting.dtype}, {sequences}",
-        f"weights {report.weights_bytes / GB:.2f} GB, KV pool {report.kv_pool_bytes / GB:.2f} GB ({setting.kv_dtype}) per device",
+        f"per device: weights {weights:.2f} GB, KV pool {pool:.2f} GB of {setting.kv_dtype}",
     ]
     for program in report.programs:
         lines += ["", *_program_lines(program)]

@@ -148,7 +148,7 @@ def check_program(program: Program, served: ServedModel, *, limit: int) -> Progr
     except jax.errors.JaxRuntimeError as error:
         return ProgramReport(program.name, error=compilers_sentence(error))
     seconds = {"lower_s": lowered_at - started, "compile_s": time.perf_counter() - lowered_at}
-    report = _read(program, compiled, served, limit=limit)
+    report = _read(program, compiled, served=served, limit=limit)
     return replace(report, **{name: round(value, 2) for name, value in seconds.items()})
 
 
@@ -185,7 +185,7 @@ def roofline_s(served: ServedModel) -> float:
     return read / HBM_BYTES_PER_S[chip] if chip in HBM_BYTES_PER_S else 0.0
 
 
-def _read(program: Program, compiled: jax.stages.Compiled, served: ServedModel, *, limit: int) -> ProgramReport:
+def _read(program: Program, compiled: jax.stages.Compiled, *, served: ServedModel, limit: int) -> ProgramReport:
     analysis, text = compiled.memory_analysis(), read_program(compiled.as_text() or "")
     assert analysis is not None, "the TPU compiler accounts for memory"
     copies, (once, cycles) = copies_of(text, pieces_of(served)), cycles_of(text)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from rayserve_moe.tools.hlo_origin import Origins
 from rayserve_moe.tools.hlo_text import ArrayShape, Execution, Instruction, ProgramText
 
 COLLECTIVES = (
@@ -31,7 +32,6 @@ MOVES = {
     "reshape",
     "convert",
     "concatenate",
-    "gather",
     "pad",
     "select",
     "broadcast",
@@ -39,7 +39,7 @@ MOVES = {
     "tuple",
     "get-tuple-element",
 }
-"""Opcodes that only bring data elsewhere or into another form."""
+"""Opcodes that only bring data elsewhere or into another form. A gather is none of a weight: it looks up tokens."""
 NO_RESULT_OF_THEIR_OWN = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
 HBM = 0
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -51,13 +51,15 @@ class Piece:
     """An array that should be read where it lies: a weight of one layer, or the pages of one layer.
 
     A result is a copy of it when its last dimensions are these in any order, in the same type, with at least
-    `least_elements` elements.
+    `least_elements` elements, and it is taken from an argument of the program. What a program writes to
+    (`is_written`) is not followed to the arguments, so its size alone must tell it from other results.
     """
 
     kind: str
     dtype: str
     dims: tuple[int, ...]
     least_elements: int
+    is_written: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,17 @@ class Collective:
 
 
 def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
-    """Every copy of a piece that the program makes in HBM. What it updates in place is none."""
-    found = []
+    """Every copy of a piece that the program makes in HBM out of its arguments. What it updates in place is none."""
+    found, origins = [], Origins(program)
     for execution in program.executions():
         instruction = execution.instruction
         if instruction.opcode in NO_RESULT_OF_THEIR_OWN:
             continue
         for shape in instruction.shapes:
             piece = _piece_of(shape, pieces)
-            if piece is not None and shape.space == HBM and _only_moves(program, instruction, shape):
+            if piece is None or shape.space != HBM or not _only_moves(program, instruction, result=shape, piece=piece):
+                continue
+            if piece.is_written or origins.arguments(execution.computation, instruction):
                 found.append(CopyOfPiece(piece.kind, instruction.name, _text(shape), shape.num_bytes, execution.times))
     return found
 
@@ -142,10 +146,11 @@ def _piece_of(shape: ArrayShape, pieces: list[Piece]) -> Piece | None:
     return None
 
 
-def _only_moves(program: ProgramText, instruction: Instruction, result: ArrayShape) -> bool:
+def _only_moves(program: ProgramText, instruction: Instruction, *, result: ArrayShape, piece: Piece) -> bool:
     """Whether nothing of the result's size is computed on the way, nor written into an array that is there already."""
+    moves = MOVES | {"gather"} if piece.is_written else MOVES
     return all(
-        part.opcode in MOVES
+        part.opcode in moves
         for part in program.fused(instruction)
         if any(shape.num_elements >= result.num_elements for shape in part.shapes)
     )

@@ -58,8 +58,8 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Names of operands, and of called computations behind them."""
-        return _OPERAND.findall(self.attributes)
+        """Names of operands, in their order."""
+        return _OPERAND.findall(self.attributes.split(")")[0])
 
     @property
     def called(self) -> list[str]:
@@ -97,7 +97,7 @@ class ProgramText:
 
     def executions(self) -> Iterator[Execution]:
         """All executed instructions, loops and branches unfolded."""
-        yield from self._executions(self.entry, 1, False)
+        yield from self._executions(self.entry, times=1, is_least=False)
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that a fusion is made of, nested ones included; the instruction itself if it is none."""
@@ -106,7 +106,7 @@ class ProgramText:
         inside = [part for name in instruction.called for part in self.computations.get(name, [])]
         return [part for nested in inside for part in self.fused(nested)]
 
-    def _executions(self, computation: str, times: int, is_least: bool) -> Iterator[Execution]:
+    def _executions(self, computation: str, *, times: int, is_least: bool) -> Iterator[Execution]:
         for instruction in self.computations[computation]:
             yield Execution(instruction, times, is_least, computation)
             if instruction.opcode not in _CONTROL:
@@ -114,7 +114,7 @@ class ProgramText:
             trips = self._trips(instruction) if instruction.opcode == "while" else 1
             for name in instruction.called:
                 if name != _condition_of(instruction):
-                    yield from self._executions(name, times * (trips or 1), is_least or trips is None)
+                    yield from self._executions(name, times=times * (trips or 1), is_least=is_least or trips is None)
 
     def _trips(self, loop: Instruction) -> int | None:
         """The constant that a counting loop's condition compares with; None where it is computed."""

@@ -110,10 +110,10 @@ def programs_of(served: ServedModel) -> list[Program]:
     decode = StepShape(batch, 0, block)
     prefill = StepShape(batch, -(-served.setting.prefill_tokens // block), block)
     return [
-        _program("decode_forward", run_forward, decode, served),
-        _program("decode", run_step, decode, served),
-        _program("prefill_forward", run_forward, prefill, served),
-        _program("prefill", run_step, prefill, served),
+        _program("decode_forward", run_forward, shape=decode, served=served),
+        _program("decode", run_step, shape=decode, served=served),
+        _program("prefill_forward", run_forward, shape=prefill, served=served),
+        _program("prefill", run_step, shape=prefill, served=served),
     ]
 
 
@@ -162,10 +162,10 @@ def pieces_of(served: ServedModel) -> list[Piece]:
     pool = served.state.kv_pages
     per_layer = _elements(pool) // model.spec.num_layers
     rows = pool.sharding.shard_shape(pool.shape)[2:]
-    return [*pieces, Piece("kv", _hlo_dtype(setting.kv_dtype), rows, per_layer // 2)]
+    return [*pieces, Piece("kv", _hlo_dtype(setting.kv_dtype), rows, per_layer // 2, is_written=True)]
 
 
-def _program(name: str, run: Callable[..., Any], shape: StepShape, served: ServedModel) -> Program:
+def _program(name: str, run: Callable[..., Any], *, shape: StepShape, served: ServedModel) -> Program:
     layout = InputLayout(shape, served.setting.batch)
     size = (served.plan.data_size, len(layout.padding))
     vectors_NW = jax.ShapeDtypeStruct(size, jnp.int32, sharding=served.plan.replicated())

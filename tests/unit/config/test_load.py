@@ -70,6 +70,7 @@ WRONG = {
     "no positive integers": ({"precompile_bs_paddings": [4, 0]}, "precompile_bs_paddings must be a list of positive"),
     "mem_fraction of zero": ({"mem_fraction": 0}, r"mem_fraction must lie in \(0, 1\], found 0.0"),
     "mem_fraction above one": ({"mem_fraction": 1.2}, r"mem_fraction must lie in \(0, 1\]"),
+    "nowhere to keep programs": ({"compile_cache": ""}, "compile_cache must be auto, off or a directory, found ''"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
     "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),

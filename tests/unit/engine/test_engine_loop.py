@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,12 +28,15 @@ class Listener:
         self._num_open = num_choices
         self.ids: list[list[int]] = [[] for _ in range(num_choices)]
         self.finish: list[FinishReason | None] = [None] * num_choices
+        self.num_updates = self.num_cached = 0
         self.receive = self._arrived.put
 
     def read(self) -> None:
         """Wait for the next updates."""
         for update in self._arrived.get(timeout=TIMEOUT_S):
             assert self.finish[update.choice_index] is None, "an update after the last one"
+            self.num_updates += 1
+            self.num_cached = update.num_cached_tokens
             self.ids[update.choice_index] += update.token_ids
             assert len(update.logprobs) == len(update.token_ids)
             self.finish[update.choice_index] = update.finish
@@ -115,7 +119,7 @@ def test_a_failing_executor_ends_all_requests_and_refuses_new_ones(caplog):
     with loop_over(executor, max_running_requests=2) as loop, caplog.at_level(logging.CRITICAL + 1):
         listeners = [run(loop, request(f"r{i}", n=2)) for i in range(3)]
         loop.check_health()
-        executor.fails = True
+        executor.fails_from = 0
         executor.may_step.set()
         for listener in listeners:
             for reason in listener.read_all():
@@ -128,7 +132,7 @@ def test_a_failing_executor_ends_all_requests_and_refuses_new_ones(caplog):
         with pytest.raises(EngineStoppedError, match="host 1 is gone"):
             loop.check_integrity()
         loop.abort("r0")
-    assert executor.num_steps == 1, "nothing may be executed after a failure"
+    assert executor.num_calls == 1, "nothing may be executed after a failure"
     assert executor.num_shutdowns == 1
 
 
@@ -247,3 +251,37 @@ def test_an_idle_executor_is_released_once_and_taken_again():
         num_steps = executor.num_steps
         assert run(loop, request("b")).read_all() == [FinishReason("length")]
         assert executor.num_steps > num_steps
+
+
+def test_what_was_kept_back_comes_with_a_failure(caplog):
+    executor = CountingExecutor()
+    executor.fails_from = 20
+    with loop_over(executor) as loop, caplog.at_level(logging.CRITICAL + 1):
+        listener = run(loop, request(max_new_tokens=80))
+        (reason,) = listener.read_all()
+        assert reason is not None and reason.kind == "error"
+        assert listener.ids == [list(range(8, 26))], "19 steps went well, and the result of the last is lost"
+
+
+@pytest.mark.parametrize("overlap_steps", [True, False])
+def test_clients_hear_at_once_and_in_groups_or_once_at_the_end(overlap_steps):
+    with loop_over(CountingExecutor(), overlap_steps=overlap_steps) as loop:
+        increments, whole = request("increments", max_new_tokens=60), request("whole", max_new_tokens=60)
+        listeners = [run(loop, increments), run(loop, replace(whole, incremental=False))]
+        assert [listener.read_all() for listener in listeners] == [[FinishReason("length")]] * 2
+        assert [listener.ids for listener in listeners] == [[list(range(8, 68))]] * 2
+        assert listeners[0].num_updates > 1 and listeners[1].num_updates == 1
+
+
+def test_cached_prefixes_are_found_until_they_are_flushed():
+    with loop_over(CountingExecutor()) as loop:
+        found = []
+        for name in "abcd":
+            listener = run(loop, request(name, range(20), max_new_tokens=1))
+            listener.read_all()
+            found.append(listener.num_cached)
+            if name == "b":
+                loop.flush()
+                loop.check_integrity()
+                assert loop.statistics()["pages_cached"] == 0
+        assert found == [0, 16, 0, 16]

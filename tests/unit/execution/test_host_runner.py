@@ -1,16 +1,17 @@
-"""A runner starts under any sensible limits. What it computes is the business of `tests/pipelines`."""
+"""A runner starts under any sensible limits, and brings results in order. What it computes is in `tests/pipelines`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import CacheSettings, ModelSettings, ReplaySettings, SchedulerSettings
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.scheduling.step_plan import StepPlan
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PageTableChanges, StepPlan
 
 
 def prepared(path: Path, *, max_model_len: int, max_step_tokens: int = 64, page_size: int = 16) -> HostRunner:
@@ -25,11 +26,33 @@ def prepared(path: Path, *, max_model_len: int, max_step_tokens: int = 64, page_
     return runner
 
 
+def single(step_id: int, position: int, token_id: int, *, wants_routing: bool = False) -> StepPlan:
+    """One token of the sequence in row 0, whose first page is 1."""
+    chunk = (np.array([value]) for value in (0, position, 1))
+    page = PageTableChanges(*(np.array([value]) for value in (0, 0, 1)))
+    tokens = np.array([token_id], np.int32)
+    return StepPlan(step_id, *chunk, tokens, np.array([True]), page, wants_routing=wants_routing)
+
+
 @pytest.mark.parametrize("max_model_len", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_context_of_any_length_can_be_warmed_up(core_checkpoint, max_model_len):
     runner = prepared(core_checkpoint, max_model_len=max_model_len)
     assert runner.num_compilations_since_start == 0
     assert (runner.expert_counts() == 0).all(), "warming up is not counted"
-    result = runner.execute(StepPlan(3))
-    assert result.step_id == 3 and len(result.token_ids) == 0, "a plan without chunks computes nothing"
-    assert result.routing is None, "rows of warming up are forgotten"
+    assert runner.execute(StepPlan(3)) is None, "what warming up brought is forgotten"
+
+    assert runner.execute(single(4, 0, 7, wants_routing=True)) is None, "there is no step before it"
+    first = runner.execute(single(5, 1, LAST_SAMPLED))
+    second = runner.execute(StepPlan(6))
+    assert first is not None and second is not None
+    assert (first.step_id, second.step_id) == (4, 5) and runner.execute(StepPlan(7)) is None
+    assert first.routing is not None and first.routing.step_id == 4
+    assert first.routing.rows.shape == (1, *runner.rule.spec.routing_layout.row_shape)
+    assert second.routing is None, "nobody wanted it"
+
+    runner.execute(single(8, 1, int(first.token_ids[0])))
+    told = runner.execute(StepPlan(9))
+    assert told is not None
+    np.testing.assert_array_equal(told.token_ids, second.token_ids)
+    np.testing.assert_array_equal(told.logprobs, second.logprobs)
+    assert runner.num_compilations_since_start == 0

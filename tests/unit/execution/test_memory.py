@@ -7,9 +7,9 @@ from dataclasses import asdict
 import jax
 import pytest
 
-from rayserve_moe.config.settings import CacheSettings, SettingsError
+from rayserve_moe.config.settings import CacheSettings, ExpertSettings, SettingsError
 from rayserve_moe.execution import memory
-from rayserve_moe.execution.host_runner import check_divisible
+from rayserve_moe.execution.weights import model_rule
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
@@ -73,11 +73,11 @@ def test_emulated_devices_share_what_the_host_has():
 )
 def test_a_model_that_does_not_divide_is_refused_by_name(changes, message):
     with pytest.raises(SettingsError, match=message):
-        check_divisible(spec_with(**changes), plan_for(jax.devices()[:4]))
-    check_divisible(spec_with(**changes), plan_for(jax.devices()[:1]))
+        model_rule(spec_with(**changes), plan_for(jax.devices()[:4]), experts=ExpertSettings())
+    model_rule(spec_with(**changes), plan_for(jax.devices()[:1]), experts=ExpertSettings())
 
 
 def test_fewer_kv_heads_than_devices_and_an_unused_dense_width_are_no_obstacle():
     plan = plan_for(jax.devices()[:4])
-    check_divisible(spec_with(), plan)
-    check_divisible(spec_with(mlp_only_layers=(), intermediate_size=50), plan)
+    for spec in (spec_with(), spec_with(mlp_only_layers=(), intermediate_size=50)):
+        assert model_rule(spec, plan, experts=ExpertSettings()).spec == spec

@@ -156,3 +156,8 @@ def test_redundant_slots_need_a_placement():
     """Weights of any number of slots will do: it is refused before they are looked at."""
     with pytest.raises(ValueError, match="16 redundant expert slots are of no use without a placement"):
         compiled("local", (1, 1), 16)(None)
+
+
+def test_a_backend_that_does_not_exist_is_refused():
+    with pytest.raises(KeyError, match="nothing"):
+        compiled("nothing", (1, 1), 0)(None)

@@ -1,0 +1,53 @@
+"""Whole models, compiled for whole TPU slices: what the sizes in the contract are checked by.
+
+    python -m benchmarks.compile_gate [--only qwen3-30b-a3b@v6e:2x4] [--out FILE.json]
+
+Each model and topology is checked by `rayserve-moe compile-check` in a process of its own; a run takes minutes per
+program on two cores and needs no TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CASES: dict[str, tuple[str, ...]] = {
+    "qwen3-30b-a3b@v6e:2x4": ("--expert-backend", "all_to_all"),
+    "qwen3-30b-a3b@v5e:4x4": ("--expert-backend", "all_to_all"),
+    "qwen3-235b-a22b@v5p:2x4x4": ("--expert-backend", "all_to_all"),
+    "qwen3-235b-a22b@v6e:8x8": ("--expert-backend", "all_to_all", "--dp", "32", "--tp", "2"),
+}
+"""Model and topology, and what differs from 16 sequences of 4096 tokens on as many data ranks as devices."""
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def check(case: str) -> dict[str, Any]:
+    """Compile one case; returns the report, with the exit status."""
+    model, topology = case.split("@")
+    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", "--model", model, "--topology", topology]
+    run = subprocess.run([*command, *CASES[case], "--json"], capture_output=True, text=True, check=False)
+    if not run.stdout.strip():
+        raise RuntimeError(f"{case}: {run.stderr.strip().splitlines()[-1] if run.stderr.strip() else 'no report'}")
+    return {"status": run.returncode, **json.loads(run.stdout)}
+
+
+def main() -> None:
+    """Check every case, writing the result file after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=list(CASES), action="append", help="may be given more than once")
+    parser.add_argument("--out", type=Path, default=RESULTS / "compile_gate.json")
+    arguments = parser.parse_args()
+    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    for case in arguments.only or CASES:
+        known[case] = check(case)
+        arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        print(case, "fits" if known[case]["status"] == 0 else "does not fit", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The attention kernels compile for every chip, with the heads, pages and rules that are served."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreRule
+from rayserve_moe.kernels.kv_update import write_kv
+from rayserve_moe.kernels.registry import ATTENTION
+from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
+from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
+
+WIDTH, NUM_PAGES = 128, 600
+KERNEL = "ragged_paged_attention_kernel"
+
+
+def attention_shapes(
+    *, queries: int, heads: int, kv_heads: int, page_size: int, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16, context=4096
+):
+    """Shapes of 16 blocks of `queries` tokens, and a pool of `NUM_PAGES`."""
+    return (
+        jax.ShapeDtypeStruct((16, queries, heads, WIDTH), dtype),
+        jax.ShapeDtypeStruct((NUM_PAGES, page_size, 2 * kv_heads, WIDTH), kv_dtype),
+        jax.ShapeDtypeStruct((16, context // page_size), np.int32),
+        jax.ShapeDtypeStruct((16, queries), np.int32),
+    )
+
+
+def assert_compiles(chip: str, kernel: str, rule: ScoreRule = FULL_CAUSAL, **shapes) -> None:
+    compiled = compile_for(chip, partial(ATTENTION[kernel], rule=rule), *attention_shapes(**shapes))
+    assert kernels_of(text_of(compiled)) == {KERNEL: 1}
+
+
+CHIP = pytest.mark.parametrize("chip", TOPOLOGY_OF_CHIP)
+HEADS = [(32, 4), (64, 4), (8, 1), (4, 1)]
+MORE_CASES = pytest.mark.slow
+
+
+@CHIP
+def test_decode_compiles(chip):
+    assert_compiles(chip, "ragged_decode", queries=1, heads=32, kv_heads=4, page_size=16)
+
+
+@CHIP
+def test_prefill_compiles(chip):
+    assert_compiles(chip, "ragged_prefill", queries=32, heads=8, kv_heads=1, page_size=128)
+
+
+@MORE_CASES
+@CHIP
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_every_layout_compiles(chip, heads, kv_heads, page_size):
+    for kernel, queries in (("ragged_decode", 1), ("ragged_prefill", 32)):
+        assert_compiles(chip, kernel, queries=queries, heads=heads, kv_heads=kv_heads, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [ScoreRule(window=128), ScoreRule(chunk=1024), ScoreRule(window=100, chunk=512, scale=0.1, soft_cap=30.0)],
+    ids=["window", "chunk", "all"],
+)
+def test_rules_compile(rule):
+    assert_compiles("v6e", "ragged_decode", rule, queries=1, heads=8, kv_heads=1, page_size=128)
+    assert_compiles("v6e", "ragged_prefill", rule, queries=32, heads=8, kv_heads=1, page_size=128)
+
+
+@pytest.mark.parametrize("chip", ["v6e", *(pytest.param(chip, marks=MORE_CASES) for chip in ("v5e", "v5p", "7x"))])
+@pytest.mark.parametrize("kv_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_8_bit_pages_compile(chip, kv_dtype):
+    assert_compiles(chip, "ragged_decode", queries=1, heads=32, kv_heads=4, page_size=128, kv_dtype=kv_dtype)
+
+
+@MORE_CASES
+@CHIP
+def test_float32_compiles(chip):
+    float32 = {"dtype": jnp.float32, "kv_dtype": jnp.float32}
+    assert_compiles(chip, "ragged_decode", queries=1, heads=32, kv_heads=4, page_size=16, **float32)
+    assert_compiles(chip, "ragged_prefill", queries=32, heads=32, kv_heads=4, page_size=16, **float32)
+
+
+def test_long_page_tables_are_spread_over_several_calls():
+    shapes = attention_shapes(queries=1, heads=8, kv_heads=1, page_size=16, context=16 * 24_000)
+    compiled = compile_for("v6e", ATTENTION["ragged_decode"], *shapes)
+    assert kernels_of(text_of(compiled)) == {KERNEL: 2}
+
+
+@pytest.mark.parametrize("chip", ["v6e", *(pytest.param(chip, marks=MORE_CASES) for chip in ("v5e", "v5p", "7x"))])
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_keys_and_values_are_written_in_place(chip, kv_dtype):
+    """The pool goes through writing and attending without a copy, and comes out where it went in."""
+    queries, pool, table, positions = attention_shapes(queries=1, heads=32, kv_heads=4, page_size=16, kv_dtype=kv_dtype)
+    heads, slots = jax.ShapeDtypeStruct((16, 4, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((16,), np.int32)
+
+    def step(pool, queries, table, positions, keys, values, slots):
+        pool = write_kv(pool, keys, values, slots)
+        return pool, ATTENTION["ragged_decode"](queries, pool, table, positions)
+
+    compiled = compile_for(chip, step, pool, queries, table, positions, heads, heads, slots, donate=0)
+    analysis, pool_bytes = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
+    assert analysis.alias_size_in_bytes >= pool_bytes
+    assert analysis.temp_size_in_bytes < pool_bytes // 10
+    dtype = {jnp.bfloat16: "bf16", jnp.float8_e4m3fn: "f8e4m3fn"}[kv_dtype]
+    assert copies_of(text_of(compiled), [Piece("kv", dtype, pool.shape[2:], pool.size // 2, is_written=True)]) == []
+
+
+def test_what_the_kernel_cannot_do_is_refused_by_name():
+    with pytest.raises(ValueError, match="chunks of 1000 tokens do not begin at pages of 128"):
+        assert_compiles("v6e", "ragged_decode", ScoreRule(chunk=1000), queries=1, heads=8, kv_heads=1, page_size=128)
+    with pytest.raises(ValueError, match="8-bit KV needs an even number of KV heads on a device, found 1"):
+        assert_compiles(
+            "v6e", "ragged_decode", queries=1, heads=8, kv_heads=1, page_size=128, kv_dtype=jnp.float8_e4m3fn
+        )

@@ -1,0 +1,155 @@
+"""The gate: few layers of real models on real topologies, and refusals in the compiler's words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rayserve_moe.cli import main
+from rayserve_moe.tools.check_table import render
+from rayserve_moe.tools.compile_check import CheckReport, DeviceMemory, ProgramReport, check
+from rayserve_moe.tools.hlo_report import Collective
+from rayserve_moe.tools.presets import preset_names, read_config
+from rayserve_moe.tools.step_programs import ServedSetting
+
+GB = 1e9
+SAMPLED = [
+    ("qwen3-30b-a3b", ServedSetting("v6e:2x4", expert_backend="all_to_all")),
+    ("qwen3-30b-a3b", ServedSetting("v5e:2x4", tp=4, expert_backend="replicated", batch=64, page_size=16)),
+    ("qwen3-235b-a22b", ServedSetting("v5p:2x4x4", redundant_experts=32, expert_backend="all_to_all")),
+]
+WHOLE = [
+    ("qwen3-30b-a3b", ServedSetting("v5e:4x4")),
+    ("qwen3-30b-a3b", ServedSetting("tpu7x:2x2x1", tp=2, kv_dtype="float8_e4m3fn")),
+    ("qwen3-235b-a22b", ServedSetting("v6e:8x8", dp=32, tp=2)),
+    ("qwen3-235b-a22b", ServedSetting("v6e:8x8", batch=8, expert_backend="fused")),
+]
+
+
+def name_of(case: object) -> str:
+    return case if isinstance(case, str) else f"{case.topology}-tp{case.tp}-{case.expert_backend}"
+
+
+def assert_sound(program: ProgramReport) -> None:
+    """It fits, keeps weights and KV where they are, and multiplies experts by the grouped kernel."""
+    assert program.error == ""
+    assert program.copies == [] and program.kv_in_place
+    assert program.memory.peak <= program.memory.limit
+    assert program.kernels["ragged_paged_attention_kernel"] > 0
+    assert program.kernels["ragged-dot-none"] > 0
+
+
+def forward(model: str, setting: ServedSetting, name: str) -> ProgramReport:
+    report = check(read_config(model, num_layers=2), setting, model=model, names=(name,))
+    (program,) = report.programs
+    return program
+
+
+@pytest.mark.parametrize(("model", "setting"), SAMPLED, ids=name_of)
+def test_two_layers_decode_without_copies(model, setting):
+    program = forward(model, setting, "decode_forward")
+    assert_sound(program)
+    assert program.memory.temporaries <= 0.05 * GB
+    exchanges = {exchange.operation for exchange in program.collectives}
+    assert ("ragged-all-to-all" in exchanges) == (setting.expert_backend == "all_to_all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "setting"), WHOLE, ids=name_of)
+def test_two_layers_decode_everywhere(model, setting):
+    assert_sound(forward(model, setting, "decode_forward"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "setting"), SAMPLED, ids=name_of)
+def test_two_layers_prefill_8192_tokens_without_copies(model, setting):
+    assert_sound(forward(model, setting, "prefill_forward"))
+
+
+@pytest.mark.slow
+def test_sampling_adds_few_temporaries():
+    program = forward(*SAMPLED[0], "decode")
+    assert_sound(program)
+    assert program.memory.temporaries <= 0.2 * GB
+
+
+TOO_LARGE = ["--model", "qwen3-30b-a3b", "--layers", "2", "--topology", "v5e:2x4", "--batch", "2000"]
+
+
+def test_what_does_not_fit_is_refused_with_the_compilers_numbers(capsys):
+    status = main(["compile-check", *TOO_LARGE, "--programs", "decode_forward", "--json"])
+    assert status == 1
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)
+    (program,) = report["programs"]
+    assert report["fits"] is False and program["memory"] is None
+    assert "RESOURCE_EXHAUSTED" in program["error"] and "15.75G" in program["error"]
+    assert program["error"] in shown.err
+
+
+def test_the_table_shows_what_fits_and_what_does_not():
+    memory = DeviceMemory(15_000_000_000, 40_000_000, 0, 0, 15_200_000_000, 33_550_000_000)
+    exchange = Collective("ragged-all-to-all", 8, "bf16[256,2048]", 1 << 20, 96, is_least=True)
+    fitting = ProgramReport(
+        "decode", memory=memory, copied_bytes={"experts": 2_000_000_000}, collectives=[exchange], kernels={"ragged": 48}
+    )
+    setting, refused = ServedSetting("v6e:2x4"), ProgramReport("prefill", error="Used 40G of 31G hbm.")
+    report = CheckReport("a-model", setting, 48, 8, 1, 128, 8_000_000_000, 7_000_000_000, {}, [fitting, refused])
+    assert not report.fits
+    shown = render(report)
+    for words in (
+        "temporaries 0.040, peak 15.20 of 33.55 GB",
+        "copied: experts 2.000 GB",
+        "ragged-all-to-all over 8 devices: at least 96 x bf16[256,2048] (1,048,576 bytes)",
+        "kernels: 48 x ragged",
+        "prefill: DOES NOT FIT",
+        "Used 40G of 31G hbm.",
+    ):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nobody/nothing", "--topology", "v6e:2x4"], "neither a preset"),
+        (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--dp", "3"], "dp 3 times tp 2 is not the 8 devices"),
+        (["--model", "qwen3-30b-a3b", "--topology", "v9x:2x4"], "topology v9x:2x4"),
+        (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "49"], "has 48 layers"),
+        (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--programs", "verify"], "no program verify; there are"),
+        (
+            ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--tp", "4", "--kv-dtype", "float8_e4m3fn"],
+            "8-bit KV needs an even number of KV heads",
+        ),
+    ],
+)
+def test_wrong_use_is_answered_with_a_sentence(arguments, message, capsys):
+    assert main(["compile-check", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_presets_are_the_published_sizes():
+    """Parameters of the whole model and of one token's path, in units of 1e9, as their names say."""
+    sizes = {}
+    for name in preset_names():
+        config = read_config(name)
+        hidden, inner, layers = (config[key] for key in ("hidden_size", "moe_intermediate_size", "num_hidden_layers"))
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        attention = 2 * hidden * config["head_dim"] * (heads + kv_heads)
+        experts, outside = 3 * hidden * inner, 2 * config["vocab_size"] * hidden
+        sizes[name] = tuple(
+            round((outside + layers * (attention + count * experts)) / 1e9)
+            for count in (config["num_experts"], config["num_experts_per_tok"])
+        )
+    assert sizes == {"qwen3-30b-a3b": (31, 3), "qwen3-235b-a22b": (235, 22)}
+
+
+def test_a_directory_with_a_config_is_a_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(read_config("qwen3-30b-a3b", num_layers=3)))
+    assert read_config(str(tmp_path))["num_hidden_layers"] == 3
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        read_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_config(str(tmp_path))

@@ -1,0 +1,134 @@
+"""What was cached is what would have been computed: same tokens, same log-probs, the very rows of the first run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.requests import GenerationRequest
+from tests.support.checkpoints import PAGE_SIZE
+from tests.support.drive import Way, cycle_for, preempt_every, run_on
+from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.workload import draw_prompt, mixed_workload, request_for
+
+TIGHT = 29
+"""Pages for two long sequences."""
+
+
+def whole_pages(num_tokens: int) -> int:
+    """Tokens in whole pages that can be cached of a prompt: its last one is always computed."""
+    return (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def cached_of(request: GenerationRequest) -> int:
+    return whole_pages(len(request.prompt_ids))
+
+
+def salted(request: GenerationRequest, salt: str) -> GenerationRequest:
+    return replace(request, cache_salt=salt)
+
+
+@pytest.mark.parametrize("way", [Way(), Way(overlaps=False), Way(chunk_tokens=7, num_rows=3)], ids=str)
+def test_the_second_run_finds_the_prompts_of_the_first_and_comes_to_the_same(engine: Engine, alone: Outcomes, way: Way):
+    cycle = cycle_for(engine.runner, engine.card, way)
+    first, second = (run_on(cycle, engine.card, mixed_workload()) for _ in range(2))
+    assert_all_same(first, alone)
+    assert_all_same(second, alone)
+    for request in mixed_workload():
+        for choice in range(request.sampling.n):
+            before, after = first[request.request_id, choice], second[request.request_id, choice]
+            num_cached = cached_of(request)
+            assert before.num_cached == (num_cached if choice else 0) and after.num_cached == num_cached
+            assert after.routing is not None and before.rows.tobytes() == after.rows.tobytes()
+            computed = (num_cached, len(after.rows), "computed")
+            assert after.routing.source == (((0, num_cached, "cached"), computed) if num_cached else (computed,))
+
+
+def test_a_conversation_finds_the_answers_it_got(engine: Engine):
+    """Each turn's prompt is all that was said; nothing of it is computed twice but what fills no page."""
+    generator = np.random.default_rng(3)
+    cycle, uncached = (cycle_for(engine.runner, engine.card, Way(caches_prefixes=on)) for on in (True, False))
+    said: list[int] = []
+    for turn in range(4):
+        num_before = len(said)
+        said += draw_prompt(generator, 23).tolist()
+        wanted = request_for(said, f"turn{turn}", max_new_tokens=18, temperature=1.0, seed=turn)
+        found = run_on(cycle, engine.card, [wanted])
+        assert found[f"turn{turn}", 0].num_cached == (whole_pages(num_before) if turn else 0)
+        said += found[f"turn{turn}", 0].ids
+    expected = run_on(uncached, engine.card, [wanted])
+    assert_all_same(found, expected)
+    assert expected["turn3", 0].num_cached == 0
+
+
+@pytest.mark.parametrize("intervene", [None, preempt_every(6)], ids=["", "preemption"])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_pool_too_small_for_all_prefixes_keeps_some_and_serves_all(
+    engine: Engine, alone: Outcomes, overlaps: bool, intervene
+):
+    cycle = cycle_for(engine.runner, engine.card, Way(num_pages=TIGHT, overlaps=overlaps))
+    for _ in range(2):
+        outcomes = run_on(cycle, engine.card, mixed_workload(), intervene=intervene)
+        assert_all_same(outcomes, alone)
+    found = sum(outcomes[request.request_id, 0].num_cached for request in mixed_workload())
+    assert 0 < found < sum(map(cached_of, mixed_workload())), "some of it had to make room"
+
+
+def test_requests_with_different_salts_share_nothing(engine: Engine, alone: Outcomes):
+    cycle, requests = cycle_for(engine.runner, engine.card, Way()), mixed_workload()[:6]
+    for salt, finds in (("", False), ("a", False), ("b", False), ("a", True), ("", True)):
+        outcomes = run_on(cycle, engine.card, [salted(request, salt) for request in requests])
+        assert_all_same(outcomes, {key: alone[key] for key in outcomes})
+        for request in requests:
+            assert outcomes[request.request_id, 0].num_cached == (cached_of(request) if finds else 0)
+
+
+def test_without_prefix_caching_only_the_choices_of_a_request_share(engine: Engine, alone: Outcomes):
+    cycle = cycle_for(engine.runner, engine.card, Way(caches_prefixes=False))
+    for _ in range(2):
+        outcomes = run_on(cycle, engine.card, mixed_workload())
+        assert_all_same(outcomes, alone)
+        for request in mixed_workload():
+            found = [outcomes[request.request_id, choice].num_cached for choice in range(request.sampling.n)]
+            assert found == [0] + [cached_of(request)] * (request.sampling.n - 1)
+        assert cycle.scheduler.ranks[0].tree.num_cached_pages == 0
+
+
+@pytest.mark.parametrize("flushed_at", [1, 2, 6, 20])
+def test_a_flush_forgets_what_was_computed_before_it_and_disturbs_nobody(
+    engine: Engine, alone: Outcomes, flushed_at: int
+):
+    cycle = cycle_for(engine.runner, engine.card, Way(chunk_tokens=64))
+    running: set[str] = set()
+
+    def flush(cycle: StepCycle, step: int) -> None:
+        if step == flushed_at:
+            cycle.scheduler.flush()
+            assert cycle.scheduler.ranks[0].tree.num_cached_pages == 0
+            running.update(s.request.request_id for s in cycle.scheduler.running)
+
+    assert_all_same(run_on(cycle, engine.card, mixed_workload(), intervene=flush), alone)
+    again = run_on(cycle, engine.card, mixed_workload())
+    assert_all_same(again, alone)
+    for request in mixed_workload():
+        if request.request_id in running and request.sampling.n == 1:
+            assert again[request.request_id, 0].num_cached == 0, "it was computed before, at least in part"
+
+
+def test_whoever_was_preempted_goes_on_from_its_pages(engine: Engine, alone: Outcomes):
+    """Of a preempted sequence only what fills no page is computed twice."""
+    cycle = cycle_for(engine.runner, engine.card, Way())
+    requests = [request for request in mixed_workload() if request.sampling.n == 1]
+    outcomes = run_on(cycle, engine.card, requests, intervene=preempt_every(5))
+    assert_all_same(outcomes, {key: alone[key] for key in outcomes})
+    assert cycle.scheduler.num_preemptions >= 4
+    num_needed = sum(len(outcome.rows) for outcome in outcomes.values())
+    num_again = cycle.statistics()["tokens_computed"] - num_needed
+    assert 0 < num_again <= cycle.scheduler.num_preemptions * (PAGE_SIZE + 1)
+    for outcome in outcomes.values():
+        assert outcome.routing is not None
+        assert "cached" not in {kind for _, _, kind in outcome.routing.source}, "these rows are its own"

@@ -1,0 +1,205 @@
+"""Every row that is returned was computed for that very position, and says how it came about."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.scheduling.sequence import Sequence
+from tests.support.counting import ROUTING, CountingExecutor
+from tests.support.scheduling import ABORT, choices, one, scheduler
+
+NUM_PAGES = 64
+PAGE_SIZE = 4
+
+
+class Captured:
+    """A step cycle with capture, and the routing of every sequence that has ended."""
+
+    def __init__(self, *, overlaps: bool = True, num_data_ranks: int = 1, **limits: object) -> None:
+        target = scheduler(num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_data_ranks=num_data_ranks, **limits)
+        self.capture = RoutingCapture(
+            ROUTING, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_data_ranks=num_data_ranks, weight_version="v"
+        )
+        self.cycle = StepCycle(target, CountingExecutor(), capture=self.capture, overlaps=overlaps)
+        self.scheduler = target
+        self.routing: dict[Sequence, RoutedExperts | None] = {}
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.routing |= {ending.sequence: ending.routing for ending in self.cycle.run().endings}
+
+    def finish(self, *groups: list[Sequence]) -> list[RoutedExperts]:
+        """Run requests to their end; returns the routing of all their choices."""
+        for group in groups:
+            self.scheduler.add(group)
+        while self.cycle.has_work:
+            self.turn()
+        return [self.of(sequence) for group in groups for sequence in group]
+
+    def abort(self, sequence: Sequence) -> RoutedExperts:
+        self.routing[sequence] = self.cycle.end(sequence, ABORT).routing
+        return self.of(sequence)
+
+    def of(self, sequence: Sequence) -> RoutedExperts:
+        routing = self.routing[sequence]
+        assert routing is not None
+        return routing
+
+
+def wanting(request_id: str, prompt: int | list[int], **kwargs: object) -> Sequence:
+    return one(request_id, prompt, routing=True, **kwargs)
+
+
+def positions(routing: RoutedExperts) -> list[int]:
+    return routing.rows[:, 0, 0].tolist()
+
+
+def steps(routing: RoutedExperts) -> list[int]:
+    """Which step computed each row."""
+    return routing.rows[:, 0, 1].tolist()
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+def test_there_is_a_row_for_every_token_but_the_last(overlaps: bool, chunk_tokens: int):
+    captured = Captured(overlaps=overlaps, chunk_tokens=chunk_tokens)
+    long, short, none = wanting("long", 21, num_new=9), wanting("short", [70], num_new=2), wanting("none", 5, num_new=0)
+    for routing, count in zip(captured.finish([long], [short], [none]), (29, 2, 5), strict=True):
+        assert positions(routing) == list(range(count))
+        assert routing.missing == () and routing.weight_version == ((0, count, "v"),)
+
+
+def test_cached_rows_are_those_of_whoever_computed_them():
+    captured = Captured()
+    (first,) = captured.finish([wanting("first", 21, num_new=9)])
+    (second,) = captured.finish([wanting("second", 21, num_new=1)])
+    (turn,) = captured.finish([wanting("turn", [*range(10, 10 + 29), 500], num_new=1)])
+    assert steps(second)[:20] == steps(first)[:20] and steps(turn)[:28] == steps(first)[:28]
+    assert second.source == ((0, 20, "cached"), (20, 21, "computed"))
+    assert turn.source == ((0, 28, "cached"), (28, 30, "computed")) and positions(turn) == list(range(30))
+
+
+@pytest.mark.parametrize("caches_prefixes", [True, False])
+def test_whoever_asks_finds_rows_of_requests_that_did_not(caches_prefixes: bool):
+    captured = Captured(caches_prefixes=caches_prefixes)
+    captured.scheduler.add([one("not asking", 21, num_new=1)])
+    captured.turn(3)
+    (routing,) = captured.finish([wanting("asking", 21, num_new=1)])
+    assert positions(routing) == list(range(21)) and routing.missing == ()
+    assert (routing.source[0][2] == "cached") == caches_prefixes
+
+
+def test_rows_of_sampled_tokens_stay_those_of_the_first_run():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    captured.scheduler.preempt(sequence)
+    captured.scheduler.flush()
+    captured.finish()
+    routing = captured.of(sequence)
+    assert positions(routing) == list(range(20)) and routing.missing == ()
+    assert steps(routing)[9:13] == [1, 2, 3, 4], "what goes with the log-probs that the client was told"
+    assert set(steps(routing)[:9]) == {6}
+    assert routing.source == ((0, 9, "recomputed"), (9, 20, "computed"))
+
+
+def test_others_find_the_rows_of_the_first_run_too():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    captured.scheduler.preempt(sequence)
+    captured.scheduler.flush()
+    captured.finish()
+    (later,) = captured.finish([wanting("later", sequence.tokens(0, 17).tolist(), num_new=1)])
+    assert steps(later)[9:13] == [1, 2, 3, 4]
+
+
+def test_a_preemption_that_loses_nothing_shows_nowhere():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    captured.scheduler.preempt(sequence)
+    captured.finish()
+    assert captured.of(sequence).source == ((0, 20, "computed"),)
+    assert steps(captured.of(sequence))[:13] == [0] * 9 + [1, 2, 3, 4]
+
+
+def test_choices_share_the_rows_of_their_prompt():
+    captured = Captured()
+    first, second = captured.finish(choices("a", 10, n=2, routing=True, num_new=3))
+    assert first.source == ((0, 12, "computed"),)
+    assert second.source == ((0, 8, "cached"), (8, 12, "computed"))
+    assert steps(second)[:8] == steps(first)[:8] and positions(second) == list(range(12))
+
+
+@pytest.mark.parametrize(("num_turns", "num_known"), [(1, 0), (2, 8), (3, 16), (4, 20), (6, 22)])
+def test_an_abort_misses_what_is_still_on_its_way(num_turns: int, num_known: int):
+    captured = Captured(chunk_tokens=8)
+    sequence = wanting("a", 20, num_new=30)
+    captured.scheduler.add([sequence])
+    captured.turn(num_turns)
+    routing = captured.abort(sequence)
+    count = max(sequence.num_tokens - 1, min(8 * num_turns, 20))
+    assert len(routing.rows) == count
+    assert routing.missing == (((num_known, count),) if num_known < count else ())
+    assert positions(routing)[:num_known] == list(range(num_known)) and not routing.rows[num_known:].any()
+    captured.turn()
+    assert not captured.cycle.has_work
+
+
+def test_an_abort_while_it_waits_reports_what_was_kept():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    captured.scheduler.preempt(sequence)
+    blocker = [one(f"b{i}", [300 + i], num_new=40) for i in range(4)]
+    captured.scheduler.waiting.clear()
+    for other in blocker:
+        captured.scheduler.add([other])
+    captured.turn()
+    captured.scheduler.waiting.append(sequence)
+    routing = captured.abort(sequence)
+    assert len(routing.rows) == 13 and positions(routing)[9:] == [9, 10, 11, 12]
+    assert routing.missing == ((0, 9),)
+
+
+def test_rows_of_data_ranks_do_not_mix():
+    captured = Captured(num_data_ranks=2)
+    group = [[wanting(f"r{i}", [100 * i + j for j in range(5 + i)], num_new=6)] for i in range(6)]
+    for i, routing in enumerate(captured.finish(*group)):
+        assert positions(routing) == list(range(10 + i)) and routing.missing == ()
+    assert {sequence.data_rank for (sequence,) in group} == {0, 1}
+
+
+def test_rows_that_never_come_are_missing():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=3)
+    captured.scheduler.add([sequence])
+    schedule = captured.scheduler.schedule()
+    captured.capture.submit(schedule.plan, captured.scheduler.table)
+    captured.capture.absorb(None)
+    assert captured.abort(sequence).missing == ((0, 9),)
+
+
+def test_a_store_of_overwritten_pages_is_missing_and_not_wrong():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(3)
+    sequence.page_generations[1] += 1000
+    assert captured.abort(sequence).missing == ((4, 8),)
+
+
+def test_who_does_not_ask_gets_none():
+    captured = Captured()
+    sequence = one("a", 9)
+    captured.scheduler.add([sequence])
+    captured.finish()
+    assert captured.routing == {sequence: None}

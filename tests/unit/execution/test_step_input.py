@@ -1,0 +1,59 @@
+"""The vector of a step has a place for everything, and one that is padding asks for nothing."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
+from rayserve_moe.execution.step_types import RowState, StepShape
+
+NUM_ROWS = 3
+PAGE_SIZE = 4
+SHAPES = [StepShape(3, 0, 8), StepShape(3, 2, 8)]
+
+changed = jax.jit(change_pages, static_argnames="layout")
+unpacked = jax.jit(unpack, static_argnames=("layout", "page_size"))
+
+
+def rows() -> RowState:
+    page_table = np.arange(100, 100 + NUM_ROWS * 5, dtype=np.int32).reshape(NUM_ROWS, 5)
+    floats, integers = np.full((NUM_ROWS, 3), 0.5, np.float32), np.full((NUM_ROWS, 3), 9, np.uint32)
+    return RowState(page_table, floats, integers, np.full(NUM_ROWS, 77, np.int32))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_sections_fill_the_vector_without_a_gap(shape: StepShape):
+    layout = InputLayout(shape, NUM_ROWS)
+    sections = layout.sections(np.arange(len(layout.padding)))
+    np.testing.assert_array_equal(np.concatenate(sections), np.arange(len(layout.padding)))
+    assert len(sections.single_ids) == 3 and len(sections.block_ids) == shape.num_blocks * 8
+
+
+def test_only_steps_without_prompts_carry_changes():
+    assert [InputLayout(shape, NUM_ROWS).num_changes for shape in SHAPES] == [3, 0]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_padding_changes_nothing_reads_nothing_and_is_greedy(shape: StepShape):
+    layout = InputLayout(shape, NUM_ROWS)
+    before = rows()
+    np.testing.assert_array_equal(changed(before, layout.padding, layout=layout), before.page_table_RP)
+    step = unpacked(layout.padding, before, layout=layout, page_size=PAGE_SIZE)
+    assert step.batch.num_prefill_blocks == shape.num_blocks and len(step.batch.token_ids_T) == shape.num_tokens
+    assert not step.batch.valid_T.any() and not step.batch.kv_slots_T.any()
+    assert not step.batch.token_ids_T.any(), "nobody's last token is fed in"
+    assert (step.sample_rows_S == NUM_ROWS).all()
+    assert not step.sampling.temperature_S.any() and (step.sampling.top_p_S == 1).all()
+    assert not step.sampling.seed_S.any()
+
+
+def test_changes_reach_the_rows_they_name():
+    layout = InputLayout(SHAPES[0], NUM_ROWS)
+    vector = layout.padding.copy()
+    sections = layout.sections(vector)
+    sections.change_rows[:2], sections.change_indices[:2], sections.change_pages[:2] = [2, 0], [1, 4], [7, 8]
+    expected = rows().page_table_RP.copy()
+    expected[2, 1], expected[0, 4] = 7, 8
+    np.testing.assert_array_equal(changed(rows(), vector, layout=layout), expected)
