@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
+from jax.stages import Lowered
 
 from rayserve_moe.execution.row_updates import VECTOR_SIZE
 from rayserve_moe.execution.step import StepRule, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
+from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 FOUND_EVENT = "/jax/compilation_cache/cache_hits"
@@ -71,18 +73,25 @@ def compile_programs(
     """Compile the step for every shape and the update of rows, several at a time, the largest first."""
     started, num_found = time.perf_counter(), count.num_found
     plan, seconds = rule.model.plan, []
+    platform = plan.mesh.devices.flat[0].platform
 
     def replicated(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=plan.replicated())
 
+    def compile_lowered(lowered: Lowered) -> Any:
+        begun = time.perf_counter()
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM.get(platform))
+        seconds.append(time.perf_counter() - begun)
+        return compiled
+
     def compile_step(layout: InputLayout) -> CompiledStep:
         vectors = replicated(plan.data_size, len(layout.padding))
         jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
-        return _compile(jitted, weights, state, vectors_NW=vectors, seconds=seconds)
+        return compile_lowered(jitted.lower(weights, state, vectors_NW=vectors))
 
     def compile_update() -> CompiledUpdate:
         jitted = jax.jit(partial(update_rows, rule=rule), donate_argnums=0)
-        return _compile(jitted, state, replicated(VECTOR_SIZE), seconds=seconds)
+        return compile_lowered(jitted.lower(state, replicated(VECTOR_SIZE)))
 
     largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
     with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
@@ -92,11 +101,3 @@ def compile_programs(
         compiled_update = update.result()
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), count.num_found - num_found)
     return CompiledPrograms(compiled, compiled_update, times)
-
-
-def _compile(jitted: Any, *args: Any, seconds: list[float], **named: Any) -> Any:
-    """Lower and compile a function for these arguments; adds to `seconds` how long that took."""
-    started = time.perf_counter()
-    compiled = jitted.lower(*args, **named).compile()
-    seconds.append(time.perf_counter() - started)
-    return compiled

@@ -20,5 +20,8 @@ def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, sl
         # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
         largest = float(jnp.finfo(kv_pages.dtype).max)
         kv_T = jnp.clip(kv_T, -largest, largest)
+    if len(slots_T) == 1:
+        # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
+        slots_T, kv_T = jnp.repeat(slots_T, 2), jnp.repeat(kv_T, 2, axis=0)
     flat = kv_pages.reshape(num_pages * page_size, num_kv, width)
     return flat.at[slots_T].set(kv_T.astype(kv_pages.dtype), mode="promise_in_bounds").reshape(kv_pages.shape)

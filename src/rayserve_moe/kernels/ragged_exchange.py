@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 
 PRIMITIVE = "ragged_all_to_all_p"
 
-COMPILER_OPTIONS_OF_PLATFORM: dict[str, dict[str, str]] = {
+COMPILER_OPTIONS_OF_PLATFORM: dict[str, dict[str, str | bool]] = {
     "tpu": {
         "xla_tpu_enable_async_ragged_all_to_all": "true",
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.tools.hlo_report import (
     Collective,
     CopyOfPiece,
@@ -144,7 +145,7 @@ def check_program(program: Program, served: ServedModel, *, limit: int) -> Progr
     try:
         lowered = lower(program, served)
         lowered_at = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM["tpu"])
     except jax.errors.JaxRuntimeError as error:
         return ProgramReport(program.name, error=compilers_sentence(error))
     seconds = {"lower_s": lowered_at - started, "compile_s": time.perf_counter() - lowered_at}
