@@ -96,6 +96,11 @@ def test_completion_log_probs_belong_to_the_text(client, engine):
             assert choice.text.startswith(token, offset)
 
 
+def spent(usage) -> tuple[int, int]:
+    """Prompt and completion tokens, however many of them were cached."""
+    return usage.prompt_tokens, usage.completion_tokens
+
+
 def test_chat_answers_and_streams_the_same(client):
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True}
     whole = client.chat.completions.create(**asked, **GREEDY)
@@ -105,7 +110,7 @@ def test_chat_answers_and_streams_the_same(client):
     assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:-1])
     assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason == "length"
-    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert chunks[-1].choices == [] and spent(chunks[-1].usage) == spent(whole.usage)
     entries = [entry for chunk in chunks[:-1] for entry in chunk.choices[0].logprobs.content]
     assert [entry.token for entry in entries] == [entry.token for entry in whole.choices[0].logprobs.content]
     assert len(entries) == 8 and all(math.isfinite(entry.logprob) for entry in entries)
@@ -119,7 +124,18 @@ def test_chat_takes_parts_and_equals_its_rendered_prompt(client):
         for messages in (plain, parts)
     ]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
-    assert answers[0].usage == answers[1].usage
+    assert spent(answers[0].usage) == spent(answers[1].usage)
+
+
+def test_usage_says_what_was_found_cached_under_the_same_salt(client):
+    """The last of the prompt's tokens is always computed, and pages of 16 tokens are cached whole."""
+    asked = {"model": MODEL, "prompt": [*range(40, 90)], "max_tokens": 2, **GREEDY}
+    answers = [
+        client.completions.create(**asked, n=n, extra_body={"cache_salt": salt})
+        for n, salt in ((1, "a salt"), (3, "a salt"), (1, "another"), (1, "a salt"))
+    ]
+    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [0, 48, 0, 48]
+    assert len({choice.text for answer in answers for choice in answer.choices}) == 1
 
 
 def test_chat_runs_to_the_end_of_the_context_by_default(client):

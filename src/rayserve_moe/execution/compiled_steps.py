@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
-from jax.stages import Lowered
 
 from rayserve_moe.execution.row_updates import VECTOR_SIZE
 from rayserve_moe.execution.step import StepRule, run_step, update_rows
@@ -78,20 +77,20 @@ def compile_programs(
     def replicated(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=plan.replicated())
 
-    def compile_lowered(lowered: Lowered) -> Any:
+    def compile_for(jitted: Any, *args: Any, **named: Any) -> Any:
         begun = time.perf_counter()
-        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM.get(platform))
+        compiled = jitted.lower(*args, **named).compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM.get(platform))
         seconds.append(time.perf_counter() - begun)
         return compiled
 
     def compile_step(layout: InputLayout) -> CompiledStep:
         vectors = replicated(plan.data_size, len(layout.padding))
         jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
-        return compile_lowered(jitted.lower(weights, state, vectors_NW=vectors))
+        return compile_for(jitted, weights, state, vectors_NW=vectors)
 
     def compile_update() -> CompiledUpdate:
         jitted = jax.jit(partial(update_rows, rule=rule), donate_argnums=0)
-        return compile_lowered(jitted.lower(state, replicated(VECTOR_SIZE)))
+        return compile_for(jitted, state, replicated(VECTOR_SIZE))
 
     largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
     with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:

@@ -24,7 +24,6 @@ MOVES = {
     "bitcast",
     "copy",
     "copy-done",
-    "async-done",
     "dynamic-slice",
     "slice",
     "slice-done",
