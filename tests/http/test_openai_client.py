@@ -131,7 +131,7 @@ def test_usage_says_what_was_found_cached_under_the_same_salt(client):
     """The last of the prompt's tokens is always computed, and pages of 16 tokens are cached whole."""
     asked = {"model": MODEL, "prompt": [*range(40, 90)], "max_tokens": 2, **GREEDY}
     answers = [
-        client.completions.create(**asked, n=n, extra_body={"cache_salt": salt})
+        client.completions.create(**{**asked, "n": n, "extra_body": {**GREEDY["extra_body"], "cache_salt": salt}})
         for n, salt in ((1, "a salt"), (3, "a salt"), (1, "another"), (1, "a salt"))
     ]
     assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [0, 48, 0, 48]

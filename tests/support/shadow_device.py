@@ -72,6 +72,8 @@ class ShadowDevice:
     def run(self, plan: StepPlan, pasts: list[Past]) -> StepResult:
         """Compute a step; `pasts[c]` is that of the sequence of chunk c."""
         assert (plan.pages.page_ids != 0).all(), "page 0 belongs to nobody"
+        entries = np.stack([plan.pages.rows, plan.pages.indices])
+        assert np.unique(entries, axis=1).shape == entries.shape, "an entry of a page table is set twice in a step"
         self._pages[plan.pages.rows, plan.pages.indices] = plan.pages.page_ids
         self._sampling[plan.sampling.rows] = plan.sampling.integers[:, 1:]
         first_tokens = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths

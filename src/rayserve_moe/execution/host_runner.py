@@ -52,9 +52,13 @@ class RunnerSettings:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A step that was launched and not collected."""
+    """A step that was launched and not collected.
 
-    plan: StepPlan
+    It keeps nothing of its plan: that may lie in the buffer of a channel, which the next plan needs.
+    """
+
+    step_id: int
+    wants_routing: bool
     packed: PackedStep
     output: Future[StepOutput]
     pack_s: float
@@ -159,7 +163,7 @@ class HostRunner:
         )
         pack_s = time.perf_counter() - started
         output = self._launch(partial(self._run, packed, updates))
-        return _InFlight(plan, packed, output, pack_s)
+        return _InFlight(plan.step_id, plan.wants_routing, packed, output, pack_s)
 
     def _run(self, packed: PackedStep, updates: list[np.ndarray]) -> StepOutput:
         state = self._state
@@ -178,11 +182,11 @@ class HostRunner:
         device_s = time.perf_counter() - started
         ids, logprob_bits, finite = sampled_N3S.transpose(1, 0, 2).reshape(3, -1)[:, step.packed.sample_places]
         routing = None
-        if step.plan.wants_routing and output.topk_ids_MTK is not None:
+        if step.wants_routing and output.topk_ids_MTK is not None:
             places = step.packed.token_places
-            routing = routing_rows(step.plan.step_id, output.topk_ids_MTK, token_places=places)
+            routing = routing_rows(step.step_id, output.topk_ids_MTK, token_places=places)
         times = StepTimes(step.pack_s, device_s)
-        return StepResult(step.plan.step_id, ids, logprob_bits.view(np.float32), finite.astype(bool), routing, times)
+        return StepResult(step.step_id, ids, logprob_bits.view(np.float32), finite.astype(bool), routing, times)
 
     def _warm_up(self) -> None:
         """Run a real step of every shape on page 0, which belongs to nobody, then forget what it counted."""

@@ -29,6 +29,8 @@ class ExpertWeights(NamedTuple):
 
 Activation = Callable[[jax.Array], jax.Array]
 
+TILE_ROWS = 256
+
 ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
 
 
@@ -102,13 +104,24 @@ def apply_by_ragged_dot(
     slots_P, order_P, counts_S = _sort_picks(slots_TK, num_slots)
     sizes_X = jnp.zeros(weights.gate_XDF.shape[0], jnp.int32)
     sizes_X = jax.lax.dynamic_update_slice(sizes_X, counts_S, (first_slot,))
-    sorted_PD = hidden_TD[jax.lax.div(order_P, num_picks)].reshape(slots_P.size, -1)
+    num_rows = product_rows(slots_P.size)
+    token_of_row = jnp.pad(jax.lax.div(order_P, num_picks), (0, num_rows - slots_P.size))
+    sorted_PD = hidden_TD[token_of_row].reshape(num_rows, -1)
     gate = jax.lax.ragged_dot(sorted_PD, weights.gate_XDF, sizes_X, preferred_element_type=jnp.float32)
     up = jax.lax.ragged_dot(sorted_PD, weights.up_XDF, sizes_X, preferred_element_type=jnp.float32)
     inner = (ACTIVATIONS[rule.activation](gate) * up).astype(hidden_TD.dtype)
     down = jax.lax.ragged_dot(inner, weights.down_XFD, sizes_X, preferred_element_type=jnp.float32)
-    rows_P = down.astype(hidden_TD.dtype).reshape(slots_P.size, *hidden_TD.shape[1:])
+    rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return rows_P[inverse(order_P)].reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
+
+
+def product_rows(num_rows: int) -> int:
+    """Rows that a `ragged_dot` of `num_rows` is given: a power of two up to `TILE_ROWS`, then a multiple of it.
+
+    TPUs take the largest power of two that divides the rows, up to `TILE_ROWS`, for the height of a tile; where that
+    is below 8 they have no grouped product and multiply every row with every expert.
+    """
+    return max(8, 1 << (num_rows - 1).bit_length()) if num_rows <= TILE_ROWS else -(-num_rows // TILE_ROWS) * TILE_ROWS
 
 
 def _sort_picks(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
