@@ -15,7 +15,8 @@ SETTINGS = {
     "max_model_len": 256,
     "num_pages": 80,
     "max_running_requests": 4,
-    "max_step_tokens": 64,
+    "max_step_tokens": 32,  # with one size of decode steps, two programs: every host compiles them anew
+    "precompile_bs_paddings": [4],
     "enable_return_routed_experts": True,
     "dtype": "float32",
 }

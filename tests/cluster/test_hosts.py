@@ -154,7 +154,8 @@ def test_a_compiled_graph_answers_as_one_process_and_is_gone_when_idle(
         loop.shutdown()
 
 
-@pytest.mark.parametrize("backend", ["all_to_all", pytest.param("replicated", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["all_to_all", "replicated"])
 def test_two_data_ranks_on_two_hosts_answer_as_one_process(
     backend: str, raylets: int, expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
 ) -> None:

@@ -63,7 +63,8 @@ def engine(checkpoint):
         model_path=str(checkpoint),
         enable_return_routed_experts=True,
         max_running_requests=8,
-        max_step_tokens=128,
+        max_step_tokens=64,
+        precompile_bs_paddings=[8],
         max_model_len=MAX_MODEL_LEN,
         num_pages=200,
     ) as engine:

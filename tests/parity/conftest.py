@@ -31,5 +31,6 @@ def engine(checkpoint: Path) -> Iterator[Engine]:
         max_running_requests=8,
         num_pages=256,
         max_step_tokens=128,
+        precompile_bs_paddings=[1, 8],
     ) as running:
         yield running
