@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
 from rayserve_moe.cluster.step_graph import TRANSPORTS, StepTransport
+from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
@@ -35,7 +36,9 @@ class GroupExecutor:
         coordinator = ray.get(self.workers[0].coordinator_address.remote(), timeout=timeout_s)
         num_pages = min(ray.get([worker.load.remote(coordinator) for worker in self.workers], timeout=timeout_s))
         reports = ray.get([worker.prepare.remote(num_pages) for worker in self.workers], timeout=timeout_s)
-        self._transport = TRANSPORTS[self._cluster.transport](self.workers, timeout_s=self._cluster.step_timeout_s)
+        self._transport = TRANSPORTS[derive.transport(self._cluster)](
+            self.workers, timeout_s=self._cluster.step_timeout_s
+        )
         return slowest_start(reports)
 
     def execute(self, plan: StepPlan) -> StepResult | None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rayserve_moe.config.settings import CacheSettings, ModelSettings, SchedulerSettings, SettingsError
+from rayserve_moe.config.settings import (
+    CacheSettings,
+    ClusterSettings,
+    ModelSettings,
+    SchedulerSettings,
+    SettingsError,
+)
 
 
 def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
@@ -27,6 +33,13 @@ def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, lon
     """
     shares = 2 if cache.enable_prefix_caching else 1
     return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
+
+
+def transport(cluster: ClusterSettings) -> str:
+    """Resolve `transport: auto`."""
+    if cluster.transport != "auto":
+        return cluster.transport
+    return "compiled_graph" if cluster.tpu_topology else "actor_calls"
 
 
 def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:

@@ -110,8 +110,9 @@ class CompileSettings:
 class ClusterSettings:
     """How the serving replica drives its hosts over Ray."""
 
-    transport: str = "compiled_graph"
-    """`compiled_graph` or `actor_calls`."""
+    transport: str = "auto"
+    """`compiled_graph` or `actor_calls`; `auto` takes the graph on TPU hosts. Its waiting processes poll, which costs
+    emulated hosts the very cores that compute."""
     idle_release_s: float = 2.0
     """Seconds without work after which busy-polling transports are torn down."""
     start_timeout_s: float = 600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.config import derive
-from rayserve_moe.config.settings import CacheSettings, ModelSettings, SchedulerSettings, SettingsError
+from rayserve_moe.config.settings import CacheSettings, ClusterSettings, ModelSettings, SchedulerSettings, SettingsError
 
 
 def test_the_longest_sequence_is_the_models_or_what_was_asked():
@@ -46,3 +46,17 @@ def test_a_chunk_fits_a_step(chunk, step, tokens):
 )
 def test_the_compute_dtype_is_the_users_or_follows_platform_and_checkpoint(setting, platform, checkpoint, dtype):
     assert derive.compute_dtype(setting, platform=platform, checkpoint_dtype=checkpoint) == dtype
+
+
+@pytest.mark.parametrize(
+    ("setting", "topology", "transport"),
+    [
+        ("auto", "", "actor_calls"),
+        ("auto", "2x4", "compiled_graph"),
+        ("compiled_graph", "", "compiled_graph"),
+        ("actor_calls", "2x4", "actor_calls"),
+    ],
+)
+def test_emulated_hosts_are_called_and_tpu_hosts_poll(setting, topology, transport):
+    cluster = ClusterSettings(transport=setting, tpu_topology=topology, tpu_version="v6e" if topology else "")
+    assert derive.transport(cluster) == transport
