@@ -16,6 +16,8 @@ from tests.cluster.tpu_slices import SETTINGS, wait_for
 
 Told = dict[str, Any]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def told() -> Told:
