@@ -121,23 +121,15 @@ class Packer:
     def _fill(self, sections: Sections[np.ndarray], plan: StepPlan, part: _RankPart, shape: StepShape) -> np.ndarray:
         """Write one rank's chunks into its vector; returns the places of its tokens, int [tokens]."""
         rows = plan.chunk_rows[part.chunks] - part.rank * self._rows_per_rank
-        starts, token_ids = plan.chunk_starts[part.chunks], plan.token_ids[part.tokens]
+        token_ids, lengths = plan.token_ids[part.tokens], plan.chunk_lengths[part.chunks]
         samples = plan.chunk_samples[part.chunks]
-        if not part.blocks_of_chunk.any():
-            count = len(rows)
-            sections.single_rows[:count] = rows
-            sections.single_positions[:count] = starts
-            sections.single_ids[:count] = token_ids
-            token_places = last_places = np.arange(count)
-        else:
-            chunk_places = self._fill_chunks(sections, plan, part, rows)
-            lengths = plan.chunk_lengths[part.chunks]
-            offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            token_places = np.repeat(chunk_places, lengths) + offsets
-            is_in_block = token_places >= shape.num_singles
-            sections.single_ids[token_places[~is_in_block]] = token_ids[~is_in_block]
-            sections.block_ids[token_places[is_in_block] - shape.num_singles] = token_ids[is_in_block]
-            last_places = chunk_places + lengths - 1
+        chunk_places = self._fill_chunks(sections, plan, part, rows)
+        offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        token_places = np.repeat(chunk_places, lengths) + offsets
+        is_in_block = token_places >= shape.num_singles
+        sections.single_ids[token_places[~is_in_block]] = token_ids[~is_in_block]
+        sections.block_ids[token_places[is_in_block] - shape.num_singles] = token_ids[is_in_block]
+        last_places = chunk_places + lengths - 1
         num_samples = part.samples.stop - part.samples.start
         sections.sample_places[:num_samples] = last_places[samples]
         sections.sample_rows[:num_samples] = rows[samples]

@@ -92,14 +92,19 @@ def test_whoever_asks_finds_rows_of_requests_that_did_not(caches_prefixes: bool)
     assert (routing.source[0][2] == "cached") == caches_prefixes
 
 
-def test_rows_of_sampled_tokens_stay_those_of_the_first_run():
-    captured = Captured()
-    sequence = wanting("a", 9, num_new=12)
+def computed_twice() -> tuple[Captured, Sequence]:
+    """A sequence that is preempted after six steps, computed anew from its first token, and run to its end."""
+    captured, sequence = Captured(), wanting("a", 9, num_new=12)
     captured.scheduler.add([sequence])
     captured.turn(6)
     captured.scheduler.preempt(sequence)
     captured.scheduler.flush()
     captured.finish()
+    return captured, sequence
+
+
+def test_rows_of_sampled_tokens_stay_those_of_the_first_run():
+    captured, sequence = computed_twice()
     routing = captured.of(sequence)
     assert positions(routing) == list(range(20)) and routing.missing == ()
     assert steps(routing)[9:13] == [1, 2, 3, 4], "what goes with the log-probs that the client was told"
@@ -108,13 +113,7 @@ def test_rows_of_sampled_tokens_stay_those_of_the_first_run():
 
 
 def test_others_find_the_rows_of_the_first_run_too():
-    captured = Captured()
-    sequence = wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
-    captured.scheduler.preempt(sequence)
-    captured.scheduler.flush()
-    captured.finish()
+    captured, sequence = computed_twice()
     (later,) = captured.finish([wanting("later", sequence.tokens(0, 17).tolist(), num_new=1)])
     assert steps(later)[9:13] == [1, 2, 3, 4]
 
