@@ -68,5 +68,6 @@ class GroupExecutor:
         parallel = self._parallel
         devices = 0 if self._cluster.tpu_topology else max(1, parallel.devices_per_host)
         place = HostPlace(host_id, parallel.num_hosts, devices, parallel.data_parallel_size, parallel.num_slices)
-        options = reservation.actor_options(host_id)
+        # A step is a task: reporting each of them to the cluster's records costs more than it tells.
+        options = {**reservation.actor_options(host_id), "enable_task_events": False}
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import ray
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+
+NICENESS = 10
+"""Of a host that computes on the CPU: whatever else runs here, requests on their way in above all, goes first."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class HostWorker:
         self._settings, self._place = settings, place
         if place.num_cpu_devices:
             use_cpu_devices(place.num_cpu_devices)
+            os.nice(NICENESS)
 
     def coordinator_address(self) -> str:
         """An address on this host that the group can meet at: its IP, and a port free right now."""
