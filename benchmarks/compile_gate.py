@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.table import tables
+
 CASES: dict[str, tuple[str, ...]] = {
     "qwen3-30b-a3b@v6e:2x4": ("--expert-backend", "all_to_all"),
     "qwen3-30b-a3b@v5e:4x4": ("--expert-backend", "all_to_all"),
@@ -23,6 +25,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 """Model and topology, and what differs from 16 sequences of 4096 tokens on as many data ranks as devices."""
 
+KEY = "compile_gate"
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -37,16 +40,17 @@ def check(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Check every case, writing the result file after each."""
+    """Check every case, writing the result file after each; then print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=list(CASES), action="append", help="may be given more than once")
     parser.add_argument("--out", type=Path, default=RESULTS / "compile_gate.json")
     arguments = parser.parse_args()
-    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {KEY: {}}
     for case in arguments.only or CASES:
-        known[case] = check(case)
+        known[KEY][case] = check(case)
         arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        print(case, "fits" if known[case]["status"] == 0 else "does not fit", flush=True)
+        print(case, "fits" if known[KEY][case]["status"] == 0 else "does not fit", flush=True)
+    print(tables(known))
 
 
 if __name__ == "__main__":

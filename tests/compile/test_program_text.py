@@ -68,6 +68,32 @@ def test_activations_of_a_weights_shape_are_no_copies():
     assert copies_of(text_of(turned), [EXPERT]) == []
 
 
+MASKED = f"""\
+HloModule masked, is_scheduled=true
+
+%fused (row: bf16[1,{INNER}], mask: pred[{WIDTH},{INNER}]) -> bf16[{WIDTH},{INNER}] {{
+  %row = bf16[1,{INNER}]{{1,0}} parameter(0)
+  %mask = pred[{WIDTH},{INNER}]{{1,0}} parameter(1)
+  %everywhere = bf16[{WIDTH},{INNER}]{{1,0}} broadcast(%row), dimensions={{}}
+  ROOT %chosen = bf16[{WIDTH},{INNER}]{{1,0}} select(%mask, %everywhere, %everywhere)
+}}
+
+ENTRY %main (table: bf16[1,{INNER}], mask: pred[{WIDTH},{INNER}]) -> bf16[{WIDTH},{INNER}] {{
+  %table = bf16[1,{INNER}]{{1,0}} parameter(0)
+  %mask.1 = pred[{WIDTH},{INNER}]{{1,0}} parameter(1)
+  ROOT %masked = bf16[{WIDTH},{INNER}]{{1,0}} fusion(%table, %mask.1), kind=kLoop, calls=%fused
+}}
+"""
+
+
+def test_what_is_taken_from_an_argument_without_such_a_piece_is_no_copy():
+    """Masked rows of a small table, as many as a weight has."""
+    assert copies_of(read_program(MASKED), [EXPERT]) == []
+    from_a_weight = MASKED.replace(f"table: bf16[1,{INNER}]", f"table: bf16[{WIDTH},{INNER}]")
+    from_a_weight = from_a_weight.replace(f"%table = bf16[1,{INNER}]", f"%table = bf16[{WIDTH},{INNER}]")
+    assert len(copies_of(read_program(from_a_weight), [EXPERT])) == 1
+
+
 PROGRAM = """\
 HloModule small, is_scheduled=true
 

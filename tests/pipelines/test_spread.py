@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 import jax
 import numpy as np
@@ -69,7 +69,8 @@ def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
     """Spreads of one checkpoint; expected is the mixed workload on one device, each request alone."""
     path = write_checkpoint(tmp_path_factory.mktemp("eight_heads") / "model", CONFIG, seed=3, dtype="float32")
 
-    @cache
+    # Each compiled program takes hundreds of memory maps, of which a process has 65,530: forget those of the matrix.
+    @lru_cache(maxsize=2 * len(SAMPLE))
     def runner(spread: Spread) -> HostRunner:
         values = {
             "model_path": path,

@@ -85,7 +85,10 @@ class Collective:
 
 
 def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
-    """Every copy of a piece that the program makes in HBM out of its arguments. What it updates in place is none."""
+    """Every copy of a piece that the program makes in HBM out of its arguments. What it updates in place is none.
+
+    An argument that has no such piece in it is none that the copy could be of: tokens may have a weight's shape.
+    """
     found, origins = [], Origins(program)
     for execution in program.executions():
         instruction = execution.instruction
@@ -95,7 +98,8 @@ def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
             piece = _piece_of(shape, pieces)
             if piece is None or shape.space != HBM or not _only_moves(program, instruction, result=shape, piece=piece):
                 continue
-            if piece.is_written or origins.arguments(execution.computation, instruction):
+            taken_from = origins.arguments(execution.computation, instruction)
+            if piece.is_written or any(_piece_of(own, [piece]) for argument in taken_from for own in argument.shapes):
                 found.append(CopyOfPiece(piece.kind, instruction.name, _text(shape), shape.num_bytes, execution.times))
     return found
 

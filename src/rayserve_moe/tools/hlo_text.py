@@ -23,7 +23,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CONSTANT = re.compile(r"^(\d+)\)")
-_CONTROL = ("while", "conditional", "call", "async-start")
+_CONTROL = ("while", "conditional", "call", "async-start", "call-start")
 _NO_ESTIMATE = 1 << 62
 
 

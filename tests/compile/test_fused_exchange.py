@@ -1,0 +1,65 @@
+"""Fused expert parallelism on TPU: tokens travel by the ragged exchange alone, and while others are multiplied."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rayserve_moe.experts.fused import fused_ep_moe_from_topk
+from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
+from rayserve_moe.tools.hlo_report import collectives_of
+from rayserve_moe.tools.hlo_text import ProgramText, read_program
+
+NUM_EXPERTS, TOP_K, WIDTH, INNER = 128, 8, 2048, 768
+CASES = [
+    pytest.param(topology, tokens, marks=() if (topology, tokens) == ("v6e:2x4", 512) else pytest.mark.slow)
+    for topology in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+    for tokens in (64, 512)
+]
+
+
+@cache
+def compiled(topology: str, tokens_per_device: int) -> ProgramText:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.asarray(devices).reshape(-1, 1), ("data", "tensor"))
+    split, num_tokens = NamedSharding(mesh, PartitionSpec(("data", "tensor"))), tokens_per_device * len(devices)
+    up, down = (NUM_EXPERTS, WIDTH, INNER), (NUM_EXPERTS, INNER, WIDTH)
+    shapes = [((num_tokens, WIDTH), jnp.bfloat16), *((shape, jnp.bfloat16) for shape in (up, down, up))]
+    shapes += [((num_tokens, TOP_K), jnp.int32), ((num_tokens, TOP_K), jnp.float32)]
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=split) for shape in shapes]
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(partial(fused_ep_moe_from_topk, mesh)).lower(*arguments)
+    return read_program(lowered.compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM["tpu"]).as_text() or "")
+
+
+def products_during_exchanges(program: ProgramText) -> list[int]:
+    """For every exchange of the main computation: how many grouped products run between its start and its end."""
+    entry, found = program.computations[program.entry], []
+    for first, start in enumerate(entry):
+        if start.opcode in ("ragged-all-to-all-start", "call-start") and "ragged-all-to-all" in start.name:
+            last = next(i for i in range(first + 1, len(entry)) if start.name in entry[i].operands)
+            found.append(sum(other.name.startswith("ragged-dot-none") for other in entry[first:last]))
+    return found
+
+
+@pytest.mark.parametrize(("topology", "tokens"), CASES)
+def test_no_token_is_gathered(topology, tokens):
+    found = {collective.operation: collective for collective in collectives_of(compiled(topology, tokens))}
+    assert "ragged-all-to-all" in found
+    for operation in ("all-gather", "all-to-all", "all-reduce", "reduce-scatter"):
+        if operation in found:
+            assert found[operation].num_bytes < tokens * WIDTH, "what everybody learns is counts, not rows"
+
+
+@pytest.mark.parametrize(("topology", "tokens"), [case for case in CASES if case.values[1] == 512])
+def test_a_chunk_travels_while_the_other_is_multiplied(topology, tokens):
+    """Of two chunks the second's rows go out during the first's product, whose results return during the second's."""
+    during = products_during_exchanges(compiled(topology, tokens))
+    assert len(during) == 4, "two chunks, out and back"
+    assert sum(num_products > 0 for num_products in during) == 2
