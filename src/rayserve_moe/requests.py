@@ -16,6 +16,10 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary. `seed` None lets the engine
     draw one. `max_new_tokens` 0 runs the prompt only. Stop strings are matched above the engine, on text.
+
+    Penalties change logits before everything else: `repetition_penalty` divides positive and multiplies negative logits
+    of tokens seen in prompt or output, `frequency_penalty` is subtracted once per earlier output of the token,
+    `presence_penalty` once if there was any. `logit_bias` is added before them, per token id.
     """
 
     max_new_tokens: int = 128
@@ -29,6 +33,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     n: int = 1
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,9 @@ class GenerationRequest:
     """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len].
 
     Only requests with the same `cache_salt` share cached prefixes. Without `incremental` a choice has one update, at
-    its end.
+    its end. `num_top_logprobs` likeliest tokens are told with every log-prob. `score_prompt_from` p asks for log-probs
+    of the prompt tokens at positions above p. `forced_routing` replaces what the router selects at the prompt positions
+    that it has rows for. With `stream_routed_experts` every update brings the rows that go with its tokens.
     """
 
     request_id: str
@@ -45,6 +55,10 @@ class GenerationRequest:
     return_routed_experts: bool = False
     cache_salt: str = ""
     incremental: bool = True
+    num_top_logprobs: int = 0
+    score_prompt_from: int | None = None
+    forced_routing: RoutedExperts | None = None
+    stream_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,8 +106,32 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True)
+class TopLogprobs:
+    """The likeliest tokens at each of N positions, falling: `token_ids` int32 and `logprobs` float32, both [N, n]."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probs float32 [N] of the prompt tokens at positions `start + 1 .. start + N`, each given those before it.
+
+    N is the prompt's length - 1 - `start`, or less where the request ended before its prompt was computed.
+    """
+
+    start: int
+    logprobs: np.ndarray
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True)
 class GenerationUpdate:
-    """What has come to one choice since the last update. The last one of a choice carries `finish`."""
+    """What has come to one choice since the last update. The last one of a choice carries `finish`.
+
+    `top` goes with `logprobs` where it was asked for, `prompt_scores` come with the last update. `routing` comes with
+    the last update too, or, streamed, with every one: then it starts where that of the update before has ended.
+    """
 
     request_id: str
     choice_index: int
@@ -102,6 +140,8 @@ class GenerationUpdate:
     finish: FinishReason | None = None
     routing: RoutedExperts | None = None
     num_cached_tokens: int = 0
+    top: TopLogprobs | None = None
+    prompt_scores: PromptScores | None = None
 
 
 class RequestError(ValueError):

@@ -6,12 +6,20 @@ import numpy as np
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.streams import open_stream
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests import GenerationRequest, RoutedExperts, SamplingParams
+from tests.support.checkpoints import CORE_CONFIG
 from tests.support.workload import draw_prompt
 
 NUM_REQUESTS = 200
 COMMON = draw_prompt(np.random.default_rng(1), 200)
 """How many of the prompts begin."""
+
+
+def random_rows(generator: np.random.Generator, num_rows: int) -> np.ndarray:
+    """Routing rows of two different experts in each of two layers."""
+    first = generator.integers(0, CORE_CONFIG.num_experts, (num_rows, 2))
+    second = (first + generator.integers(1, CORE_CONFIG.num_experts, (num_rows, 2))) % CORE_CONFIG.num_experts
+    return np.stack([first, second], axis=-1)
 
 
 def random_request(generator: np.random.Generator, number: int) -> GenerationRequest:
@@ -25,11 +33,26 @@ def random_request(generator: np.random.Generator, number: int) -> GenerationReq
         stop_token_ids=tuple(generator.integers(3, 512, generator.integers(3)).tolist()),
         n=int(generator.integers(1, 5)),
         seed=int(generator.integers(100)) if generator.integers(2) else None,
+        repetition_penalty=float(generator.choice([1.0, 1.0, 1.2])),
+        presence_penalty=float(generator.choice([0.0, 0.0, 0.5])),
+        frequency_penalty=float(generator.choice([0.0, 0.0, -0.5])),
+        logit_bias=((5, 1.5), (300, -3.0)) if generator.random() < 0.2 else (),
     )
     prompt = draw_prompt(generator, int(generator.integers(1, 201)))
     num_common = int(generator.choice([0, 0, 40, len(prompt)]))
     prompt[:num_common] = COMMON[: len(prompt)][:num_common]
-    return GenerationRequest(f"random {number}", prompt, sampling, bool(generator.integers(2)))
+    start = int(generator.integers(0, len(prompt)))
+    forced = RoutedExperts(random_rows(generator, len(prompt) - start), start=start)
+    return GenerationRequest(
+        f"random {number}",
+        prompt,
+        sampling,
+        bool(generator.integers(2)),
+        num_top_logprobs=int(generator.choice([0, 0, 1, 20])),
+        score_prompt_from=int(generator.integers(0, len(prompt))) if generator.random() < 0.3 else None,
+        forced_routing=forced if generator.random() < 0.2 else None,
+        stream_routed_experts=bool(generator.integers(2)),
+    )
 
 
 def test_nothing_is_compiled_for_200_random_requests(engine: Engine):
@@ -48,4 +71,5 @@ def test_nothing_is_compiled_for_200_random_requests(engine: Engine):
         for delta in ends:
             assert delta.finish is not None and delta.finish.kind in ("stop", "length", "abort")
             assert (delta.routing is not None) == request.return_routed_experts
+            assert (delta.prompt_scores is not None) == (request.score_prompt_from is not None)
     assert engine.runner.num_compilations_since_start == before

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.config.settings import SchedulerSettings
+from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.buckets import choose_shape, step_shapes
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import apply_update, update_vectors
@@ -18,6 +19,8 @@ from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_p
 from rayserve_moe.execution.step_types import RowState, StepShape
 from rayserve_moe.scheduling.step_plan import (
     LAST_SAMPLED,
+    NUM_FLOATS,
+    NUM_INTEGERS,
     PREFILL_BLOCK_TOKENS,
     PageTableChanges,
     RowSampling,
@@ -42,7 +45,8 @@ class Rows:
 
     def state(self, rank: int, rows_per_rank: int) -> RowState:
         own = slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
-        return RowState(*(a[own] for a in (self.page_table, self.floats, self.integers, self.last_tokens)))
+        arrays = (a[own] for a in (self.page_table, self.floats, self.integers, self.last_tokens))
+        return RowState(*arrays, AdjustmentState(*np.zeros((3, rows_per_rank, 1), np.int32)))
 
     def apply(self, plan: StepPlan) -> None:
         self.page_table[plan.pages.rows, plan.pages.indices] = plan.pages.page_ids
@@ -69,8 +73,8 @@ def some(generator: np.random.Generator, count: int, share: float) -> np.ndarray
 
 def random_rows(generator: np.random.Generator, num_rows: int, page_size: int) -> Rows:
     width = -(-LONGEST // page_size)
-    floats = generator.random((num_rows, 3)).astype(np.float32)
-    integers = generator.integers(0, 2**32, (num_rows, 3)).astype(np.uint32)
+    floats = generator.random((num_rows, NUM_FLOATS)).astype(np.float32)
+    integers = generator.integers(0, 2**32, (num_rows, NUM_INTEGERS)).astype(np.uint32)
     pages = generator.integers(1, 500, (num_rows, width)).astype(np.int32)
     return Rows(page_size, pages, floats, integers, generator.integers(1, 1000, num_rows).astype(np.int32))
 
@@ -108,8 +112,8 @@ def random_plan(data: st.DataObject, rows: Rows, *, rows_per_rank: int, num_rank
         ),
         sampling=RowSampling(
             new_rows,
-            generator.random((len(new_rows), 3)).astype(np.float32),
-            generator.integers(0, 2**32, (len(new_rows), 3)).astype(np.uint32),
+            generator.random((len(new_rows), NUM_FLOATS)).astype(np.float32),
+            generator.integers(0, 2**32, (len(new_rows), NUM_INTEGERS)).astype(np.uint32),
         ),
     )
 
@@ -151,7 +155,7 @@ def test_changes_go_along_with_decoding_and_ahead_of_prompts_and_new_rows():
 
     assert packer.fits(decode) and packer.fits(replace(decode, pages=changed(0, 1, 4)))
     assert not packer.fits(replace(decode, pages=changed(0, 4, 5))), "more than the second rank has tokens"
-    new_row = RowSampling(np.array([2]), np.zeros((1, 3), np.float32), np.zeros((1, 3), np.uint32))
+    new_row = RowSampling(np.array([2]), np.zeros((1, NUM_FLOATS), np.float32), np.zeros((1, NUM_INTEGERS), np.uint32))
     assert not packer.fits(replace(decode, sampling=new_row))
     prompt = replace(decode, chunk_lengths=np.array([1, 2, 1]), token_ids=np.array([9, 9, 9, 9]))
     assert not packer.fits(prompt)
@@ -199,10 +203,13 @@ def check_samples(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], 
         place = packed.token_places[last_tokens[chunk]] - rank * packed.shape.num_tokens
         assert step.sample_places_S[sample] == place
         assert sampling.position_S[sample] == plan.chunk_starts[chunk] + plan.chunk_lengths[chunk]
-        floats = [sampling.temperature_S[sample], sampling.top_p_S[sample], sampling.min_p_S[sample]]
-        integers = [sampling.top_k_S[sample], sampling.seed_S[sample], sampling.choice_S[sample]]
+        _, *penalties = step.penalties
+        floats = [a[sample] for a in (sampling.temperature_S, sampling.top_p_S, sampling.min_p_S, *penalties)]
+        integers = [a[sample] for a in (sampling.top_k_S, sampling.seed_S, sampling.choice_S)]
         np.testing.assert_array_equal(floats, rows.floats[row])
-        np.testing.assert_array_equal(integers, rows.integers[row])
+        np.testing.assert_array_equal(integers, rows.integers[row, :3])
+        assert step.penalties.is_adjusted_S[sample] == (rows.integers[row, 3] > 0)
+        assert sampling.num_top_S[sample] == rows.integers[row, 4]
     for rank, step in enumerate(steps):
         unused = np.setdiff1d(np.arange(num_samples), packed.sample_places - rank * num_samples)
         assert (step.sampling.temperature_S[unused] == 0).all(), "padding costs no random numbers"

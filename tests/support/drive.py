@@ -13,7 +13,7 @@ from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import Sequence, top_of
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
@@ -171,6 +171,8 @@ def _take_over(outcomes: Outcomes, endings: Iterable[Ending]) -> None:
             values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs)
         )
         outcome.finish, outcome.routing, outcome.num_cached = sequence.finish, ending.routing, sequence.num_cached
+        outcome.top = top_of(sequence, first, stop=last)
+        outcome.scores = sequence.scoring and sequence.scoring.scores()
 
 
 def without_routing(request: GenerationRequest) -> GenerationRequest:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe import extract_routed_experts_from_meta_info
-from rayserve_moe.requests import FinishReason, RoutedExperts, RoutingLayout
+from rayserve_moe.requests import FinishReason, PromptScores, RoutedExperts, RoutingLayout, TopLogprobs
 
 LOGPROB_TOLERANCE = 1e-5
 
@@ -18,7 +18,7 @@ LOGPROB_TOLERANCE = 1e-5
 class Outcome:
     """Generated ids with their log-probs, the end, and routing [rows, MoE layers, k] where it was asked for.
 
-    `num_cached` tokens of the prompt were found cached.
+    `num_cached` tokens of the prompt were found cached; `top` and `scores` are there where they were asked for.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -26,6 +26,8 @@ class Outcome:
     finish: FinishReason | None = None
     routing: RoutedExperts | None = None
     num_cached: int = 0
+    top: TopLogprobs | None = None
+    scores: PromptScores | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -53,15 +55,36 @@ def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outco
 def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> None:
     """Assert that two runs of one choice agree: ids, end, log-probs to 1e-5, and every routing row, order included.
 
+    So must likeliest tokens and prompt scores, where there are any.
+
     Rows are compared without excluding near ties: the models of the tests are float32, and no row of theirs has come
     out otherwise. A row that ever does deserves to be looked at before it is excused.
     """
     assert actual.ids == expected.ids
     assert actual.finish == expected.finish
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+    assert_same_top(actual.top, expected.top)
+    assert_same_scores(actual.scores, expected.scores)
     if routing:
         np.testing.assert_array_equal(actual.rows, expected.rows)
         assert actual.routing is not None and actual.routing.missing == ()
+
+
+def assert_same_top(actual: TopLogprobs | None, expected: TopLogprobs | None) -> None:
+    """Assert that the same tokens are likeliest, with the same log-probs."""
+    assert (actual is None) == (expected is None)
+    if actual is not None and expected is not None:
+        np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
+        np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def assert_same_scores(actual: PromptScores | None, expected: PromptScores | None) -> None:
+    """Assert that a prompt's tokens have the same log-probs."""
+    assert (actual is None) == (expected is None)
+    if actual is not None and expected is not None:
+        assert actual.start == expected.start
+        np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+        assert_same_top(actual.top, expected.top)
 
 
 def assert_all_same(actual: Outcomes, expected: Outcomes, *, routing: bool = True) -> None:

@@ -75,7 +75,7 @@ class ShadowDevice:
         entries = np.stack([plan.pages.rows, plan.pages.indices])
         assert np.unique(entries, axis=1).shape == entries.shape, "an entry of a page table is set twice in a step"
         self._pages[plan.pages.rows, plan.pages.indices] = plan.pages.page_ids
-        self._sampling[plan.sampling.rows] = plan.sampling.integers[:, 1:]
+        self._sampling[plan.sampling.rows] = plan.sampling.integers[:, 1:3]
         first_tokens = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
         chunks = list(
             zip(plan.chunk_rows.tolist(), plan.chunk_starts.tolist(), plan.chunk_lengths.tolist(), strict=True)

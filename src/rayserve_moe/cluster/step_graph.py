@@ -13,7 +13,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.dag import InputNode, MultiOutputNode
 
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult
+from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult, TokenScores
 
 BUFFER_BYTES = 4 * 1024 * 1024
 BUSY_STEPS = 32
@@ -91,11 +92,17 @@ TRANSPORTS: dict[str, Callable[..., StepTransport]] = {"compiled_graph": Compile
 
 def _owned(result: StepResult) -> StepResult:
     """Copy the arrays out of the channel's buffer, which the next execution needs."""
-    routing = result.routing
+    routing, scores = result.routing, result.scores
     return dataclasses.replace(
         result,
         token_ids=np.array(result.token_ids),
         logprobs=np.array(result.logprobs),
         finite=np.array(result.finite),
         routing=routing and RoutingRows(routing.step_id, np.array(routing.rows)),
+        top=_owned_top(result.top),
+        scores=scores and TokenScores(np.array(scores.logprobs), _owned_top(scores.top)),
     )
+
+
+def _owned_top(top: TopLogprobs | None) -> TopLogprobs | None:
+    return top and TopLogprobs(np.array(top.token_ids), np.array(top.logprobs))

@@ -4,23 +4,27 @@ The randomness of a token is a function of (seed, choice index, position) alone:
 generator, added to the log-probabilities that survive truncation. So it depends on no other row of the batch.
 """
 
-# S sampled rows   V vocabulary
+# S sampled rows   V vocabulary   J likeliest tokens
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-ARRAYS = ["temperature_S", "top_p_S", "min_p_S", "top_k_S", "seed_S", "choice_S", "position_S"]
+ARRAYS = ["temperature_S", "top_p_S", "min_p_S", "top_k_S", "seed_S", "choice_S", "position_S", "num_top_S"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=[])
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Parameters per sampled row: float32 [S] and uint32 [S]; `position_S` is where the new token will stand."""
+    """Parameters per sampled row: float32 [S] and uint32 [S]; `position_S` is where the new token will stand.
+
+    `num_top_S` is how many of the likeliest tokens are to be told.
+    """
 
     temperature_S: jax.Array
     top_p_S: jax.Array
@@ -29,15 +33,33 @@ class SamplingBatch:
     seed_S: jax.Array
     choice_S: jax.Array
     position_S: jax.Array
+    num_top_S: jax.Array
 
 
-def sample(logits_SV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+class TopTokens(NamedTuple):
+    """The J likeliest tokens, falling, ties to the smaller id: ids int32 [..., J], log-probabilities float32."""
+
+    ids_SJ: jax.Array
+    logprobs_SJ: jax.Array
+
+
+class Sampled(NamedTuple):
+    """What `sample` brings, per row."""
+
+    ids_S: jax.Array
+    logprobs_S: jax.Array
+    finite_S: jax.Array
+    top: TopTokens
+
+
+def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampled:
     """Sample one token per row from float32 logits.
 
     Temperature 0 is greedy (ties to the smaller id). Truncation order: top-k, then top-p of what is left, then min-p
     against the likeliest token. Returns token ids int32 [S], their log-probabilities under
     log_softmax(logits / temperature) before truncation (temperature 0 counts as 1), and whether the row's logits
-    were all finite; ids and log-probabilities of rows that were not are meaningless.
+    were all finite; ids and log-probabilities of rows that were not are meaningless. Where a row wants any, the
+    `most_top` likeliest tokens of all rows come with them, of the same distribution; else zeros.
     """
     finite_S = jnp.all(jnp.isfinite(logits_SV), axis=-1)
     greedy_S = rows.temperature_S <= 0.0
@@ -48,7 +70,20 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
     best_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
     drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows))
     ids_S = jnp.where(greedy_S, best_S, drawn_S)
-    return ids_S, jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)[:, 0], finite_S
+    top = likeliest(logprobs_SV, wanted=jnp.any(rows.num_top_S > 0), most_top=most_top)
+    return Sampled(ids_S, jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)[:, 0], finite_S, top)
+
+
+def likeliest(logprobs_SV: jax.Array, *, wanted: jax.Array, most_top: int) -> TopTokens:
+    """The `most_top` likeliest tokens of each row, as many as there are; zeros where they are not `wanted`."""
+    count = min(most_top, logprobs_SV.shape[-1])
+    shape = (len(logprobs_SV), count)
+
+    def find() -> tuple[jax.Array, jax.Array]:
+        values_SJ, ids_SJ = jax.lax.top_k(logprobs_SV, count)
+        return ids_SJ.astype(jnp.int32), values_SJ
+
+    return TopTokens(*jax.lax.cond(wanted, find, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))))
 
 
 def _draw(logprobs_SV: jax.Array, rows: SamplingBatch) -> jax.Array:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, SamplingParams
+import math
+
+import numpy as np
+
+from rayserve_moe.requests import (
+    GenerationRequest,
+    ModelCard,
+    RequestError,
+    RoutedExperts,
+    RoutingLayout,
+    SamplingParams,
+)
+from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 
 MAX_TOP_K = 2**31 - 1
 
@@ -34,6 +46,10 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
             "return_routed_experts",
         )
     _check_sampling(sampling)
+    _check_logit_bias(sampling, card)
+    _check_scoring(request, most_top=min(MAX_TOP_LOGPROBS, card.vocab_size))
+    if request.forced_routing is not None:
+        _check_forced_routing(request.forced_routing, card.routing, prompt_len=len(prompt))
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
@@ -43,7 +59,41 @@ def _check_sampling(sampling: SamplingParams) -> None:
         "top_k": (0 <= sampling.top_k <= MAX_TOP_K, f"in [0, {MAX_TOP_K}], 0 for the whole vocabulary"),
         "top_p": (0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
         "min_p": (0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
+        "repetition_penalty": (0.0 < sampling.repetition_penalty < float("inf"), "a finite number above 0"),
+        "presence_penalty": (math.isfinite(sampling.presence_penalty), "a finite number"),
+        "frequency_penalty": (math.isfinite(sampling.frequency_penalty), "a finite number"),
     }
     for name, (is_within, wanted) in bounds.items():
         if not is_within:
             raise RequestError(f"{name} must be {wanted}", name)
+
+
+def _check_logit_bias(sampling: SamplingParams, card: ModelCard) -> None:
+    biases = sampling.logit_bias
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise RequestError(f"at most {MAX_LOGIT_BIASES} tokens can be biased", "logit_bias")
+    if not all(0 <= token_id < card.vocab_size and math.isfinite(value) for token_id, value in biases):
+        raise RequestError(f"token ids must lie in [0, {card.vocab_size}), and values be finite", "logit_bias")
+
+
+def _check_scoring(request: GenerationRequest, *, most_top: int) -> None:
+    if not 0 <= request.num_top_logprobs <= most_top:
+        raise RequestError(f"the number of top log-probs must lie in [0, {most_top}]", "top_logprobs")
+    first = request.score_prompt_from
+    if first is not None and not 0 <= first < len(request.prompt_ids):
+        raise RequestError("must lie in the prompt", "logprob_start_len")
+
+
+def _check_forced_routing(forced: RoutedExperts, layout: RoutingLayout, *, prompt_len: int) -> None:
+    """Raise RequestError for rows that are not those of a whole prompt from `start` on, or that no router selects."""
+    rows, name = forced.rows, "forced_routed_experts"
+    if forced.missing:
+        raise RequestError("no row may be missing", name)
+    if rows.ndim != 3 or rows.shape[1:] != layout.row_shape or not np.issubdtype(rows.dtype, np.integer):
+        raise RequestError(f"rows must be whole numbers of shape {list(layout.row_shape)}: MoE layers, picks", name)
+    if forced.start < 0 or len(rows) not in (prompt_len - forced.start, prompt_len - 1 - forced.start):
+        raise RequestError("there must be a row for every prompt token from the start on; the last may lack one", name)
+    if len(rows) and (rows.min() < 0 or rows.max() >= layout.num_experts):
+        raise RequestError(f"expert ids must lie in [0, {layout.num_experts})", name)
+    if (np.diff(np.sort(rows, axis=-1), axis=-1) == 0).any():
+        raise RequestError("no expert may appear twice in a row", name)

@@ -5,16 +5,31 @@ Both the HTTP routes and the in-process engine build their answers here, so that
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from rayserve_moe.engine.joining import joined_routing, joined_top
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
-from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RoutedExperts, RoutingLayout
+from rayserve_moe.requests import (
+    FinishReason,
+    GenerationRequest,
+    ModelCard,
+    PromptScores,
+    RoutedExperts,
+    RoutingLayout,
+    TopLogprobs,
+)
 from rayserve_moe.text.choice_text import ChoiceDelta
 
 
 @dataclass
 class ChoiceResult:
-    """One choice as far as it has come. `finish` and `routing` are there once it has ended."""
+    """One choice as far as it has come. `finish` and `prompt_scores` are there once it has ended.
+
+    So is `routing`, unless it is streamed: then it holds the rows that have come, joined. `top` goes with `logprobs`.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -22,6 +37,8 @@ class ChoiceResult:
     finish: FinishReason | None = None
     routing: RoutedExperts | None = None
     num_cached_tokens: int = 0
+    top: TopLogprobs | None = None
+    prompt_scores: PromptScores | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         """Take in the next delta of this choice."""
@@ -29,7 +46,9 @@ class ChoiceResult:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.finish = delta.finish or self.finish
-        self.routing = delta.routing or self.routing
+        self.routing = joined_routing(self.routing, delta.routing)
+        self.top = joined_top(self.top, delta.top)
+        self.prompt_scores = delta.prompt_scores or self.prompt_scores
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
 
 
@@ -42,11 +61,28 @@ def native_answer(
     return_logprob: bool = False,
     routed_experts_start: int = 0,
 ) -> dict:
-    """Return the `/generate` object of one choice; while it runs, `finish_reason` is None and routing is absent.
+    """Return the `/generate` object of one choice with its routing in the sglang dialect, so far as it is known.
 
-    Each entry of `output_token_logprobs` is [log-prob, token id, None]. Routing rows before position
-    `routed_experts_start` are left out.
+    Routing rows before position `routed_experts_start` are left out; while the choice runs there is no routing, unless
+    it is streamed.
     """
+    answer = native_fields(request, result, card=card, e2e_latency_s=e2e_latency_s, return_logprob=return_logprob)
+    is_due = result.finish is not None or result.routing is not None
+    if request.return_routed_experts and is_due:
+        answer["meta_info"].update(routing_fields(result.routing, card.routing, start=routed_experts_start))
+        answer["meta_info"]["routed_experts_start_len"] = routed_experts_start
+    return answer
+
+
+def native_fields(
+    request: GenerationRequest,
+    result: ChoiceResult,
+    *,
+    card: ModelCard,
+    e2e_latency_s: float,
+    return_logprob: bool = False,
+) -> dict:
+    """Return the `/generate` object of one choice without routing; while it runs, `finish_reason` is None."""
     meta_info = {
         "id": request.request_id,
         "finish_reason": _native_finish_reason(result),
@@ -57,12 +93,20 @@ def native_answer(
         "weight_version": card.weight_version,
     }
     if return_logprob:
-        pairs = zip(result.logprobs, result.token_ids, strict=True)
-        meta_info["output_token_logprobs"] = [[logprob, token_id, None] for logprob, token_id in pairs]
-    if request.return_routed_experts and result.finish is not None:
-        meta_info.update(routing_fields(result.routing, card.routing, start=routed_experts_start))
-        meta_info["routed_experts_start_len"] = routed_experts_start
+        meta_info |= _native_logprobs(request, result)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
+
+
+def likeliest(top: TopLogprobs) -> list[list[tuple[float, int]]]:
+    """Pairs of log-prob and token id, likeliest first, per position.
+
+    At temperatures near zero the others' log-probs fall below what float32 holds: they are told as its lowest number.
+    """
+    finite = np.maximum(top.logprobs, np.finfo(np.float32).min)
+    return [
+        list(zip(logprobs, token_ids, strict=True))
+        for logprobs, token_ids in zip(finite.tolist(), top.token_ids.tolist(), strict=True)
+    ]
 
 
 def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, start: int = 0) -> dict:
@@ -74,6 +118,30 @@ def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, star
         "routed_experts": encode_routed_experts(wanted, layout),
         "routed_experts_info": routed_experts_info(wanted, layout),
     }
+
+
+def _native_logprobs(request: GenerationRequest, result: ChoiceResult) -> dict:
+    """Entries [log-prob, token id, None] of the output, and of the prompt once they are known.
+
+    Those of the prompt begin at `score_prompt_from`, or else at its last token; nothing comes before the first one, so
+    that it has no log-prob.
+    """
+    fields: dict = {"output_token_logprobs": _entries(zip(result.logprobs, result.token_ids, strict=True))}
+    scores, prompt_ids = result.prompt_scores, request.prompt_ids.tolist()
+    start = len(prompt_ids) - 1 if request.score_prompt_from is None else request.score_prompt_from
+    if scores is not None or result.finish is not None or request.score_prompt_from is None:
+        known = [] if scores is None else scores.logprobs.tolist()
+        fields["input_token_logprobs"] = _entries(zip([None, *known], prompt_ids[start:], strict=False))
+    if request.num_top_logprobs:
+        fields["output_top_logprobs"] = [] if result.top is None else list(map(_entries, likeliest(result.top)))
+    if request.num_top_logprobs and "input_token_logprobs" in fields:
+        tops = [] if scores is None or scores.top is None else likeliest(scores.top)
+        fields["input_top_logprobs"] = [None, *map(_entries, tops)]
+    return fields
+
+
+def _entries(pairs: Iterable[tuple[float | None, int]]) -> list[list]:
+    return [[logprob, token_id, None] for logprob, token_id in pairs]
 
 
 def _native_finish_reason(result: ChoiceResult) -> dict | None:

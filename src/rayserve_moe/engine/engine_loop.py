@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import queue
+import re
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from rayserve_moe.engine.admission import check_request
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.publication import Publication, Sink
 from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.statistics import loop_statistics
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
@@ -67,7 +70,7 @@ class EngineLoop:
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
         self._cycle = self._assemble(self.start_report.num_pages)
-        self._publication = Publication(self._cycle.scheduler.table)
+        self._publication = Publication(self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -85,40 +88,43 @@ class EngineLoop:
                 raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
             if request.request_id in self._publication:
                 raise RequestError("a request with this id is running", "rid")
-            sequences = self._sequences_of(request)
+            sequences = _sequences_of(request, self.card)
             self._publication.add(sequences, sink)
             self._post(lambda: self._cycle.scheduler.add(sequences))
 
     def abort(self, request_id: str) -> None:
         """End all choices of a request that are still running, with finish reason `abort`; unknown ids are ignored."""
-        with self._wake:
-            self._post(lambda: self._end_choices(request_id, None, ABORTED))
+        self._end_all_of([request_id], None, ABORTED)
+
+    def abort_stem(self, stem: str) -> None:
+        """Abort the request `stem` and all that are named `stem_0`, `stem_1`, or `stem-0`, ... after it."""
+        parts = re.compile(re.escape(stem) + r"([_-]\d+)?")
+        self._end_all_of([name for name in self._publication.request_ids if parts.fullmatch(name)], None, ABORTED)
+
+    def abort_all(self) -> None:
+        """End everything that was submitted before, with finish reason `abort`."""
+        self._end_all_of(self._publication.request_ids, None, ABORTED)
 
     def stop(self, request_id: str, choice_index: int) -> None:
         """End one choice whose text is complete (a stop string was found)."""
-        with self._wake:
-            self._post(lambda: self._end_choices(request_id, choice_index, FinishReason("stop")))
+        self._end_all_of([request_id], choice_index, FinishReason("stop"))
 
     def flush(self) -> None:
         """Forget all cached prefixes, before anything that is submitted from now on; what runs keeps its pages."""
         with self._wake:
             self._post(self._cycle.scheduler.flush)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return len(self._publication) == 0
+
     def statistics(self) -> dict[str, float]:
-        """Pages, requests and the step clock, as of now; pages that are only cached count as free."""
-        scheduler = self._cycle.scheduler
-        ranks = scheduler.ranks
-        return {
-            "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
-            "pages_free": float(sum(rank.num_available for rank in ranks)),
-            "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
-            "requests_live": float(len(self._publication)),
-            "requests_running": float(len(scheduler.running)),
-            "requests_waiting": float(len(scheduler.waiting)),
-            "preemptions": float(scheduler.num_preemptions),
-            **self._cycle.statistics(),
-            **self.start_report.statistics(),
-        }
+        """Pages, requests and the step clock, as of now; pages that are only cached count as free.
+
+        Running and waiting are counted in choices. `tokens_in_use` have their keys and values in pages of running ones.
+        """
+        return loop_statistics(self._cycle, self._publication, start_report=self.start_report)
 
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
@@ -183,13 +189,6 @@ class EngineLoop:
             overlaps=scheduler.overlap_steps,
         )
 
-    def _sequences_of(self, request: GenerationRequest) -> list[Sequence]:
-        """One sequence per choice, all with one seed: the request's, or one drawn now."""
-        sampling = request.sampling
-        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
-        stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self.card.eos_token_ids)
-        return [Sequence(request, i, seed=seed, stop_token_ids=stops) for i in range(sampling.n)]
-
     def _post(self, command: Callable[[], None]) -> None:
         """Leave a command for the engine thread; the caller holds `_wake`."""
         self._inbox.append(command)
@@ -235,9 +234,16 @@ class EngineLoop:
     def _has_call(self) -> bool:
         return bool(self._inbox) or self._is_stopping
 
-    def _end_choices(self, request_id: str, choice_index: int | None, reason: FinishReason) -> None:
-        for sequence in self._publication.unfinished(request_id):
-            if choice_index in (None, sequence.choice_index):
+    def _end_all_of(self, request_ids: list[str], choice_index: int | None, reason: FinishReason) -> None:
+        """Have choices of requests ended that run now: a request may follow under the same name."""
+        with self._wake:
+            meant = [s for request_id in request_ids for s in self._publication.unfinished(request_id)]
+            chosen = [s for s in meant if choice_index in (None, s.choice_index)]
+            self._post(partial(self._end, chosen, reason))
+
+    def _end(self, sequences: list[Sequence], reason: FinishReason) -> None:
+        for sequence in sequences:
+            if sequence.finish is None:
                 self._publication.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
 
     def _fail(self, message: str) -> None:
@@ -246,3 +252,11 @@ class EngineLoop:
             self._failure = message
             self._step_started_at = None
         self._publication.end_all(FinishReason("error", message=f"the engine has failed: {message}"))
+
+
+def _sequences_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:
+    """One sequence per choice, all with one seed: the request's, or one drawn now."""
+    sampling = request.sampling
+    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+    stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
+    return [Sequence(request, i, seed=seed, stop_token_ids=stops) for i in range(sampling.n)]

@@ -8,16 +8,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.engine.step_cycle import Ending
-from rayserve_moe.requests import FinishReason, GenerationUpdate
+from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import Sequence, top_of
 
 Sink = Callable[[list[GenerationUpdate]], None]
+StreamedRouting = Callable[[Sequence], RoutedExperts | None]
+"""Gives the rows of a running sequence that its client does not have yet; None where they are not streamed."""
 
 GROUPING_S_PER_SEQUENCE = 0.01
 LONGEST_GROUPING_S = 0.13
 """A client hears of a choice at most every so many seconds: at once when alone, later with the load. With the step that
 is under way it stays within 150 ms."""
+
+
+def _no_routing(_: Sequence) -> None:
+    return None
 
 
 @dataclass
@@ -36,8 +42,8 @@ class Publication:
     thread.
     """
 
-    def __init__(self, table: RowTable) -> None:
-        self._table = table
+    def __init__(self, table: RowTable, *, streamed_routing: StreamedRouting = _no_routing) -> None:
+        self._table, self._streamed_routing = table, streamed_routing
         self._listeners: dict[str, _Listener] = {}
 
     def __len__(self) -> int:
@@ -50,6 +56,16 @@ class Publication:
         """Have `sink` told about the choices of a request."""
         self._listeners[sequences[0].request.request_id] = _Listener(sequences, sink, len(sequences))
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended."""
+        return list(self._listeners)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Choices that have not ended."""
+        return sum(listener.num_unfinished for listener in list(self._listeners.values()))
+
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The choices of a request that have not ended; none for an unknown one."""
         listener = self._listeners.get(request_id)
@@ -61,7 +77,8 @@ class Publication:
         for row in self._due(rows, now).tolist():
             sequence = self._table.sequences[row]
             if sequence is not None:
-                updates.setdefault(sequence.request.request_id, []).append(_news_of(sequence))
+                news = replace(_news_of(sequence), routing=self._streamed_routing(sequence))
+                updates.setdefault(sequence.request.request_id, []).append(news)
         for ending in endings:
             updates.setdefault(ending.sequence.request.request_id, []).append(_news_of(ending.sequence, ending))
         for request_id, news in updates.items():
@@ -101,4 +118,6 @@ def _news_of(sequence: Sequence, ending: Ending | None = None) -> GenerationUpda
         finish=sequence.finish if ending is not None else None,
         routing=ending.routing if ending is not None else None,
         num_cached_tokens=sequence.num_cached,
+        top=top_of(sequence, first, stop=last),
+        prompt_scores=sequence.scoring.scores() if ending is not None and sequence.scoring is not None else None,
     )

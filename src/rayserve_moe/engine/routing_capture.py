@@ -16,23 +16,28 @@ from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan
 
 SOURCES = ("computed", "cached", "recomputed")
+NO_VERSION = -1
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """Where the rows of a submitted step belong, and sampled rows that outrank what it recomputes."""
+    """Where the rows of a submitted step belong, and sampled rows that outrank what it recomputes.
+
+    `version` is that of the weights the step runs under.
+    """
 
     step_id: int
     slots: np.ndarray
     stamps: np.ndarray
-    kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    kept: list[tuple[np.ndarray, ...]]
+    version: int
 
 
 class RoutingCapture:
     """Owns the store. The rows of a step are due with its result, which may come after the next step is submitted.
 
     Rows of sampled tokens survive preemption: they stay with the sequence, next to their log-probs, and replace what
-    the recomputation finds.
+    the recomputation finds. Every row remembers the weight version that it was computed under.
     """
 
     def __init__(
@@ -43,9 +48,19 @@ class RoutingCapture:
         self._slots_per_rank = num_pages * page_size
         self._store = RoutingStore(layout, num_slots=num_data_ranks * self._slots_per_rank)
         self._num_data_ranks = num_data_ranks
-        self._weight_version = weight_version
+        self._versions = [weight_version]
         self._submitted: deque[_Pending] = deque()
         self._has_kept = False
+
+    @property
+    def weight_version(self) -> str:
+        """The version that steps submitted from now on run under."""
+        return self._versions[-1]
+
+    def set_weight_version(self, weight_version: str) -> None:
+        """Name the weights of all steps that are submitted from now on."""
+        if weight_version != self._versions[-1]:
+            self._versions.append(weight_version)
 
     def submit(self, plan: StepPlan, table: RowTable) -> None:
         """Note where the rows of a step belong, before its rows can change hands."""
@@ -60,7 +75,7 @@ class RoutingCapture:
         if self._num_data_ranks > 1:
             slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
         kept = self._kept_rows(plan, table) if self._has_kept else []
-        self._submitted.append(_Pending(plan.step_id, slots, stamps, kept))
+        self._submitted.append(_Pending(plan.step_id, slots, stamps, kept, len(self._versions) - 1))
 
     def absorb(self, routing: RoutingRows | None) -> None:
         """Store the rows that came with the oldest result outstanding. Rows that never come stay missing."""
@@ -69,9 +84,9 @@ class RoutingCapture:
         while self._submitted:
             pending = self._submitted.popleft()
             if pending.step_id == routing.step_id:
-                self._store.write(pending.slots, pending.stamps, rows=routing.rows)
-                for slots, stamps, rows in pending.kept:
-                    self._store.write(slots, stamps, rows=rows)
+                self._store.write(pending.slots, pending.stamps, rows=routing.rows, versions=pending.version)
+                for slots, stamps, rows, versions in pending.kept:
+                    self._store.write(slots, stamps, rows=rows, versions=versions)
                 return
 
     def retain(self, preemption: Preemption) -> None:
@@ -82,35 +97,47 @@ class RoutingCapture:
         first, last = sequence.num_prompt_tokens, preemption.num_computed
         if last > first:
             pages = (preemption.page_ids, preemption.page_generations)
-            places = self._places(sequence.data_rank, pages, first, last)
+            places = self._places(preemption.data_rank, pages, first, last)
             rows, present = self._store.read(*places)
             num_kept = len(rows) if present.all() else int(np.argmin(present))
             if sequence.sampled_rows is None or num_kept > len(sequence.sampled_rows):
                 sequence.sampled_rows = rows[:num_kept]
+                sequence.sampled_versions = self._store.versions(places[0][:num_kept])
                 self._has_kept = True
 
-    def gather(self, sequence: Sequence) -> RoutedExperts:
-        """Collect the rows of an ended sequence that still holds its pages.
+    def gather(self, sequence: Sequence, *, start: int = 0) -> RoutedExperts:
+        """Collect the rows from position `start` on of a sequence that still holds its pages, running or ended.
 
-        Rows are for positions 0 .. num_tokens - 2 (all prompt positions where nothing was generated). What was not
+        Rows are for positions up to num_tokens - 2 (all prompt positions where nothing was generated). What was not
         computed, or lost in a preemption from which the sequence never came back, is missing.
         """
         num_fed = sequence.num_tokens - 1
-        count = num_fed if sequence.num_outputs else max(num_fed, sequence.num_computed)
+        end = num_fed if sequence.num_outputs else max(num_fed, sequence.num_computed)
+        count = max(0, end - start)
         rows = np.zeros((count, *self._layout.row_shape), self._layout.dtype)
-        present = np.zeros(count, np.bool_)
-        num_computed = min(sequence.num_computed, count)
-        places = self._places(sequence.data_rank, (sequence.pages, sequence.page_generations), 0, num_computed)
-        rows[:num_computed], present[:num_computed] = self._store.read(*places)
+        present, versions = np.zeros(count, np.bool_), np.zeros(count, np.int32)
+        num_computed = max(0, min(sequence.num_computed, end) - start)
+        held = (sequence.pages, sequence.page_generations)
+        slots, stamps = self._places(sequence.data_rank, held, start, start + num_computed)
+        rows[:num_computed], present[:num_computed] = self._store.read(slots, stamps)
+        versions[:num_computed] = self._store.versions(slots)
         if sequence.sampled_rows is not None:
-            first = sequence.num_prompt_tokens
-            kept = slice(first, first + len(sequence.sampled_rows))
-            rows[kept], present[kept] = sequence.sampled_rows, True
+            first = sequence.num_prompt_tokens - start
+            skipped = max(0, -first)
+            kept = slice(first + skipped, max(0, min(count, first + len(sequence.sampled_rows))))
+            taken = slice(skipped, skipped + max(0, kept.stop - kept.start))
+            rows[kept], versions[kept] = sequence.sampled_rows[taken], sequence.sampled_versions[taken]
+            present[kept] = True
         return RoutedExperts(
             rows=rows,
-            missing=_ranges_where(~present),
-            source=_sources(count, sequence.origins),
-            weight_version=((0, count, self._weight_version),) if count else (),
+            start=start,
+            missing=tuple((a, b) for a, b, is_present in _runs(present, start) if not is_present),
+            source=tuple((a, b, SOURCES[kind]) for a, b, kind in _runs(_kinds(sequence.origins, start, count), start)),
+            weight_version=tuple(
+                (a, b, self._versions[version])
+                for a, b, version in _runs(np.where(present, versions, NO_VERSION), start)
+                if version != NO_VERSION
+            ),
         )
 
     def _places(
@@ -122,8 +149,8 @@ class RoutingCapture:
         first_slot = data_rank * self._slots_per_rank
         return first_slot + page_ids[index].astype(np.int64) * self._page_size + offset, generations[index]
 
-    def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Places and rows of sampled tokens that this step recomputes although their rows were kept."""
+    def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, ...]]:
+        """Places, rows and versions of sampled tokens that this step recomputes although their rows were kept."""
         kept = []
         again = (plan.chunk_lengths > 1) | np.isin(plan.chunk_rows, plan.sampling.rows)
         for chunk in np.flatnonzero(again).tolist():
@@ -137,20 +164,21 @@ class RoutingCapture:
             if last > first:
                 pages = (sequence.pages, sequence.page_generations)
                 places = self._places(sequence.data_rank, pages, first, last)
-                kept.append((*places, sequence.sampled_rows[first - prompt : last - prompt]))
+                part = slice(first - prompt, last - prompt)
+                kept.append((*places, sequence.sampled_rows[part], sequence.sampled_versions[part]))
         return kept
 
 
-def _ranges_where(flags: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Ranges `[from, to)` in which a bool array is true."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
-    return tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
+def _runs(values: np.ndarray, start: int) -> list[tuple[int, int, int]]:
+    """Ranges `(from, to, value)` in which an array over positions from `start` on stays the same."""
+    borders = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(start + a, start + b, int(values[a])) for a, b in itertools.pairwise(borders) if a < b]
 
 
-def _sources(count: int, origins: tuple[tuple[int, int, str], ...]) -> tuple[tuple[int, int, str], ...]:
-    """How each row came about: found in the cache, computed anew after a preemption, or computed once."""
+def _kinds(origins: tuple[tuple[int, int, str], ...], start: int, count: int) -> np.ndarray:
+    """How each row from position `start` on came about: found in the cache, computed anew after a preemption, or
+    computed once; places in SOURCES, [count]."""
     kinds = np.zeros(count, np.int8)
     for first, last, kind in origins:
-        kinds[first:last] = SOURCES.index(kind)
-    borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), count]
-    return tuple((a, b, SOURCES[kinds[a]]) for a, b in itertools.pairwise(borders) if a < b)
+        kinds[max(0, first - start) : max(0, last - start)] = SOURCES.index(kind)
+    return kinds

@@ -10,7 +10,7 @@ import numpy as np
 
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.requests import FinishReason, RoutedExperts
+from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
@@ -19,7 +19,10 @@ from rayserve_moe.scheduling.step_plan import StepResult
 
 @dataclass(frozen=True)
 class Ending:
-    """A sequence that has ended, all of its tokens known, and its routing where that is wanted."""
+    """A sequence that has ended, all of its tokens known, and its routing where that is wanted.
+
+    Where routing is streamed these are the rows that its client does not have yet.
+    """
 
     sequence: Sequence
     routing: RoutedExperts | None = None
@@ -80,6 +83,12 @@ class StepCycle:
             turn = _joined(turn, self._exchange(None))
         return turn
 
+    def streamed_routing(self, sequence: Sequence) -> RoutedExperts | None:
+        """The rows of a running sequence that its client does not have yet; None where they are not streamed."""
+        if self._capture is None or not _streams_routing(sequence.request):
+            return None
+        return self._gather(sequence)
+
     def end(self, sequence: Sequence, reason: FinishReason) -> Ending:
         """End a sequence between steps and free its pages."""
         self.scheduler.end(sequence, reason)
@@ -116,9 +125,17 @@ class StepCycle:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""
         routing = None
         if self._capture is not None and sequence.request.return_routed_experts:
-            routing = self._capture.gather(sequence)
+            routing = self._gather(sequence)
         self.scheduler.release(sequence)
         return Ending(sequence, routing)
+
+    def _gather(self, sequence: Sequence) -> RoutedExperts:
+        """Rows that its client does not have yet; where they are streamed, it counts as having them from now on."""
+        assert self._capture is not None, "without capture there are no rows"
+        routing = self._capture.gather(sequence, start=sequence.num_published_rows)
+        if _streams_routing(sequence.request):
+            sequence.num_published_rows += len(routing.rows)
+        return routing
 
     def _retain_preempted(self) -> None:
         preemptions, self.scheduler.preemptions = self.scheduler.preemptions, []
@@ -135,6 +152,10 @@ class StepCycle:
         clock.device_s += result.times.device_s
         clock.transport_s -= result.times.pack_s + result.times.device_s
         clock.commit_s += commit_s
+
+
+def _streams_routing(request: GenerationRequest) -> bool:
+    return request.return_routed_experts and request.stream_routed_experts
 
 
 def _joined(*turns: Turn) -> Turn:

@@ -1,4 +1,4 @@
-"""The compiled programs: one step per shape, and the update of rows. The only place that compiles."""
+"""The compiled programs: one step per shape, and the updates of rows. The only place that compiles."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import jax
 import jax.monitoring
 import numpy as np
 
-from rayserve_moe.execution.row_updates import VECTOR_SIZE
-from rayserve_moe.execution.step import StepRule, run_step, update_rows
+from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
+from rayserve_moe.execution.block_inputs import block_input_shapes
+from rayserve_moe.execution.row_updates import VECTOR_SIZE, apply_update
+from rayserve_moe.execution.step import RowUpdate, StepRule, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
@@ -23,7 +25,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 FOUND_EVENT = "/jax/compilation_cache/cache_hits"
 NUM_THREADS = 4
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
-"""Takes ModelWeights, DeviceState and `vectors_NW`."""
+"""Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
 
 
@@ -39,10 +41,11 @@ class CompileTimes:
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Everything that runs on the devices."""
+    """Everything that runs on the devices: steps, changes of rows, and what adjusts the logits of a row."""
 
     steps: dict[StepShape, CompiledStep]
     update: CompiledUpdate
+    adjust: CompiledUpdate
     times: CompileTimes
 
 
@@ -69,7 +72,7 @@ def compile_programs(
     rule: StepRule,
     count: CompilationCount,
 ) -> CompiledPrograms:
-    """Compile the step for every shape and the update of rows, several at a time, the largest first."""
+    """Compile the step for every shape and the updates of rows, several at a time, the largest first."""
     started, num_found = time.perf_counter(), count.num_found
     plan, seconds = rule.model.plan, []
     platform = plan.mesh.devices.flat[0].platform
@@ -86,17 +89,19 @@ def compile_programs(
     def compile_step(layout: InputLayout) -> CompiledStep:
         vectors = replicated(plan.data_size, len(layout.padding))
         jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
-        return compile_for(jitted, weights, state, vectors_NW=vectors)
+        blocks = block_input_shapes(layout.shape, rule.model) if layout.shape.num_blocks else None
+        return compile_for(jitted, weights, state, vectors_NW=vectors, blocks=blocks)
 
-    def compile_update() -> CompiledUpdate:
-        jitted = jax.jit(partial(update_rows, rule=rule), donate_argnums=0)
-        return compile_for(jitted, state, replicated(VECTOR_SIZE))
+    def compile_update(apply: RowUpdate, size: int) -> CompiledUpdate:
+        jitted = jax.jit(partial(update_rows, apply=apply, rule=rule), donate_argnums=0)
+        return compile_for(jitted, state, replicated(size))
 
     largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
     with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
         steps = {shape: pool.submit(compile_step, layouts[shape]) for shape in largest_first}
-        update = pool.submit(compile_update)
+        update = pool.submit(compile_update, apply_update, VECTOR_SIZE)
+        adjust = pool.submit(compile_update, apply_adjustment, ADJUSTMENT_SIZE)
         compiled = {shape: step.result() for shape, step in steps.items()}
-        compiled_update = update.result()
+        compiled_updates = update.result(), adjust.result()
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), count.num_found - num_found)
-    return CompiledPrograms(compiled, compiled_update, times)
+    return CompiledPrograms(compiled, *compiled_updates, times)

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.step import COUNT_AXES, KV_AXES, ROW_AXES
 from rayserve_moe.execution.step_types import DeviceState, RowState
 from rayserve_moe.model.parameters import kv_repeats
 from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, NUM_FLOATS, NUM_INTEGERS
 
 
 def allocate_state(
@@ -28,8 +30,13 @@ def allocate_state(
         expert_counts_ME=zeros((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
         rows=RowState(
             page_table_RP=zeros((num_rows, pages_per_row), jnp.int32, ROW_AXES),
-            sampling_floats_R3=zeros((num_rows, 3), jnp.float32, ROW_AXES),
-            sampling_integers_R3=zeros((num_rows, 3), jnp.uint32, ROW_AXES),
+            sampling_floats_RF=zeros((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
+            sampling_integers_RI=zeros((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
             last_tokens_R=zeros((num_rows,), jnp.int32, ROW_AXES[:1]),
+            adjustments=AdjustmentState(
+                seen_RV=zeros((num_rows, spec.vocab_size), jnp.int32, ROW_AXES),
+                bias_ids_RB=zeros((num_rows, MAX_LOGIT_BIASES), jnp.int32, ROW_AXES),
+                bias_values_RB=zeros((num_rows, MAX_LOGIT_BIASES), jnp.float32, ROW_AXES),
+            ),
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,15 +23,17 @@ from rayserve_moe.config.settings import (
     SchedulerSettings,
 )
 from rayserve_moe.execution import memory
+from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adjustment
+from rayserve_moe.execution.block_inputs import BlockInputSource
 from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import programs_on_disk
-from rayserve_moe.execution.compiled_steps import CompilationCount, compile_programs
+from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.launch import launch_for
 from rayserve_moe.execution.pack import PackedStep, Packer
-from rayserve_moe.execution.routing_transfer import routing_rows
 from rayserve_moe.execution.row_updates import update_vectors
 from rayserve_moe.execution.step import StepRule
+from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import StepOutput, StepShape
 from rayserve_moe.execution.weights import first_placement, load_weights, model_rule
 from rayserve_moe.model.family_table import spec_from_config
@@ -58,7 +61,7 @@ class _InFlight:
     """
 
     step_id: int
-    wants_routing: bool
+    wanted: WantedOutputs
     packed: PackedStep
     output: Future[StepOutput]
     pack_s: float
@@ -123,6 +126,9 @@ class HostRunner:
                 count=self._compilations,
             )
         started = time.perf_counter()
+        self._block_inputs = {
+            shape: BlockInputSource(shape, self.rule) for shape in self._packer.layouts if shape.num_blocks
+        }
         self._warm_up()
         self._compilations_of_start = self._compilations.total
         return self._start_report(num_pages, first_run_s=time.perf_counter() - started)
@@ -158,38 +164,42 @@ class HostRunner:
         started = time.perf_counter()
         fits = self._packer.fits(plan)
         packed = self._packer.pack(plan, with_changes=fits)
-        updates = (
-            [] if fits else list(update_vectors(plan, rows_per_rank=self._settings.scheduler.max_running_requests))
-        )
+        updates = [] if fits else list(self._updates(plan))
+        wanted = wanted_outputs(plan)
         pack_s = time.perf_counter() - started
-        output = self._launch(partial(self._run, packed, updates))
-        return _InFlight(plan.step_id, plan.wants_routing, packed, output, pack_s)
+        output = self._launch(partial(self._run, packed, updates, wanted))
+        return _InFlight(plan.step_id, wanted, packed, output, pack_s)
 
-    def _run(self, packed: PackedStep, updates: list[np.ndarray]) -> StepOutput:
-        state = self._state
-        for vector in updates:
-            state = self.programs.update(state, vector)
-        self._state, output = self.programs.steps[packed.shape](self.weights, state, vectors_NW=packed.vectors)
-        output.sampled_N3S.copy_to_host_async()
-        if output.topk_ids_MTK is not None:
-            output.topk_ids_MTK.copy_to_host_async()
+    def _updates(self, plan: StepPlan) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
+        """Programs that go ahead of a step, with their vectors."""
+        num_rows = self._settings.scheduler.max_running_requests
+        for vector in update_vectors(plan, rows_per_rank=num_rows):
+            yield self.programs.update, vector
+        for adjustment in plan.adjustments:
+            for vector in adjustment_vectors(adjustment, rows_per_rank=num_rows):
+                yield self.programs.adjust, vector
+
+    def _run(
+        self, packed: PackedStep, updates: list[tuple[CompiledUpdate, np.ndarray]], wanted: WantedOutputs
+    ) -> StepOutput:
+        state, shape = self._state, packed.shape
+        for update, vector in updates:
+            state = update(state, vector)
+        blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
+        self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
+        start_copies(output, wanted)
         return output
 
     def _collect(self, step: _InFlight) -> StepResult:
         started = time.perf_counter()
         output = step.output.result()
-        sampled_N3S = np.asarray(output.sampled_N3S)
-        device_s = time.perf_counter() - started
-        ids, logprob_bits, finite = sampled_N3S.transpose(1, 0, 2).reshape(3, -1)[:, step.packed.sample_places]
-        routing = None
-        if step.wants_routing and output.topk_ids_MTK is not None:
-            places = step.packed.token_places
-            routing = routing_rows(step.step_id, output.topk_ids_MTK, token_places=places)
-        times = StepTimes(step.pack_s, device_s)
-        return StepResult(step.step_id, ids, logprob_bits.view(np.float32), finite.astype(bool), routing, times)
+        jax.block_until_ready(output.sampled_N3S)
+        times = StepTimes(step.pack_s, time.perf_counter() - started)
+        return step_result(step.step_id, output, packed=step.packed, wanted=step.wanted, times=times)
 
     def _warm_up(self) -> None:
         """Run a real step of every shape on page 0, which belongs to nobody, then forget what it counted."""
+        self._state = self.programs.adjust(self._state, no_adjustment())
         for shape in self._packer.layouts:
             self.execute(self._filling_plan(shape))
         self.execute(StepPlan(step_id=-1))

@@ -10,7 +10,20 @@ import numpy as np
 from rayserve_moe.execution.buckets import choose_shape
 from rayserve_moe.execution.step_input import InputLayout, Sections
 from rayserve_moe.execution.step_types import StepShape
-from rayserve_moe.scheduling.step_plan import StepPlan
+from rayserve_moe.scheduling.step_plan import BlockWork, StepPlan
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """What is asked of tokens in prefill blocks, -1 where nothing is; None where nothing of a kind is asked at all.
+
+    `targets` int32 [ranks, block tokens]; `forced` int16 [ranks, MoE layers, block tokens, k]. `score_places[i]` is
+    where the plan's i-th score comes out among those of all ranks.
+    """
+
+    targets: np.ndarray | None
+    forced: np.ndarray | None
+    score_places: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -18,13 +31,15 @@ class PackedStep:
     """A step ready to run, and the way back.
 
     `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
-    ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks.
+    ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
+    is what is asked of tokens in prefill blocks, where something is.
     """
 
     shape: StepShape
     vectors: np.ndarray
     token_places: np.ndarray
     sample_places: np.ndarray
+    blocks: PackedBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class Packer:
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether the changes of a plan fit beside its tokens; otherwise they have to go ahead of it."""
-        if len(plan.sampling.rows) or plan.num_tokens != plan.num_chunks:
+        if len(plan.sampling.rows) or plan.has_blocks:
             return False
         if self._num_ranks == 1:
             return len(plan.pages.rows) <= plan.num_chunks
@@ -64,7 +79,7 @@ class Packer:
 
     def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
-        if self._num_ranks == 1 and plan.num_tokens == plan.num_chunks:
+        if self._num_ranks == 1 and not plan.has_blocks:
             return self._pack_singles(plan, with_changes=with_changes)
         parts = list(self._parts(plan))
         num_blocks = [int(part.blocks_of_chunk.sum()) for part in parts]
@@ -82,9 +97,9 @@ class Packer:
             sample_places.append(np.arange(num_samples) + part.rank * shape.num_singles)
             if with_changes:
                 self._fill_changes(sections, plan, part.rank)
-        if len(parts) == 1:
-            return PackedStep(shape, vectors, token_places[0], sample_places[0])
-        return PackedStep(shape, vectors, np.concatenate(token_places), np.concatenate(sample_places))
+        all_places = np.concatenate(token_places)
+        blocks = _pack_blocks(plan.block_work, all_places, shape, self._num_ranks)
+        return PackedStep(shape, vectors, all_places, np.concatenate(sample_places), blocks)
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """The common case, decoding on one rank: what `pack` does, in few calls."""
@@ -110,12 +125,14 @@ class Packer:
         borders = np.searchsorted(plan.chunk_rows // self._rows_per_rank, np.arange(self._num_ranks + 1))
         tokens_before = np.concatenate([[0], np.cumsum(plan.chunk_lengths)])
         samples_before = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
+        takes_blocks = plan.chunk_lengths > 1
+        takes_blocks[plan.block_work.chunks] = True
         parts = []
         for rank, (first, last) in enumerate(pairwise(borders.tolist())):
             lengths = plan.chunk_lengths[first:last]
-            blocks = np.where(lengths == 1, 0, -(-lengths // self._block_tokens))
+            blocks = np.where(takes_blocks[first:last], -(-lengths // self._block_tokens), 0)
             spans = (slice(int(before[first]), int(before[last])) for before in (tokens_before, samples_before))
-            parts.append(_RankPart(rank, slice(first, last), *spans, int((lengths == 1).sum()), blocks))
+            parts.append(_RankPart(rank, slice(first, last), *spans, int((blocks == 0).sum()), blocks))
         return parts
 
     def _fill(self, sections: Sections[np.ndarray], plan: StepPlan, part: _RankPart, shape: StepShape) -> np.ndarray:
@@ -166,3 +183,22 @@ class Packer:
         sections.change_rows[:count] = rows
         sections.change_indices[:count] = indices
         sections.change_pages[:count] = page_ids
+
+
+def _pack_blocks(work: BlockWork, token_places: np.ndarray, shape: StepShape, num_ranks: int) -> PackedBlocks | None:
+    """Lay out what is asked of tokens; `token_places` are those of the plan's tokens."""
+    if len(work.chunks) == 0:
+        return None
+    num_tokens = shape.num_blocks * shape.block_tokens
+    targets = forced = None
+    ranks, places = np.divmod(token_places[work.score_tokens], shape.num_tokens)
+    places -= shape.num_singles
+    if len(places):
+        targets = np.full((num_ranks, num_tokens), -1, np.int32)
+        targets[ranks, places] = work.score_targets
+    if work.forced_rows is not None:
+        _, num_layers, top_k = work.forced_rows.shape
+        of_ranks, of_tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
+        forced = np.full((num_ranks, num_layers, num_tokens, top_k), -1, np.int16)
+        forced.transpose(0, 2, 1, 3)[of_ranks, of_tokens - shape.num_singles] = work.forced_rows
+    return PackedBlocks(targets, forced, ranks * num_tokens + places)

@@ -1,24 +1,25 @@
 """Bringing larger changes of rows to the devices: new owners, and page tables of prompts."""
 
-# U page-table entries   V new rows   R rows   P page-table width
+# U page-table entries   V new rows, of X fields each   F, I sampling parameters   R rows   P page-table width
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.execution.step_types import RowState
-from rayserve_moe.scheduling.step_plan import StepPlan
+from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS, StepPlan
 
 MAX_ENTRIES = 1024
 MAX_NEW_ROWS = 64
 ENTRY_FIELDS = 4
-ROW_FIELDS = 8
+ROW_FIELDS = 2 + NUM_FLOATS + NUM_INTEGERS
 VECTOR_SIZE = MAX_ENTRIES * ENTRY_FIELDS + MAX_NEW_ROWS * ROW_FIELDS
-"""A vector of changes: per entry rank, row, index, page; per new row rank, row, three floats as bits, three integers.
+"""A vector of changes: per entry rank, row, index, page; per new row rank, row, its floats as bits, its integers.
 
 A rank of -1 marks padding. Rows are the rank's own.
 """
@@ -58,15 +59,15 @@ def empty_vector() -> np.ndarray:
 def apply_update(rows: RowState, vector: jax.Array, *, data_rank: jax.Array) -> RowState:
     """On one device: take over the changes that are this data rank's."""
     entries_U4 = vector[: MAX_ENTRIES * ENTRY_FIELDS].reshape(MAX_ENTRIES, ENTRY_FIELDS)
-    new_V8 = vector[MAX_ENTRIES * ENTRY_FIELDS :].reshape(MAX_NEW_ROWS, ROW_FIELDS)
+    new_VX = vector[MAX_ENTRIES * ENTRY_FIELDS :].reshape(MAX_NEW_ROWS, ROW_FIELDS)
     nowhere = rows.last_tokens_R.shape[0]
     rows_U = jnp.where(entries_U4[:, 0] == data_rank, entries_U4[:, 1], nowhere)
-    rows_V = jnp.where(new_V8[:, 0] == data_rank, new_V8[:, 1], nowhere)
-    floats_V3 = jax.lax.bitcast_convert_type(new_V8[:, 2:5], jnp.float32)
-    integers_V3 = jax.lax.bitcast_convert_type(new_V8[:, 5:8], jnp.uint32)
-    return RowState(
+    rows_V = jnp.where(new_VX[:, 0] == data_rank, new_VX[:, 1], nowhere)
+    floats_VF = jax.lax.bitcast_convert_type(new_VX[:, 2 : 2 + NUM_FLOATS], jnp.float32)
+    integers_VI = jax.lax.bitcast_convert_type(new_VX[:, 2 + NUM_FLOATS :], jnp.uint32)
+    return replace(
+        rows,
         page_table_RP=rows.page_table_RP.at[rows_U, entries_U4[:, 2]].set(entries_U4[:, 3], mode="drop"),
-        sampling_floats_R3=rows.sampling_floats_R3.at[rows_V].set(floats_V3, mode="drop"),
-        sampling_integers_R3=rows.sampling_integers_R3.at[rows_V].set(integers_V3, mode="drop"),
-        last_tokens_R=rows.last_tokens_R,
+        sampling_floats_RF=rows.sampling_floats_RF.at[rows_V].set(floats_VF, mode="drop"),
+        sampling_integers_RI=rows.sampling_integers_RI.at[rows_V].set(integers_VI, mode="drop"),
     )

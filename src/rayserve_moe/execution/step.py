@@ -1,27 +1,42 @@
 """The step itself, as a pure function over the whole mesh: unpack, forward, head, sampling."""
 
-# S sampled rows   V vocabulary   W words of a data rank's input vector   N data ranks
+# S sampled rows   J likeliest tokens   X tokens in prefill blocks   V vocabulary
+# W words of a data rank's input vector   N data ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rayserve_moe.decoding.sampling import sample
-from rayserve_moe.execution.row_updates import apply_update
-from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import DeviceState, ModelWeights, RowState, StepOutput
+from rayserve_moe.decoding.adjustment import AdjustmentState, adjust, note_samples
+from rayserve_moe.decoding.sampling import Sampled, TopTokens, sample
+from rayserve_moe.execution.prompt_scores import score_prompts
+from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
+from rayserve_moe.execution.step_types import (
+    BlockInputs,
+    DeviceState,
+    ModelWeights,
+    PromptScoreOutput,
+    RowState,
+    StepOutput,
+)
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.token_batch import TokenBatch
 from rayserve_moe.model.transformer import ForwardOutput, ModelRule, Parameters, forward, logits_of
+from rayserve_moe.scheduling.step_plan import MAX_TOP_LOGPROBS
 
 KV_AXES = ("data_ranks", None, "kv_heads", None)
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
+
+RowUpdate = Callable[..., RowState]
+"""Takes a data rank's RowState, a vector of changes, and `data_rank`."""
 
 
 @dataclass(frozen=True)
@@ -34,55 +49,108 @@ class StepRule:
 
 
 def run_step(
-    weights: ModelWeights, state: DeviceState, *, vectors_NW: jax.Array, layout: InputLayout, rule: StepRule
+    weights: ModelWeights,
+    state: DeviceState,
+    *,
+    vectors_NW: jax.Array,
+    blocks: BlockInputs | None,
+    layout: InputLayout,
+    rule: StepRule,
 ) -> tuple[DeviceState, StepOutput]:
-    """Compute one step on every device of the mesh; the output is the same on all of them."""
+    """Compute one step on every device of the mesh; the output is the same on all of them.
+
+    `blocks` comes with shapes that have prefill blocks, and with no others.
+    """
     plan = rule.model.plan
 
-    def on_device(weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array) -> tuple[DeviceState, StepOutput]:
+    def on_device(
+        weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
+    ) -> tuple[DeviceState, StepOutput]:
         vector_W = vectors_NW[plan.data_rank()]
         rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
         step = unpack(vector_W, rows, layout=layout, page_size=rule.page_size)
         out, logits_SV = step_logits(
-            weights, state.kv_pages, batch=step.batch, sample_places_S=step.sample_places_S, rule=rule.model
+            weights,
+            state.kv_pages,
+            batch=step.batch,
+            sample_places_S=step.sample_places_S,
+            forced_MXK=blocks and blocks.forced_NMXK[0],
+            rule=rule.model,
         )
-        ids_S, logprobs_S, finite_S = sample(logits_SV, step.sampling)
-        last_tokens_R = rows.last_tokens_R.at[step.sample_rows_S].set(ids_S, mode="drop")
+        sampled, rows = _sampled(logits_SV, rows, step)
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
-        state = DeviceState(out.kv_pages, counts_ME, replace(rows, last_tokens_R=last_tokens_R))
-        bits_S = jax.lax.bitcast_convert_type(logprobs_S.astype(jnp.float32), jnp.int32)
-        sampled_of_rank = jnp.stack([ids_S, bits_S, finite_S.astype(jnp.int32)])
-        sampled_N3S = plan.gather_data_ranks(sampled_of_rank[None], dim=0)
-        routing = None
+        state = DeviceState(out.kv_pages, counts_ME, rows)
+        scores = _scores(weights, out, step, blocks, rule.model)
+        local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], scores)
+        output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
         if rule.capture_routing:
             dtype = rule.model.spec.routing_layout.dtype
             routing = plan.gather_data_ranks(out.topk_ids_MTK.astype(dtype), dim=1)
-        return state, StepOutput(sampled_N3S, routing)
+            output = replace(output, topk_ids_MTK=routing)
+        return state, output
 
     state_parts = state_partitions(rule.model)
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(weight_partitions(rule.model), state_parts, PartitionSpec()),
+        in_specs=(weight_partitions(rule.model), state_parts, PartitionSpec(), block_partitions(rule.model, blocks)),
         out_specs=(state_parts, PartitionSpec()),
         check_vma=False,
-    )(weights, state, vectors_NW)
+    )(weights, state, vectors_NW, blocks)
 
 
 def step_logits(
-    weights: ModelWeights, kv_pages: jax.Array, *, batch: TokenBatch, sample_places_S: jax.Array, rule: ModelRule
+    weights: ModelWeights,
+    kv_pages: jax.Array,
+    *,
+    batch: TokenBatch,
+    sample_places_S: jax.Array,
+    rule: ModelRule,
+    forced_MXK: jax.Array | None = None,
 ) -> tuple[ForwardOutput, jax.Array]:
     """On one device: forward, then float32 logits [S, V] of the tokens at `sample_places_S`."""
-    out = forward(weights.params, kv_pages, batch, rule=rule, maps=weights.maps)
+    out = forward(weights.params, kv_pages, batch, rule=rule, maps=weights.maps, forced_MXK=forced_MXK)
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], rule=rule)
 
 
-def update_rows(state: DeviceState, vector: jax.Array, *, rule: StepRule) -> DeviceState:
-    """Take over changes of rows (see `row_updates`) on every device of the mesh."""
+def _sampled(logits_SV: jax.Array, rows: RowState, step: DeviceInput) -> tuple[Sampled, RowState]:
+    """Sample, and have the rows remember what they have sampled."""
+    of_rows = {"rows_S": step.sample_rows_S, "penalties": step.penalties}
+    adjusted_SV = adjust(logits_SV, rows.adjustments, **of_rows)
+    sampled = sample(adjusted_SV, step.sampling, most_top=MAX_TOP_LOGPROBS)
+    last_tokens_R = rows.last_tokens_R.at[step.sample_rows_S].set(sampled.ids_S, mode="drop")
+    adjustments = note_samples(rows.adjustments, sampled.ids_S, **of_rows)
+    return sampled, replace(rows, last_tokens_R=last_tokens_R, adjustments=adjustments)
+
+
+def _sampled_bits(sampled: Sampled) -> jax.Array:
+    """Ids, bits of the log-probs, and whether logits were finite, int32 [3, S]."""
+    bits_S = jax.lax.bitcast_convert_type(sampled.logprobs_S.astype(jnp.float32), jnp.int32)
+    return jnp.stack([sampled.ids_S, bits_S, sampled.finite_S.astype(jnp.int32)])
+
+
+def _top_bits(top: TopTokens) -> jax.Array:
+    """Ids, and bits of the log-probs, int32 [2, S, J]."""
+    return jnp.stack([top.ids_SJ, jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)])
+
+
+def _scores(
+    weights: ModelWeights, out: ForwardOutput, step: DeviceInput, blocks: BlockInputs | None, rule: ModelRule
+) -> PromptScoreOutput | None:
+    """Scores of the tokens in prefill blocks, where the shape has any."""
+    if blocks is None:
+        return None
+    hidden_XD = out.hidden_TD[step.batch.num_singles :]
+    wants_top_X = jnp.repeat(step.block_wants_top_B, len(hidden_XD) // len(step.block_wants_top_B))
+    return score_prompts(weights.params, hidden_XD, targets_NX=blocks.targets_NX, wants_top_X=wants_top_X, rule=rule)
+
+
+def update_rows(state: DeviceState, vector: jax.Array, *, apply: RowUpdate, rule: StepRule) -> DeviceState:
+    """Take over changes of rows (`apply_update`, `apply_adjustment`) on every device of the mesh."""
     plan = rule.model.plan
 
     def on_device(rows: RowState, vector: jax.Array) -> RowState:
-        return apply_update(rows, vector, data_rank=plan.data_rank())
+        return apply(rows, vector, data_rank=plan.data_rank())
 
     parts = state_partitions(rule.model).rows
     rows = jax.shard_map(
@@ -94,7 +162,15 @@ def update_rows(state: DeviceState, vector: jax.Array, *, rule: StepRule) -> Dev
 def state_partitions(rule: ModelRule) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
     kv, counts, rows = (cast(jax.Array, rule.plan.partition(axes)) for axes in (KV_AXES, COUNT_AXES, ROW_AXES))
-    return DeviceState(kv, counts, RowState(rows, rows, rows, cast(jax.Array, rule.plan.partition(ROW_AXES[:1]))))
+    last_tokens = cast(jax.Array, rule.plan.partition(ROW_AXES[:1]))
+    return DeviceState(kv, counts, RowState(rows, rows, rows, last_tokens, AdjustmentState(rows, rows, rows)))
+
+
+def block_partitions(rule: ModelRule, blocks: BlockInputs | None) -> BlockInputs | None:
+    """The tree of `blocks` with partitions for arrays: forced routing goes where its tokens are."""
+    if blocks is None:
+        return None
+    return BlockInputs(cast(jax.Array, rule.plan.partition(("data_ranks",))), cast(jax.Array, PartitionSpec()))
 
 
 def weight_partitions(rule: ModelRule) -> ModelWeights:

@@ -1,6 +1,7 @@
 """The one vector per data rank that a step is called with: its sections, and what the device makes of them."""
 
 # S single tokens, and sampled rows   B prefill blocks   Q tokens per block   C page changes   R rows   T tokens
+# F, I sampling parameters
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.execution.step_types import RowState, StepShape
 from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, NUM_INTEGERS
 
 T = TypeVar("T")
 
@@ -44,12 +46,17 @@ class Sections(NamedTuple, Generic[T]):
 
 
 class DeviceInput(NamedTuple):
-    """A step's tokens, where samples are taken (places in T) and for which rows, and how."""
+    """A step's tokens, where samples are taken (places in T) and for which rows, how, and by what they are adjusted.
+
+    `block_wants_top_B`: whether likeliest tokens are told where tokens of a prefill block are scored.
+    """
 
     batch: TokenBatch
     sample_places_S: jax.Array
     sample_rows_S: jax.Array
     sampling: SamplingBatch
+    penalties: Penalties
+    block_wants_top_B: jax.Array
 
 
 @dataclass(frozen=True)
@@ -115,20 +122,29 @@ def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_siz
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
     batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, num_singles=shape.num_singles)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
-    return DeviceInput(batch, places_S, rows_S, _sampling(rows, rows_S, positions_T[places_S] + 1))
+    sampling, penalties = _sampling(rows, rows_S, positions_T[places_S] + 1)
+    block_wants_top_B = rows.sampling_integers_RI[block_rows, NUM_INTEGERS - 1] > 0
+    return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B)
 
 
-def _sampling(rows: RowState, rows_S: jax.Array, positions_S: jax.Array) -> SamplingBatch:
-    """How each sample is drawn; padding is greedy."""
+def _sampling(rows: RowState, rows_S: jax.Array, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:
+    """How each sample is drawn, and by what it is adjusted; padding is greedy and adjusts nothing."""
     is_real_S = rows_S < rows.last_tokens_R.shape[0]
-    floats_S3 = jnp.where(is_real_S[:, None], rows.sampling_floats_R3[rows_S], jnp.array([0.0, 1.0, 0.0]))
-    integers_S3 = jnp.where(is_real_S[:, None], rows.sampling_integers_R3[rows_S], 0)
-    return SamplingBatch(
-        temperature_S=floats_S3[:, 0],
-        top_p_S=floats_S3[:, 1],
-        min_p_S=floats_S3[:, 2],
-        top_k_S=integers_S3[:, 0],
-        seed_S=integers_S3[:, 1],
-        choice_S=integers_S3[:, 2],
+    nothing_F = jnp.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    temperature_S, top_p_S, min_p_S, *penalties = jnp.where(
+        is_real_S[:, None], rows.sampling_floats_RF[rows_S], nothing_F
+    ).T
+    top_k_S, seed_S, choice_S, adjusts_S, num_top_S = jnp.where(
+        is_real_S[:, None], rows.sampling_integers_RI[rows_S], 0
+    ).T
+    sampling = SamplingBatch(
+        temperature_S=temperature_S,
+        top_p_S=top_p_S,
+        min_p_S=min_p_S,
+        top_k_S=top_k_S,
+        seed_S=seed_S,
+        choice_S=choice_S,
         position_S=positions_S.astype(jnp.uint32),
+        num_top_S=num_top_S,
     )
+    return sampling, Penalties(adjusts_S > 0, *penalties)

@@ -1,15 +1,17 @@
 """What a compiled step keeps and what it brings: pytrees of arrays."""
 
-# R rows of a data rank   P page-table width   S sampled rows   M MoE layers   K experts per token
-# N data ranks   T tokens of a data rank
+# R rows of a data rank   P page-table width   F, I sampling parameters   S sampled rows   J likeliest tokens
+# M MoE layers   K experts per token   N data ranks   T tokens of a data rank   X those of them in prefill blocks
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 
+from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.model.transformer import Parameters
 
@@ -36,7 +38,7 @@ class ModelWeights:
     maps: PlacementArrays | None
 
 
-ROW_ARRAYS = ["page_table_RP", "sampling_floats_R3", "sampling_integers_R3", "last_tokens_R"]
+ROW_ARRAYS = ["page_table_RP", "sampling_floats_RF", "sampling_integers_RI", "last_tokens_R", "adjustments"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=ROW_ARRAYS, meta_fields=[])
@@ -44,13 +46,15 @@ ROW_ARRAYS = ["page_table_RP", "sampling_floats_R3", "sampling_integers_R3", "la
 class RowState:
     """What a data rank remembers of its rows, so that only changes travel.
 
-    Page ids int32; temperature, top-p, min-p float32; top-k, seed, choice index uint32; the token sampled last, int32.
+    Page ids int32; sampling parameters float32 and uint32 in the order of `RowSampling`; the token sampled last, int32;
+    what adjusts logits.
     """
 
     page_table_RP: jax.Array
-    sampling_floats_R3: jax.Array
-    sampling_integers_R3: jax.Array
+    sampling_floats_RF: jax.Array
+    sampling_integers_RI: jax.Array
     last_tokens_R: jax.Array
+    adjustments: AdjustmentState
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kv_pages", "expert_counts_ME", "rows"], meta_fields=[])
@@ -67,15 +71,38 @@ class DeviceState:
     rows: RowState
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["sampled_N3S", "topk_ids_MTK"], meta_fields=[])
+class BlockInputs(NamedTuple):
+    """What is asked of tokens in prefill blocks besides computing them, of all data ranks; -1 asks for nothing.
+
+    `forced_NMXK` int16 are experts that tokens take, `targets_NX` int32 the known tokens that are scored after them.
+    """
+
+    forced_NMXK: jax.Array
+    targets_NX: jax.Array
+
+
+class PromptScoreOutput(NamedTuple):
+    """Log-probs of the targets [N, X], and the likeliest tokens there: ids, and the bits of their log-probs."""
+
+    logprobs_NX: jax.Array
+    top_N2XJ: jax.Array
+
+
+OUTPUT_ARRAYS = ["sampled_N3S", "topk_ids_MTK", "top_N2SJ", "scores"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=OUTPUT_ARRAYS, meta_fields=[])
 @dataclass(frozen=True)
 class StepOutput:
     """What leaves the device, of all data ranks and the same on every device.
 
     `sampled_N3S` int32: token ids, the bits of their float32 log-probs, whether their logits were finite.
     `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
-    does not capture it.
+    does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
+    `scores` are there in shapes with prefill blocks.
     """
 
     sampled_N3S: jax.Array
     topk_ids_MTK: jax.Array | None
+    top_N2SJ: jax.Array
+    scores: PromptScoreOutput | None

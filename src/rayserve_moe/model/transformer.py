@@ -1,6 +1,7 @@
 """The decoder: from token ids to hidden states, with routing ids and expert counts as outputs."""
 
-# T tokens   D model width   L layers   M MoE layers   E experts   K experts per token   V vocabulary (local share)
+# T tokens   X tokens in prefill blocks   D model width   L layers   M MoE layers   E experts   K experts per token
+# V vocabulary (local share)
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.local import ExpertWeights
+from rayserve_moe.experts.routing import ForcedPicks
 from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.registry import KernelChoice
@@ -74,10 +76,11 @@ class ForwardOutput(NamedTuple):
 
 
 class _StepTokens(NamedTuple):
-    """What all layers of a step share: its tokens, and the slots of the experts."""
+    """What all layers of a step share: its tokens, the slots of the experts, and what routing is forced [M, X, K]."""
 
     attention: AttentionTokens
     maps: PlacementArrays | None
+    forced: tuple[jax.Array, jax.Array] | None
 
 
 class _LayerRun(NamedTuple):
@@ -96,15 +99,18 @@ def forward(
     *,
     rule: ModelRule,
     maps: PlacementArrays | None = None,
+    forced_MXK: jax.Array | None = None,
 ) -> ForwardOutput:
     """Run all layers on one device's share; call it inside the sharded step.
 
     `params` and `kv_pages` are local shares, `batch` is this data rank's: every rank comes with one of the same shape,
     padding where it has nothing to do. `maps` say in which slots experts lie, for all MoE layers and the same on every
     device; None stands for expert i in slot i. Routing is captured before any mapping to slots, in router order.
+    `forced_MXK` replaces what routers select for the tokens in prefill blocks, where it is not negative.
     """
     hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=rule.plan)
-    tokens = _StepTokens(attention_tokens(batch, rule.spec), maps)
+    forced = None if forced_MXK is None else (forced_MXK, jnp.any(forced_MXK >= 0))
+    tokens = _StepTokens(attention_tokens(batch, rule.spec), maps, forced)
     routing, counts = [], []
     for run in _layer_runs(rule.spec):
         body = _moe_layer if run.is_moe else _dense_layer
@@ -154,6 +160,7 @@ def _moe_layer(
         valid_T=tokens.attention.batch.valid_T,
         rule=rule.experts,
         maps=tokens.maps,
+        forced=_forced_of_layer(tokens, moe_layer),
     )
     return (hidden_TD + out_TD, kv_pages), (ids_TK, counts_E)
 
@@ -178,6 +185,13 @@ def _attention_block(
     out_TD, kv_pages = attend_layer(normed_TD, weights, kv_pages, tokens, layer=layer, rule=rule.attention)
     hidden_TD = hidden_TD + out_TD
     return hidden_TD, rms_norm(hidden_TD, params["mlp_norm"]["scale"][layer], eps), kv_pages
+
+
+def _forced_of_layer(tokens: _StepTokens, moe_layer: jax.Array) -> ForcedPicks | None:
+    if tokens.forced is None:
+        return None
+    forced_MXK, is_any = tokens.forced
+    return ForcedPicks(forced_MXK[moe_layer].astype(jnp.int32), is_any)
 
 
 def _of_layer(weights: dict[str, jax.Array], layer: jax.Array) -> dict[str, jax.Array]:

@@ -10,21 +10,32 @@ from rayserve_moe.requests import RoutingLayout
 class RoutingStore:
     """One row per KV slot, each with the stamp of the page allocation it was written for.
 
-    A reader names the stamp it expects; a row written for anyone else is missing to it, never wrong.
+    A reader names the stamp it expects; a row written for anyone else is missing to it, never wrong. What is kept of a
+    stamp holds the slot too: a row that has come to lie in another slot is missing there. Beside each row stands the
+    version of the weights that it was computed under, a number that only its writer understands.
     """
 
     def __init__(self, layout: RoutingLayout, *, num_slots: int) -> None:
         self._rows = np.zeros((num_slots, *layout.row_shape), layout.dtype)
         self._stamps = np.zeros(num_slots, np.int64)
+        self._versions = np.zeros(num_slots, np.int32)
 
-    def write(self, slots: np.ndarray, stamps: np.ndarray, *, rows: np.ndarray) -> None:
+    def write(self, slots: np.ndarray, stamps: np.ndarray, *, rows: np.ndarray, versions: np.ndarray | int = 0) -> None:
         """Put rows [N, M, K] at `slots` int [N], under `stamps` int64 [N] (above 0)."""
         self._rows[slots] = rows
-        self._stamps[slots] = stamps
+        self._stamps[slots] = self._kept(slots, stamps)
+        self._versions[slots] = versions
 
     def read(self, slots: np.ndarray, stamps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fetch rows [N, M, K] and which of them are present, bool [N]; absent rows are zeros."""
-        present = self._stamps[slots] == stamps
+        present = self._stamps[slots] == self._kept(slots, stamps)
         rows = self._rows[slots]
         rows[~present] = 0
         return rows, present
+
+    def versions(self, slots: np.ndarray) -> np.ndarray:
+        """Versions int32 [N] of the rows at `slots`; they mean something where the row is present."""
+        return self._versions[slots]
+
+    def _kept(self, slots: np.ndarray, stamps: np.ndarray) -> np.ndarray:
+        return stamps * len(self._stamps) + slots

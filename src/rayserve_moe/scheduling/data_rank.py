@@ -126,5 +126,8 @@ class DataRank:
         assert all(sequence in self.running for sequence in self.prefilling), "a prompt is computed without a row"
 
     def _reusable_tokens(self, sequence: Sequence) -> np.ndarray:
-        """All known tokens but the last, which has to be computed to sample after it."""
-        return sequence.tokens(0, sequence.num_tokens - 1)
+        """Known tokens but the last, which has to be computed to sample after it, and those that are scored after."""
+        count, scoring = sequence.num_tokens - 1, sequence.scoring
+        if scoring is not None and not scoring.is_complete:
+            count = min(count, scoring.frontier)
+        return sequence.tokens(0, count)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from rayserve_moe.scheduling.block_demands import ChunkDemand, block_work_of
+from rayserve_moe.scheduling.row_sampling import adjustments_of, row_sampling_of
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import Sequence, chunk_demand
 from rayserve_moe.scheduling.step_plan import (
-    NO_NEW_ROWS,
+    NO_BLOCK_WORK,
     NO_PAGE_CHANGES,
     PageTableChanges,
-    RowSampling,
     StepPlan,
 )
 
@@ -24,7 +26,8 @@ class Schedule:
 
     `sampling_rows` are the rows of the chunks that sample, `sampling_epochs` whose they were, `num_departures` how many
     sequences had ever left a row by then. `completed` are sequences
-    whose last known token is computed by a longer chunk of this step, with their epochs.
+    whose last known token is computed by a longer chunk of this step, with their epochs; `scored` those that have
+    prompt tokens scored, each with the first position that is scored after, and how many are, in the plan's order.
     """
 
     plan: StepPlan
@@ -32,10 +35,11 @@ class Schedule:
     sampling_epochs: np.ndarray
     num_departures: int
     completed: tuple[tuple[Sequence, int], ...] = ()
+    scored: tuple[tuple[Sequence, int, int], ...] = ()
 
 
 class _Chunks(NamedTuple):
-    """Chunks of one rank. Arrays as in StepPlan."""
+    """Chunks of one rank, or one chunk of which more is asked. Arrays as in StepPlan."""
 
     data_rank: int
     rows: np.ndarray
@@ -43,6 +47,7 @@ class _Chunks(NamedTuple):
     lengths: np.ndarray
     token_ids: np.ndarray
     samples: np.ndarray
+    demand: ChunkDemand | None = None
 
 
 class PlanBuilder:
@@ -54,11 +59,13 @@ class PlanBuilder:
         self._page_changes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._new_rows: list[Sequence] = []
         self._completed: list[tuple[Sequence, int]] = []
+        self._has_demands = False
 
     def add_singles(self, data_rank: int, rows: np.ndarray, *, starts: np.ndarray) -> None:
         """Feed each of `rows` the token it sampled last, at position `starts`, and sample the next."""
         constants = self._table.singles[:, : len(rows)]
-        self._chunks.append(_Chunks(data_rank, rows, starts, *constants, self._table.all_true[: len(rows)]))
+        lengths, token_ids = constants
+        self._chunks.append(_Chunks(data_rank, rows, starts, lengths, token_ids, self._table.all_true[: len(rows)]))
 
     def add_chunk(self, sequence: Sequence, length: int, *, samples: bool, completes: bool) -> None:
         """Compute the next `length` known tokens of `sequence`, and sample after them where `samples`.
@@ -68,7 +75,9 @@ class PlanBuilder:
         start = sequence.num_computed
         chunk = (np.array([value]) for value in (sequence.row, start, length))
         token_ids = sequence.tokens(start, start + length).copy()
-        self._chunks.append(_Chunks(sequence.data_rank, *chunk, token_ids, np.array([samples])))
+        demand = chunk_demand(sequence, start, stop=start + length)
+        self._has_demands |= demand is not None
+        self._chunks.append(_Chunks(sequence.data_rank, *chunk, token_ids, np.array([samples]), demand))
         if completes:
             self._completed.append((sequence, int(self._table.epochs[sequence.row])))
 
@@ -92,7 +101,12 @@ class PlanBuilder:
         """Freeze the plan; it wants routing where a sequence of it does, or where `captures_all`."""
         rows, starts, lengths, token_ids, samples = self._joined()
         sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
-        table = self._table
+        table, work = self._table, NO_BLOCK_WORK
+        scored: tuple[tuple[Sequence, int, int], ...] = ()
+        if self._has_demands:
+            by_rank = self._by_rank()
+            work = block_work_of([(c.demand, len(c.rows), len(c.token_ids)) for c in by_rank])
+            scored = tuple(self._scored(by_rank))
         wants_routing = captures_all or (table.num_wanting_routing > 0 and bool(table.wants_routing[rows].any()))
         plan = StepPlan(
             step_id=self._step_id,
@@ -102,17 +116,37 @@ class PlanBuilder:
             token_ids=token_ids,
             chunk_samples=samples,
             pages=self._pages(),
-            sampling=self._row_sampling(),
+            sampling=row_sampling_of(self._new_rows),
             wants_routing=wants_routing and len(rows) > 0,
+            adjustments=adjustments_of(self._new_rows),
+            block_work=work,
+            wants_top=table.num_wanting_top > 0 and bool(table.num_top[sampling_rows].any()),
+            wants_score_top=any(sequence.request.num_top_logprobs for sequence, _, _ in scored),
         )
-        return Schedule(plan, sampling_rows, table.epochs[sampling_rows], table.num_departures, tuple(self._completed))
+        return Schedule(
+            plan,
+            sampling_rows,
+            table.epochs[sampling_rows],
+            table.num_departures,
+            completed=tuple(self._completed),
+            scored=scored,
+        )
+
+    def _scored(self, by_rank: list[_Chunks]) -> Iterator[tuple[Sequence, int, int]]:
+        for _, rows, *_, demand in by_rank:
+            if demand is not None and len(demand.targets):
+                sequence = self._table.sequences[rows[0]]
+                assert sequence is not None, "a chunk belongs to a sequence"
+                yield sequence, demand.scored_from, len(demand.targets)
+
+    def _by_rank(self) -> list[_Chunks]:
+        return sorted(self._chunks, key=lambda chunks: chunks.data_rank)
 
     def _joined(self) -> tuple[np.ndarray, ...]:
         if len(self._chunks) == 1:
-            return self._chunks[0][1:]
-        by_rank = sorted(self._chunks, key=lambda chunks: chunks.data_rank)
+            return self._chunks[0][1:6]
         empty = [np.zeros(0, np.intp)] * 3 + [np.zeros(0, np.int32), np.zeros(0, np.bool_)]
-        parts = [empty, *(chunks[1:] for chunks in by_rank)]
+        parts = [empty, *(chunks[1:6] for chunks in self._by_rank())]
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
     def _pages(self) -> PageTableChanges:
@@ -121,15 +155,3 @@ class PlanBuilder:
         if len(self._page_changes) == 1:
             return PageTableChanges(*self._page_changes[0])
         return PageTableChanges(*(np.concatenate(column) for column in zip(*self._page_changes, strict=True)))
-
-    def _row_sampling(self) -> RowSampling:
-        if not self._new_rows:
-            return NO_NEW_ROWS
-        params = [s.request.sampling for s in self._new_rows]
-        floats = [(p.temperature, p.top_p, p.min_p) for p in params]
-        integers = [(p.top_k, s.seed, s.choice_index) for p, s in zip(params, self._new_rows, strict=True)]
-        return RowSampling(
-            np.asarray([s.row for s in self._new_rows], np.int32),
-            np.asarray(floats, np.float32).reshape(-1, 3),
-            np.asarray(integers, np.uint32).reshape(-1, 3),
-        )

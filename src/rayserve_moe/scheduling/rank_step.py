@@ -10,7 +10,7 @@ import numpy as np
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import PlanBuilder
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
 
 
@@ -75,7 +75,7 @@ class RankStep:
         """Start a waiting sequence here if all its known tokens find pages, and the step has room for some of them."""
         prefix = self.rank.lock_prefix(sequence)
         num_tokens, cached = sequence.num_tokens, prefix.num_tokens
-        length = self._chunk_length(num_tokens - cached)
+        length = self._chunk_length(sequence, cached)
         missing = -(-num_tokens // self._limits.page_size) - len(prefix.page_ids)
         if length == 0 or self.rank.num_available < missing:
             self.rank.tree.unlock(prefix)
@@ -115,22 +115,26 @@ class RankStep:
 
     def _continue_prefill(self) -> None:
         for sequence in list(self.rank.prefilling):
-            length = self._chunk_length(sequence.num_uncomputed) if sequence.row != NO_ROW else 0
+            length = self._chunk_length(sequence, sequence.num_computed) if sequence.row != NO_ROW else 0
             if length and self._grow(sequence, length):
                 self._add_chunk(sequence, length)
 
     def _add_chunk(self, sequence: Sequence, length: int) -> None:
-        is_last = sequence.num_computed + length == sequence.num_tokens
+        start = sequence.num_computed
+        is_last = start + length == sequence.num_tokens
         samples = is_last and sequence.num_tokens < sequence.limit
         self._builder.add_chunk(sequence, length, samples=samples, completes=is_last)
         self._table.num_computed[sequence.row] += length
-        if length > 1:
+        if length > 1 or chunk_demand(sequence, start, stop=start + 1) is not None:
             self._budget -= -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS
 
-    def _chunk_length(self, uncomputed: int) -> int:
-        """Tokens of a prompt that this step computes: longer chunks take whole blocks, a single token always fits."""
-        wanted = min(uncomputed, self._limits.chunk_tokens)
-        return wanted if wanted == 1 else min(wanted, self._budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
+    def _chunk_length(self, sequence: Sequence, start: int) -> int:
+        """Known tokens from position `start` that this step computes: a single token always fits, others take whole
+        blocks."""
+        wanted = min(sequence.num_tokens - start, self._limits.chunk_tokens)
+        if wanted == 1 and chunk_demand(sequence, start, stop=start + 1) is None:
+            return 1
+        return min(wanted, self._budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         """Give `sequence` pages for `length` more tokens; False where it had to make room itself."""

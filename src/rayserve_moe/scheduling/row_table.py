@@ -25,7 +25,8 @@ class RowTable:
 
     `epochs` counts the owners of a row: whatever was started for one owner must not be taken for the next.
     `capacities` are the tokens that the pages of a row hold. `num_departures` counts how often any row was left,
-    `num_with_stop_ids` and `num_wanting_routing` the rows in use whose sequence has or wants that.
+    `num_with_stop_ids`, `num_wanting_routing` and `num_wanting_top` the rows in use whose sequence has or wants that.
+    `num_top` are the likeliest tokens told of each sample.
     `singles` and `all_true` are constants: lengths and token ids of chunks that go on from the token sampled last.
     """
 
@@ -42,10 +43,12 @@ class RowTable:
         self.is_incremental = np.zeros(num_rows, np.bool_)
         self.published_at = np.full(num_rows, -np.inf)
         self.wants_routing = np.zeros(num_rows, np.bool_)
+        self.num_top = np.zeros(num_rows, np.int64)
         self.stop_ids = np.full((num_rows, 1), NO_TOKEN, np.int32)
         self.num_departures = 0
         self.num_with_stop_ids = 0
         self.num_wanting_routing = 0
+        self.num_wanting_top = 0
         self.singles = np.stack([np.ones(num_rows, np.int32), np.full(num_rows, LAST_SAMPLED, np.int32)])
         self.all_true = np.ones(num_rows, np.bool_)
         self._counters = np.zeros((NUM_COUNTERS, num_rows), np.int64)
@@ -67,6 +70,8 @@ class RowTable:
         self.wants_routing[row] = sequence.request.return_routed_experts
         self.num_with_stop_ids += bool(sequence.stop_token_ids)
         self.num_wanting_routing += sequence.request.return_routed_experts
+        self.num_top[row] = sequence.request.num_top_logprobs
+        self.num_wanting_top += sequence.request.num_top_logprobs > 0
         self.capacities[row] = old.counters[NUM_PAGES] * self.page_size
         self.is_incremental[row] = sequence.request.incremental
         self.published_at[row] = -np.inf
@@ -96,6 +101,7 @@ class RowTable:
         self.num_departures += 1
         self.num_with_stop_ids -= bool(sequence.stop_token_ids)
         self.num_wanting_routing -= sequence.request.return_routed_experts
+        self.num_wanting_top -= sequence.request.num_top_logprobs > 0
 
     def add_pages(self, rows: np.ndarray, page_ids: np.ndarray, *, generations: np.ndarray) -> np.ndarray:
         """Append one page to each of `rows` (all different); returns the index it took in each."""

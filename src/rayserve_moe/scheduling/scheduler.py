@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason
+from rayserve_moe.requests import FinishReason, GenerationRequest, TopLogprobs
 from rayserve_moe.scheduling.admission_order import next_to_admit
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import PlanBuilder, Schedule
+from rayserve_moe.scheduling.prompt_scoring import PromptScoring
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from rayserve_moe.scheduling.token_commit import commit_tokens
+from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_tokens
 
 
 @dataclass(frozen=True)
 class Preemption:
-    """A sequence that lost its pages: what it had computed, and where that was."""
+    """A sequence that lost its pages: what it had computed, and where that was; it may be on another rank already."""
 
     sequence: Sequence
+    data_rank: int
     num_computed: int
     page_ids: np.ndarray
     page_generations: np.ndarray
@@ -79,10 +83,11 @@ class Scheduler:
         leader, *followers = choices
         leader.followers = followers
         request = leader.request
+        scoring = PromptScoring(request) if request.score_prompt_from is not None else None
         for sequence in choices:
             sequence.choices = choices
-            shared = (self._weight_version, request.cache_salt)
-            sequence.namespace = shared if self._limits.caches_prefixes else request.request_id
+            sequence.namespace = self._namespace(request)
+            sequence.scoring = scoring
         self.waiting.append(leader)
 
     def schedule(self, *, captures_all: bool = False) -> Schedule:
@@ -114,13 +119,17 @@ class Scheduler:
     def commit(self, schedule: Schedule, result: StepResult) -> Commit:
         """Take over what a step sampled; tokens of sequences that have left their row since are dropped."""
         rows, endings = commit_tokens(self.table, schedule, result=result)
+        if schedule.scored:
+            ended = {row for row, _ in endings}
+            endings += [(row, NOT_FINITE) for row in _take_scores(schedule, result) if row not in ended]
+        failed = [row for row, reason in endings if reason.kind == "error"]
         for sequence, epoch in schedule.completed:
             row = sequence.row
             if row == NO_ROW or self.table.epochs[row] != epoch:
                 continue
-            if sequence.limit == sequence.num_prompt_tokens:
+            if sequence.limit == sequence.num_prompt_tokens and row not in failed:
                 endings.append((row, FinishReason("length")))
-            if not any(ended == row and reason.kind == "error" for ended, reason in endings):
+            if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
             self._release_followers(sequence)
         return Commit(rows, [self._end_row(row, reason) for row, reason in endings])
@@ -138,7 +147,7 @@ class Scheduler:
         """Give back the pages of an ended sequence; whole ones stay cached for as long as there is room."""
         assert sequence.finish is not None, "only ended sequences are released"
         self._give_up_pages(sequence)
-        if not self._limits.caches_prefixes and all(choice.finish for choice in sequence.choices):
+        if self._is_private(sequence.request) and all(choice.finish for choice in sequence.choices):
             for rank in self.ranks:
                 rank.tree.clear(sequence.namespace)
 
@@ -148,7 +157,7 @@ class Scheduler:
         self.ranks[sequence.data_rank].dismiss(sequence)
         num_computed = min(sequence.num_computed, sequence.num_tokens)
         pages = (sequence.pages, sequence.page_generations)
-        self.preemptions.append(Preemption(sequence, num_computed, *pages))
+        self.preemptions.append(Preemption(sequence, sequence.data_rank, num_computed, *pages))
         sequence.num_to_recompute = max(sequence.num_to_recompute, num_computed)
         self._give_up_pages(sequence)
         self.waiting.appendleft(sequence)
@@ -199,12 +208,40 @@ class Scheduler:
         rank.give_up_pages(sequence)
 
     def _release_followers(self, leader: Sequence) -> None:
-        """Queue the other choices of a request, to find its prompt cached."""
+        """Queue the other choices of a request, to find its prompt cached: after those that have run before."""
         followers, leader.followers = [f for f in leader.followers if f.finish is None], []
-        self.waiting.extendleft(reversed(followers))
+        if followers:
+            num_preempted = sum(1 for _ in takewhile(lambda s: s.num_to_recompute > 0, self.waiting))
+            self.waiting.rotate(-num_preempted)
+            self.waiting.extendleft(reversed(followers))
+            self.waiting.rotate(num_preempted)
+
+    def _namespace(self, request: GenerationRequest) -> Hashable:
+        """Who finds the prefixes that a request leaves in the cache."""
+        if self._is_private(request):
+            return request.request_id
+        return self._weight_version, request.cache_salt
+
+    def _is_private(self, request: GenerationRequest) -> bool:
+        """Whether only its own choices share its prefixes: what routing was forced upon is for nobody else."""
+        return not self._limits.caches_prefixes or request.forced_routing is not None
 
     def _end_row(self, row: int, reason: FinishReason) -> Sequence:
         sequence = self.table.sequences[row]
         assert sequence is not None, f"row {row} has no sequence to end"
         self.end(sequence, reason)
         return sequence
+
+
+def _take_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:
+    """Keep the prompt scores that a step found; yields the rows of sequences with scores that are not finite."""
+    first = 0
+    for sequence, position, count in schedule.scored:
+        assert result.scores is not None and sequence.scoring is not None, "scores were asked for"
+        part, first = slice(first, first + count), first + count
+        logprobs, top = result.scores.logprobs[part], result.scores.top
+        if np.isfinite(logprobs).all():
+            wanted = top and TopLogprobs(top.token_ids[part], top.logprobs[part])
+            sequence.scoring.take(position, logprobs, top=wanted if sequence.scoring.wants_top else None)
+        elif sequence.row != NO_ROW:
+            yield sequence.row

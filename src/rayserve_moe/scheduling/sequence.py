@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason, GenerationRequest
+from rayserve_moe.requests import FinishReason, GenerationRequest, TopLogprobs
+from rayserve_moe.scheduling.block_demands import ChunkDemand, demand_of
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix
+from rayserve_moe.scheduling.prompt_scoring import PromptScoring
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
@@ -37,6 +39,9 @@ class Sequence:
     `choices` are those of its request, itself among them; `followers` wait for its prompt. Its client knows the first
     `num_published` tokens. `num_to_recompute` positions were computed before it was preempted. `origins` are ranges
     `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; later ones outrank.
+    `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client
+    has the first `num_published_rows` routing rows. `sampled_rows` and `sampled_versions` are rows of outputs that
+    outlive a preemption.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -67,6 +72,10 @@ class Sequence:
         self.num_to_recompute = 0
         self.origins: tuple[tuple[int, int, str], ...] = ()
         self.sampled_rows: np.ndarray | None = None
+        self.sampled_versions = np.zeros(0, np.int32)
+        self.num_published_rows = 0
+        self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
+        self.scoring: PromptScoring | None = None
         counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
         self.state = SequenceState(
             counters,
@@ -135,3 +144,22 @@ class Sequence:
         self.state.counters[NUM_PAGES] = 0
         self.state.counters[NUM_COMPUTED] = 0
         return pages
+
+
+def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:
+    """The likeliest tokens where those at positions `[start, stop)` were sampled; None where nobody asks."""
+    if not (count := sequence.request.num_top_logprobs):
+        return None
+    told = sequence.top_of_outputs[start - sequence.num_prompt_tokens : stop - sequence.num_prompt_tokens]
+    ids, logprobs = ([entry[i] for entry in told] for i in (0, 1))
+    return TopLogprobs(
+        np.asarray(ids, np.int32).reshape(-1, count), np.asarray(logprobs, np.float32).reshape(-1, count)
+    )
+
+
+def chunk_demand(sequence: Sequence, start: int, *, stop: int) -> ChunkDemand | None:
+    """What a sequence asks of a chunk over positions `[start, stop)` besides computing it."""
+    forced = sequence.request.forced_routing
+    if sequence.scoring is None and forced is None:
+        return None
+    return demand_of(start, stop, scoring=sequence.scoring, forced=forced)

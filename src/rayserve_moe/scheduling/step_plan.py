@@ -19,10 +19,18 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from rayserve_moe.requests import TopLogprobs
+
 LAST_SAMPLED = -1
 
 PREFILL_BLOCK_TOKENS = 32
-"""Chunks of more than one token take up whole blocks of this many tokens in a step."""
+"""Chunks of more than one token, and those of which more is asked, take up whole blocks of this many tokens."""
+
+MAX_TOP_LOGPROBS = 20
+"""Likeliest tokens that the devices tell of one position."""
+
+MAX_LOGIT_BIASES = 256
+"""Tokens that one request can bias."""
 
 
 def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
@@ -38,25 +46,57 @@ class PageTableChanges:
     page_ids: np.ndarray = field(default_factory=lambda: _empty(np.int32))
 
 
+NUM_FLOATS, NUM_INTEGERS = 6, 5
+
+
 @dataclass(frozen=True)
 class RowSampling:
     """Sampling parameters of rows taken by new sequences.
 
-    `rows` int32 [S]; `floats` float32 [S, 3] = temperature, top_p, min_p; `integers` uint32 [S, 3] = top_k,
-    seed, choice index.
+    `rows` int32 [S]; `floats` float32 [S, 6] = temperature, top_p, min_p, and the repetition, presence and frequency
+    penalties; `integers` uint32 [S, 5] = top_k, seed, choice index, whether logits are adjusted, likeliest tokens told.
     """
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.int32))
-    floats: np.ndarray = field(default_factory=lambda: _empty(np.float32, 3))
-    integers: np.ndarray = field(default_factory=lambda: _empty(np.uint32, 3))
+    floats: np.ndarray = field(default_factory=lambda: _empty(np.float32, NUM_FLOATS))
+    integers: np.ndarray = field(default_factory=lambda: _empty(np.uint32, NUM_INTEGERS))
 
 
-NO_PAGE_CHANGES, NO_NEW_ROWS = PageTableChanges(), RowSampling()
+@dataclass(frozen=True)
+class RowAdjustment:
+    """What a new row's logits are adjusted by: the tokens that penalties count, int32, and biases by token id."""
+
+    row: int
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """What is asked of tokens besides computing them; their `chunks` take blocks however short they are.
+
+    Tokens are named by their place in the plan. After each of `score_tokens` the known token `score_targets` (int32)
+    is scored. `forced_tokens` take `forced_rows` [N, MoE layers, k] for what the router would select.
+    """
+
+    chunks: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    score_tokens: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    score_targets: np.ndarray = field(default_factory=lambda: _empty(np.int32))
+    forced_tokens: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    forced_rows: np.ndarray | None = None
+
+
+NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(), BlockWork()
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step for all hosts. `wants_routing` says that some row of this step will be asked for."""
+    """One step for all hosts. `wants_routing` says that some row of this step will be asked for.
+
+    `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token.
+    """
 
     step_id: int
     chunk_rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
@@ -67,6 +107,15 @@ class StepPlan:
     pages: PageTableChanges = NO_PAGE_CHANGES
     sampling: RowSampling = NO_NEW_ROWS
     wants_routing: bool = False
+    adjustments: tuple[RowAdjustment, ...] = ()
+    block_work: BlockWork = NO_BLOCK_WORK
+    wants_top: bool = False
+    wants_score_top: bool = False
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some chunk takes blocks."""
+        return len(self.token_ids) != len(self.chunk_rows) or len(self.block_work.chunks) > 0
 
     @property
     def num_chunks(self) -> int:
@@ -86,6 +135,14 @@ class RoutingRows:
 
 
 @dataclass(frozen=True)
+class TokenScores:
+    """Log-probs float32 [N] of a plan's `score_targets`, and the likeliest tokens at their places, where wanted."""
+
+    logprobs: np.ndarray
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """Seconds the host of rank 0 spent on one step."""
 
@@ -98,7 +155,7 @@ class StepResult:
     """What a step sampled, one entry per sampling chunk of its plan, in the order of the plan.
 
     `token_ids` int32, `logprobs` float32, and `finite`: whether the logits were finite. `routing` holds the rows of
-    all its tokens, where some were wanted.
+    all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
     """
 
     step_id: int
@@ -107,6 +164,8 @@ class StepResult:
     finite: np.ndarray
     routing: RoutingRows | None = None
     times: StepTimes = StepTimes()
+    top: TopLogprobs | None = None
+    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)

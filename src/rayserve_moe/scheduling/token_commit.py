@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason
+from rayserve_moe.requests import FinishReason, TopLogprobs
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import StepResult
@@ -27,6 +27,7 @@ def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) ->
     A row whose logits were not finite gets no token, and ends.
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
+    top = result.top
     endings: list[tuple[int, FinishReason]] = []
     all_finite = np.count_nonzero(result.finite) == len(rows)
     if table.num_departures != schedule.num_departures or not all_finite:
@@ -34,11 +35,14 @@ def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) ->
         endings = [(int(row), NOT_FINITE) for row in rows[kept & ~result.finite]]
         kept &= result.finite
         rows, ids, logprobs = rows[kept], ids[kept], logprobs[kept]
+        top = top and TopLogprobs(top.token_ids[kept], top.logprobs[kept])
     places = table.num_tokens[rows]
     table.token_ids[rows, places] = ids
     table.logprobs[rows, places] = logprobs
     places += 1
     table.num_tokens[rows] = places
+    if top is not None:
+        _note_top(table, rows, top)
     over = places >= table.limits[rows]
     if table.num_with_stop_ids:
         over |= (table.stop_ids[rows] == ids[:, None]).any(axis=1)
@@ -47,3 +51,12 @@ def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) ->
         reason = FinishReason("stop", matched=int(ids[i])) if is_stop else FinishReason("length")
         endings.append((int(rows[i]), reason))
     return Committed(rows, endings)
+
+
+def _note_top(table: RowTable, rows: np.ndarray, top: TopLogprobs) -> None:
+    """Leave the likeliest tokens of each sample with the sequences that want any."""
+    counts = table.num_top[rows]
+    for i in np.flatnonzero(counts).tolist():
+        sequence, count = table.sequences[rows[i]], counts[i]
+        assert sequence is not None, "a sample belongs to a sequence"
+        sequence.top_of_outputs.append((top.token_ids[i, :count], top.logprobs[i, :count]))

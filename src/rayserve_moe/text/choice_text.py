@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutedExperts, SamplingParams
+from rayserve_moe.requests import (
+    FinishReason,
+    GenerationUpdate,
+    PromptScores,
+    RoutedExperts,
+    SamplingParams,
+    TopLogprobs,
+)
 from rayserve_moe.text.detokenizer import IncrementalDetokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -26,6 +33,8 @@ class ChoiceDelta:
     routing: RoutedExperts | None = None
     num_cached_tokens: int = 0
     stop_found: bool = False
+    top: TopLogprobs | None = None
+    prompt_scores: PromptScores | None = None
 
 
 class StopStringScanner:
@@ -82,7 +91,7 @@ class ChoiceText:
         """Turn the engine's update into what the client is to get.
 
         Text ends before the first stop string; ids and log-probs end with the token that completed it, and so do the
-        routing rows. An id that the engine stopped at stays among the ids and adds no text.
+        routing rows, streamed or not. An id that the engine stopped at stays among the ids and adds no text.
         """
         was_matched = self._scanner.matched is not None
         text, num_kept = self._take(update)
@@ -99,6 +108,8 @@ class ChoiceText:
             routing=update.routing if matched is None else self._trim(update.routing),
             num_cached_tokens=update.num_cached_tokens,
             stop_found=matched is not None and not was_matched and update.finish is None,
+            top=_first_of(update.top, num_kept),
+            prompt_scores=update.prompt_scores,
         )
 
     def _take(self, update: GenerationUpdate) -> tuple[str, int]:
@@ -131,6 +142,10 @@ class ChoiceText:
             source=tuple((a, min(b, end), name) for a, b, name in routing.source if a < end),
             weight_version=tuple((a, min(b, end), name) for a, b, name in routing.weight_version if a < end),
         )
+
+
+def _first_of(top: TopLogprobs | None, count: int) -> TopLogprobs | None:
+    return top and TopLogprobs(top.token_ids[:count], top.logprobs[:count])
 
 
 def _ends_at_token(finish: FinishReason | None) -> bool:

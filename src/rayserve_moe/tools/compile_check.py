@@ -158,7 +158,7 @@ def lower(program: Program, served: ServedModel) -> jax.stages.Lowered:
     jitted = jax.jit(program.run, donate_argnums=1)
     # Kernels ask the current mesh which chip they are compiled for.
     with jax.set_mesh(served.plan.mesh):
-        return jitted.lower(program.weights, program.state, vectors_NW=program.vectors_NW)
+        return jitted.lower(program.weights, program.state, **program.inputs)
 
 
 def hbm_limit(device: jax.Device) -> int:

@@ -16,16 +16,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.execution.block_inputs import block_input_shapes
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.step import (
     StepRule,
+    block_partitions,
     run_step,
     state_partitions,
     step_logits,
     weight_partitions,
 )
 from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepShape
+from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepShape
 from rayserve_moe.execution.weights import first_placement, model_rule
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.model.family_table import spec_from_config
@@ -67,13 +69,13 @@ class ServedSetting:
 
 @dataclass(frozen=True)
 class Program:
-    """One program: a function of weights, state and input vectors, whose state is donated, and their shapes."""
+    """One program: a function of weights, state and named inputs, whose state is donated, and their shapes."""
 
     name: str
     run: Callable[..., Any]
     weights: ModelWeights
     state: DeviceState
-    vectors_NW: jax.ShapeDtypeStruct
+    inputs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -118,18 +120,31 @@ def programs_of(served: ServedModel) -> list[Program]:
 
 
 def run_forward(
-    weights: ModelWeights, state: DeviceState, *, vectors_NW: jax.Array, layout: InputLayout, rule: StepRule
+    weights: ModelWeights,
+    state: DeviceState,
+    *,
+    vectors_NW: jax.Array,
+    blocks: BlockInputs | None,
+    layout: InputLayout,
+    rule: StepRule,
 ) -> tuple[DeviceState, jax.Array]:
     """A step without sampling: the state, and float32 logits [N * S, V] that stay where they are."""
     plan = rule.model.plan
 
-    def on_device(weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array) -> tuple[DeviceState, jax.Array]:
+    def on_device(
+        weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
+    ) -> tuple[DeviceState, jax.Array]:
         vector_W = vectors_NW[plan.data_rank()]
         rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
         step = unpack(vector_W, rows, layout=layout, page_size=rule.page_size)
         places_S = step.sample_places_S
         out, logits_SV = step_logits(
-            weights, state.kv_pages, batch=step.batch, sample_places_S=places_S, rule=rule.model
+            weights,
+            state.kv_pages,
+            batch=step.batch,
+            sample_places_S=places_S,
+            forced_MXK=blocks and blocks.forced_NMXK[0],
+            rule=rule.model,
         )
         return replace(state, kv_pages=out.kv_pages, rows=rows), logits_SV
 
@@ -137,10 +152,10 @@ def run_forward(
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(weight_partitions(rule.model), parts, PartitionSpec()),
+        in_specs=(weight_partitions(rule.model), parts, PartitionSpec(), block_partitions(rule.model, blocks)),
         out_specs=(parts, PartitionSpec(DATA)),
         check_vma=False,
-    )(weights, state, vectors_NW)
+    )(weights, state, vectors_NW, blocks)
 
 
 def bytes_on_device(tree: object) -> int:
@@ -169,7 +184,9 @@ def _program(name: str, run: Callable[..., Any], *, shape: StepShape, served: Se
     layout = InputLayout(shape, served.setting.batch)
     size = (served.plan.data_size, len(layout.padding))
     vectors_NW = jax.ShapeDtypeStruct(size, jnp.int32, sharding=served.plan.replicated())
-    return Program(name, partial(run, layout=layout, rule=served.rule), served.weights, served.state, vectors_NW)
+    blocks = block_input_shapes(shape, served.rule.model) if shape.num_blocks else None
+    inputs = {"vectors_NW": vectors_NW, "blocks": blocks}
+    return Program(name, partial(run, layout=layout, rule=served.rule), served.weights, served.state, inputs)
 
 
 def _plan(setting: ServedSetting) -> ParallelPlan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,13 @@ import pytest
 from rayserve_moe.decoding.sampling import SamplingBatch, sample
 
 VOCABULARY = 24
-compiled_sample = jax.jit(sample)
+compiled_sample = jax.jit(partial(sample, most_top=5))
 
 
 def rows(count: int, **fields: object) -> SamplingBatch:
     """Parameters of `count` rows; scalars hold for all."""
     defaults: dict = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "seed": 0, "choice": 0, "position": 0}
+    defaults["num_top"] = 0
     merged = defaults | fields
     kinds = dict.fromkeys(("temperature", "top_p", "min_p"), np.float32) | {"position": np.int32}
     arrays = {
@@ -67,7 +70,7 @@ TRUNCATIONS = [
 def test_samples_follow_the_truncated_distribution(params):
     count, logits = 8000, logits_of(1, seed=3)[0]
     batch = rows(count, seed=np.arange(count), position=np.arange(count) % 7, **params)
-    ids, _, finite = compiled_sample(jnp.asarray(np.tile(logits, (count, 1))), batch)
+    ids, _, finite, *_ = compiled_sample(jnp.asarray(np.tile(logits, (count, 1))), batch)
     expected = kept_by_definition(logits, **params)
     found = np.bincount(np.asarray(ids), minlength=VOCABULARY) / count
     assert set(np.flatnonzero(found)) <= set(np.flatnonzero(expected)), "a removed token was sampled"
@@ -80,7 +83,7 @@ def test_samples_follow_the_truncated_distribution(params):
 def test_min_p_of_one_keeps_every_likeliest_token():
     logits = logits_of(1)[0]
     logits[[3, 8, 19]] = 20.0
-    ids, _, _ = compiled_sample(jnp.asarray(np.tile(logits, (200, 1))), rows(200, min_p=1.0, seed=np.arange(200)))
+    ids, *_ = compiled_sample(jnp.asarray(np.tile(logits, (200, 1))), rows(200, min_p=1.0, seed=np.arange(200)))
     assert set(np.asarray(ids).tolist()) == {3, 8, 19}
 
 
@@ -88,7 +91,7 @@ def test_min_p_of_one_keeps_every_likeliest_token():
 def test_logprobs_are_of_the_logits_over_temperature_before_truncation(temperature):
     logits = logits_of(12)
     batch = rows(12, temperature=temperature, top_k=2, top_p=0.5, min_p=0.3, seed=np.arange(12))
-    ids, logprobs, _ = compiled_sample(jnp.asarray(logits), batch)
+    ids, logprobs, _, *_ = compiled_sample(jnp.asarray(logits), batch)
     expected = log_softmax(logits / (temperature or 1.0))
     np.testing.assert_allclose(logprobs, expected[np.arange(12), np.asarray(ids)], atol=2e-6)
 
@@ -96,14 +99,16 @@ def test_logprobs_are_of_the_logits_over_temperature_before_truncation(temperatu
 def test_temperature_zero_takes_the_largest_logit_ties_to_the_smaller_id():
     logits = logits_of(3)
     logits[1, [4, 9, 20]] = 50.0
-    ids, _, _ = compiled_sample(jnp.asarray(logits), rows(3, temperature=0.0, seed=[1, 2, 3]))
+    ids, *_ = compiled_sample(jnp.asarray(logits), rows(3, temperature=0.0, seed=[1, 2, 3]))
     np.testing.assert_array_equal(ids, [logits[0].argmax(), 4, logits[2].argmax()])
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-4])
 def test_a_tiny_temperature_is_nearly_greedy_and_its_logprob_finite(temperature):
     logits = logits_of(5) * 100
-    ids, logprobs, finite = compiled_sample(jnp.asarray(logits), rows(5, temperature=temperature, seed=np.arange(5)))
+    ids, logprobs, finite, *_ = compiled_sample(
+        jnp.asarray(logits), rows(5, temperature=temperature, seed=np.arange(5))
+    )
     np.testing.assert_array_equal(ids, logits.argmax(-1))
     assert np.isfinite(logprobs).all() and bool(finite.all())
 
@@ -140,10 +145,25 @@ def test_neighbouring_seeds_choices_and_positions_are_independent():
 def test_rows_with_logits_that_are_not_finite_are_named_and_spoil_no_other(bad, temperature):
     logits = logits_of(4)
     batch = rows(4, temperature=temperature, top_k=5, seed=np.arange(4))
-    ids, logprobs, finite = compiled_sample(jnp.asarray(logits), batch)
+    ids, logprobs, finite, *_ = compiled_sample(jnp.asarray(logits), batch)
     assert bool(finite.all())
     logits[2, 7] = bad
-    ids_after, logprobs_after, finite_after = compiled_sample(jnp.asarray(logits), batch)
+    ids_after, logprobs_after, finite_after, *_ = compiled_sample(jnp.asarray(logits), batch)
     np.testing.assert_array_equal(finite_after, [True, True, False, True])
     np.testing.assert_array_equal(np.delete(ids_after, 2), np.delete(ids, 2))
     np.testing.assert_array_equal(np.delete(logprobs_after, 2), np.delete(logprobs, 2))
+
+
+def test_the_likeliest_tokens_fall_with_ties_to_the_smaller_id():
+    logits = np.round(logits_of(3, seed=4), 0)
+    found = compiled_sample(jnp.asarray(logits), rows(3, temperature=0.5, num_top=[0, 2, 0], top_k=1))
+    expected = log_softmax(logits / 0.5)
+    order = np.argsort(-expected, axis=1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(found.top.ids_SJ, order)
+    np.testing.assert_allclose(found.top.logprobs_SJ, np.take_along_axis(expected, order, axis=1), atol=1e-5)
+
+
+def test_a_vocabulary_may_be_smaller_than_what_is_told():
+    logits = jnp.asarray(logits_of(2, size=3))
+    found = jax.jit(partial(sample, most_top=20))(logits, rows(2, num_top=3))
+    assert found.top.ids_SJ.shape == (2, 3)

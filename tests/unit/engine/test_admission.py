@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine.admission import check_request
-from rayserve_moe.requests import GenerationRequest, RequestError, SamplingParams
+from rayserve_moe.requests import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
 from tests.support.counting import CARD
 
 LONGEST = 80
@@ -38,8 +38,68 @@ REFUSED = {
     "top_p above one": (request(top_p=1.5), "top_p", r"\(0, 1\]"),
     "top_p that is no number": (request(top_p=float("nan")), "top_p", r"\(0, 1\]"),
     "negative min_p": (request(min_p=-0.5), "min_p", r"\[0, 1\]"),
+    "repetition penalty of zero": (request(repetition_penalty=0.0), "repetition_penalty", "above 0"),
+    "endless repetition penalty": (request(repetition_penalty=float("inf")), "repetition_penalty", "finite"),
+    "presence penalty that is no number": (request(presence_penalty=float("nan")), "presence_penalty", "finite"),
+    "endless frequency penalty": (request(frequency_penalty=-float("inf")), "frequency_penalty", "finite"),
+    "bias of a token that is none": (request(logit_bias=((1000, 1.0),)), "logit_bias", r"\[0, 1000\)"),
+    "endless bias": (request(logit_bias=((1, float("inf")),)), "logit_bias", "finite"),
+    "too many biases": (request(logit_bias=tuple((i, 1.0) for i in range(257))), "logit_bias", "at most 256"),
     "min_p that is no number": (request(min_p=float("nan")), "min_p", r"\[0, 1\]"),
 }
+
+
+ROUTED = replace(CARD, routing=RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2))
+ROWS = np.tile(np.array([[3, 0], [7, 1]]), (3, 1, 1))
+"""Good rows for the three tokens of a prompt."""
+
+
+def forcing(rows: np.ndarray, *, start: int = 0, missing: tuple = ()) -> GenerationRequest:
+    return replace(request(), forced_routing=RoutedExperts(np.asarray(rows), start=start, missing=missing))
+
+
+NO_ROUTING = {
+    "too few rows": (forcing(ROWS[:1]), "a row for every prompt token"),
+    "too many rows": (forcing(np.tile(ROWS, (2, 1, 1))), "a row for every prompt token"),
+    "rows that end beyond the prompt": (forcing(ROWS, start=1), "a row for every prompt token"),
+    "a start before the prompt": (forcing(np.tile(ROWS, (2, 1, 1))[:4], start=-1), "a row for every prompt token"),
+    "other layers": (forcing(ROWS[:, :1]), r"shape \[2, 2\]"),
+    "other picks": (forcing(ROWS[..., :1]), r"shape \[2, 2\]"),
+    "flat rows": (forcing(ROWS.reshape(3, 4)), r"shape \[2, 2\]"),
+    "rows that are no whole numbers": (forcing(ROWS * 1.0), "whole numbers"),
+    "an expert that does not exist": (forcing(ROWS + 1), r"\[0, 8\)"),
+    "a negative expert": (forcing(ROWS - 1), r"\[0, 8\)"),
+    "an expert twice in a row": (forcing(np.where(ROWS == 1, 7, ROWS)), "twice"),
+    "a missing row": (forcing(ROWS, missing=((1, 2),)), "missing"),
+}
+
+
+@pytest.mark.parametrize(("refused", "message"), NO_ROUTING.values(), ids=NO_ROUTING.keys())
+def test_routing_that_no_router_selects_is_refused(refused, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        check_request(refused, ROUTED, longest=LONGEST)
+    assert caught.value.param == "forced_routed_experts"
+
+
+@pytest.mark.parametrize(("rows", "start"), [(ROWS, 0), (ROWS[:2], 0), (ROWS[:1], 2), (ROWS[:0], 2), (ROWS[:1], 1)])
+def test_routing_of_the_prompt_from_some_position_on_is_served(rows, start):
+    for dtype in (np.uint8, np.int16, np.int64):
+        check_request(forcing(rows.astype(dtype), start=start), ROUTED, longest=LONGEST)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"num_top_logprobs": 21}, "top_logprobs"),
+        ({"num_top_logprobs": -1}, "top_logprobs"),
+        ({"score_prompt_from": -1}, "logprob_start_len"),
+        ({"score_prompt_from": 3}, "logprob_start_len"),
+    ],
+)
+def test_scores_of_what_is_not_there_are_refused(changes, param):
+    with pytest.raises(RequestError) as caught:
+        check_request(replace(request(), **changes), CARD, longest=LONGEST)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(("refused", "param", "message"), REFUSED.values(), ids=REFUSED.keys())
@@ -56,6 +116,8 @@ def test_it_is_refused_by_name(refused, param, message):
         request(max_new_tokens=77),
         request(np.ones(80), max_new_tokens=0),
         request(n=128, temperature=0.0),
+        request(logit_bias=tuple((i, 1.0) for i in range(256)), repetition_penalty=1e-3, presence_penalty=-2.0),
+        replace(request(), num_top_logprobs=20, score_prompt_from=2),
         request(temperature=1e-30, top_k=2**31 - 1, top_p=1e-9, min_p=1.0),
     ],
 )

@@ -285,3 +285,65 @@ def test_cached_prefixes_are_found_until_they_are_flushed():
                 loop.check_integrity()
                 assert loop.statistics()["pages_cached"] == 0
         assert found == [0, 16, 0, 16]
+
+
+def held(loop: EngineLoop, executor: CountingExecutor, names: list[str]) -> dict[str, Listener]:
+    """Requests that are running, or waiting, while the executor is held in a step."""
+    executor.may_step.clear()
+    return {name: run(loop, request(name, max_new_tokens=90)) for name in names}
+
+
+def test_everything_is_aborted_and_nothing_that_comes_after():
+    executor = CountingExecutor()
+    with loop_over(executor) as loop:
+        assert loop.is_idle
+        listeners = held(loop, executor, [f"r{i}" for i in range(7)])
+        assert not loop.is_idle
+        loop.abort_all()
+        after = run(loop, request("after"))
+        executor.may_step.set()
+        assert all(listener.read_all() == [FinishReason("abort")] for listener in listeners.values())
+        assert after.read_all() == [FinishReason("length")]
+        assert loop.is_idle
+        loop.check_integrity()
+
+
+def test_a_stem_stands_for_the_requests_of_its_batch():
+    executor = CountingExecutor()
+    with loop_over(executor, max_running_requests=8) as loop:
+        listeners = held(loop, executor, ["a", "a_0", "a_12", "a-1", "ab", "a_0_1", "b_0", "A_0"])
+        loop.abort_stem("a")
+        executor.may_step.set()
+        ended = {name: listener.read_all()[0] for name, listener in listeners.items()}
+        aborted = {name for name, finish in ended.items() if finish == FinishReason("abort")}
+        assert aborted == {"a", "a_0", "a_12", "a-1"}
+
+
+def test_a_late_abort_does_not_meet_the_next_request_of_that_name():
+    executor = CountingExecutor()
+    with loop_over(executor) as loop:
+        first = run(loop, request("a"))
+        first.read_all()
+        executor.may_step.clear()
+        held_by = run(loop, request("b", max_new_tokens=2))
+        assert executor.in_step.wait(TIMEOUT_S)
+        loop.abort("a")
+        again = run(loop, request("a"))
+        executor.may_step.set()
+        assert again.read_all() == [FinishReason("length")] and held_by.read_all() == [FinishReason("length")]
+
+
+def test_statistics_tell_who_runs_and_who_waits():
+    executor = CountingExecutor()
+    with loop_over(executor, max_running_requests=2) as loop:
+        executor.may_step.clear()
+        listeners = [run(loop, request(f"r{i}", [*range(10 * i, 10 * i + 9)], n=n)) for i, n in enumerate((3, 1))]
+        assert executor.in_step.wait(TIMEOUT_S)
+        numbers = loop.statistics()
+        assert numbers["requests_live"] == 2
+        assert numbers["requests_running"] + numbers["requests_waiting"] == 4
+        executor.may_step.set()
+        for listener in listeners:
+            listener.read_all()
+        idle = loop.statistics()
+        assert idle["requests_running"] == idle["requests_waiting"] == idle["tokens_in_use"] == 0

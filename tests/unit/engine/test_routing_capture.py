@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.replay.routing_store import RoutingStore
 from rayserve_moe.requests import RoutedExperts
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.counting import ROUTING, CountingExecutor
@@ -194,6 +196,90 @@ def test_a_store_of_overwritten_pages_is_missing_and_not_wrong():
     captured.turn(3)
     sequence.page_generations[1] += 1000
     assert captured.abort(sequence).missing == ((4, 8),)
+
+
+def test_every_row_names_the_weights_it_was_computed_under():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(4)
+    captured.capture.set_weight_version("w")
+    assert captured.capture.weight_version == "w"
+    captured.finish()
+    routing = captured.of(sequence)
+    assert routing.missing == () and routing.weight_version == ((0, 12, "v"), (12, 20, "w"))
+    assert [step < 4 for step in steps(routing)] == [True] * 12 + [False] * 8
+    (later,) = captured.finish([wanting("later", sequence.tokens(0, 17).tolist(), num_new=2)])
+    assert later.weight_version == ((0, 12, "v"), (12, 18, "w")), "cached rows keep theirs"
+
+
+def test_kept_rows_keep_their_version():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    captured.scheduler.preempt(sequence)
+    captured.scheduler.flush()
+    captured.turn(0)
+    captured.capture.set_weight_version("w")
+    captured.finish()
+    routing = captured.of(sequence)
+    assert steps(routing)[9:13] == [1, 2, 3, 4]
+    assert routing.weight_version == ((0, 9, "w"), (9, 13, "v"), (13, 20, "w"))
+
+
+def corrupt(store: RoutingStore, generator: np.random.Generator, slots: np.ndarray) -> None:
+    """Do to some slots what may not happen: lose a stamp, take another's, or swap whole slots with another."""
+    for slot in slots:
+        other = int(generator.integers(len(store._stamps)))
+        kind = generator.integers(3)
+        if kind == 0:
+            store._stamps[slot] = 0
+        elif kind == 1:
+            store._stamps[slot] += generator.integers(1, 5)
+        else:
+            for array in (store._rows, store._stamps, store._versions):
+                array[[slot, other]] = array[[other, slot]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_corrupted_store_is_missing_rows_and_never_wrong(seed: int):
+    generator, captured = np.random.default_rng(seed), Captured()
+    sequences = [wanting(f"r{i}", [100 * i + j for j in range(9 + i)], num_new=20) for i in range(4)]
+    for sequence in sequences:
+        captured.scheduler.add([sequence])
+    captured.turn(8)
+    store = captured.capture._store
+    held = np.flatnonzero(store._stamps)
+    corrupt(store, generator, generator.choice(held, 12, replace=False))
+    num_missing = 0
+    for sequence in sequences:
+        routing = captured.abort(sequence)
+        missing = {position for first, last in routing.missing for position in range(first, last)}
+        num_missing += len(missing)
+        for position, found in enumerate(positions(routing)):
+            assert position in missing or found == position
+        versions = {p for first, last, name in routing.weight_version for p in range(first, last) if name == "v"}
+        assert versions == set(range(len(routing.rows))) - missing
+    assert num_missing > 0
+
+
+def test_pieces_start_where_they_are_asked_to():
+    captured = Captured()
+    sequence = wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    for start in range(14):
+        routing = captured.capture.gather(sequence, start=start)
+        assert routing.start == start and positions(routing) == list(range(start, sequence.num_tokens - 1))
+        assert routing.missing == ()
+    captured.scheduler.preempt(sequence)
+    captured.cycle._retain_preempted()
+    for start in (0, 5, 9, 11, 13):
+        routing = captured.capture.gather(sequence, start=start)
+        assert positions(routing)[max(9 - start, 0) :] == list(range(max(start, 9), 13))
+        assert routing.missing == (((start, 9),) if start < 9 else ())
+    captured.finish()
 
 
 def test_who_does_not_ask_gets_none():

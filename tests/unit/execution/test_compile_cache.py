@@ -73,9 +73,9 @@ def files(directory: Path) -> list[Path]:
 def test_a_second_start_finds_every_program_computes_the_same_and_says_what_took_time(core_checkpoint, tmp_path):
     cold, fresh = started(core_checkpoint, str(tmp_path))
     warm, found = started(core_checkpoint, str(tmp_path))
-    assert (cold.num_programs, cold.num_programs_found) == (3, 0), "one decode shape, one mixed shape, the update"
-    assert (warm.num_programs, warm.num_programs_found) == (3, 3)
-    assert len(files(tmp_path)) == 3
+    assert (cold.num_programs, cold.num_programs_found) == (4, 0), "one decode shape, one mixed shape, two updates"
+    assert (warm.num_programs, warm.num_programs_found) == (4, 4)
+    assert len(files(tmp_path)) == 4
     assert found.token_ids == fresh.token_ids and found.logprobs == fresh.logprobs
     np.testing.assert_array_equal(found.routing.rows, fresh.routing.rows)
     for report in (cold, warm):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.row_updates import (
     MAX_ENTRIES,
     MAX_NEW_ROWS,
@@ -16,7 +17,7 @@ from rayserve_moe.execution.row_updates import (
     update_vectors,
 )
 from rayserve_moe.execution.step_types import RowState
-from rayserve_moe.scheduling.step_plan import PageTableChanges, RowSampling, StepPlan
+from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS, PageTableChanges, RowSampling, StepPlan
 
 LARGEST = 2**32 - 1
 apply_compiled = jax.jit(apply_update)
@@ -26,9 +27,10 @@ def rows_of(num_rows: int, width: int) -> RowState:
     """A rank's rows with something in every place."""
     return RowState(
         np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width),
-        np.full((num_rows, 3), 0.25, np.float32),
-        np.full((num_rows, 3), 4, np.uint32),
+        np.full((num_rows, NUM_FLOATS), 0.25, np.float32),
+        np.full((num_rows, NUM_INTEGERS), 4, np.uint32),
         np.arange(num_rows, dtype=np.int32),
+        AdjustmentState(np.ones((num_rows, 7), np.int32), *np.zeros((2, num_rows, 3), np.int32)),
     )
 
 
@@ -44,8 +46,8 @@ def changed(*entries: tuple[int, int, int]) -> PageTableChanges:
 
 
 def sampling_of(*row_ids: int) -> RowSampling:
-    floats = np.array([[0.5, 0.9, -0.0]] * len(row_ids), np.float32)
-    integers = np.array([[row, LARGEST, 2] for row in row_ids], np.uint32)
+    floats = np.array([[0.5, 0.9, -0.0, 1.1, -2.0, 3.0]] * len(row_ids), np.float32)
+    integers = np.array([[row, LARGEST, 2, 1, 20] for row in row_ids], np.uint32)
     return RowSampling(np.asarray(row_ids), floats, integers)
 
 
@@ -63,10 +65,10 @@ def test_only_what_a_plan_names_changes():
 
 def test_new_rows_bring_their_sampling_to_the_last_bit():
     found = updated(rows_of(3, 4), StepPlan(0, sampling=sampling_of(2)))
-    np.testing.assert_array_equal(found.sampling_floats_R3[2].view(np.int32), sampling_of(2).floats[0].view(np.int32))
-    np.testing.assert_array_equal(found.sampling_integers_R3[2], [2, LARGEST, 2])
+    np.testing.assert_array_equal(found.sampling_floats_RF[2].view(np.int32), sampling_of(2).floats[0].view(np.int32))
+    np.testing.assert_array_equal(found.sampling_integers_RI[2], [2, LARGEST, 2, 1, 20])
     untouched = rows_of(3, 4)
-    np.testing.assert_array_equal(found.sampling_floats_R3[:2], untouched.sampling_floats_R3[:2])
+    np.testing.assert_array_equal(found.sampling_floats_RF[:2], untouched.sampling_floats_RF[:2])
     np.testing.assert_array_equal(found.last_tokens_R, untouched.last_tokens_R)
 
 
@@ -76,8 +78,8 @@ def test_each_data_rank_takes_what_is_its_own():
     assert first.page_table_RP[0, 1] == 70 and second.page_table_RP[2, 1] == 80
     assert (first.page_table_RP != rows_of(3, 4).page_table_RP).sum() == 1
     assert (second.page_table_RP != rows_of(3, 4).page_table_RP).sum() == 1
-    assert first.sampling_integers_R3[:, 0].tolist() == [4, 1, 4]
-    assert second.sampling_integers_R3[:, 0].tolist() == [4, 4, 4] and second.sampling_integers_R3[1, 1] == LARGEST
+    assert first.sampling_integers_RI[:, 0].tolist() == [4, 1, 4]
+    assert second.sampling_integers_RI[:, 0].tolist() == [4, 4, 4] and second.sampling_integers_RI[1, 1] == LARGEST
 
 
 def test_a_plan_without_changes_needs_no_update_and_an_empty_one_changes_nothing():
@@ -96,5 +98,5 @@ def test_more_changes_than_one_update_holds_are_cut_into_several():
     rows = rows_of(num_rows, width)
     found = updated(rows, plan)
     rows.page_table_RP[pages.rows, pages.indices] = pages.page_ids
-    rows.sampling_floats_R3[:], rows.sampling_integers_R3[:] = plan.sampling.floats, plan.sampling.integers
+    rows.sampling_floats_RF[:], rows.sampling_integers_RI[:] = plan.sampling.floats, plan.sampling.integers
     assert_same(found, rows)

@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
 from rayserve_moe.execution.step_types import RowState, StepShape
+from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 NUM_ROWS = 3
 PAGE_SIZE = 4
@@ -19,8 +21,10 @@ unpacked = jax.jit(unpack, static_argnames=("layout", "page_size"))
 
 def rows() -> RowState:
     page_table = np.arange(100, 100 + NUM_ROWS * 5, dtype=np.int32).reshape(NUM_ROWS, 5)
-    floats, integers = np.full((NUM_ROWS, 3), 0.5, np.float32), np.full((NUM_ROWS, 3), 9, np.uint32)
-    return RowState(page_table, floats, integers, np.full(NUM_ROWS, 77, np.int32))
+    floats = np.full((NUM_ROWS, NUM_FLOATS), 0.5, np.float32)
+    integers = np.full((NUM_ROWS, NUM_INTEGERS), 9, np.uint32)
+    adjustments = AdjustmentState(np.ones((NUM_ROWS, 7), np.int32), *np.zeros((2, NUM_ROWS, 3), np.int32))
+    return RowState(page_table, floats, integers, np.full(NUM_ROWS, 77, np.int32), adjustments)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -46,7 +50,8 @@ def test_padding_changes_nothing_reads_nothing_and_is_greedy(shape: StepShape):
     assert not step.batch.token_ids_T.any(), "nobody's last token is fed in"
     assert (step.sample_rows_S == NUM_ROWS).all()
     assert not step.sampling.temperature_S.any() and (step.sampling.top_p_S == 1).all()
-    assert not step.sampling.seed_S.any()
+    assert not step.sampling.seed_S.any() and not step.sampling.num_top_S.any()
+    assert not step.penalties.is_adjusted_S.any() and (step.penalties.repetition_S == 1).all()
 
 
 def test_changes_reach_the_rows_they_name():

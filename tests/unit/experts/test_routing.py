@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.experts.routing import count_tokens, select_experts
+from rayserve_moe.experts.routing import ForcedPicks, count_tokens, select_experts
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -49,3 +49,37 @@ def test_padding_is_not_counted():
     valid = jnp.asarray([True, True, False, True])
     np.testing.assert_array_equal(count_tokens(ids, valid, num_experts=5), [1, 2, 1, 2, 0])
     assert int(count_tokens(ids, jnp.zeros(4, bool), num_experts=5).sum()) == 0
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_forced_tokens_take_what_they_are_told_weighted_by_their_own_scores(renormalize: bool):
+    generator = np.random.default_rng(5)
+    hidden = generator.standard_normal((10, 8)).astype(np.float32)
+    router = generator.standard_normal((8, 16)).astype(np.float32)
+    told = np.stack([generator.permutation(16)[:4] for _ in range(6)]).astype(np.int32)
+    told[[1, 4]] = -1
+    rule = {"top_k": 4, "renormalize": renormalize}
+    free_ids, free_weights = select_experts(jnp.asarray(hidden), jnp.asarray(router), **rule)
+    forced = ForcedPicks(jnp.asarray(told), jnp.asarray(True))
+    ids, weights = select_experts(jnp.asarray(hidden), jnp.asarray(router), **rule, forced=forced)
+    free = [0, 1, 2, 3, 5, 8]
+    np.testing.assert_array_equal(ids[jnp.asarray(free)], np.asarray(free_ids)[free])
+    np.testing.assert_array_equal(weights[jnp.asarray(free)], np.asarray(free_weights)[free])
+    logits = hidden.astype(np.float64) @ router
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    for place in (0, 2, 3, 5):
+        np.testing.assert_array_equal(ids[4 + place], told[place])
+        expected = probs[4 + place, told[place]]
+        np.testing.assert_allclose(weights[4 + place], expected / (expected.sum() if renormalize else 1), rtol=1e-5)
+
+
+def test_where_nothing_is_forced_the_router_is_free():
+    hidden, router = jnp.ones((3, 2)), jnp.asarray(np.random.default_rng(6).standard_normal((2, 8)), jnp.float32)
+    forced = ForcedPicks(jnp.full((2, 2), -1), jnp.asarray(False))
+    for found, free in zip(
+        select_experts(hidden, router, top_k=2, renormalize=True, forced=forced),
+        select_experts(hidden, router, top_k=2, renormalize=True),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, free)

@@ -243,3 +243,21 @@ def test_lost_rows_and_waiting_sequences_with_pages_are_noticed():
     target.table.sequences[sequence.row] = None
     with pytest.raises(AssertionError, match="rows and running sequences differ"):
         target.check_integrity()
+
+
+def test_other_choices_do_not_overtake_who_was_preempted():
+    target = scheduler()
+    turns = Turns(target)
+    old, group = one("old", [*range(200, 209)], num_new=30), choices("group", 9, n=3, num_new=4)
+    target.add([old])
+    turns.turn()
+    target.add(group)
+    turns.turn()
+    target.preempt(old)
+    target.add([one("later", [300, 301])])
+    assert [s.request.request_id for s in target.waiting] == ["old", "later"]
+    turns.settle()
+    names = [f"{s.request.request_id}/{s.choice_index}" for s in target.waiting]
+    assert names == ["old/0", "group/1", "group/2", "later/0"]
+    turns.finish()
+    assert all_pages_are_free(target) or target.ranks[0].num_available == target.ranks[0].allocator.num_usable

@@ -1,0 +1,78 @@
+"""From what a step leaves on the devices to its result, in the order of its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from rayserve_moe.execution.pack import PackedStep
+from rayserve_moe.execution.routing_transfer import routing_rows
+from rayserve_moe.execution.step_types import StepOutput
+from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult, StepTimes, TokenScores
+
+
+@dataclass(frozen=True)
+class WantedOutputs:
+    """Which outputs of a step are copied to the host, besides what it sampled."""
+
+    routing: bool
+    top: bool
+    scores: bool
+    score_top: bool
+
+
+def wanted_outputs(plan: StepPlan) -> WantedOutputs:
+    """What the plan of a step wants of its outputs."""
+    scores = len(plan.block_work.score_tokens) > 0
+    return WantedOutputs(plan.wants_routing, plan.wants_top, scores, scores and plan.wants_score_top)
+
+
+def start_copies(output: StepOutput, wanted: WantedOutputs) -> None:
+    """Have what is wanted copied to the host as soon as it is there."""
+    for array, is_wanted in (
+        (output.sampled_N3S, True),
+        (output.topk_ids_MTK, True),
+        (output.top_N2SJ, wanted.top),
+        (output.scores and output.scores.logprobs_NX, wanted.scores),
+        (output.scores and output.scores.top_N2XJ, wanted.score_top),
+    ):
+        if array is not None and is_wanted:
+            array.copy_to_host_async()
+
+
+def step_result(
+    step_id: int, output: StepOutput, *, packed: PackedStep, wanted: WantedOutputs, times: StepTimes
+) -> StepResult:
+    """Wait for the copies, and put what they hold into the plan's order."""
+    sampled = np.asarray(output.sampled_N3S).transpose(1, 0, 2).reshape(3, -1)
+    ids, logprob_bits, finite = sampled[:, packed.sample_places]
+    routing = None
+    if wanted.routing and output.topk_ids_MTK is not None:
+        routing = routing_rows(step_id, output.topk_ids_MTK, token_places=packed.token_places)
+    return StepResult(
+        step_id,
+        ids,
+        logprob_bits.view(np.float32),
+        finite.astype(bool),
+        routing,
+        times,
+        top=_top(output.top_N2SJ, packed.sample_places) if wanted.top else None,
+        scores=_scores(output, packed, wanted) if wanted.scores else None,
+    )
+
+
+def _scores(output: StepOutput, packed: PackedStep, wanted: WantedOutputs) -> TokenScores:
+    assert output.scores is not None and packed.blocks is not None, "only steps with prefill blocks score"
+    places = packed.blocks.score_places
+    logprobs = np.asarray(output.scores.logprobs_NX).reshape(-1)[places]
+    return TokenScores(logprobs, _top(output.scores.top_N2XJ, places) if wanted.score_top else None)
+
+
+def _top(top_N2PJ: jax.Array, places: np.ndarray) -> TopLogprobs:
+    """Likeliest tokens at `places` among those of all data ranks."""
+    of_ranks = np.asarray(top_N2PJ)
+    ids, bits = of_ranks.transpose(1, 0, 2, 3).reshape(2, -1, of_ranks.shape[-1])[:, places]
+    return TopLogprobs(ids, np.ascontiguousarray(bits).view(np.float32))

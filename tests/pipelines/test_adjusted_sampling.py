@@ -1,0 +1,82 @@
+"""Penalties, biases and likeliest tokens are those of their definition, however a sequence is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.support.asking import adjusted_requests, logprobs_by_definition
+from tests.support.drive import Way, preempt_every, run_alone, run_together
+from tests.support.logits import prompt_logits_of
+from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same
+from tests.support.workload import mixed_workload
+
+WAYS = {
+    "company": Way(),
+    "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
+    "few rows": Way(num_rows=2),
+    "preemption every 3 steps": Way(intervene=preempt_every(3)),
+    "preemption every 4 steps, all forgotten": Way(intervene=preempt_every(4, forgets=True)),
+    "one step after the other": Way(overlaps=False, intervene=preempt_every(7)),
+    "no cached prefixes": Way(caches_prefixes=False),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> Outcomes:
+    return run_alone(engine.runner, engine.card, adjusted_requests())
+
+
+@pytest.fixture(scope="module")
+def logits_of(engine: Engine) -> Callable[[Sequence[int]], np.ndarray]:
+    return prompt_logits_of(engine.runner, longest=112)
+
+
+def test_every_token_is_chosen_and_scored_by_definition(alone: Outcomes, logits_of):
+    for request in adjusted_requests():
+        for choice in range(request.sampling.n):
+            outcome = alone[request.request_id, choice]
+            expected = logprobs_by_definition(request, outcome.ids, logits_of)
+            chosen = expected[np.arange(len(outcome.ids)), outcome.ids]
+            np.testing.assert_allclose(outcome.logprobs, chosen, rtol=0, atol=LOGPROB_TOLERANCE)
+            if request.sampling.temperature == 0:
+                np.testing.assert_allclose(chosen, expected.max(axis=1), rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_the_likeliest_tokens_are_those_of_the_same_distribution(alone: Outcomes, logits_of):
+    num_checked = 0
+    for request in adjusted_requests():
+        for choice in range(request.sampling.n if request.num_top_logprobs else 0):
+            outcome = alone[request.request_id, choice]
+            assert outcome.top is not None and outcome.top.token_ids.shape == (18, request.num_top_logprobs)
+            expected = logprobs_by_definition(request, outcome.ids, logits_of)
+            falling = -np.sort(-expected, axis=1)[:, : request.num_top_logprobs]
+            np.testing.assert_allclose(outcome.top.logprobs, falling, rtol=0, atol=LOGPROB_TOLERANCE)
+            at_ids = np.take_along_axis(expected, outcome.top.token_ids.astype(np.int64), axis=1)
+            np.testing.assert_allclose(outcome.top.logprobs, at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
+            num_checked += 1
+    assert num_checked == 6
+
+
+def test_adjusting_changes_what_is_sampled(engine: Engine, alone: Outcomes):
+    for request in adjusted_requests()[:1]:
+        ids = alone[request.request_id, 0].ids
+        assert len(set(ids)) == len(ids), "a strong repetition penalty forbids repeating"
+    assert all(99 not in outcome.ids for (name, _), outcome in alone.items() if name in ("adjusted 3", "adjusted 5"))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_adjusted_outputs_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way: Way):
+    requests = [*adjusted_requests(), *mixed_workload()[:4]]
+    outcomes = run_together(engine.runner, engine.card, requests, way=way)
+    assert_all_same({key: outcomes[key] for key in alone}, alone)
+
+
+def test_adjusted_outputs_do_not_depend_on_data_ranks(engine_with: EngineFactory, alone: Outcomes):
+    spread = engine_with(devices_per_host=2, data_parallel_size=2, **ONE_BUCKET)
+    way = Way(step_tokens=64, chunk_tokens=64)
+    assert_all_same(run_together(spread.runner, spread.card, adjusted_requests(), way=way), alone)

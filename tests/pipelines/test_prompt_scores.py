@@ -1,0 +1,88 @@
+"""The scores of a prompt are the model's own, however the prompt is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.support.asking import log_softmax, scoring_requests
+from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.logits import prompt_logits_of
+from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same_scores
+from tests.support.workload import draw_prompt, mixed_workload, request_for
+
+WAYS = {
+    "company": Way(),
+    "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
+    "single tokens": Way(chunk_tokens=1),
+    "few rows": Way(num_rows=2),
+    "preemption every 2 steps": Way(chunk_tokens=16, intervene=preempt_every(2)),
+    "preemption every 4 steps, all forgotten": Way(chunk_tokens=64, intervene=preempt_every(4, forgets=True)),
+    "one step after the other": Way(overlaps=False, chunk_tokens=32),
+    "no cached prefixes": Way(caches_prefixes=False),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> Outcomes:
+    return run_alone(engine.runner, engine.card, scoring_requests())
+
+
+def test_scores_are_log_probs_of_the_logits(engine: Engine, alone: Outcomes):
+    logits_of = prompt_logits_of(engine.runner, longest=112)
+    for request in scoring_requests():
+        prompt, first = request.prompt_ids, request.score_prompt_from
+        expected = log_softmax(logits_of(prompt.tolist()))[first:-1]
+        for choice in range(request.sampling.n):
+            scores = alone[request.request_id, choice].scores
+            assert scores is not None and scores.start == first and len(scores.logprobs) == len(prompt) - 1 - first
+            of_tokens = expected[np.arange(len(expected)), prompt[first + 1 :]]
+            np.testing.assert_allclose(scores.logprobs, of_tokens, rtol=0, atol=LOGPROB_TOLERANCE)
+            assert (scores.top is not None) == (request.num_top_logprobs > 0)
+            if scores.top is not None:
+                falling = -np.sort(-expected, axis=1)[:, : request.num_top_logprobs]
+                np.testing.assert_allclose(scores.top.logprobs, falling, rtol=0, atol=LOGPROB_TOLERANCE)
+                at_ids = np.take_along_axis(expected, scores.top.token_ids.astype(np.int64), axis=1)
+                np.testing.assert_allclose(scores.top.logprobs, at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_scores_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way: Way):
+    requests = [*scoring_requests(), *mixed_workload()[:4]]
+    outcomes = run_together(engine.runner, engine.card, requests, way=way)
+    assert_all_same({key: outcomes[key] for key in alone}, alone)
+
+
+def test_scores_do_not_depend_on_data_ranks(engine_with: EngineFactory, alone: Outcomes):
+    spread = engine_with(devices_per_host=2, data_parallel_size=2, **ONE_BUCKET)
+    way = Way(step_tokens=64, chunk_tokens=64)
+    assert_all_same(run_together(spread.runner, spread.card, scoring_requests(), way=way), alone)
+
+
+def test_a_prompt_that_was_sampled_scores_as_it_was_sampled(engine: Engine):
+    prompt = draw_prompt(np.random.default_rng(2), 37)
+    sampled = run_alone(engine.runner, engine.card, [request_for(prompt, max_new_tokens=30, temperature=1.0, seed=8)])
+    outcome = sampled["r", 0]
+    again = request_for([*prompt, *outcome.ids], max_new_tokens=0)
+    found = run_alone(engine.runner, engine.card, [replace(again, score_prompt_from=36)])["r", 0].scores
+    assert found is not None
+    np.testing.assert_allclose(found.logprobs, outcome.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_a_cached_prefix_is_used_up_to_where_scores_begin(engine: Engine, alone: Outcomes):
+    cycle = cycle_for(engine.runner, engine.card, Way())
+    for request in scoring_requests():
+        plain = replace(request, request_id="plain", score_prompt_from=None, num_top_logprobs=0)
+        run_on(cycle, engine.card, [plain])
+        outcomes = run_on(cycle, engine.card, [request])
+        first = request.score_prompt_from
+        assert first is not None
+        for (_, choice), outcome in outcomes.items():
+            assert_same_scores(outcome.scores, alone[request.request_id, choice].scores)
+            if choice == 0:
+                assert outcome.num_cached == first // 16 * 16
+    cycle.scheduler.flush()

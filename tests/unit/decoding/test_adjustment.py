@@ -1,0 +1,95 @@
+"""Penalties and biases do what their definition says, and leave rows that ask for none alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.decoding.adjustment import AdjustmentState, Penalties, adjust, note_known, note_samples
+from rayserve_moe.requests import SamplingParams
+from tests.support.asking import adjusted_by_definition
+
+VOCABULARY, NUM_ROWS, NUM_BIASES = 24, 5, 3
+compiled_adjust = jax.jit(adjust)
+compiled_note = jax.jit(note_samples)
+
+
+def state_of(prompts: dict[int, list[int]], outputs: dict[int, list[int]], biases: dict[int, list]) -> AdjustmentState:
+    """Rows that know these tokens; rows that are not named hold something stale."""
+    seen = np.full((NUM_ROWS, VOCABULARY), 7, np.int32)
+    ids, values = np.full((2, NUM_ROWS, NUM_BIASES), 3, np.float32)
+    for row, prompt in prompts.items():
+        known = np.asarray([*prompt, *outputs[row]], np.int32)
+        seen[row] = note_known(jnp.zeros(VOCABULARY, jnp.int32), known, num_prompt=len(prompt), num_known=len(known))
+        ids[row], values[row] = VOCABULARY, 0
+        for i, (token_id, value) in enumerate(biases.get(row, [])):
+            ids[row, i], values[row, i] = token_id, value
+    return AdjustmentState(seen, ids.astype(np.int32), values)
+
+
+def penalties_of(params: list[SamplingParams | None]) -> Penalties:
+    fields = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    columns = [[getattr(p or SamplingParams(), name) for p in params] for name in fields]
+    return Penalties(np.array([p is not None for p in params]), *(np.asarray(c, np.float32) for c in columns))
+
+
+PROMPTS, OUTPUTS = {0: [1, 2, 2], 2: [5], 4: [9, 1, 0]}, {0: [2, 3, 3, 3], 2: [], 4: [9, 9]}
+BIASES = {2: [(5, 2.0), (23, -9.0)], 4: [(9, 1.5)]}
+
+
+def test_rows_are_adjusted_by_definition_each_by_its_own():
+    logits = (np.random.default_rng(1).standard_normal((4, VOCABULARY)) * 3).astype(np.float32)
+    params = [
+        SamplingParams(
+            repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=tuple(BIASES[4])
+        ),
+        None,
+        SamplingParams(repetition_penalty=0.5),
+        SamplingParams(presence_penalty=-1.0, logit_bias=tuple(BIASES[2])),
+    ]
+    rows = np.array([4, 1, 0, 2])
+    state = state_of(PROMPTS, OUTPUTS, BIASES)
+    found = compiled_adjust(logits, state, rows_S=rows, penalties=penalties_of(params))
+    np.testing.assert_array_equal(found[1], logits[1])
+    for i in (0, 2, 3):
+        row, of_row = int(rows[i]), params[i]
+        assert of_row is not None
+        expected = adjusted_by_definition(logits[i], of_row, prompt=PROMPTS[row], outputs=OUTPUTS[row])
+        np.testing.assert_allclose(found[i], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_is_touched_where_nobody_adjusts():
+    logits = np.random.default_rng(2).standard_normal((3, VOCABULARY)).astype(np.float32)
+    state = state_of({}, {}, {})
+    penalties = penalties_of([None] * 3)
+    rows = np.array([0, 1, NUM_ROWS])
+    np.testing.assert_array_equal(compiled_adjust(logits, state, rows_S=rows, penalties=penalties), logits)
+    after = compiled_note(state, np.array([1, 2, 3]), rows_S=rows, penalties=penalties)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def test_a_sample_counts_from_the_next_step_on():
+    params = [SamplingParams(frequency_penalty=1.0)] * 2
+    state = state_of({0: [4], 2: [4]}, {0: [], 2: []}, {})
+    rows, penalties = np.array([2, 0]), penalties_of(params)
+    for ids in ([6, 4], [6, 7], [8, 7]):
+        state = compiled_note(state, np.array(ids), rows_S=rows, penalties=penalties)
+    expected = state_of({0: [4], 2: [4]}, {0: [4, 7, 7], 2: [6, 6, 8]}, {})
+    np.testing.assert_array_equal(state.seen_RV, expected.seen_RV)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 8])
+def test_known_tokens_may_come_in_pieces(piece: int):
+    generator = np.random.default_rng(3)
+    ids, num_prompt = generator.integers(0, VOCABULARY, 40).astype(np.int32), 25
+    note = jax.jit(note_known)
+    whole = note(np.zeros(VOCABULARY, np.int32), ids, num_prompt=num_prompt, num_known=40)
+    seen = np.zeros(VOCABULARY, np.int32)
+    for first in range(0, 40, piece):
+        part = np.zeros(10, np.int32)
+        count = len(ids[first : first + piece])
+        part[:count] = ids[first : first + piece]
+        seen = note(seen, part, num_prompt=min(max(num_prompt - first, 0), count), num_known=count)
+    np.testing.assert_array_equal(seen, whole)

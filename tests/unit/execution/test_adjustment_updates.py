@@ -1,0 +1,77 @@
+"""What adjusts a row reaches it whole, in however many vectors, and makes it forget its owner before."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState
+from rayserve_moe.execution.adjustment_updates import (
+    ADJUSTMENT_SIZE,
+    MAX_IDS,
+    adjustment_vectors,
+    apply_adjustment,
+    no_adjustment,
+)
+from rayserve_moe.execution.step_types import RowState
+from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, NUM_FLOATS, NUM_INTEGERS, RowAdjustment
+
+NUM_ROWS, VOCABULARY = 3, 50
+compiled = jax.jit(apply_adjustment)
+
+
+def rows() -> RowState:
+    """A rank's rows, full of what their owners before have left."""
+    stale = AdjustmentState(
+        np.full((NUM_ROWS, VOCABULARY), PROMPT_MARK + 3, np.int32),
+        np.ones((NUM_ROWS, MAX_LOGIT_BIASES), np.int32),
+        np.ones((NUM_ROWS, MAX_LOGIT_BIASES), np.float32),
+    )
+    floats, integers = np.zeros((NUM_ROWS, NUM_FLOATS), np.float32), np.zeros((NUM_ROWS, NUM_INTEGERS), np.uint32)
+    return RowState(np.zeros((NUM_ROWS, 2), np.int32), floats, integers, np.zeros(NUM_ROWS, np.int32), stale)
+
+
+def adjustment(row: int, num_prompt: int, num_outputs: int, *, num_biases: int = 2) -> RowAdjustment:
+    generator = np.random.default_rng(num_prompt + num_outputs)
+    prompt, outputs = (generator.integers(0, VOCABULARY - 9, n).astype(np.int32) for n in (num_prompt, num_outputs))
+    bias_ids = np.arange(num_biases, dtype=np.int32)
+    return RowAdjustment(row, prompt, outputs, bias_ids, np.linspace(-1, 1, num_biases, dtype=np.float32))
+
+
+def applied(told: RowAdjustment, *, data_rank: int) -> AdjustmentState:
+    state = rows()
+    for vector in adjustment_vectors(told, rows_per_rank=NUM_ROWS):
+        assert vector.shape == (ADJUSTMENT_SIZE,) and vector.dtype == np.int32
+        state = compiled(state, vector, data_rank=data_rank)
+    return jax.tree.map(np.asarray, state.adjustments)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_outputs"), [(0, 0), (1, 0), (5, 7), (MAX_IDS, 3), (MAX_IDS - 2, 5), (2 * MAX_IDS + 9, MAX_IDS)]
+)
+def test_a_row_knows_its_tokens_and_nothing_else(num_prompt: int, num_outputs: int):
+    told = adjustment(4, num_prompt, num_outputs)
+    found = applied(told, data_rank=1)
+    counts = Counter(told.output_ids.tolist())
+    prompt = set(told.prompt_ids.tolist())
+    expected = [(PROMPT_MARK if word in prompt else 0) + counts[word] for word in range(VOCABULARY)]
+    np.testing.assert_array_equal(found.seen_RV[1], expected)
+    np.testing.assert_array_equal(found.bias_ids_RB[1, :2], told.bias_ids)
+    np.testing.assert_array_equal(found.bias_values_RB[1, :2], told.bias_values)
+    assert (found.bias_ids_RB[1, 2:] == VOCABULARY).all(), "no word has the id of a bias that is none"
+    others = [0, 2]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[others], b[others]), found, rows().adjustments)
+
+
+def test_other_ranks_and_padding_change_nothing():
+    jax.tree.map(np.testing.assert_array_equal, applied(adjustment(4, 5, 5), data_rank=0), rows().adjustments)
+    state = compiled(rows(), no_adjustment(), data_rank=0)
+    jax.tree.map(np.testing.assert_array_equal, state, rows())
+
+
+def test_all_biases_fit():
+    told = adjustment(0, 1, 1, num_biases=MAX_LOGIT_BIASES)
+    np.testing.assert_array_equal(applied(told, data_rank=0).bias_values_RB[0], told.bias_values)
