@@ -18,27 +18,7 @@ from rayserve_moe.replay.encoding import (
     routing_from,
 )
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> RoutingLayout:
-    num_layers = draw(st.integers(1, 6))
-    layer_ids = draw(st.sets(st.integers(0, num_layers - 1), min_size=1))
-    num_experts = draw(st.integers(1, 600))
-    return RoutingLayout(num_layers, tuple(sorted(layer_ids)), num_experts, draw(st.integers(1, min(8, num_experts))))
-
-
-@st.composite
-def routed(draw: st.DrawFn) -> tuple[RoutedExperts, RoutingLayout]:
-    layout = draw(layouts())
-    num_rows = draw(st.integers(0, 20))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    rows = generator.integers(0, layout.num_experts, (num_rows, *layout.row_shape)).astype(layout.dtype)
-    start = draw(st.integers(0, 50))
-    end = start + num_rows
-    cut = draw(st.integers(start, end))
-    source = tuple(entry for entry in ((start, cut, "computed"), (cut, end, "recomputed")) if entry[0] < entry[1])
-    return RoutedExperts(rows, start, source=source, weight_version=((start, end, "7"),)), layout
+from tests.support.routing_cases import routed
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,124 @@
+"""From any answer that carries routing to its rows: the dialect is seen in the value, the checksum is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rayserve_moe.replay.encoding import nested, npy, packed, sglang
+from rayserve_moe.replay.encoding.base64_text import from_base64
+from rayserve_moe.replay.encoding.description import described, described_layout, described_shape
+from rayserve_moe.replay.encoding.layer_axis import rows_from_hidden_layers
+from rayserve_moe.replay.encoding.rollout import decode_rollout, routing_of_rollout
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+
+_ID_BYTES = 4
+
+
+def decode_answer(answer: Any, layout: RoutingLayout | None = None, *, choice: int = 0) -> RoutedExperts:
+    """Return the routing of one choice of an answer, whatever its dialect; ValueError where it is not all right.
+
+    `answer` is what any route answered, as parsed JSON or as the bytes of the binary dialect. Without a `layout` the
+    answer must describe itself; with one, an answer of another model is refused. An answer without
+    `routed_experts_info` cannot be verified, and says nothing of what is missing.
+    """
+    if isinstance(answer, bytes | bytearray | memoryview):
+        return _from_rollout(bytes(answer), layout, choice)
+    part = _choice_of(answer, choice)
+    description = _field(part, "routed_experts_info")
+    value = _value_of(answer, part, description)
+    if description is not None and not isinstance(description, Mapping):
+        raise ValueError("routed_experts_info is no object")
+    if layout is None and description is None:
+        raise ValueError("the answer does not describe its routing: tell the layout of the model")
+    routing = _decode(value, layout or _layout_told(value, description or {}), _field(part, "routed_experts_start_len"))
+    if description is None:
+        return routing
+    _check_model(description, layout)
+    verified = described(routing.rows, description)
+    if isinstance(value, Mapping) and verified.start != routing.start:
+        raise ValueError("routed_experts and routed_experts_info start at different positions")
+    return verified
+
+
+def _from_rollout(body: bytes, layout: RoutingLayout | None, choice: int) -> RoutedExperts:
+    header, rows = decode_rollout(body)
+    part = _choice_of(header, choice)
+    description = _field(part, "routed_experts_info")
+    if not isinstance(description, Mapping) or not 0 <= choice < len(rows):
+        raise ValueError("the rollout holds no routing of this choice")
+    _check_model(description, layout)
+    return routing_of_rollout(rows[choice], description, layout=layout)
+
+
+def _choice_of(answer: Any, choice: int) -> Mapping:
+    """Return one object out of a whole answer, a list of answers, or the object itself."""
+    parts: Any = [answer]
+    if isinstance(answer, Mapping):
+        parts = next((answer[name] for name in ("choices", "answers") if name in answer), parts)
+    elif isinstance(answer, Sequence):
+        parts = answer
+    if not isinstance(parts, Sequence) or not 0 <= choice < len(parts) or not isinstance(parts[choice], Mapping):
+        raise ValueError("the answer has no such choice")
+    return parts[choice]
+
+
+def _field(part: Mapping, name: str) -> Any:
+    """Return a field from where the routes put it: the choice itself, `meta_info` or `sgl_ext`."""
+    for holder in (part, part.get("meta_info"), part.get("sgl_ext")):
+        if isinstance(holder, Mapping) and holder.get(name) is not None:
+            return holder[name]
+    return None
+
+
+def _value_of(answer: Any, part: Mapping, description: Any) -> Any:
+    """Return the value of `routed_experts`, in the nested dialect with the prompt's rows before it."""
+    value = _field(part, "routed_experts")
+    if value is None:
+        missing = description.get("missing") if isinstance(description, Mapping) else None
+        if missing:
+            raise ValueError(f"routed_experts is null: rows are missing at positions {missing}")
+        raise ValueError("the answer has no routed_experts: ask for it with return_routed_experts=true")
+    if not isinstance(value, list):
+        return value
+    if isinstance(description, Mapping) and described_shape(description)[0] == len(value):
+        return value
+    prompt = _field(part, "prompt_routed_experts")
+    if prompt is None and isinstance(answer, Mapping):
+        prompt = answer.get("prompt_routed_experts")
+    if not isinstance(prompt, list):
+        raise ValueError("the answer has routed_experts in nested lists, but no prompt_routed_experts")
+    return prompt + value
+
+
+def _layout_told(value: Any, description: Mapping) -> RoutingLayout:
+    """Return the layout of an answer that describes itself; hidden layers are told by the size of its rows."""
+    rows, _, top_k = described_shape(description)
+    hidden = None
+    if isinstance(value, Mapping):
+        hidden = packed.packed_ids(value)[0].shape[1]
+    elif isinstance(value, str):
+        raw = from_base64(value)
+        if raw.startswith(npy.MAGIC):
+            hidden = npy.npy_ids(raw).shape[1]
+        elif rows and top_k:
+            hidden = len(raw) // (_ID_BYTES * rows * top_k)
+    return described_layout(description, num_hidden_layers=hidden)
+
+
+def _decode(value: Any, layout: RoutingLayout, start: Any) -> RoutedExperts:
+    start = start if isinstance(start, int) else 0
+    if isinstance(value, Mapping):
+        return packed.decode(value, layout, start=start)
+    if isinstance(value, list):
+        return nested.decode(value, layout, start=start)
+    raw = from_base64(value)
+    if raw.startswith(npy.MAGIC):
+        return RoutedExperts(rows_from_hidden_layers(npy.npy_ids(raw), layout), start)
+    return sglang.decode(value, layout, start=start)
+
+
+def _check_model(description: Mapping, layout: RoutingLayout | None) -> None:
+    told = described_layout(description)
+    if layout is not None and (told.layer_ids, told.num_experts) != (layout.layer_ids, layout.num_experts):
+        raise ValueError("routed_experts_info is that of another model")

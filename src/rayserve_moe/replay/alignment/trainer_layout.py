@@ -1,0 +1,149 @@
+"""From routings of many samples to what a trainer replays: one array `[batch, seq, layers, k]`, padded, with masks.
+
+The row of a token is the one that the forward pass over this token takes, so both stand in the same column. The last
+token of a sample was never fed: its column gets a filler, as every column of padding does, and the replay mask is False
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.replay.encoding.ranges import presence
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What a trainer takes: element type by number of experts, and what stands where there is no row.
+
+    `filler` is `rotating` (legal ids, evenly spread), `zeros` or `minus_one`; that of the last token may be `previous`,
+    a copy of the row before. Without `takes_missing`, a sample with missing rows cannot be said.
+    """
+
+    dtype: Callable[[int], type[np.integer]]
+    filler: str
+    last_row: str
+    takes_missing: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: prompt and response ids, how many of them are prompt, and routing from position 0."""
+
+    token_ids: Sequence[int]
+    prompt_len: int
+    routing: RoutedExperts
+
+
+@dataclass(frozen=True)
+class TrainerBatch:
+    """`routed_experts` [batch, seq, layers, k]; masks bool [batch, seq]: rows to replay, tokens, prompt, response."""
+
+    routed_experts: np.ndarray
+    replay_mask: np.ndarray
+    attention_mask: np.ndarray
+    prompt_mask: np.ndarray
+    response_mask: np.ndarray
+
+
+def _narrowest_signed(num_experts: int) -> type[np.integer]:
+    return np.int8 if num_experts <= 2**7 else np.int16 if num_experts <= 2**15 else np.int32
+
+
+def _narrowest_unsigned(num_experts: int) -> type[np.integer]:
+    return np.uint8 if num_experts <= 2**8 else np.uint16
+
+
+CONVENTIONS = {
+    "slime": Convention(lambda _: np.int32, "rotating", "rotating", takes_missing=False),
+    "verl": Convention(lambda _: np.int16, "zeros", "zeros", takes_missing=True),
+    "nemo_rl": Convention(_narrowest_signed, "minus_one", "minus_one", takes_missing=True),
+    "prime_rl": Convention(_narrowest_unsigned, "zeros", "previous", takes_missing=False),
+}
+
+
+def to_trainer_layout(
+    samples: Sequence[Sample],
+    layout: RoutingLayout,
+    *,
+    convention: str,
+    padding: str = "right",
+    seq_len: int | None = None,
+    hidden_layers: bool = True,
+) -> TrainerBatch:
+    """Lay samples out for a trainer; ValueError where one does not fit or lacks rows that the trainer needs.
+
+    `padding` is `right`, `left`, or `between`: prompts end, and responses begin, in the same column. `seq_len` is the
+    longest sample where it is not told. The layer axis is all hidden layers (those that do not route are zeros), or
+    the MoE layers only.
+    """
+    rule = CONVENTIONS[convention]
+    columns, width = _columns(samples, padding, seq_len)
+    ids, replay = _fillers(len(samples), width, layout, rule), np.zeros((len(samples), width), np.bool_)
+    tokens, prompt = np.zeros_like(replay), np.zeros_like(replay)
+    for i, (sample, first) in enumerate(zip(samples, columns, strict=True)):
+        present = _present_rows(sample, layout, rule)
+        count = len(present)
+        ids[i, first : first + count][present] = sample.routing.rows[present]
+        replay[i, first : first + count] = present
+        tokens[i, first : first + len(sample.token_ids)] = True
+        prompt[i, first : first + sample.prompt_len] = True
+        if rule.last_row == "previous" and 0 < count < len(sample.token_ids):
+            ids[i, first + count] = ids[i, first + count - 1]
+    if hidden_layers and len(layout.layer_ids) < layout.num_hidden_layers:
+        wide = np.zeros((*ids.shape[:2], layout.num_hidden_layers, layout.top_k), ids.dtype)
+        wide[:, :, list(layout.layer_ids)] = ids
+        ids = wide
+    return TrainerBatch(ids, replay, tokens, prompt, tokens & ~prompt)
+
+
+def _columns(samples: Sequence[Sample], padding: str, seq_len: int | None) -> tuple[list[int], int]:
+    """Return the column of every sample's first token, and how many columns there are."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    prompts = [sample.prompt_len for sample in samples]
+    widest_prompt = max(prompts, default=0)
+    if padding == "between":
+        ends = [widest_prompt - prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
+        firsts = [widest_prompt - prompt for prompt in prompts]
+    else:
+        ends, firsts = lengths, [0] * len(samples)
+    width = max(ends, default=0) if seq_len is None else seq_len
+    if width < max(ends, default=0):
+        raise ValueError(f"a sample needs {max(ends)} columns, and seq_len is {width}")
+    if padding == "left":
+        firsts = [width - length for length in lengths]
+    elif padding not in ("right", "between"):
+        raise ValueError("padding is one of right, left, between")
+    return firsts, width
+
+
+def _fillers(batch: int, width: int, layout: RoutingLayout, rule: Convention) -> np.ndarray:
+    shape, dtype = (batch, width, *layout.row_shape), rule.dtype(layout.num_experts)
+    if layout.num_experts - 1 > np.iinfo(dtype).max:
+        raise ValueError(f"this trainer's {np.dtype(dtype).name} cannot hold the ids of {layout.num_experts} experts")
+    if rule.filler == "rotating":
+        turning = np.arange(width * layout.top_k).reshape(width, 1, layout.top_k) % layout.num_experts
+        return np.broadcast_to(turning, shape).astype(dtype)
+    return np.full(shape, -1 if rule.filler == "minus_one" else 0, dtype)
+
+
+def _present_rows(sample: Sample, layout: RoutingLayout, rule: Convention) -> np.ndarray:
+    """Return which rows of a sample hold data, having checked that there is one for every token fed."""
+    routing, num_tokens = sample.routing, len(sample.token_ids)
+    if routing.rows.shape[1:] != layout.row_shape:
+        raise ValueError("a sample has rows of another model")
+    if routing.start:
+        raise ValueError(f"a sample has rows from position {routing.start} only: join its turns first")
+    if len(routing.rows) not in (num_tokens - 1, num_tokens):
+        raise ValueError(f"a sample of {num_tokens} tokens has {len(routing.rows)} rows")
+    if not 0 <= sample.prompt_len <= num_tokens:
+        raise ValueError(f"a sample of {num_tokens} tokens has a prompt of {sample.prompt_len}")
+    if routing.missing and not rule.takes_missing:
+        raise ValueError(
+            f"a sample lacks the rows of positions {list(routing.missing)}, which this trainer cannot skip"
+        )
+    return presence(routing)

@@ -1,0 +1,35 @@
+"""Routed experts on the wire: one encoder and one decoder per dialect, and the description that goes with each."""
+
+from rayserve_moe.replay.encoding.description import routed_experts_info
+from rayserve_moe.replay.encoding.dialects import DIALECTS
+from rayserve_moe.replay.encoding.forced import decode_forced
+from rayserve_moe.replay.encoding.nested import encode_split as encode_nested
+from rayserve_moe.replay.encoding.packed import encode as encode_packed
+from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
+from rayserve_moe.replay.encoding.rollout import (
+    ROLLOUT_MEDIA_TYPE,
+    ROLLOUT_ZSTD_MEDIA_TYPE,
+    decode_rollout,
+    encode_rollout,
+    rollout_rows,
+)
+from rayserve_moe.replay.encoding.sglang import decode_routed_experts, extract_routed_experts_from_meta_info
+from rayserve_moe.replay.encoding.sglang import encode as encode_routed_experts
+
+__all__ = [
+    "DIALECTS",
+    "ROLLOUT_MEDIA_TYPE",
+    "ROLLOUT_ZSTD_MEDIA_TYPE",
+    "decode_forced",
+    "decode_rollout",
+    "decode_routed_experts",
+    "encode_nested",
+    "encode_packed",
+    "encode_rollout",
+    "encode_routed_experts",
+    "extract_routed_experts_from_meta_info",
+    "rollout_rows",
+    "routed_experts_info",
+    "routing_from",
+    "routing_until",
+]

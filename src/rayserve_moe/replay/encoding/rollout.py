@@ -1,0 +1,150 @@
+"""The binary dialect: one container for a whole answer, its JSON fields in a header and the rows of all choices raw.
+
+    u32 header length, little-endian | header, UTF-8 JSON | rows of choice 0 | rows of choice 1 | ...
+
+The header is the answer as it would be in JSON, without `routed_experts`, plus
+`"rollout": {"rows": [{"shape", "dtype"}, ...], "compression": null | "zstd"}`. Several native answers stand under
+`"answers"`. Rows are of MoE layers only, in the store's dtype, little-endian; a row that `routed_experts_info.missing`
+names is not among them. Compressed, the rows of all choices together are one frame of zstd, if there are any.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import zstandard
+
+from rayserve_moe.replay.encoding.description import (
+    described,
+    described_layout,
+    described_shape,
+    routed_experts_info,
+)
+from rayserve_moe.replay.encoding.layer_axis import WIRE_DTYPES, check_rows, read_shape, stored_rows
+from rayserve_moe.replay.encoding.ranges import presence
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+
+ROLLOUT_MEDIA_TYPE = "application/x-rollout+octet-stream"
+ROLLOUT_ZSTD_MEDIA_TYPE = "application/x-rollout+octet-stream+zstd"
+MAX_ROWS_BYTES = 2**30
+"""What a reader takes for rows before it believes that a header is wrong."""
+
+_LENGTH = struct.Struct("<I")
+_LEVEL = 3
+
+
+def encode_rollout(answer_header: dict, rows: Sequence[np.ndarray], *, compress: bool = False) -> bytes:
+    """Put an answer's JSON fields and the rows [N, MoE layers, k] of its choices into one body."""
+    assert "rollout" not in answer_header, "this name is the container's own"
+    compression = "zstd" if compress else None
+    shapes = [{"shape": list(each.shape), "dtype": each.dtype.name} for each in rows]
+    header = {**answer_header, "rollout": {"rows": shapes, "compression": compression}}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    raw = b"".join(np.ascontiguousarray(each, each.dtype.newbyteorder("<")).tobytes() for each in rows)
+    return b"".join([_LENGTH.pack(len(text)), text, zstandard.compress(raw, _LEVEL) if compress and raw else raw])
+
+
+def decode_rollout(body: bytes, *, max_rows_bytes: int = MAX_ROWS_BYTES) -> tuple[dict, list[np.ndarray]]:
+    """Return the answer's JSON fields and the rows of its choices; ValueError for whatever is not a whole container."""
+    header, begin = _read_header(body)
+    shapes, compression = _read_contents(header.pop("rollout", None))
+    sizes = [shape[0] * shape[1] * shape[2] * dtype.itemsize for shape, dtype in shapes]
+    if sum(sizes) > max_rows_bytes:
+        raise ValueError(f"the rollout promises more than {max_rows_bytes} bytes of rows")
+    raw = memoryview(body)[begin:]
+    if compression == "zstd" and sum(sizes):
+        raw = memoryview(_decompress(raw, sum(sizes)))
+    if len(raw) != sum(sizes):
+        raise ValueError("the rollout has another number of bytes of rows than its header says")
+    rows, first = [], 0
+    for (shape, dtype), size in zip(shapes, sizes, strict=True):
+        rows.append(np.frombuffer(raw[first : first + size], dtype).reshape(shape))
+        first += size
+    return header, rows
+
+
+def rollout_rows(routing: RoutedExperts, layout: RoutingLayout) -> np.ndarray:
+    """Return the rows as a container carries them: those that are not missing."""
+    check_rows(routing, layout)
+    return routing.rows[presence(routing)] if routing.missing else routing.rows
+
+
+def routing_of_rollout(rows: np.ndarray, description: Mapping, *, layout: RoutingLayout | None = None) -> RoutedExperts:
+    """Put the rows of a container back to their positions, as the description that came in its header tells them."""
+    layout = layout or described_layout(description)
+    rows = stored_rows(rows, layout)
+    if not description.get("missing"):
+        return described(rows, description)
+    num_rows = described_shape(description)[0]
+    if num_rows * max(1, rows[:1].nbytes) > MAX_ROWS_BYTES:
+        raise ValueError("routed_experts_info promises more rows than there can be")
+    whole = np.zeros((num_rows, *layout.row_shape), layout.dtype)
+    routing = described(whole, description)
+    present = presence(routing)
+    if np.count_nonzero(present) != len(rows):
+        raise ValueError("the rollout has another number of rows than are not missing")
+    whole[present] = rows
+    return routing
+
+
+def encode(routing: RoutedExperts, layout: RoutingLayout, *, compress: bool = False) -> bytes:
+    """Return a container of one routing and its description."""
+    header = {"routed_experts_info": routed_experts_info(routing, layout)}
+    return encode_rollout(header, [rollout_rows(routing, layout)], compress=compress)
+
+
+def decode(value: bytes, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
+    """Return the routing of a container that holds one; it says itself where it starts."""
+    header, rows = decode_rollout(value)
+    description = header.get("routed_experts_info")
+    if not isinstance(description, dict) or len(rows) != 1:
+        raise ValueError("the rollout does not hold one routing")
+    return routing_of_rollout(rows[0], description, layout=layout)
+
+
+def _read_header(body: bytes) -> tuple[dict, int]:
+    """Return the header, and where the rows begin."""
+    if len(body) < _LENGTH.size:
+        raise ValueError("the rollout is shorter than the length of its header")
+    begin = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    if begin > len(body):
+        raise ValueError("the rollout is shorter than its header says to be")
+    try:
+        header = json.loads(bytes(body[_LENGTH.size : begin]))
+    except (ValueError, RecursionError) as error:
+        raise ValueError("the header of the rollout is not JSON") from error
+    if not isinstance(header, dict):
+        raise ValueError("the header of the rollout is not a JSON object")
+    return header, begin
+
+
+def _read_contents(contents: object) -> tuple[list[tuple[tuple[int, int, int], np.dtype]], str | None]:
+    """Return shape and dtype of every choice's rows, and how they are compressed."""
+    if not isinstance(contents, dict) or not isinstance(contents.get("rows"), list):
+        raise ValueError("the header of the rollout does not say which rows follow")
+    compression = contents.get("compression")
+    if compression not in (None, "zstd"):
+        raise ValueError("the rollout is compressed in an unknown way")
+    return [_read_rows_entry(each) for each in contents["rows"]], compression
+
+
+def _read_rows_entry(entry: object) -> tuple[tuple[int, int, int], np.dtype]:
+    shape, name = (read_shape(entry.get("shape")), entry.get("dtype")) if isinstance(entry, dict) else (None, None)
+    if shape is None:
+        raise ValueError("the header of the rollout has no shape of three sizes")
+    if name not in ("uint8", "uint16"):
+        raise ValueError("the header of the rollout names no dtype of routing rows")
+    return shape, WIRE_DTYPES[name]
+
+
+def _decompress(frame: memoryview, num_bytes: int) -> bytes:
+    """Decompress one frame that says itself that it holds `num_bytes`: no more is ever allocated."""
+    try:
+        if zstandard.frame_content_size(frame) != num_bytes:
+            raise ValueError("the rollout has another number of bytes of rows than its header says")
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError("the rows of the rollout are not one frame of zstd") from error

@@ -1,0 +1,73 @@
+"""The guide's Python runs, on answers as the server gives them, in the order in which it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from rayserve_moe.replay.encoding import (
+    DIALECTS,
+    encode_rollout,
+    rollout_rows,
+    routed_experts_info,
+    routing_from,
+    routing_until,
+)
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from tests.support.routing_cases import random_rows, same
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "rl_guide.md"
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+LAYOUT = RoutingLayout(num_hidden_layers=5, layer_ids=(1, 2, 3, 4), num_experts=64, top_k=4)
+TOKENS, OTHER_TOKENS = list(range(30)), [*range(20), *range(50, 56)]
+PROMPT_LEN = 20
+SHARED = random_rows(LAYOUT, PROMPT_LEN, seed=1)
+
+
+def whole(num_tokens: int, seed: int) -> RoutedExperts:
+    generated = random_rows(LAYOUT, num_tokens - 1 - PROMPT_LEN, seed=seed)
+    span = (0, num_tokens - 1)
+    return RoutedExperts(
+        np.concatenate([SHARED, generated]), source=((*span, "computed"),), weight_version=((*span, "7"),)
+    )
+
+
+def part(routing: RoutedExperts, first: int, last: int) -> RoutedExperts:
+    return routing_from(routing_until(routing, last), first)
+
+
+def answer(routing: RoutedExperts) -> dict:
+    fields = {
+        "routed_experts": DIALECTS["sglang"].encode(routing, LAYOUT),
+        "routed_experts_info": routed_experts_info(routing, LAYOUT),
+        "routed_experts_start_len": routing.start,
+    }
+    return {"text": "", "output_ids": [], "meta_info": fields}
+
+
+def test_the_python_of_the_guide_runs():
+    routing, other = whole(len(TOKENS), 2), whole(len(OTHER_TOKENS), 3)
+    sent = (routing, routing_from(other, PROMPT_LEN))
+    header = {"choices": [{"routed_experts_info": routed_experts_info(each, LAYOUT)} for each in sent]}
+    names = {
+        "answer": answer(routing),
+        "container": encode_rollout(header, [rollout_rows(each, LAYOUT) for each in sent]),
+        "turns": [answer(part(routing, 0, 22)), answer(part(routing, 22, 29))],
+        "events": [answer(part(routing, 0, 21)), answer(part(routing, 21, 25)), answer(part(routing, 25, 29))],
+        "token_ids": TOKENS,
+        "other_ids": OTHER_TOKENS,
+        "other_routing": other,
+        "prompt_len": PROMPT_LEN,
+        "layout": LAYOUT,
+    }
+    snippets = SNIPPET.findall(GUIDE.read_text(encoding="utf-8"))
+    assert len(snippets) == 6
+    for snippet in snippets:
+        exec(compile(snippet, str(GUIDE), "exec"), names)
+    assert same(names["routing"], routing) and same(names["streamed"], routing) and same(names["second"], other)
+    assert names["slime"].routed_experts.shape == (2, 30, 5, 4)
+    assert names["nemo_rl"].routed_experts.dtype == np.int8
+    assert names["replay"].sum() == len(TOKENS) - 1 + len(OTHER_TOKENS) - 1
