@@ -6,6 +6,7 @@ MARKER = "zq7-marker"
 """Put into inputs; no answer may repeat it."""
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+TOKENS = "/inference/v1/generate"
 _MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -22,15 +23,31 @@ def _native(name, param=None, sampling_params=None, **fields):
     return name, GENERATE, body, 400, param
 
 
+def _tokens(name, param=None, sampling_params=None, **fields):
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 2, **(sampling_params or {})}, **fields}
+    return name, TOKENS, body, 400, param
+
+
 def _raw(name, body, path=COMPLETIONS):
     return name, path, body, 400, None
 
 
 def _sampling(name, field, value, param=None):
-    """A wrong sampling field, refused by both dialects under its own name."""
+    """A wrong sampling field, refused by every dialect under its own name."""
     return [
         _completion(f"completion: {name}", param=param or field, **{field: value}),
         _native(f"native: {name}", f"sampling_params.0.{param or field}", {field: value}, input_ids=[5]),
+        _tokens(f"tokens: {name}", f"sampling_params.{param or field}", {field: value}),
+    ]
+
+
+def _routing(name, field, value):
+    """A wrong routing field, refused by every route under its own name."""
+    return [
+        _completion(f"completion: {name}", param=field, **{field: value}),
+        _chat(f"chat: {name}", param=field, **{field: value}),
+        _native(f"native: {name}", field, input_ids=[5], **{field: value}),
+        _tokens(f"tokens: {name}", field, **{field: value}),
     ]
 
 
@@ -101,10 +118,25 @@ BAD_SAMPLING = [
     *_sampling("an endless stop string", "stop", MARKER * 1000),
     *_sampling("stop ids as words", "stop_token_ids", [MARKER]),
     *_sampling("ignore_eos as a number", "ignore_eos", 1),
-    *_sampling("presence penalty", "presence_penalty", 0.5),
-    *_sampling("frequency penalty", "frequency_penalty", -1),
-    *_sampling("repetition penalty", "repetition_penalty", 1.1),
-    *_sampling("logit bias", "logit_bias", {MARKER: 1}),
+    *_sampling("presence penalty above two", "presence_penalty", 2.01),
+    *_sampling("presence penalty as a word", "presence_penalty", MARKER),
+    *_sampling("frequency penalty below minus two", "frequency_penalty", -2.01),
+    *_sampling("repetition penalty of zero", "repetition_penalty", 0),
+    *_sampling("repetition penalty without end", "repetition_penalty", 1e30),
+    *_sampling("a bias of a word", "logit_bias", {MARKER: 1}),
+    *_sampling("a bias of a word's value", "logit_bias", {"5": MARKER}),
+    *_sampling("a bias above a hundred", "logit_bias", {"5": 101}),
+    *_sampling("a bias of a boolean", "logit_bias", {"5": True}),
+    *_sampling("a bias of a negative id", "logit_bias", {"-5": 1}),
+    *_sampling("a bias of an id with zeros", "logit_bias", {"05": 1}),
+    *_sampling("a bias of an id in other digits", "logit_bias", {"\u0665": 1}),
+    *_sampling("a bias of an id beyond 32 bits", "logit_bias", {"9" * 10: 1}),
+    *_sampling("biases as a list", "logit_bias", [[5, 1]]),
+    *_sampling("257 biases", "logit_bias", {str(token_id): 1 for token_id in range(257)}),
+    _completion("completion: a bias beyond the vocabulary", param="logit_bias", logit_bias={"512": 1}),
+    _native("native: a bias beyond the vocabulary", "sampling_params.logit_bias", {"logit_bias": {"512": 1}},
+            input_ids=[5]),
+    _tokens("tokens: a bias beyond the vocabulary", "sampling_params.logit_bias", {"logit_bias": {"512": 1}}),
     _completion("temperature above two", param="temperature", temperature=2.5),
     _completion("negative max_tokens", param="max_tokens", max_tokens=-1),
     _completion("max_tokens as a float", param="max_tokens", max_tokens=2.0),
@@ -114,7 +146,9 @@ BAD_SAMPLING = [
     _completion("logprobs as a boolean", param="logprobs", logprobs=True),
     _completion("logprobs of 21", param="logprobs", logprobs=21),
     _completion("best_of above n", best_of=2),
-    _completion("echo", param="echo", echo=True),
+    _completion("echo as a number", param="echo", echo=1),
+    _completion("rid as a number", param="rid", rid=5),
+    _completion("an empty rid", param="rid", rid=""),
     _completion("suffix", param="suffix", suffix=MARKER),
     _completion("stream as a word", param="stream", stream="true"),
     _completion("stream_options without stream", stream_options={"include_usage": True}),
@@ -146,7 +180,8 @@ BAD_CHAT = [
     _chat("a conversation longer than the context", param="messages",
           messages=[{"role": "user", "content": "x" * 600}]),
     _chat("logprobs as a number", param="logprobs", logprobs=1),
-    _chat("alternatives", param="top_logprobs", logprobs=True, top_logprobs=2),
+    _chat("alternatives of 21", param="top_logprobs", logprobs=True, top_logprobs=21),
+    _chat("alternatives without log-probs", top_logprobs=2),
     _chat("tools", param="tools", tools=[{"type": "function", "function": {"name": MARKER}}]),
     _chat("a JSON answer", param="response_format", response_format={"type": MARKER}),
     _chat("negative max_completion_tokens", param="max_completion_tokens", max_completion_tokens=-5),
@@ -174,8 +209,76 @@ BAD_NATIVE = [
     _native("too few rids", None, input_ids=[[5], [6]], rid=[MARKER]),
     _native("a start after the prompt", "routed_experts_start_len", input_ids=[5], routed_experts_start_len=2),
     _native("a negative start", "routed_experts_start_len", input_ids=[5], routed_experts_start_len=-1),
-    _native("native alternatives", "top_logprobs_num", input_ids=[5], top_logprobs_num=3),
+    _native("native alternatives of 21", "top_logprobs_num", input_ids=[5], top_logprobs_num=21),
+    _native("native alternatives as a boolean", "top_logprobs_num", input_ids=[5], top_logprobs_num=True),
+    _native("log-probs from before the prompt", "logprob_start_len", input_ids=[5], logprob_start_len=-2),
+    _native("log-probs from behind the prompt", "logprob_start_len", input_ids=[5], return_logprob=True,
+            logprob_start_len=1),
+    _native("log-probs from behind the shorter prompt", "logprob_start_len", input_ids=[[5], [5, 6]],
+            return_logprob=True, logprob_start_len=1),
     _native("return_logprob as a number", "return_logprob", input_ids=[5], return_logprob=1),
 ]  # fmt: skip
 
-BAD_INPUTS = [*BAD_JSON, *BAD_PROMPTS, *BAD_SAMPLING, *BAD_MODEL_OR_ROUTE, *BAD_CHAT, *BAD_NATIVE]
+BAD_TOKENS = [
+    ("no token ids", TOKENS, {}, 400, "token_ids"),
+    ("the model of another server, in tokens", TOKENS, {"token_ids": [5], "model": MARKER}, 404, "model"),
+    _tokens("text as token ids", "token_ids", token_ids=MARKER),
+    _tokens("a batch of token ids", "token_ids", token_ids=[[5]]),
+    _tokens("empty token ids", "token_ids", token_ids=[]),
+    _tokens("a token id beyond the vocabulary", "token_ids", token_ids=[512]),
+    _tokens("more token ids than the context holds", "token_ids", token_ids=[5] * 513),
+    _tokens("more new tokens than the context holds", "sampling_params.max_tokens", {"max_tokens": 512}),
+    ("sampling_params as a list", TOKENS, {"token_ids": [5], "sampling_params": [MARKER]}, 400, "sampling_params"),
+    _tokens("log-probs of 21 tokens", "sampling_params.logprobs", {"logprobs": 21}),
+    _tokens("all log-probs", "sampling_params.logprobs", {"logprobs": -1}),
+    _tokens("prompt log-probs as a boolean", "sampling_params.prompt_logprobs", {"prompt_logprobs": True}),
+    _tokens("a seed of 65 bits", "sampling_params.seed", {"seed": 2**64}),
+    _tokens("min_tokens", "sampling_params.min_tokens", {"min_tokens": 3}),
+    _tokens("a start after the token ids", "sampling_params.routed_experts_prompt_start",
+            {"routed_experts_prompt_start": 2}),
+    _tokens("a start before the token ids", "sampling_params.routed_experts_prompt_start",
+            {"routed_experts_prompt_start": -1}),
+    _tokens("a dtype of words", "routed_experts_dtype", routed_experts_dtype=MARKER),
+    _tokens("an empty request_id", "request_id", request_id=""),
+    _tokens("stream_options without a stream", stream_options={}),
+    _tokens("a salt as a number", "cache_salt", cache_salt=7),
+    _raw("not JSON, in tokens", b"{zq7-marker}", TOKENS),
+]  # fmt: skip
+
+BAD_ROUTING = [
+    *_routing("an unknown dialect", "routed_experts_format", MARKER),
+    *_routing("a dialect as a list", "routed_experts_format", [MARKER]),
+    *_routing("streamed rows as a word", "stream_routed_experts", MARKER),
+    *_routing("forced rows that are a number", "forced_routed_experts", 7),
+    *_routing("forced rows that are no base64", "forced_routed_experts", f"{MARKER}!"),
+    *_routing("forced rows of half an id", "forced_routed_experts", "AAA="),
+    *_routing("forced rows without a shape", "forced_routed_experts", {"data": MARKER}),
+    *_routing("forced rows that are words", "forced_routed_experts", [[[MARKER]]]),
+    _completion("streamed rows without a stream", return_routed_experts=True, stream_routed_experts=True),
+    _completion("a first row after the prompt", param="routed_experts_start_len", routed_experts_start_len=2),
+    _completion("a first row before the prompt", param="routed_experts_start_len", routed_experts_start_len=-1),
+    _completion("forced rows for one of two prompts", param="forced_routed_experts", prompt=["x", "y"],
+                forced_routed_experts=[None]),
+    _native("forced rows for one of two ids", "forced_routed_experts", input_ids=[[5], [6]],
+            forced_routed_experts=MARKER),
+]  # fmt: skip
+
+BAD_COMMANDS = [
+    ("an abort of nothing", "/abort_request", {}, 400, None),
+    ("an abort of no one", "/abort_request", {"rid": ""}, 400, None),
+    ("an abort of a number", "/abort_request", {"rid": 7}, 400, "rid"),
+    ("an abort of all as a word", "/abort_request", {"abort_all": MARKER}, 400, "abort_all"),
+    _raw("an abort that is no JSON", b"zq7-marker", "/abort_request"),
+]
+
+BAD_INPUTS = [
+    *BAD_JSON,
+    *BAD_PROMPTS,
+    *BAD_SAMPLING,
+    *BAD_MODEL_OR_ROUTE,
+    *BAD_CHAT,
+    *BAD_NATIVE,
+    *BAD_TOKENS,
+    *BAD_ROUTING,
+    *BAD_COMMANDS,
+]

@@ -23,6 +23,7 @@ from rayserve_moe.serving.http import create_api
 POISONED_TOKEN_ID = 300
 """Its embedding is NaN in the poisoned checkpoint."""
 MAX_MODEL_LEN = 512
+STEP_DELAY_S = 0.005
 
 
 @contextlib.contextmanager
@@ -109,6 +110,18 @@ def small_http(small_url, small_engine):
     with httpx.Client(base_url=small_url, timeout=60) as client:
         yield client
     assert_idle(small_engine)
+
+
+@pytest.fixture
+def unhurried(engine, monkeypatch):
+    """Steps take so much longer that what is to be met while it runs still runs, however busy the machine is."""
+    run = engine.loop._cycle.run
+
+    def run_later():
+        time.sleep(STEP_DELAY_S)
+        return run()
+
+    monkeypatch.setattr(engine.loop._cycle, "run", run_later)
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
+from tests.http.asking import wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
 
@@ -19,13 +19,6 @@ LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
 NATIVE_LONG = {"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "n": 8}}
 LONG_TOKENS = 8000
 SHORT = {"prompt": [5], "max_tokens": 1}
-
-
-def wait_until(condition, within_s=20.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/generate", NATIVE_LONG)])
@@ -53,7 +46,8 @@ def test_a_client_that_leaves_before_its_answer_gives_its_pages_back(http, url, 
 
 def test_the_first_token_does_not_wait_for_the_rest(http, engine):
     with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         assert engine.loop.statistics()["requests_live"] == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -11,21 +12,29 @@ from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.json_body import IgnoredFields
 from rayserve_moe.text.tokenizer import Tokenizer
 
+_ENCODING_THREADS = 2
 
-def _one_thread() -> ThreadPoolExecutor:
+
+def _tokenizing_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+
+def _encoding_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=_ENCODING_THREADS, thread_name_prefix="encode")
 
 
 @dataclass(frozen=True)
 class ApiState:
     """The engine and what surrounds it. Prompts are tokenized in one thread: long ones must not stop the event loop,
-    and the tokenizer is not safe to share."""
+    and the tokenizer is not safe to share. Large answers and routing to replay have threads of their own."""
 
     loop: EngineLoop
     tokenizer: Tokenizer
     server: ServerSettings = field(default_factory=ServerSettings)
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
-    tokenizing: ThreadPoolExecutor = field(default_factory=_one_thread)
+    tokenizing: ThreadPoolExecutor = field(default_factory=_tokenizing_thread)
+    encoding: ThreadPoolExecutor = field(default_factory=_encoding_threads)
+    started_at: float = field(default_factory=time.time)
 
     @property
     def card(self) -> ModelCard:

@@ -1,47 +1,84 @@
-"""What is served, and whether it is alive."""
+"""Whether the server is alive, and what can be done to what runs in it."""
 
 from __future__ import annotations
 
-import time
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
 
+import numpy as np
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control_schemas import AbortBody
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.json_body import read_body
+from rayserve_moe.serving.openapi import COMMAND, answers, takes
+from rayserve_moe.serving.request_streams import RequestStreams
 from rayserve_moe.serving.streaming import json_answer
+
+LONGEST_PROBE_S = 20.0
 
 
 def control_router(state: ApiState) -> APIRouter:
     """Return the routes over one engine."""
     router = APIRouter()
-    started = int(time.time())
 
-    @router.get("/health")
+    @router.get("/health", **answers(503))
     async def health() -> Response:
         state.loop.check_health()
         return json_answer({"status": "ok"})
 
-    @router.get("/v1/models")
-    async def models() -> Response:
-        return json_answer({"object": "list", "data": [_model_object(state, started)]})
+    @router.get("/health_generate", **answers(429, 503))
+    async def health_generate() -> Response:
+        state.loop.check_health()
+        await _generate_one_token(state)
+        return json_answer({"status": "ok"})
 
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        if name != state.card.name:
-            raise ApiError(404, "no such model", param="model", code="model_not_found")
-        return json_answer(_model_object(state, started))
+    @router.post("/abort_request", **takes(AbortBody, *COMMAND))
+    async def abort_request(request: Request) -> Response:
+        body = await read_body(request, AbortBody, ignored=state.ignored_fields)
+        state.loop.check_health()
+        if body.abort_all:
+            state.loop.abort_all()
+        else:
+            state.loop.abort_stem(body.rid)
+        return json_answer({"success": True})
 
+    for method in ("GET", "POST"):
+        router.add_api_route("/flush_cache", _flush_route(state), methods=[method], **answers(*COMMAND))
+    router.add_api_route("/reset_prefix_cache", _flush_route(state), methods=["POST"], **answers(*COMMAND))
     return router
 
 
-def _model_object(state: ApiState, started: int) -> dict:
-    card = state.card
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": started,
-        "owned_by": "rayserve_moe",
-        "max_model_len": card.max_model_len,
-        "weight_version": card.weight_version,
-    }
+def _flush_route(state: ApiState) -> Callable[[], Awaitable[Response]]:
+    async def flush_cache() -> Response:
+        state.loop.check_health()
+        if not state.loop.is_idle:
+            raise ApiError(400, "requests are running: wait for them, or abort them first", code="requests_running")
+        state.loop.flush()
+        return json_answer({"success": True, "message": "the cache is flushed"})
+
+    return flush_cache
+
+
+async def _generate_one_token(state: ApiState) -> None:
+    """ApiError 503 unless a token comes in time."""
+    request = GenerationRequest(
+        request_id=f"health-{uuid.uuid4().hex}",
+        prompt_ids=np.zeros(1, np.int32),
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        incremental=False,
+    )
+    streams = RequestStreams(state, [request])
+    try:
+        (result,) = await asyncio.wait_for(streams.results(), LONGEST_PROBE_S)
+    except (TimeoutError, ApiError) as error:
+        raise ApiError(503, "the engine generates nothing", code="nothing_generated") from error
+    finally:
+        streams.close()
+    if not result.token_ids:
+        raise ApiError(503, "the engine generates nothing", code="nothing_generated")

@@ -21,6 +21,7 @@ _TYPE_OF_STATUS = {
     404: "not_found_error",
     422: "model_error",
     429: "overloaded_error",
+    501: "not_implemented_error",
     503: "service_unavailable_error",
 }
 _RETRY_AFTER_S = {429: 1, 503: 5}

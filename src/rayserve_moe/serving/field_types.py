@@ -1,31 +1,26 @@
 """Types of the fields that request bodies are made of: strict, bounded, with sentences that never quote the input.
 
-No schema may use a union or a dictionary with typed keys: their error locations would carry the client's words.
+No schema may use a union or a dictionary with typed keys: their error locations would carry the client's words. Types
+that check by themselves state their JSON schema too, for the published description of the API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 64
-_INT32_MAX = 2**31 - 1
+MAX_BIASES = 256
+MAX_BIAS = 100
+LONGEST_RID = 256
+INT32_MAX = 2**31 - 1
 
-Prompt = str | list[int]
-
-
-class PromptBatch(NamedTuple):
-    """One prompt or several of them; `is_batch` when they came as a list, so that a list is to go back."""
-
-    prompts: list[Prompt]
-    is_batch: bool
+_DIGITS_OF_INT32 = 10
 
 
 class RequestBody(BaseModel):
@@ -57,59 +52,9 @@ def fault(sentence: str) -> PydanticCustomError:
     return PydanticCustomError("field", "{sentence}", {"sentence": sentence})
 
 
-def _is_token_id(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _INT32_MAX
-
-
-def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not all(map(_is_token_id, value)):
-        raise fault("should be a list of token ids, integers that are not negative")
-    if not value:
-        raise fault("should not be empty")
-    return value
-
-
-def _one_prompt(value: object) -> Prompt:
-    if isinstance(value, str):
-        if not value:
-            raise fault("should not be empty")
-        return value
-    return _token_ids(value)
-
-
-def _several(values: list, one: Callable[[object], Prompt]) -> list[Prompt]:
-    if len(values) > MAX_PROMPTS:
-        raise fault(f"should hold at most {MAX_PROMPTS} prompts")
-    return [one(value) for value in values]
-
-
-def _prompts(value: object) -> list[Prompt]:
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        kind = type(value[0])
-        if not all(isinstance(prompt, kind) for prompt in value):
-            raise fault("should hold prompts of one kind, strings or lists of token ids")
-        return _several(value, _one_prompt)
-    if not isinstance(value, str | list):
-        raise fault("should be a string, a list of strings, a list of token ids or a list of such lists")
-    return [_one_prompt(value)]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise fault("should be a string or a list of strings, none of them empty")
-    return value
-
-
-def _text_batch(value: object) -> PromptBatch:
-    if isinstance(value, list) and value:
-        return PromptBatch(_several(value, _text), is_batch=True)
-    return PromptBatch([_text(value)], is_batch=False)
-
-
-def _ids_batch(value: object) -> PromptBatch:
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return PromptBatch(_several(value, _token_ids), is_batch=True)
-    return PromptBatch([_token_ids(value)], is_batch=False)
+def is_token_id(value: object) -> bool:
+    """Whether a JSON value can be the id of a token, of whatever vocabulary."""
+    return type(value) is int and 0 <= value <= INT32_MAX
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
@@ -123,9 +68,28 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 def _stop_token_ids(value: object) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [value]
-    if not all(map(_is_token_id, ids)) or len(ids) > MAX_STOP_TOKEN_IDS:
+    if not all(map(is_token_id, ids)) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise fault(f"should be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     return tuple(ids)
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or not all(map(_is_written_token_id, value)):
+        raise fault("should be an object whose keys are token ids in decimal digits")
+    if not all(map(_is_bias, value.values())):
+        raise fault(f"should hold numbers from {-MAX_BIAS} to {MAX_BIAS}")
+    if len(value) > MAX_BIASES:
+        raise fault(f"should hold at most {MAX_BIASES} token ids")
+    return tuple((int(key), float(bias)) for key, bias in value.items())
+
+
+def _is_written_token_id(key: str) -> bool:
+    is_number = key.isascii() and key.isdigit() and len(key) <= _DIGITS_OF_INT32
+    return is_number and str(int(key)) == key and int(key) <= INT32_MAX
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_BIAS <= value <= MAX_BIAS
 
 
 def _seed(value: int) -> int:
@@ -137,22 +101,40 @@ def _top_k(value: int) -> int:
     return max(value, 0)
 
 
-Prompts = Annotated[list[Prompt], PlainValidator(_prompts)]
-TextBatch = Annotated[PromptBatch, PlainValidator(_text_batch)]
-IdsBatch = Annotated[PromptBatch, PlainValidator(_ids_batch)]
-StopStrings = Annotated[tuple[str, ...], PlainValidator(_stop_strings)]
-StopTokenIds = Annotated[tuple[int, ...], PlainValidator(_stop_token_ids)]
+_ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_BIASES_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    "maxProperties": MAX_BIASES,
+}
+
+StopStrings = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stop_strings),
+    WithJsonSchema({"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS}]}),
+]
+StopTokenIds = Annotated[
+    tuple[int, ...],
+    PlainValidator(_stop_token_ids),
+    WithJsonSchema({"anyOf": [_ID_SCHEMA, {"type": "array", "items": _ID_SCHEMA, "maxItems": MAX_STOP_TOKEN_IDS}]}),
+]
+LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIASES_SCHEMA)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(_seed)]
 NumChoices = Annotated[int, Field(ge=1, le=128)]
-MaxTokens = Annotated[int, Field(ge=0, le=_INT32_MAX)]
-TopK = Annotated[int, Field(ge=-1, le=_INT32_MAX), AfterValidator(_top_k)]
+NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
+MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 CacheSalt = Annotated[str, Field(max_length=256)]
-Penalty = Annotated[float, neutral_only(0)]
-RepetitionPenalty = Annotated[float, neutral_only(1)]
-EmptyObject = Annotated[dict, neutral_only({})]
-EmptyList = Annotated[list, neutral_only([])]
-FalseOnly = Annotated[bool, neutral_only(False)]
-EmptyString = Annotated[str, neutral_only("")]
-ZeroOnly = Annotated[int, Field(ge=0), neutral_only(0)]
+RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+EmptyObject = Annotated[dict, neutral_only({}), WithJsonSchema({"const": {}})]
+EmptyList = Annotated[list, neutral_only([]), WithJsonSchema({"const": []})]
+FalseOnly = Annotated[bool, neutral_only(False), WithJsonSchema({"const": False})]
+EmptyString = Annotated[str, neutral_only(""), WithJsonSchema({"const": ""})]
+ZeroOnly = Annotated[int, Field(ge=0), neutral_only(0), WithJsonSchema({"const": 0})]
+RoutingFormat = Literal["sglang", "nested", "npy", "packed"]

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
+from rayserve_moe.serving.absent_routes import absent_router
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control_routes import control_router
+from rayserve_moe.serving.control_schemas import AbortBody
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.limits import EdgeGuard
+from rayserve_moe.serving.load_routes import load_router
+from rayserve_moe.serving.model_routes import model_router, package_version
 from rayserve_moe.serving.native_routes import native_router
+from rayserve_moe.serving.native_schemas import GenerateBody
 from rayserve_moe.serving.openai_routes import openai_router
+from rayserve_moe.serving.openai_schemas import ChatBody, CompletionBody
+from rayserve_moe.serving.openapi import publish
+from rayserve_moe.serving.token_routes import token_router
+from rayserve_moe.serving.token_schemas import TokenBody
+
+BODIES = (CompletionBody, ChatBody, GenerateBody, TokenBody, AbortBody)
 
 
 def create_api(state: ApiState) -> FastAPI:
-    """Return the application. Bodies are read by our own strict parser, so it publishes no OpenAPI schema."""
-    app = FastAPI(title="rayserve_moe", openapi_url=None, redirect_slashes=False)
+    """Return the application. It describes itself at `/openapi.json`; pages with scripts from elsewhere are off."""
+    app = FastAPI(
+        title="rayserve_moe",
+        version=package_version(),
+        openapi_url="/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     install_error_handlers(app)
     app.add_middleware(EdgeGuard, server=state.server)
-    for router in (control_router(state), openai_router(state), native_router(state)):
-        app.include_router(router)
+    routers = (control_router, model_router, load_router, openai_router, native_router, token_router)
+    for router in routers:
+        app.include_router(router(state))
+    app.include_router(absent_router())
+    publish(app, BODIES)
     return app

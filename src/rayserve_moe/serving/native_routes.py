@@ -5,72 +5,94 @@ A stream sends, per event, the whole answer of a choice so far: text and ids gro
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.engine.answers import ChoiceResult, native_answer
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.serving.answering import respond, respond_in_events
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.json_body import read_body
-from rayserve_moe.serving.native_schemas import GenerateBody
-from rayserve_moe.serving.request_streams import RequestStreams, prompt_ids_of
-from rayserve_moe.serving.streaming import EventStream, json_answer, while_connected
+from rayserve_moe.serving.native_answers import NativeWriter
+from rayserve_moe.serving.native_schemas import GenerateBody, NativeSampling
+from rayserve_moe.serving.openapi import generates
+from rayserve_moe.serving.request_parts import check_start, forced_routing_of, num_new_tokens, prompt_ids_of
+from rayserve_moe.serving.request_streams import RequestStreams
+from rayserve_moe.serving.rollout_answers import respond_in_rollout, rollout_type
+from rayserve_moe.serving.routing_answers import RoutingForm, RoutingWriter
+
+_DEFAULT_NEW_TOKENS = 128
 
 
 def native_router(state: ApiState) -> APIRouter:
     """Return the route over one engine."""
     router = APIRouter()
 
-    @router.post("/generate")
+    @router.post("/generate", **generates(GenerateBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateBody, ignored=state.ignored_fields)
-        _note_ignored(state, body)
+        for sampling in body.sampling_params:
+            state.ignored_fields.note(sampling.model_extra or {})
+        media_type = rollout_type(request, streams=body.stream)
         streams = RequestStreams(state, await _requests(state, body), param_names=_param_names(body))
+        dialect = "binary" if media_type else body.routed_experts_format
+        form = RoutingForm(dialect, body.routed_experts_start_len, shares_prompt_rows=dialect == "binary")
+        routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)
+        writer = NativeWriter(
+            state.card,
+            streams,
+            routing=routing,
+            return_logprob=body.return_logprob,
+            as_list=body.batch.is_batch or len(streams.request_of_choice) > 1,
+        )
         if body.stream:
-            return EventStream(_events(state, body, streams), streams.close)
-        try:
-            return json_answer(await while_connected(request.receive, _whole(state, body, streams)))
-        finally:
-            streams.close()
+            return respond_in_events(state, streams, writer=writer)
+        if media_type:
+            return await respond_in_rollout(
+                state, request, streams=streams, writer=writer, routing=routing, media_type=media_type
+            )
+        return await respond(state, request, streams=streams, writer=writer)
 
     return router
 
 
-def _note_ignored(state: ApiState, body: GenerateBody) -> None:
-    """Log nested unknown fields, and the request for log-probs of the prompt, which are not served yet."""
-    for sampling in body.sampling_params:
-        state.ignored_fields.note(sampling.model_extra or {})
-    if body.return_logprob and body.logprob_start_len >= 0:
-        state.ignored_fields.note(["logprob_start_len"])
-
-
 def _param_names(body: GenerateBody) -> dict[str, str]:
+    names = {"top_logprobs": "top_logprobs_num", "logit_bias": "sampling_params.logit_bias"}
     prompt = "input_ids" if body.text is None else "text"
-    return {"prompt": prompt, "max_tokens": "sampling_params.max_new_tokens"}
+    return {"prompt": prompt, "max_tokens": "sampling_params.max_new_tokens", **names}
 
 
 async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationRequest]:
     prompts = await prompt_ids_of(state, body.batch.prompts, param=_param_names(body)["prompt"])
-    if body.routed_experts_start_len > min(map(len, prompts)):
-        raise ApiError(400, "must not exceed the number of prompt tokens", param="routed_experts_start_len")
+    check_start(body.routed_experts_start_len, prompts, param="routed_experts_start_len")
+    if body.return_logprob and body.logprob_start_len >= min(map(len, prompts)):
+        raise ApiError(400, "`logprob_start_len` must lie in the prompt", param="logprob_start_len")
+    forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=body.batch.is_batch)
     sampling = body.sampling_params if len(body.sampling_params) > 1 else body.sampling_params * len(prompts)
+    scores_prompt = body.return_logprob and body.logprob_start_len >= 0
     return [
         GenerationRequest(
             request_id=request_id,
             prompt_ids=prompt_ids,
-            sampling=params.sampling(params.max_new_tokens, params.sampling_seed),
-            return_routed_experts=body.return_routed_experts,
+            sampling=_sampling(state, params, len(prompt_ids)),
+            return_routed_experts=body.wants_routing,
             cache_salt=body.cache_salt,
             incremental=body.stream or bool(params.stop),
+            num_top_logprobs=body.top_logprobs_num if body.return_logprob else 0,
+            score_prompt_from=body.logprob_start_len if scores_prompt else None,
+            forced_routing=rows,
+            stream_routed_experts=body.stream_routed_experts,
         )
-        for request_id, prompt_ids, params in zip(_request_ids(body), prompts, sampling, strict=True)
+        for request_id, prompt_ids, params, rows in zip(_request_ids(body), prompts, sampling, forced, strict=True)
     ]
+
+
+def _sampling(state: ApiState, params: NativeSampling, prompt_len: int) -> SamplingParams:
+    limit = num_new_tokens(state, params.max_new_tokens, default=_DEFAULT_NEW_TOKENS, prompt_len=prompt_len)
+    return params.sampling(limit, params.sampling_seed)
 
 
 def _request_ids(body: GenerateBody) -> list[str]:
@@ -78,43 +100,3 @@ def _request_ids(body: GenerateBody) -> list[str]:
         return body.rid
     stem = body.rid or uuid.uuid4().hex
     return [f"{stem}_{position}" for position in range(len(body.batch.prompts))] if body.batch.is_batch else [stem]
-
-
-async def _whole(state: ApiState, body: GenerateBody, streams: RequestStreams) -> dict | list[dict]:
-    answers = {choice: answer async for choice, answer in _answers(state, body, streams)}
-    in_order = [answers[choice] for choice in sorted(answers)]
-    return in_order if _is_list(body, streams) else in_order[0]
-
-
-async def _events(state: ApiState, body: GenerateBody, streams: RequestStreams) -> AsyncGenerator[dict, None]:
-    is_list = _is_list(body, streams)
-    async for choice, answer in _answers(state, body, streams):
-        yield {**answer, "index": choice} if is_list else answer
-
-
-async def _answers(
-    state: ApiState, body: GenerateBody, streams: RequestStreams
-) -> AsyncGenerator[tuple[int, dict], None]:
-    """Yield the answers of choices as they end, and in a stream also as they grow."""
-    started_s = time.monotonic()
-    results = [ChoiceResult() for _ in streams.request_of_choice]
-    async for group in streams.groups():
-        for choice, delta in group:
-            results[choice].add(delta)
-        for choice in dict.fromkeys(choice for choice, _ in group):
-            if body.stream or results[choice].finish is not None:
-                yield (
-                    choice,
-                    native_answer(
-                        streams.request_of_choice[choice],
-                        results[choice],
-                        card=state.card,
-                        e2e_latency_s=time.monotonic() - started_s,
-                        return_logprob=body.return_logprob,
-                        routed_experts_start=body.routed_experts_start_len,
-                    ),
-                )
-
-
-def _is_list(body: GenerateBody, streams: RequestStreams) -> bool:
-    return body.batch.is_batch or len(streams.request_of_choice) > 1

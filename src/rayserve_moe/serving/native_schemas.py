@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.serving.field_types import (
-    MAX_PROMPTS,
+    LONGEST_RID,
     CacheSalt,
     EmptyString,
     FalseOnly,
-    IdsBatch,
     MaxTokens,
-    PromptBatch,
-    RequestBody,
+    NumTopLogprobs,
+    RoutingFormat,
     Seed,
-    TextBatch,
     ZeroOnly,
     fault,
 )
+from rayserve_moe.serving.prompt_types import MAX_PROMPTS, IdsBatch, PromptBatch, TextBatch
+from rayserve_moe.serving.routing_fields import RoutingFields, RowStart
 from rayserve_moe.serving.sampling_fields import SamplingFields
-
-_LONGEST_RID = 256
 
 
 def _check_rids(value: object) -> str | list[str]:
     rids = value if isinstance(value, list) else [value]
-    if not all(isinstance(rid, str) and 0 < len(rid) <= _LONGEST_RID for rid in rids) or len(rids) > MAX_PROMPTS:
-        raise fault(f"should be a string of 1 to {_LONGEST_RID} characters or a list of such")
+    if not all(isinstance(rid, str) and 0 < len(rid) <= LONGEST_RID for rid in rids) or len(rids) > MAX_PROMPTS:
+        raise fault(f"should be a string of 1 to {LONGEST_RID} characters or a list of such")
     if len(set(rids)) != len(rids):
         raise fault("should not hold the same id twice")
     return value if isinstance(value, list) else str(value)
@@ -40,10 +38,18 @@ def _as_list(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
+_RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": LONGEST_RID}
+_RIDS_SCHEMA = {"type": "array", "items": _RID_SCHEMA, "maxItems": MAX_PROMPTS, "uniqueItems": True}
+
+Rids = Annotated[
+    str | list[str] | None, PlainValidator(_check_rids), WithJsonSchema({"anyOf": [_RID_SCHEMA, _RIDS_SCHEMA]})
+]
+
+
 class NativeSampling(SamplingFields):
     """One `sampling_params` object."""
 
-    max_new_tokens: MaxTokens = 128
+    max_new_tokens: MaxTokens | None = None
     sampling_seed: Seed | None = None
     min_new_tokens: ZeroOnly = 0
     json_schema: EmptyString = ""
@@ -54,20 +60,32 @@ class NativeSampling(SamplingFields):
     no_stop_trim: FalseOnly = False
 
 
-class GenerateBody(RequestBody):
-    """One prompt or a batch, as text or as token ids; `sampling_params` holds one object, or one per prompt."""
+OneOrMoreSamplings = Annotated[
+    list[NativeSampling],
+    BeforeValidator(_as_list, json_schema_input_type=NativeSampling | list[NativeSampling]),
+]
+
+
+class GenerateBody(RoutingFields):
+    """One prompt or a batch, as text or as token ids; `sampling_params` holds one object, or one per prompt.
+
+    With `return_logprob` true, `logprob_start_len` p asks for those of the prompt from position p on; -1 for the
+    output's alone.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
 
     text: TextBatch | None = None
     input_ids: IdsBatch | None = None
-    sampling_params: Annotated[list[NativeSampling], BeforeValidator(_as_list)] = [NativeSampling()]
+    sampling_params: OneOrMoreSamplings = Field(default_factory=lambda: [NativeSampling()])
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
-    top_logprobs_num: ZeroOnly = 0
+    top_logprobs_num: NumTopLogprobs = 0
     return_routed_experts: bool = False
-    routed_experts_start_len: Annotated[int, Field(ge=0)] = 0
-    stream: bool = False
+    routed_experts_format: RoutingFormat = "sglang"
+    routed_experts_start_len: RowStart = 0
     cache_salt: CacheSalt = ""
-    rid: Annotated[str | list[str] | None, PlainValidator(_check_rids)] = None
+    rid: Rids = None
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> GenerateBody:
@@ -86,3 +104,8 @@ class GenerateBody(RequestBody):
         given = self.text or self.input_ids
         assert given is not None, "checked when the body was read"
         return given
+
+    @property
+    def wants_routing(self) -> bool:
+        """Streamed rows are returned rows."""
+        return self.return_routed_experts or self.stream_routed_experts

@@ -7,60 +7,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rayserve_moe.engine.answers import ChoiceResult, routing_fields
+from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.requests import GenerationRequest, ModelCard
-from rayserve_moe.text.detokenizer import IncrementalDetokenizer
+from rayserve_moe.serving.logprob_answers import ChatLogprobs, CompletionLogprobs, LogprobWriter, echoed_text
+from rayserve_moe.serving.routing_answers import RoutingForm, RoutingWriter
 from rayserve_moe.text.tokenizer import Tokenizer
 
-
-class CompletionLogprobs:
-    """Writes the `logprobs` objects of one choice of `/v1/completions`, chunk after chunk.
-
-    `text_offset` counts the characters of the choice's own text before each token. Alternatives are not served:
-    `top_logprobs` is null.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
-        self._tokenizer = tokenizer
-        skip_special_tokens = request.sampling.skip_special_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._offset = 0
-
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict:
-        """Return the object for the next tokens."""
-        tokens = [self._tokenizer.token_text(token_id) for token_id in token_ids]
-        return {
-            "tokens": tokens,
-            "token_logprobs": list(logprobs),
-            "top_logprobs": None,
-            "text_offset": [self._advance(*pair) for pair in zip(token_ids, tokens, strict=True)],
-        }
-
-    def _advance(self, token_id: int, token: str) -> int:
-        """Return where the token begins: half a character before it may have come out with it, and is not its own."""
-        before = self._offset
-        self._offset += len(self._detokenizer.push(token_id))
-        return max(before, self._offset - len(token))
-
-
-class ChatLogprobs:
-    """Writes the `logprobs` objects of one choice of `/v1/chat/completions`."""
-
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
-        self._tokenizer = tokenizer
-
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict:
-        """Return the object for the next tokens."""
-        content = [
-            {
-                "token": self._tokenizer.token_text(token_id),
-                "logprob": logprob,
-                "bytes": list(self._tokenizer.token_bytes(token_id)),
-                "top_logprobs": [],
-            }
-            for token_id, logprob in zip(token_ids, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+_PROMPT_ROWS = "prompt_routed_experts"
 
 
 @dataclass(frozen=True)
@@ -73,7 +26,6 @@ class Dialect:
     whole_text: Callable[[str], dict]
     chunk_text: Callable[[str, bool], dict]
     """Fields of a chunk's choice from its text, and whether it is the choice's first."""
-    logprobs: Callable[[Tokenizer, GenerationRequest], CompletionLogprobs | ChatLogprobs]
 
 
 def _chat_message(text: str) -> dict:
@@ -90,7 +42,6 @@ COMPLETION = Dialect(
     chunk_kind="text_completion",
     whole_text=lambda text: {"text": text},
     chunk_text=lambda text, is_first: {"text": text},
-    logprobs=CompletionLogprobs,
 )
 CHAT = Dialect(
     id_prefix="chatcmpl",
@@ -98,13 +49,22 @@ CHAT = Dialect(
     chunk_kind="chat.completion.chunk",
     whole_text=_chat_message,
     chunk_text=_chat_delta,
-    logprobs=ChatLogprobs,
 )
 
 
 def new_answer_id(dialect: Dialect) -> str:
     """Return an id that no other answer has."""
     return f"{dialect.id_prefix}-{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True)
+class AnswerParts:
+    """What an answer shows besides text, as the request asked for it."""
+
+    routing: RoutingForm
+    logprobs: bool = False
+    echo: bool = False
+    usage_event: bool = False
 
 
 class AnswerWriter:
@@ -115,42 +75,54 @@ class AnswerWriter:
         dialect: Dialect,
         answer_id: str,
         *,
-        card: ModelCard,
-        tokenizer: Tokenizer | None,
+        model: tuple[ModelCard, Tokenizer],
+        parts: AnswerParts,
         request_of_choice: Sequence[GenerationRequest],
     ) -> None:
-        """Without a tokenizer the answer carries no log-probs."""
-        self._dialect = dialect
-        self._card = card
+        card, self._tokenizer = model
+        self._dialect, self._parts = dialect, parts
         self._envelope = {"id": answer_id, "created": int(time.time()), "model": card.name}
         self._request_of_choice = request_of_choice
         self._started: set[int] = set()
-        self._logprobs = [dialect.logprobs(tokenizer, request) for request in request_of_choice] if tokenizer else []
+        self._routing = RoutingWriter(card.routing, parts.routing, request_of_choice=request_of_choice)
+        self._logprobs = [self._logprob_writer(request) for request in request_of_choice] if parts.logprobs else []
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
         """Return the answer of a request that does not stream."""
         choices = [
-            self._choice(choice, result, self._dialect.whole_text(result.text)) for choice, result in enumerate(results)
+            self._choice(choice, result, self._dialect.whole_text(self._echoed(choice) + result.text))
+            for choice, result in enumerate(results)
         ]
         return {
             **self._envelope,
             "object": self._dialect.whole_kind,
             "choices": choices,
+            **self._prompt_rows(choices),
             "usage": self._usage(results),
         }
 
-    def chunk(self, choice: int, news: ChoiceResult) -> dict:
-        """Return the event that brings what is new to one choice."""
-        text = self._dialect.chunk_text(news.text, choice not in self._started)
+    def waits_for(self, news: ChoiceResult) -> bool:
+        """Log-probs of an echoed prompt, which stand before everything else, come with the end of a choice."""
+        return self._parts.echo and self._parts.logprobs and news.finish is None
+
+    def chunk(self, choice: int, so_far: ChoiceResult, *, news: ChoiceResult) -> dict:
+        """Return the event that brings what is new to one choice; while token counts are to come, they are null."""
+        is_first = choice not in self._started
         self._started.add(choice)
+        text = self._echoed(choice) + news.text if is_first else news.text
+        choices = [self._choice(choice, news, self._dialect.chunk_text(text, is_first))]
         return {
             **self._envelope,
             "object": self._dialect.chunk_kind,
-            "choices": [self._choice(choice, news, text)],
+            "choices": choices,
+            **self._prompt_rows(choices),
+            **({"usage": None} if self._parts.usage_event else {}),
         }
 
-    def usage_event(self, results: Sequence[ChoiceResult]) -> dict:
-        """Return the event after the last choice's, which counts tokens."""
+    def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
+        """Return the event that counts tokens, if it was asked for."""
+        if not self._parts.usage_event:
+            return None
         return {
             **self._envelope,
             "object": self._dialect.chunk_kind,
@@ -158,32 +130,64 @@ class AnswerWriter:
             "usage": self._usage(results),
         }
 
-    def _choice(self, choice: int, result: ChoiceResult, text: dict) -> dict:
-        logprobs = self._logprobs[choice].write(result.token_ids, result.logprobs) if self._logprobs else None
-        return {"index": choice, **text, "logprobs": logprobs, **self._finish_fields(choice, result)}
+    def _logprob_writer(self, request: GenerationRequest) -> LogprobWriter:
+        if self._dialect is CHAT:
+            return ChatLogprobs(self._tokenizer, request)
+        return CompletionLogprobs(self._tokenizer, request, echo=self._parts.echo)
 
-    def _finish_fields(self, choice: int, result: ChoiceResult) -> dict:
-        if result.finish is None:
-            return {"finish_reason": None}
-        fields: dict = {"finish_reason": result.finish.kind}
-        if self._request_of_choice[choice].return_routed_experts:
-            fields["meta_info"] = routing_fields(result.routing, self._card.routing)
-            fields["sgl_ext"] = {"routed_experts": fields["meta_info"]["routed_experts"]}
-        return fields
+    def _echoed(self, choice: int) -> str:
+        prompt_ids = self._request_of_choice[choice].prompt_ids.tolist()
+        return echoed_text(self._tokenizer, prompt_ids) if self._parts.echo else ""
+
+    def _choice(self, choice: int, news: ChoiceResult, text: dict) -> dict:
+        logprobs = self._logprobs[choice].write(news) if self._logprobs else None
+        finish = None if news.finish is None else news.finish.kind
+        routing = self._routing_fields(choice, news)
+        return {"index": choice, **text, "logprobs": logprobs, "finish_reason": finish, **routing}
+
+    def _routing_fields(self, choice: int, news: ChoiceResult) -> dict:
+        if not self._routing.is_due(choice, news.routing, has_ended=news.finish is not None):
+            return {}
+        fields = self._routing.fields(choice, news.routing)
+        if self._parts.routing.dialect != "sglang":
+            return fields
+        start = self._routing.first_position(news.routing)
+        return {
+            "meta_info": {**fields, "routed_experts_start_len": start},
+            "sgl_ext": {"routed_experts": fields["routed_experts"]},
+        }
+
+    def _prompt_rows(self, choices: Sequence[dict]) -> dict:
+        """Move the rows of prompts up to the answer: those of the only prompt, or a list with those of each."""
+        found: dict[str, list | None] = {}
+        for choice in choices:
+            if _PROMPT_ROWS in choice:
+                request_id = self._request_of_choice[choice["index"]].request_id
+                rows = choice.pop(_PROMPT_ROWS)
+                found[request_id] = found.get(request_id) or rows
+        if not found:
+            return {}
+        told = {self._request_of_choice[choice["index"]].request_id: None for choice in choices}
+        each = list((told | found).values())
+        return {_PROMPT_ROWS: each[0] if len(each) == 1 else each}
 
     def _usage(self, results: Sequence[ChoiceResult]) -> dict:
-        """Count tokens: each prompt once, every choice's output."""
-        first_choices = _first_choices(self._request_of_choice)
-        prompt_tokens = sum(len(self._request_of_choice[choice].prompt_ids) for choice in first_choices)
-        completion_tokens = sum(len(result.token_ids) for result in results)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(results[choice].num_cached_tokens for choice in first_choices),
-            },
-        }
+        return usage_of(self._request_of_choice, results)
+
+
+def usage_of(request_of_choice: Sequence[GenerationRequest], results: Sequence[ChoiceResult]) -> dict:
+    """Count tokens: each prompt once, every choice's output."""
+    first_choices = _first_choices(request_of_choice)
+    prompt_tokens = sum(len(request_of_choice[choice].prompt_ids) for choice in first_choices)
+    completion_tokens = sum(len(result.token_ids) for result in results)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(results[choice].num_cached_tokens for choice in first_choices),
+        },
+    }
 
 
 def _first_choices(request_of_choice: Sequence[GenerationRequest]) -> list[int]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.serving.field_types import (
     CacheSalt,
     EmptyList,
     EmptyObject,
     EmptyString,
-    FalseOnly,
     MaxTokens,
-    Prompts,
+    NumTopLogprobs,
     RequestBody,
+    RequestId,
+    RoutingFormat,
     Seed,
-    ZeroOnly,
     fault,
     neutral_only,
 )
+from rayserve_moe.serving.prompt_types import Prompts
+from rayserve_moe.serving.routing_fields import RoutingFields, RowStart
 from rayserve_moe.serving.sampling_fields import SamplingFields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_PLAIN_TEXT = {"type": "text"}
 
 
 def _check_role(value: object) -> str:
@@ -43,26 +46,41 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+_TEXT_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA}, {"type": "null"}]}
+
+Role = Annotated[str, PlainValidator(_check_role), WithJsonSchema({"enum": list(_ROLES)})]
+Content = Annotated[str | list[dict] | None, PlainValidator(_check_content), WithJsonSchema(_CONTENT_SCHEMA)]
+TextFormat = Annotated[dict, neutral_only(_PLAIN_TEXT), WithJsonSchema({"const": _PLAIN_TEXT})]
+NoTool = Annotated[str, neutral_only("none", "auto"), WithJsonSchema({"enum": ["none", "auto"]})]
+
+
 class StreamOptions(RequestBody):
     """`include_usage` asks for one last event with token counts."""
 
     include_usage: bool = False
 
 
-class OpenAIGeneration(SamplingFields):
+class OpenAIGeneration(SamplingFields, RoutingFields):
     """What both OpenAI routes take."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     seed: Seed | None = None
     max_tokens: MaxTokens | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_routed_experts: bool = False
     cache_salt: CacheSalt = ""
+    rid: RequestId | None = None
+    return_routed_experts: bool = False
+    routed_experts_format: RoutingFormat = "sglang"
+    routed_experts_start_len: RowStart = 0
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> OpenAIGeneration:
+    def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fault("`stream_options` is only for requests with `stream` true")
         return self
@@ -74,16 +92,16 @@ class OpenAIGeneration(SamplingFields):
 
 
 class CompletionBody(OpenAIGeneration):
-    """Body of `/v1/completions`. `logprobs` gives the sampled tokens'; alternatives are not served yet."""
+    """Body of `/v1/completions`. `logprobs` n gives log-probs, and n of the likeliest tokens with each."""
 
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: NumTopLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    echo: FalseOnly = False
+    echo: bool = False
     suffix: EmptyString = ""
 
     @model_validator(mode="after")
-    def _best_of_is_n(self) -> CompletionBody:
+    def _best_of_is_n(self) -> Self:
         if self.best_of not in (None, self.n):
             raise fault("`best_of` is not supported: leave it out or make it equal to `n`")
         return self
@@ -93,12 +111,22 @@ class CompletionBody(OpenAIGeneration):
         """Whether log-probs are asked for; 0 asks for the sampled tokens' alone."""
         return self.logprobs is not None
 
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens go with each log-prob."""
+        return self.logprobs or 0
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt is to come back before the completion."""
+        return self.echo
+
 
 class ChatMessage(RequestBody):
     """One message; fields beyond these reach the chat template as they are."""
 
-    role: Annotated[str, PlainValidator(_check_role)]
-    content: Annotated[str | list[dict] | None, PlainValidator(_check_content)] = None
+    role: Role
+    content: Content = None
 
 
 class ChatBody(OpenAIGeneration):
@@ -107,12 +135,18 @@ class ChatBody(OpenAIGeneration):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
-    top_logprobs: ZeroOnly = 0
+    top_logprobs: NumTopLogprobs = 0
     tools: EmptyList = []
     functions: EmptyList = []
-    tool_choice: Annotated[str, neutral_only("none", "auto")] = "auto"
-    response_format: Annotated[dict, neutral_only({"type": "text"})] = {"type": "text"}
+    tool_choice: NoTool = "auto"
+    response_format: TextFormat = _PLAIN_TEXT
     chat_template_kwargs: EmptyObject = {}
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise fault("`top_logprobs` is only for requests with `logprobs` true")
+        return self
 
     @property
     def new_token_limit(self) -> int | None:
@@ -123,3 +157,13 @@ class ChatBody(OpenAIGeneration):
     def wants_logprobs(self) -> bool:
         """Whether log-probs are asked for."""
         return self.logprobs
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens go with each log-prob."""
+        return self.top_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """A chat never repeats its prompt."""
+        return False

@@ -8,38 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TypeVar
-
-import numpy as np
 
 from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.streams import GenerationStream, open_stream
 from rayserve_moe.requests import GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.field_types import MAX_CHOICES, Prompt
+from rayserve_moe.serving.field_types import MAX_CHOICES
 from rayserve_moe.text.choice_text import ChoiceDelta
 
 NumberedDelta = tuple[int, ChoiceDelta]
 _Item = TypeVar("_Item")
-
-
-async def prompt_ids_of(state: ApiState, prompts: Sequence[Prompt], *, param: str) -> list[np.ndarray]:
-    """Turn prompts into int32 ids; texts are tokenized off the event loop. ApiError for ids the model lacks."""
-    running = asyncio.get_running_loop()
-    texts_to_ids = [
-        running.run_in_executor(state.tokenizing, state.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
-    ids = [np.asarray(one if isinstance(one, list) else await one, np.int32) for one in texts_to_ids]
-    for prompt_ids in ids:
-        if not len(prompt_ids):
-            raise ApiError(400, f"`{param}` has no tokens", param=param)
-        if prompt_ids.max() >= state.card.vocab_size:
-            limit = state.card.vocab_size
-            raise ApiError(400, f"`{param}` holds token ids outside the vocabulary of {limit} tokens", param=param)
-    return ids
 
 
 class RequestStreams:
@@ -52,10 +34,13 @@ class RequestStreams:
 
         `param_names` gives the route's own names of the fields that the engine may find fault with.
         """
+        self._started_s = time.monotonic()
         self._loop = state.loop
         self.request_of_choice = [request for request in requests for _ in range(request.sampling.n)]
         if len(self.request_of_choice) > MAX_CHOICES:
             raise ApiError(400, f"a request may ask for at most {MAX_CHOICES} choices, prompts times `n`", param="n")
+        self.elapsed_s = [0.0] * len(self.request_of_choice)
+        """Seconds that each choice has taken, as of its last delta."""
         self._first_choice = [0, *itertools.accumulate(request.sampling.n for request in requests)]
         self._tasks: list[asyncio.Task[None]] = []
         self._all_ended: asyncio.Future[list] | None = None
@@ -67,7 +52,8 @@ class RequestStreams:
                     self._streams.append(open_stream(state.loop, state.tokenizer, request=request))
             except RequestError as error:
                 param = (param_names or {}).get(error.param or "", error.param)
-                raise ApiError(400, str(error), param=param) from error
+                message = f"`{param}`: {error}" if param and param not in str(error) else str(error)
+                raise ApiError(400, message, param=param) from error
             undo.pop_all()
 
     def close(self) -> None:
@@ -92,6 +78,8 @@ class RequestStreams:
             arrived = _take_ready(await arrivals.get(), arrivals)
             group = [item for item in arrived if not isinstance(item, int)]
             self._refuse_failed(group)
+            for choice, _ in group:
+                self.elapsed_s[choice] = time.monotonic() - self._started_s
             if group:
                 yield group
             for ended in (item for item in arrived if isinstance(item, int)):

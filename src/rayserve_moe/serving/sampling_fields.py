@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rayserve_moe.requests import SamplingParams
 from rayserve_moe.serving.field_types import (
-    EmptyObject,
+    LogitBias,
     MinP,
     NumChoices,
     Penalty,
@@ -22,7 +22,7 @@ from rayserve_moe.serving.field_types import (
 
 
 class SamplingFields(RequestBody):
-    """How tokens are chosen, in the names that every dialect uses; penalties and biases are refused for now."""
+    """How tokens are chosen, in the names that every dialect uses."""
 
     n: NumChoices = 1
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -36,7 +36,7 @@ class SamplingFields(RequestBody):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
-    logit_bias: EmptyObject = {}
+    logit_bias: LogitBias = Field(default_factory=tuple)
 
     def sampling(self, max_new_tokens: int, seed: int | None) -> SamplingParams:
         """Return the engine's form."""
@@ -52,4 +52,8 @@ class SamplingFields(RequestBody):
             skip_special_tokens=self.skip_special_tokens,
             n=self.n,
             seed=seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
         )

@@ -51,7 +51,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, one JSON object each, then `[DONE]`.
+    """Server-sent events, one JSON object each (in bytes), then `[DONE]`.
 
     An error on the way becomes an event of its own. `close` is called whatever happens: when the events are over,
     when the client leaves, and when it had left before the first.
@@ -59,7 +59,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict, None], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         self._close = close
         self._lines = _event_lines(events)
         super().__init__(self._lines, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -74,10 +74,10 @@ class EventStream(StreamingResponse):
             await self._lines.aclose()
 
 
-async def _event_lines(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
+async def _event_lines(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     try:
         async for event in events:
-            yield b"data: " + to_json(event) + b"\n\n"
+            yield b"data: " + event + b"\n\n"
     except (ApiError, EngineStoppedError) as error:
         yield b"data: " + to_json(as_api_error(error).body()) + b"\n\n"
     finally:

@@ -1,0 +1,39 @@
+"""Routes of other servers whose features need what this one does not have: each says so, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.openapi import answers
+
+_BY_COLLECTIVE = "weights do not arrive over NCCL collectives here: write a checkpoint and load it from disk"
+_BY_MEMORY = "weights do not arrive as CUDA memory handles here: write a checkpoint and load it from disk"
+_MEMORY = "device memory stays with the server while it runs: stop it to have the memory"
+
+REASONS = {
+    "/init_weights_update_group": _BY_COLLECTIVE,
+    "/destroy_weights_update_group": _BY_COLLECTIVE,
+    "/update_weights_from_distributed": _BY_COLLECTIVE,
+    "/update_weights_from_tensor": _BY_MEMORY,
+    "/release_memory_occupation": _MEMORY,
+    "/resume_memory_occupation": _MEMORY,
+}
+
+
+def absent_router() -> APIRouter:
+    """Return routes that answer 501."""
+    router = APIRouter()
+    for path, reason in REASONS.items():
+        router.add_api_route(path, _refusal(reason), methods=["POST"], **answers(413, 501))
+    return router
+
+
+def _refusal(reason: str) -> Callable[[], Awaitable[Response]]:
+    async def refuse() -> Response:
+        raise ApiError(501, reason, code="not_implemented")
+
+    return refuse

@@ -1,0 +1,88 @@
+"""The published description of the API: bodies from the models that check them, and the statuses a route can answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE
+
+_REF = "#/components/schemas/{model}"
+_JSON, _EVENTS = "application/json", "text/event-stream"
+
+MEANINGS = {
+    400: "The request is wrong: the error names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    413: "The body is longer than the server takes.",
+    422: "The model produced logits that are not numbers.",
+    429: "Too many requests wait: try again later.",
+    501: "This server has no such feature, and the error says what to use instead.",
+    503: "The engine is not running.",
+}
+ALWAYS = (401,)
+GENERATION = (400, 404, 413, 422, 429, 503)
+COMMAND = (400, 413, 503)
+
+_NULLABLE_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE_TEXT,
+                "code": _NULLABLE_TEXT,
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+
+
+def answers(*refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
+    """Return the arguments of a route decorator that say what it answers: 200 in these media types, and refusals."""
+    said: dict[int | str, dict[str, Any]] = {
+        status: {"description": MEANINGS[status], "content": {_JSON: {"schema": {"$ref": _REF.format(model="Error")}}}}
+        for status in sorted({*ALWAYS, *refusals})
+    }
+    success: dict[str, Any] = {"description": "The answer.", "content": {kind: {"schema": {}} for kind in kinds}}
+    return {"responses": {200: success, **said}}
+
+
+def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
+    """Return the arguments of the decorator of a route that reads a JSON body itself."""
+    content = {_JSON: {"schema": {"$ref": _REF.format(model=body.__name__)}}}
+    return {
+        **answers(*refusals, kinds=kinds),
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
+
+
+def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str, Any]:
+    """Return the arguments of the decorator of a route that generates, whole or as events."""
+    containers = (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE) if in_containers else ()
+    return takes(body, *GENERATION, kinds=(_JSON, _EVENTS, *containers))
+
+
+def publish(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
+    """Have the application describe itself at its `openapi_url`, with these models as the schemas of bodies."""
+    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+
+    def description() -> dict[str, Any]:
+        if not app.openapi_schema:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update({**definitions.get("$defs", {}), "Error": _ERROR})
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = description

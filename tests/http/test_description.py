@@ -1,0 +1,65 @@
+"""The published description: every route is in it, with the statuses and bodies that it has."""
+
+from __future__ import annotations
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from rayserve_moe.serving.http import BODIES
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
+from tests.http.bad_inputs import BAD_INPUTS
+
+ROUTES = {
+    "get": {
+        "/health", "/health_generate", "/metrics", "/v1/loads", "/v1/models", "/v1/models/{name}", "/model_info",
+        "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version", "/flush_cache",
+    },
+    "post": {
+        COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",
+        "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
+        "/update_weights_from_tensor", "/release_memory_occupation", "/resume_memory_occupation",
+    },
+}  # fmt: skip
+GOOD = [
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "logit_bias": {"5": 1.5}, "stop": ["a"], "echo": True}),
+    (COMPLETIONS, {"prompt": [[5], [6]], "max_tokens": 1, "suffix": "", "seed": -3}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [], "tool_choice": "auto"}),
+    (GENERATE, {"text": ["x", "y"], "sampling_params": {"max_new_tokens": 1}}),
+    (GENERATE, {"input_ids": [5], "sampling_params": [{"max_new_tokens": 1, "stop": "a"}], "rid": "one"}),
+    (TOKENS, {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "routed_experts_format": "npy"}),
+]
+
+
+@pytest.fixture(scope="module")
+def description(url):
+    return httpx.get(f"{url}/openapi.json").json()
+
+
+def body_schema(description, path):
+    schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return {**schema, "components": description["components"]}
+
+
+def test_every_route_is_described(description):
+    found = {method: set() for method in ROUTES}
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            found[method].add(path)
+            assert {"200", "401"} <= set(operation["responses"]) or "501" in operation["responses"]
+    assert {method: paths & ROUTES[method] for method, paths in found.items()} == ROUTES
+
+
+@pytest.mark.parametrize(("path", "body"), GOOD)
+def test_a_body_that_is_served_fits_its_schema(http, description, path, body):
+    jsonschema_rs.validate(body_schema(description, path), body)
+    assert http.post(path, json=body).status_code == 200
+
+
+def test_a_body_of_the_wrong_type_does_not_fit(description):
+    """What a type or a bound alone refuses, the schema refuses too."""
+    described = [path for path in ROUTES["post"] if "requestBody" in description["paths"][path]["post"]]
+    assert len(described) == len(BODIES)
+    wrong = [row for row in BAD_INPUTS if row[1] in described and isinstance(row[2], dict) and row[3] == 400]
+    refused = [row[0] for row in wrong if not jsonschema_rs.is_valid(body_schema(description, row[1]), row[2])]
+    assert len(refused) > len(wrong) * 0.7

@@ -1,0 +1,205 @@
+"""Log-probs over HTTP: of outputs, of prompts, of the likeliest tokens; scoring a text is generating it again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
+
+PROMPT = [*range(40, 75)]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+NUM_NEW = 8
+CLOSE = {"rel": 0, "abs": 1e-5}
+
+
+@pytest.fixture
+def generated(http):
+    """A greedy answer in the native dialect, with its log-probs and three of the likeliest for each."""
+    sampling = {**GREEDY, "max_new_tokens": NUM_NEW}
+    return ask(http, GENERATE, input_ids=PROMPT, sampling_params=sampling, return_logprob=True, top_logprobs_num=3)
+
+
+def values(entries):
+    return [None if entry is None else entry[0] for entry in entries]
+
+
+def test_a_greedy_token_is_the_likeliest_and_its_log_prob_the_same(generated):
+    meta_info = generated["meta_info"]
+    assert [top[0] for top in meta_info["output_top_logprobs"]] == meta_info["output_token_logprobs"]
+    for top in meta_info["output_top_logprobs"]:
+        assert len(top) == 3 and values(top) == sorted(values(top), reverse=True)
+        assert all(math.isfinite(logprob) and logprob <= 0 for logprob in values(top))
+
+
+def test_without_a_start_the_prompt_has_one_entry_and_no_log_prob(generated):
+    assert generated["meta_info"]["input_token_logprobs"] == [[None, PROMPT[-1], None]]
+    assert generated["meta_info"]["input_top_logprobs"] == [None]
+
+
+def known(entries):
+    return [value for value in values(entries) if value is not None]
+
+
+@pytest.mark.parametrize("start", [0, 1, len(PROMPT) - 1, len(PROMPT) + 3])
+def test_scoring_an_output_gives_the_log_probs_it_had(http, generated, start):
+    """From whichever position, and whether or not a prefix is cached."""
+    text = PROMPT + generated["output_ids"]
+    scored = ask(
+        http,
+        GENERATE,
+        input_ids=text,
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=start,
+        top_logprobs_num=3,
+    )["meta_info"]
+    entries, tops = scored["input_token_logprobs"], scored["input_top_logprobs"]
+    assert [token_id for _, token_id, _ in entries] == text[start:]
+    assert entries[0][0] is None and tops[0] is None and len(tops) == len(entries)
+    both = max(start + 1, len(PROMPT))
+    had = generated["meta_info"]
+    assert values(entries[both - start :]) == pytest.approx(
+        values(had["output_token_logprobs"][both - len(PROMPT) :]), **CLOSE
+    )
+    for ours, theirs in zip(tops[both - start :], had["output_top_logprobs"][both - len(PROMPT) :], strict=True):
+        assert values(ours) == pytest.approx(values(theirs), **CLOSE)
+    assert scored["output_token_logprobs"] == scored["output_top_logprobs"] == []
+
+
+def test_a_stream_brings_the_prompt_s_log_probs_with_its_end(http):
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {**GREEDY, "max_new_tokens": 4, "n": 2},
+        "return_logprob": True,
+        "logprob_start_len": 3,
+        "top_logprobs_num": 2,
+    }
+    whole = ask(http, GENERATE, **body)
+    last = {event["index"]: event for event in stream(http, GENERATE, **body)}
+    for index, answer in enumerate(whole):
+        for name in ("input_token_logprobs", "output_token_logprobs"):
+            ours, theirs = last[index]["meta_info"][name], answer["meta_info"][name]
+            assert [token_id for _, token_id, _ in ours] == [token_id for _, token_id, _ in theirs]
+            assert known(ours) == pytest.approx(known(theirs), **CLOSE)
+        for name in ("input_top_logprobs", "output_top_logprobs"):
+            assert len(last[index]["meta_info"][name]) == len(answer["meta_info"][name])
+    assert len(whole[1]["meta_info"]["input_token_logprobs"]) == len(PROMPT) - 3
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, NUM_NEW])
+def test_echo_puts_the_prompt_before_the_completion(http, generated, max_tokens):
+    text = PROMPT + generated["output_ids"]
+    (choice,) = ask(http, COMPLETIONS, prompt=text, max_tokens=max_tokens, echo=True, logprobs=1, **GREEDY)["choices"]
+    logprobs = choice["logprobs"]
+    assert {len(column) for column in logprobs.values()} == {len(text) + max_tokens}
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][len(PROMPT) : len(text)] == pytest.approx(
+        values(generated["meta_info"]["output_token_logprobs"]), **CLOSE
+    )
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert "\N{REPLACEMENT CHARACTER}" in token or choice["text"].startswith(token, offset)
+    plain = ask(http, COMPLETIONS, prompt=text, max_tokens=max_tokens, logprobs=1, **GREEDY)["choices"][0]
+    assert choice["text"].endswith(plain["text"]) and choice["finish_reason"] == plain["finish_reason"]
+
+
+def test_whether_a_text_is_the_greedy_one_is_told_by_its_log_probs(http, generated):
+    """As lm-eval decides it: a token is the greedy one where nothing in `top_logprobs` is likelier."""
+    other = [*generated["output_ids"][:-1], (generated["output_ids"][-1] + 1) % 512]
+    prompts = [PROMPT + generated["output_ids"], PROMPT + other]
+    choices = ask(http, COMPLETIONS, prompt=prompts, max_tokens=1, echo=True, logprobs=1, seed=1234, temperature=0)
+    is_greedy = []
+    for choice in choices["choices"]:
+        own = choice["logprobs"]["token_logprobs"][len(PROMPT) : -1]
+        tops = choice["logprobs"]["top_logprobs"][len(PROMPT) : -1]
+        is_greedy.append(all(value == max(top.values()) for value, top in zip(own, tops, strict=True)))
+    assert is_greedy == [True, False]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("stop", [None, "\x00\x01"])
+def test_an_echoed_stream_adds_up_to_the_whole_answer(http, logprobs, stop):
+    asked = {
+        "prompt": [PROMPT, [9]],
+        "n": 2,
+        "max_tokens": 5,
+        "echo": True,
+        "logprobs": logprobs,
+        "stop": stop,
+        **GREEDY,
+    }
+    whole = ask(http, COMPLETIONS, **asked)["choices"]
+    texts, columns = [""] * 4, [[] for _ in range(4)]
+    for event in stream(http, COMPLETIONS, **asked):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        if logprobs is not None:
+            columns[choice["index"]] += choice["logprobs"]["text_offset"]
+    assert texts == [choice["text"] for choice in whole]
+    if logprobs is not None:
+        assert columns == [choice["logprobs"]["text_offset"] for choice in whole]
+
+
+def test_echo_gives_a_text_back_as_it_came(http):
+    text = "for é \N{GRINNING FACE} all: "
+    (choice,) = ask(http, COMPLETIONS, prompt=text, max_tokens=0, echo=True)["choices"]
+    assert choice["text"] == text and choice["logprobs"] is None
+
+
+def test_chat_lists_the_likeliest(http):
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True, "temperature": 0}
+    (choice,) = ask(http, CHAT, **asked, top_logprobs=20)["choices"]
+    for entry in choice["logprobs"]["content"]:
+        assert len(entry["top_logprobs"]) == 20
+        assert entry["top_logprobs"][0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
+    (plain,) = ask(http, CHAT, **asked)["choices"]
+    assert [entry["top_logprobs"] for entry in plain["logprobs"]["content"]] == [[]] * 4
+
+
+def test_token_answers_name_tokens_by_their_ids(http, generated):
+    sampling = {**GREEDY, "max_tokens": NUM_NEW}
+    answers = [
+        ask(http, TOKENS, token_ids=PROMPT, sampling_params={**sampling, **extra})["choices"][0]
+        for extra in ({}, {"logprobs": 1}, {"logprobs": 3})
+    ]
+    assert answers[0]["logprobs"] is None
+    had = generated["meta_info"]
+    bare = [{"token": f"token_id:{token_id}", "logprob": value} for value, token_id, _ in had["output_token_logprobs"]]
+    assert [sorted(entry) for entry in answers[1]["logprobs"]["content"]] == [["logprob", "token"]] * NUM_NEW
+    for answer in answers[1:]:
+        for entry, expected in zip(answer["logprobs"]["content"], bare, strict=True):
+            assert entry["token"] == expected["token"]
+            assert entry["logprob"] == pytest.approx(expected["logprob"], **CLOSE)
+    tops = [[entry["token"] for entry in one["top_logprobs"]] for one in answers[2]["logprobs"]["content"]]
+    assert tops == [[f"token_id:{token_id}" for _, token_id, _ in top] for top in had["output_top_logprobs"]]
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_token_answers_score_the_prompt(http, num_top):
+    entries = ask(
+        http,
+        GENERATE,
+        input_ids=PROMPT,
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=0,
+    )["meta_info"]["input_token_logprobs"]
+    answer = ask(http, TOKENS, token_ids=PROMPT, sampling_params={"max_tokens": 0, "prompt_logprobs": num_top})
+    scores = answer["prompt_logprobs"]
+    assert len(scores) == len(PROMPT) and scores[0] is None
+    for token_id, score, entry in zip(PROMPT[1:], scores[1:], entries[1:], strict=True):
+        assert score[str(token_id)]["logprob"] == pytest.approx(entry[0], **CLOSE)
+        assert num_top <= len(score) <= num_top + 1
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-38, 1e-320, 100])
+@pytest.mark.parametrize("repetition_penalty", [0.01, 100])
+def test_log_probs_are_finite_at_the_edges(http, temperature, repetition_penalty):
+    sampling = {"temperature": temperature, "repetition_penalty": repetition_penalty, "max_new_tokens": 4}
+    sampling |= {"logit_bias": {"7": 100, "8": -100}, "ignore_eos": True}
+    meta_info = ask(
+        http, GENERATE, input_ids=PROMPT, sampling_params=sampling, return_logprob=True, top_logprobs_num=20
+    )["meta_info"]
+    assert all(map(math.isfinite, values(meta_info["output_token_logprobs"])))
+    assert all(math.isfinite(logprob) for top in meta_info["output_top_logprobs"] for logprob in values(top))

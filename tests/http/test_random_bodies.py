@@ -1,0 +1,126 @@
+"""Random requests made from the published description: the server answers only what it has documented.
+
+Half of them break the schema. Of the others half are tamed, so that they reach the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
+from tests.http.conftest import assert_idle
+from tests.http.test_description import ROUTES
+
+GENERATING = [COMPLETIONS, CHAT, GENERATE, TOKENS]
+CONTEXT = 48
+"""Tokens that a sequence may have here: random limits would otherwise keep the engine busy for long."""
+SHORTEST_ECHO = 6
+LIMITS = {"max_tokens": 6, "max_new_tokens": 6, "max_completion_tokens": 6, "n": 4, "logprobs": 20}
+EVERY_ROUTE = sorted((method, path) for method, paths in ROUTES.items() for path in paths)
+
+
+@pytest.fixture(scope="module")
+def operations(engine):
+    """Every operation of an application in this process, over the real engine."""
+    api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
+    schema = schemathesis.openapi.from_asgi("/openapi.json", api)
+    found = (result.ok() for result in schema.get_all_operations())
+    return {(operation.method, operation.path): operation for operation in found}
+
+
+@pytest.fixture
+def short_context(engine, monkeypatch):
+    monkeypatch.setattr(engine.loop, "card", dataclasses.replace(engine.loop.card, max_model_len=CONTEXT))
+    yield
+    assert_idle(engine)
+
+
+def tamed(value: object, name: str = "") -> object:
+    """The same body with numbers that this server can serve, under the names that bound them."""
+    if isinstance(value, dict):
+        untamable = {"model", "text"} if value.get("input_ids") else {"model"}
+        return {key: tamed(each, key) for key, each in value.items() if key not in untamable}
+    if isinstance(value, list):
+        return [tamed(each, name) for each in value[:3]]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if name in LIMITS:
+            return 1 + int(value) % LIMITS[name]
+        if name in ("prompt", "input_ids", "token_ids", "stop_token_ids"):
+            return int(value) % 512
+        if "start" in name:
+            return int(value) % 2
+    return value
+
+
+def words_of(value: object) -> Iterator[str]:
+    """Everything in a request that an answer could repeat."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from words_of(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from words_of(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def check_documented(operation, case, response, own_words):
+    assert str(response.status_code) in operation.definition.raw["responses"], (response.status_code, case.body)
+    if response.status_code == 200:
+        return
+    assert list(response.json()) == ["error"]
+    assert list(response.json()["error"]) == ["message", "type", "param", "code"]
+    for word in words_of([case.body, case.query, case.path_parameters]):
+        if len(word) >= SHORTEST_ECHO and word not in own_words:
+            assert word not in response.text
+
+
+def send_random(operations, route, num_requests):
+    """Send random requests to one route; returns how often each status was answered."""
+    operation = operations[route]
+    own_words = json.dumps(operation.schema.raw_schema)
+    statuses: Counter[int] = Counter()
+    kinds = st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+
+    @settings(max_examples=num_requests, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(kinds.flatmap(lambda kind: operation.as_strategy(generation_mode=kind)), st.booleans())
+    def send(case, is_tamed):
+        if is_tamed and isinstance(case.body, dict):
+            case.body = tamed(case.body)
+        response = case.call()
+        statuses[response.status_code] += 1
+        check_documented(operation, case, response, own_words)
+
+    send()
+    return statuses
+
+
+def check_route(operations, method, path, *, num_bodies):
+    has_body = "requestBody" in operations[method, path].definition.raw
+    statuses = send_random(operations, (method, path), num_bodies if has_body else max(1, num_bodies // 40))
+    if path in GENERATING:
+        assert statuses[200] > 0 and statuses[400] > 0
+
+
+@pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
+def test_only_documented_answers_come(operations, short_context, method, path):
+    check_route(operations, method, path, num_bodies=95)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
+def test_only_documented_answers_come_to_five_thousand_bodies(operations, short_context, method, path):
+    check_route(operations, method, path, num_bodies=950)
