@@ -1,0 +1,115 @@
+"""Which expert lies in which slot, as the planner's steps change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Slot = tuple[np.ndarray, np.ndarray]
+"""A slot of each of some layers: its rank, and its place on that rank."""
+
+
+@dataclass
+class Layout:
+    """Contents of the slots of some layers, and what follows from them.
+
+    `experts` int [layers, ranks, slots per rank]; `held` bool [layers, ranks, experts]; `counts` int [layers, experts]:
+    replicas. No rank holds an expert twice.
+    """
+
+    experts: np.ndarray
+    held: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.experts)
+
+    @property
+    def by_layer(self) -> np.ndarray:
+        """Contents without ranks: [layers, slots]."""
+        return self.experts.reshape(self.num_layers, -1)
+
+    def of_layers(self, layers: np.ndarray) -> Layout:
+        """Copy some of the layers."""
+        return Layout(self.experts[layers], self.held[layers], self.counts[layers])
+
+    def put(self, layers: np.ndarray, other: Layout) -> None:
+        """Overwrite some of the layers with those of `other`."""
+        self.experts[layers], self.held[layers], self.counts[layers] = other.experts, other.held, other.counts
+
+    def replace(self, layers: np.ndarray, slot: Slot, *, experts: np.ndarray) -> None:
+        """Put `experts` into one slot of each of `layers`, in place of an expert that has further replicas."""
+        gone = self.experts[layers, *slot]
+        self.experts[layers, *slot] = experts
+        self.held[layers, slot[0], gone] = False
+        self.held[layers, slot[0], experts] = True
+        self.counts[layers, gone] -= 1
+        self.counts[layers, experts] += 1
+
+    def exchange(self, layers: np.ndarray, one: Slot, *, other: Slot) -> None:
+        """Swap the contents of two slots of each of `layers`; neither rank holds the other's expert."""
+        to_other, to_one = self.experts[layers, *one], self.experts[layers, *other]
+        self.experts[layers, *one], self.experts[layers, *other] = to_one, to_other
+        self.held[layers, one[0], to_other] = self.held[layers, other[0], to_one] = False
+        self.held[layers, one[0], to_one] = self.held[layers, other[0], to_other] = True
+
+    def even_amounts(self, load: np.ndarray) -> np.ndarray:
+        """Load of each slot where the replicas of an expert take equal parts: [layers, slots]."""
+        return np.take_along_axis(load / self.counts, self.by_layer, axis=1)
+
+    def peaks(self, amounts: np.ndarray) -> np.ndarray:
+        """Load of the hottest rank of each layer, if slots carry `amounts` [layers, slots]."""
+        return amounts.reshape(self.experts.shape).sum(axis=2).max(axis=1)
+
+    def hottest_other(self, ranks: np.ndarray) -> np.ndarray:
+        """For each slot, the greatest of `ranks` [layers, ranks] among the other holders of its expert.
+
+        Returns [layers, ranks, slots per rank], infinite where there is no other holder.
+        """
+        num_experts = self.counts.shape[1]
+        keys = (self.by_layer + num_experts * np.arange(self.num_layers)[:, None]).reshape(-1)
+        values = np.repeat(ranks, self.experts.shape[2], axis=1).reshape(-1)
+        result = np.full(keys.shape, np.inf)
+        shared = np.flatnonzero((self.counts.reshape(-1) > 1)[keys])
+        keys, values = keys[shared], values[shared]
+        first, second = np.full((2, self.counts.size), -np.inf)
+        np.maximum.at(first, keys, values)
+        is_first = values == first[keys]
+        alone = is_first & (np.bincount(keys[is_first], minlength=self.counts.size)[keys] == 1)
+        np.maximum.at(second, keys[~is_first], values[~is_first])
+        result[shared] = np.where(alone, second[keys], first[keys])
+        return result.reshape(self.experts.shape)
+
+    def check_integrity(self) -> None:
+        """Assert that every expert has a slot, no rank holds one twice, and the derived arrays follow."""
+        num_experts = self.counts.shape[1]
+        for experts, held, counts in zip(self.experts, self.held, self.counts, strict=True):
+            assert (np.bincount(experts.reshape(-1), minlength=num_experts) == counts).all(), "counts do not follow"
+            assert counts.all(), "an expert has no slot"
+            assert (held.sum(axis=1) == experts.shape[1]).all(), "a rank holds an expert twice"
+            assert np.take_along_axis(held, experts, axis=1).all(), "held does not follow"
+
+
+def layout_of(experts: np.ndarray, num_experts: int) -> Layout:
+    """Derive a layout from `experts` [layers, ranks, slots per rank], which it takes over."""
+    num_layers, num_ranks, _ = experts.shape
+    held = np.zeros((num_layers, num_ranks, num_experts), np.bool_)
+    held[np.arange(num_layers)[:, None, None], np.arange(num_ranks)[:, None], experts] = True
+    keys = experts.reshape(num_layers, -1) + num_experts * np.arange(num_layers)[:, None]
+    counts = np.bincount(keys.reshape(-1), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+    return Layout(experts, held, counts)
+
+
+def coldest_other(layout: Layout, ranks: np.ndarray) -> np.ndarray:
+    """For each slot, the least of `ranks` among the other holders of its expert; infinite where there is none."""
+    lowest = layout.hottest_other(-ranks)
+    return np.where(np.isinf(lowest), np.inf, -lowest)
+
+
+def least_places(values: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The least value of each layer and where it is: `values` [layers, ...]; of equal ones the first."""
+    flat = values.reshape(len(values), values[0].size)
+    place = flat.argmin(axis=1)
+    return flat[np.arange(len(flat)), place], np.unravel_index(place, values.shape[1:])

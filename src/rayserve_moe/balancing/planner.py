@@ -1,0 +1,179 @@
+"""The planner: from tokens per expert to a placement whose hottest rank carries as little as can be.
+
+It knows loads and slots only: no devices, no clocks, no statistics. The same input gives the same placement everywhere.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rayserve_moe.balancing.bounds import lower_bound
+from rayserve_moe.balancing.first_placement import first_layout
+from rayserve_moe.balancing.incremental import FIRST_ROUNDS, rebalance
+from rayserve_moe.balancing.layout import Layout, layout_of
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy, placement_from
+from rayserve_moe.balancing.previous import carried_over, num_incoming
+from rayserve_moe.balancing.refinement import refine
+from rayserve_moe.balancing.shares import level
+
+FRESH_GOAL = 1.002  # of the bound: what shares are levelled to where any expert may move
+ROUNDING = 1e-6  # shares are float32
+
+
+def plan(
+    load: np.ndarray,
+    *,
+    ep_size: int,
+    num_redundant: int,
+    previous: ExpertPlacement | None = None,
+    slot_budget: int | None = None,
+    tolerance: float = 0.02,
+) -> ExpertPlacement:
+    """Place the experts of every layer for `load` [layers, experts]: tokens or any measure of them, of any number type.
+
+    `num_redundant` is lowered until the slots divide by `ep_size`; the placement's own number says to what. Without
+    `previous` everything is placed anew. With it, a layer whose hottest rank carries at most 1 + `tolerance` times its
+    lower bound stays as it is; of the others shares change first, then as few experts as it takes to get there, and
+    over all layers at most `slot_budget` slots get an expert that their rank did not hold.
+
+    `previous` may be of other ranks: rank i of the new ones holds what rank i of the old ones held (`survivors_first`).
+    PlacementError names what cannot be: numbers that do not fit, a budget below what other ranks force to move.
+    """
+    given = np.asarray(load)
+    redundant = _check(given, ep_size, num_redundant, previous)
+    if tolerance < 0 or (slot_budget is not None and slot_budget < 0):
+        raise PlacementError("a tolerance or a slot budget is negative")
+    scaled = _scaled(given)
+    budget = np.inf if slot_budget is None else slot_budget
+    slots_per_rank = (given.shape[1] + redundant) // ep_size
+    if slots_per_rank >= given.shape[1]:
+        return _everywhere(scaled.shape, slots_per_rank, ep_size=ep_size, previous=previous, budget=budget)
+    if previous is None:
+        return _fresh(scaled, ep_size, redundant)
+    return _from_previous(scaled, previous, ep_size=ep_size, redundant=redundant, budget=budget, tolerance=tolerance)
+
+
+def first_placement(load: np.ndarray, *, ep_size: int, num_redundant: int) -> ExpertPlacement:
+    """Place everything anew in one fast pass, with equal shares and without any search."""
+    given = np.asarray(load)
+    redundant = _check(given, ep_size, num_redundant, None)
+    num_experts = given.shape[1]
+    slots_per_rank = (num_experts + redundant) // ep_size
+    if slots_per_rank >= num_experts:
+        return _everywhere(given.shape, slots_per_rank, ep_size=ep_size)
+    layout = first_layout(_spread(_scaled(given)), ep_size=ep_size, slots_per_rank=slots_per_rank)
+    return placement_from(layout.by_layer, None, num_experts=num_experts, ep_size=ep_size)
+
+
+def _check(load: np.ndarray, ep_size: int, num_redundant: int, previous: ExpertPlacement | None) -> int:
+    """Refuse what cannot be planned for; returns the number of redundant slots that fits."""
+    if load.ndim != 2 or not load.size or load.dtype.kind not in "buif":
+        raise PlacementError(f"load is {load.dtype} of shape {load.shape}, not numbers of [layers, experts]")
+    if not (np.isfinite(load).all() and (load >= 0).all()):
+        raise PlacementError("a load is negative or not a number")
+    if ep_size < 1:
+        raise PlacementError(f"experts do not spread over {ep_size} devices")
+    if previous is not None and (previous.num_layers, previous.num_experts) != load.shape:
+        raise PlacementError(
+            f"the previous placement is of {previous.num_layers} layers of {previous.num_experts} experts, "
+            f"the load of {load.shape[0]} of {load.shape[1]}"
+        )
+    return lowered_redundancy(load.shape[1], ep_size=ep_size, wanted=num_redundant)
+
+
+def _scaled(load: np.ndarray) -> np.ndarray:
+    """The load as float64 with a greatest value of 1 in every layer, or 0 where there is none."""
+    load = load.astype(np.float64)
+    most = load.max(axis=1, keepdims=True)
+    return load / np.where(most > 0, most, 1)
+
+
+def _spread(load: np.ndarray) -> np.ndarray:
+    """Take experts for equally popular in a layer that nothing is known of."""
+    return np.where(load.any(axis=1, keepdims=True), load, 1.0)
+
+
+def _fresh(load: np.ndarray, ep_size: int, redundant: int) -> ExpertPlacement:
+    """Place anew, hottest expert first, so that the outcome does not depend on how experts are numbered."""
+    load = _spread(load)
+    order = np.argsort(-load, axis=1, kind="stable")
+    load = np.take_along_axis(load, order, axis=1)
+    bound = lower_bound(load, ep_size=ep_size, num_redundant=redundant)
+    layout = first_layout(load, ep_size=ep_size, slots_per_rank=(load.shape[1] + redundant) // ep_size)
+    refine(layout, load, bound=bound)
+    amounts = level(layout, load, start=layout.even_amounts(load), goal=bound, rounds=FIRST_ROUNDS)
+    _move_for_shares(layout, load, amounts, goal=FRESH_GOAL * bound)
+    shares = _shares(layout, load, amounts)
+    experts = np.take_along_axis(order, layout.by_layer, axis=1)
+    return placement_from(experts, shares, num_experts=load.shape[1], ep_size=ep_size)
+
+
+def _move_for_shares(layout: Layout, load: np.ndarray, amounts: np.ndarray, *, goal: np.ndarray) -> None:
+    """Move experts where shares alone do not reach `goal`, if equal shares do not lose more by it than these gain."""
+    layers = np.flatnonzero(layout.peaks(amounts) > goal)
+    if not layers.size:
+        return
+    part = layout.of_layers(layers)
+    moved = rebalance(part, load[layers], amounts=amounts[layers], goal=goal[layers])
+    gained = layout.peaks(amounts)[layers] - part.peaks(moved)
+    lost = part.peaks(part.even_amounts(load[layers])) - layout.peaks(layout.even_amounts(load))[layers]
+    kept = lost <= gained
+    layout.put(layers[kept], part.of_layers(kept))
+    amounts[layers[kept]] = moved[kept]
+
+
+def _from_previous(
+    load: np.ndarray, previous: ExpertPlacement, *, ep_size: int, redundant: int, budget: float, tolerance: float
+) -> ExpertPlacement:
+    slots_per_rank = (load.shape[1] + redundant) // ep_size
+    goal = (1 + tolerance) * lower_bound(load, ep_size=ep_size, num_redundant=redundant)
+    if (previous.ep_size, previous.slots_per_rank) == (ep_size, slots_per_rank):
+        experts = previous.expert_of_slot.reshape(len(load), ep_size, slots_per_rank).astype(np.int64)
+        layout, shares = layout_of(experts, load.shape[1]), previous.share_of_slot.astype(np.float64)
+    else:
+        layout = carried_over(previous, load, ep_size=ep_size, slots_per_rank=slots_per_rank)
+        shares = layout.even_amounts(np.ones_like(load))
+        budget = _rest_of_budget(budget, layout.experts, previous)
+    amounts = shares * np.take_along_axis(load, layout.by_layer, axis=1)
+    layers = np.flatnonzero(layout.peaks(amounts) > goal * (1 + ROUNDING))
+    if layers.size:
+        part = layout.of_layers(layers)
+        levelled = rebalance(part, load[layers], amounts=amounts[layers], goal=goal[layers], budget=budget)
+        layout.put(layers, part)
+        shares[layers] = _shares(part, load[layers], levelled)
+    return placement_from(layout.by_layer, shares, num_experts=load.shape[1], ep_size=ep_size)
+
+
+def _shares(layout: Layout, load: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """Fractions of each expert's load; equal ones where it has none."""
+    whole = np.take_along_axis(load, layout.by_layer, axis=1)
+    return np.where(whole > 0, amounts / np.where(whole > 0, whole, 1), layout.even_amounts(np.ones_like(load)))
+
+
+def _everywhere(
+    shape: tuple[int, ...],
+    slots_per_rank: int,
+    *,
+    ep_size: int,
+    previous: ExpertPlacement | None = None,
+    budget: float = np.inf,
+) -> ExpertPlacement:
+    """Ranks with room for every expert hold them all and carry the same: any load is balanced."""
+    num_layers, num_experts = shape
+    experts = np.broadcast_to(np.arange(slots_per_rank) % num_experts, (num_layers, ep_size, slots_per_rank))
+    if previous is not None:
+        _rest_of_budget(budget, experts, previous)
+        if (previous.ep_size, previous.slots_per_rank) == experts.shape[1:] and not num_incoming(experts, previous):
+            experts = previous.expert_of_slot.reshape(experts.shape)
+    on_rank = (experts[..., None] == np.arange(num_experts)).sum(axis=2)
+    shares = 1 / ep_size / np.take_along_axis(on_rank, experts, axis=2)
+    flat = experts.reshape(num_layers, -1)
+    return placement_from(flat, shares.reshape(num_layers, -1), num_experts=num_experts, ep_size=ep_size)
+
+
+def _rest_of_budget(budget: float, experts: np.ndarray, previous: ExpertPlacement) -> float:
+    """What the budget leaves once ranks hold `experts`, which they have to."""
+    forced = num_incoming(experts, previous)
+    if forced > budget:
+        raise PlacementError(f"other ranks force {forced} slots to change, more than the slot budget")
+    return budget - forced

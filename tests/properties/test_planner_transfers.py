@@ -1,0 +1,57 @@
+"""A transfer plan, carried out on any weights, lays them out as the new placement says."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayserve_moe.balancing.planner import plan
+from rayserve_moe.balancing.transfer_plan import TransferPlan, transfer_plan
+from tests.support.planner_cases import planner_cases, random_load
+
+FEW = settings(max_examples=30)  # each example is several searches
+
+
+def carried_out(transfers: TransferPlan, weights: np.ndarray) -> np.ndarray:
+    """Send and copy the slots of every layer as the plan lists them: `weights` [layers, slots, ...]."""
+    result = weights.copy()
+    for layer in range(len(weights)):
+        for sources, targets in (transfers.copies(layer), transfers.sends(layer)):
+            assert len(set(targets.tolist())) == len(targets)
+            result[layer, targets] = weights[layer, sources]
+    return result
+
+
+@FEW
+@given(case=planner_cases(), seed=st.integers(0, 1 << 30), num_hosts=st.sampled_from([1, 2, 3]))
+def test_weights_end_up_where_the_new_placement_has_them(case, seed, num_hosts):
+    generator = np.random.default_rng(seed)
+    old = plan(case.load, **case.sizes)
+    new = plan(random_load(generator, "lognormal", case.load.shape), **case.sizes)
+    hosts = num_hosts if case.ep_size % num_hosts == 0 else 1
+    transfers = transfer_plan(old, new, hosts=hosts)
+    of_expert = generator.integers(0, 1 << 30, (*case.load.shape, 3))
+    layers = np.arange(len(of_expert))[:, None]
+    weights = carried_out(transfers, of_expert[layers, old.expert_of_slot])
+    np.testing.assert_array_equal(weights, of_expert[layers, new.expert_of_slot])
+    _assert_nearest(transfers, old.expert_of_slot, new.expert_of_slot, ep_size=case.ep_size, hosts=hosts)
+
+
+def _assert_nearest(transfers, old, new, *, ep_size, hosts):
+    """Whatever stays stays; then the same rank, then the same host comes first; and the sizes count the sends."""
+    slots_per_rank = old.shape[1] // ep_size
+    ranks_per_host = ep_size // hosts
+    for layer, sources in enumerate(transfers.source_of_slot.tolist()):
+        for target, source in enumerate(sources):
+            if old[layer, target] == new[layer, target]:
+                assert source == target
+                continue
+            holders = np.flatnonzero(old[layer] == new[layer, target]) // slots_per_rank
+            rank, source_rank = target // slots_per_rank, source // slots_per_rank
+            assert source_rank == rank or rank not in holders
+            same_host = holders // ranks_per_host == rank // ranks_per_host
+            assert source_rank // ranks_per_host == rank // ranks_per_host or not same_host.any()
+        sizes = transfers.send_sizes(layer)
+        assert sizes.sum() == transfers.is_sent[layer].sum() and not np.diag(sizes).any()
+        assert (np.diff(transfers.sends(layer)[0] // slots_per_rank) >= 0).all()
