@@ -28,12 +28,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the chart says around its lines. `log_x` spreads the numbers by their logarithms; all must be above 0."""
+    """What the chart says around its lines. `log_x`, `log_y` place numbers by their logarithms; all must be above 0."""
 
     title: str
     x_label: str
     y_label: str
     log_x: bool = False
+    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ class _Frame:
 
 
 def line_chart(series: Sequence[Series], axes: Axes) -> str:
-    """Draw at most five lines, the y axis from zero. ValueError for more, for none, or for a line without points."""
+    """Draw at most five lines, the y axis from zero, or from a power of ten where it is logarithmic.
+
+    ValueError for more lines, for none, or for one without points.
+    """
     if not 0 < len(series) <= len(COLOURS) or not all(each.points for each in series):
         raise ValueError(f"a chart takes 1 to {len(COLOURS)} lines, each with a point")
     frame = _frame_of(series, axes)
@@ -76,9 +80,17 @@ def nice_ticks(greatest: float, num_ticks: int = NUM_TICKS) -> list[float]:
     return [round(i * step, 12) for i in range(math.ceil(greatest / step - 1e-9) + 1)]
 
 
+def powers_of_ten(least: float, greatest: float) -> list[float]:
+    """Powers of ten from the last that is not above `least` (above 0) to the first above it not below `greatest`."""
+    first, last = math.floor(math.log10(least)), math.ceil(math.log10(greatest))
+    return [float(f"1e{power}") for power in range(first, max(last, first + 1) + 1)]
+
+
 def _frame_of(series: Sequence[Series], axes: Axes) -> _Frame:
     numbers = sorted({x for each in series for x, _ in each.points})
-    y_ticks = nice_ticks(max(value.greatest for each in series for _, value in each.points) or 1.0)
+    values = [value for each in series for _, value in each.points]
+    least, greatest = min(value.least for value in values), max(value.greatest for value in values)
+    y_ticks = powers_of_ten(least, greatest) if axes.log_y else nice_ticks(greatest or 1.0)
     if axes.log_x:
         x_ticks = numbers
         low, high = math.log(numbers[0]), math.log(numbers[-1])
@@ -91,7 +103,10 @@ def _frame_of(series: Sequence[Series], axes: Axes) -> _Frame:
         return LEFT + (WIDTH - LEFT - RIGHT) * ((place - low) / (high - low) if high > low else 0.5)
 
     def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * value / y_ticks[-1]
+        part = value / y_ticks[-1]
+        if axes.log_y:
+            part = math.log(value / y_ticks[0]) / math.log(y_ticks[-1] / y_ticks[0])
+        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * part
 
     return _Frame(x, y, x_ticks, y_ticks)
 

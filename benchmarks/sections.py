@@ -21,6 +21,7 @@ from benchmarks.figures import (
     steps_per_second,
 )
 from benchmarks.markdown import markdown_table
+from benchmarks.planner_table import planner
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
@@ -33,6 +34,12 @@ SIDE_RATIOS = {
     "overlap on / off": ("plain", "no_overlap"),
     "routing returned / server without": ("routing_returned", "plain"),
     "routing returned / not asked for": ("routing_returned", "routing_unasked"),
+}
+DELTA_TITLES = {
+    "off": "server without routing",
+    "unasked": "server with routing, nobody asks",
+    "delta": "each turn returns the rows that are new",
+    "whole": "each turn returns all rows",
 }
 CPU_TITLES = {
     "engine": "this process",
@@ -140,6 +147,18 @@ def conversations(measured: Mapping[str, Any]) -> str:
     return markdown_table(["", "prompt tokens", "computed", ideal, "of the ideal token by token"], [row])
 
 
+def delta_turns(measured: Mapping[str, Any]) -> str:
+    """Conversations with routing returned in different ways, beside a server that captures none."""
+    runs = measured["runs"]
+    count = measured["num_conversations"] * measured["num_turns"]
+    rows = [
+        [DELTA_TITLES[side], rate(count, each), speed_ratio(each, runs["off"]) if side != "off" else ""]
+        for side, each in runs.items()
+    ]
+    title = f"{measured['num_conversations']} conversations x {measured['num_turns']} turns"
+    return markdown_table([f"{title} of {measured['turn_tokens']} tokens", "turns/s", "of those without routing"], rows)
+
+
 def http(measured: Mapping[str, Any]) -> str:
     """Streams over HTTP beside the same streams in one process, and the CPU time of all who took part."""
     workload, runs = Workload(**measured["workload"]), measured["runs"]
@@ -165,6 +184,63 @@ def http(measured: Mapping[str, Any]) -> str:
     return f"{rates}\n\n{markdown_table(['CPU seconds of a run', 'side', ''], spent)}"
 
 
+def exchange_bytes(by_tokens: Mapping[str, Any]) -> str:
+    """Bytes that leave a device per token and MoE layer, by backend, beside the reference."""
+    kinds = {"rows": "rows and results", "gathered": "gathered", "summed": "sums"}
+    rows = [
+        [
+            tokens,
+            backend,
+            *(f"{counted['bytes_per_token'].get(kind, 0):,.0f}" for kind in kinds),
+            f"{counted['of_reference']:.3f}",
+            "; ".join(counted["operands"].get("exchanged", counted["operands"]["gathered"])),
+        ]
+        for tokens, by_backend in by_tokens.items()
+        for backend, counted in by_backend.items()
+    ]
+    heading = ["tokens per device", "backend", *kinds.values(), "of top-k rows out and back", "operands"]
+    return markdown_table(heading, rows)
+
+
+def compile_gate(cases: Mapping[str, Any]) -> str:
+    """Memory of each program of each model and topology, as the compiler for the topology accounts for it."""
+    rows = []
+    for case, report in cases.items():
+        for program in report["programs"]:
+            memory = program["memory"]
+            gigabytes = (
+                [f"{memory[name] / 1e9:.2f}" for name in ("peak", "temporaries", "limit")] if memory else [""] * 3
+            )
+            exchanges = sum(found["operation"] == "ragged-all-to-all" for found in program["collectives"])
+            copied = f"{sum(program['copied_bytes'].values()):,}" if memory else program["error"]
+            rows.append([case, program["name"], program["compile_s"], *gigabytes, copied, exchanges])
+    heading = ["model and slice", "program", "compiled in, s", "peak, GB", "temporaries, GB", "limit, GB"]
+    return markdown_table([*heading, "copies of weights or KV, bytes", "kinds of ragged exchange"], rows)
+
+
+def routing_wire(measured: Mapping[str, Any]) -> str:
+    """Bytes of every dialect against the field of the sglang dialect, times, and the store."""
+    dialects, kinds = measured["dialects"], list(measured["overlap"])
+    rows = [
+        [
+            name,
+            *(
+                f"{each['bytes'][kind]:,} ({each['bytes'][kind] / dialects['sglang']['bytes'][kind]:.3f})"
+                for kind in kinds
+            ),
+            _to_2_digits(spread(each["encode_ms"])),
+            _to_2_digits(spread(each["decode_ms"])),
+        ]
+        for name, each in dialects.items()
+    ]
+    tokens, layers, top_k = measured["rows"]
+    title = f"{tokens} x {layers} x top {top_k} of {measured['num_experts']}"
+    sizes = [f"{kind} ({share:.0%} as the token before): bytes" for kind, share in measured["overlap"].items()]
+    gathers = [[count, _to_2_digits(spread(each))] for count, each in measured["gather_ms"].items()]
+    wire = markdown_table([title, *sizes, "encode, ms", "decode, ms"], rows)
+    return f"{wire}\n\n{markdown_table(['rows gathered from the store', 'ms'], gathers)}"
+
+
 def _steps(runs_by_name: Mapping[str, Sequence[Run]]) -> str:
     rows = []
     for name, runs in runs_by_name.items():
@@ -175,6 +251,10 @@ def _steps(runs_by_name: Mapping[str, Sequence[Run]]) -> str:
 
 def _percent(shares: Spread) -> str:
     return f"{shares.median:.2%} ({shares.least:.2%}-{shares.greatest:.2%})"
+
+
+def _to_2_digits(times: Spread) -> str:
+    return f"{times.median:.2f} ({times.least:.2f}-{times.greatest:.2f})"
 
 
 def _to_4_digits(ratio: Spread) -> str:
@@ -189,6 +269,11 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "waits": waits,
     "curve": curve,
     "conversations": conversations,
+    "delta_turns": delta_turns,
     "http": http,
+    "routing_wire": routing_wire,
+    "exchange_bytes": exchange_bytes,
+    "compile_gate": compile_gate,
+    "planner": planner,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -11,11 +11,23 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "CompletionOutput": "rayserve_moe.inprocess.outputs",
     "Engine": "rayserve_moe.inprocess.engine",
+    "LLM": "rayserve_moe.inprocess.llm",
+    "RequestOutput": "rayserve_moe.inprocess.outputs",
+    "SamplingParams": "rayserve_moe.inprocess.sampling_params",
     "extract_routed_experts_from_meta_info": "rayserve_moe.replay.encoding",
 }
 
-__all__ = ["Engine", "__version__", "extract_routed_experts_from_meta_info"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "extract_routed_experts_from_meta_info",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ def start_copies(output: StepOutput, wanted: WantedOutputs) -> None:
     """Have what is wanted copied to the host as soon as it is there."""
     for array, is_wanted in (
         (output.sampled_N3S, True),
-        (output.topk_ids_MTK, True),
+        (output.topk_ids_MTK, wanted.routing),
         (output.top_N2SJ, wanted.top),
         (output.scores and output.scores.logprobs_NX, wanted.scores),
         (output.scores and output.scores.top_N2XJ, wanted.score_top),

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
-
-from tqdm import tqdm
 
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.engine.answers import ChoiceResult, native_answer
+from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
-from rayserve_moe.inprocess.arguments import prompts_from, requests_from, single_prompt_from
+from rayserve_moe.inprocess.arguments import (
+    Options,
+    Prompts,
+    options_and_sampling,
+    prompts_from,
+    requests_from,
+    single_prompt_from,
+)
 from rayserve_moe.inprocess.local_executor import LocalExecutor
+from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import local_devices, plan_for
 from rayserve_moe.requests import GenerationRequest
-from rayserve_moe.text.choice_text import ChoiceDelta
 from rayserve_moe.text.tokenizer import Tokenizer
 
 Answer = dict[str, Any]
@@ -70,31 +72,21 @@ class Engine:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        return_logprob: bool = False,
-        return_routed_experts: bool = False,
-        **sampling: Any,
+        **keywords: Any,
     ) -> Answer | list[Answer]:
         """Complete one prompt or a batch of them and wait for all.
 
         Give `prompt` (text) or `input_ids`; one of either gives one answer (a list of n where n > 1), a batch gives a
         list in its order, under a progress bar where there is a terminal. `sampling_params` are SGLang's
-        (`max_new_tokens`, `temperature`, `n`, ...), one mapping for all or one each; keywords apply to all. Answers
-        are those of `POST /generate`. RequestError names what cannot be served.
+        (`max_new_tokens`, `temperature`, `n`, ...), one mapping for all or one each. Keywords apply to all: sampling
+        parameters, and what `inprocess.arguments.Options` lists. Answers are those of `POST /generate`. RequestError
+        names what cannot be served.
         """
-        prompts, is_batch = prompts_from(self.tokenizer, prompt, input_ids=input_ids)
-        requests = requests_from(
-            prompts, sampling_params, keywords=sampling, return_routed_experts=return_routed_experts
-        )
-        answers: list[Answer] = []
-        with ExitStack() as cleanup:
-            running = [_Running(self, request, return_logprob=return_logprob) for request in requests]
-            for one in running:
-                cleanup.callback(one.stream.close)
-            for one in tqdm(running, disable=None if len(running) > 1 else True, unit="request"):
-                for delta in one.stream:
-                    one.add(delta)
-                answers += one.answers()
-        return answers if is_batch or len(answers) > 1 else answers[0]
+        prompts = prompts_from(self.tokenizer, prompt, input_ids=input_ids)
+        requests, options = self._requests(prompts, sampling_params, keywords=keywords)
+        finished = run_to_end(self.loop, self.tokenizer, requests=requests, shows_progress=True)
+        answers = [answer for one in finished for answer in self._answers(one, options)]
+        return answers if prompts.is_batch or len(answers) > 1 else answers[0]
 
     def generate_stream(
         self,
@@ -102,19 +94,18 @@ class Engine:
         *,
         input_ids: Sequence[int] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
-        return_logprob: bool = False,
-        return_routed_experts: bool = False,
-        **sampling: Any,
+        **keywords: Any,
     ) -> Iterator[Answer]:
-        """Complete one prompt; yields the whole answer so far, with its `index`, whenever a choice has grown."""
-        prompts = [single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)]
-        (request,) = requests_from(
-            prompts, sampling_params, keywords=sampling, return_routed_experts=return_routed_experts, streams=True
-        )
-        running = _Running(self, request, return_logprob=return_logprob)
+        """Complete one prompt as `generate` does; yields the whole answer so far, with its `index`, as choices grow."""
+        prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
+        (request,), options = self._requests(prompts, sampling_params, keywords=keywords, streams=True)
+        running = RunningRequest(self.loop, self.tokenizer, request=request)
         try:
             for delta in running.stream:
-                yield running.add(delta)
+                index = delta.choice_index
+                running.results[index].add(delta)
+                running.note_time()
+                yield {**self._answer(running, index, options=options), "index": index}
         finally:
             running.stream.close()
 
@@ -124,22 +115,19 @@ class Engine:
         *,
         input_ids: Sequence[int] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
-        return_logprob: bool = False,
-        return_routed_experts: bool = False,
-        **sampling: Any,
+        **keywords: Any,
     ) -> Answer | list[Answer]:
-        """Complete one prompt without blocking the event loop; a list of n answers where n > 1."""
-        prompts = [single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)]
-        (request,) = requests_from(
-            prompts, sampling_params, keywords=sampling, return_routed_experts=return_routed_experts
-        )
-        running = _Running(self, request, return_logprob=return_logprob)
+        """Complete one prompt as `generate` does, without blocking the event loop; a list of n answers where n > 1."""
+        prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
+        (request,), options = self._requests(prompts, sampling_params, keywords=keywords)
+        running = RunningRequest(self.loop, self.tokenizer, request=request)
         try:
             async for delta in running.stream:
-                running.add(delta)
+                running.results[delta.choice_index].add(delta)
         finally:
             running.stream.close()
-        answers = running.answers()
+        running.note_time()
+        answers = self._answers(running, options)
         return answers if len(answers) > 1 else answers[0]
 
     def shutdown(self) -> None:
@@ -154,29 +142,30 @@ class Engine:
     ) -> None:
         self.shutdown()
 
+    def _requests(
+        self,
+        prompts: Prompts,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        *,
+        keywords: Mapping[str, Any],
+        streams: bool = False,
+    ) -> tuple[list[GenerationRequest], Options]:
+        options, sampling = options_and_sampling(keywords)
+        layout = self.card.routing
+        requests = requests_from(
+            prompts, sampling_params, keywords=sampling, options=options, layout=layout, streams=streams
+        )
+        return requests, options
 
-class _Running:
-    """A submitted request and what its choices have come to."""
+    def _answers(self, running: RunningRequest, options: Options) -> list[Answer]:
+        return [self._answer(running, index, options=options) for index in range(len(running.results))]
 
-    def __init__(self, engine: Engine, request: GenerationRequest, *, return_logprob: bool) -> None:
-        self._started = time.perf_counter()
-        self._card, self._request, self._return_logprob = engine.card, request, return_logprob
-        self._results = [ChoiceResult() for _ in range(request.sampling.n)]
-        self.stream = open_stream(engine.loop, engine.tokenizer, request=request)
-
-    def add(self, delta: ChoiceDelta) -> Answer:
-        """Take in a delta; returns the answer so far of the choice it belongs to."""
-        self._results[delta.choice_index].add(delta)
-        return {**self._answer(delta.choice_index), "index": delta.choice_index}
-
-    def answers(self) -> list[Answer]:
-        return [self._answer(index) for index in range(len(self._results))]
-
-    def _answer(self, index: int) -> Answer:
+    def _answer(self, running: RunningRequest, index: int, *, options: Options) -> Answer:
         return native_answer(
-            self._request,
-            self._results[index],
-            card=self._card,
-            e2e_latency_s=time.perf_counter() - self._started,
-            return_logprob=self._return_logprob,
+            running.request,
+            running.results[index],
+            card=self.card,
+            e2e_latency_s=running.elapsed_s,
+            return_logprob=options.return_logprob,
+            routed_experts_start=options.routed_experts_start_len,
         )

@@ -46,6 +46,13 @@ def test_doublings_are_equally_far_apart_on_a_logarithmic_axis():
     assert steps == pytest.approx([steps[0]] * 3, abs=0.11)
 
 
+def test_decades_are_equally_far_apart_on_a_logarithmic_y_axis():
+    (points,) = points_of(line_chart([series_of(1e-5, 1e-4, 1e-3, 1e-2)], Axes("t", "x", "y", log_y=True)))
+    steps = [b[1] - a[1] for a, b in itertools.pairwise(points)]
+    assert steps == pytest.approx([steps[0]] * 3, abs=0.11) and steps[0] < 0
+    assert all(TOP <= y <= HEIGHT - BOTTOM for _, y in points)
+
+
 def test_a_chart_can_be_read_aloud_and_without_colour():
     svg = line_chart([series_of(1.0, 2.0, name=name) for name in ("first", "second & last")], AXES)
     root = ElementTree.fromstring(svg)

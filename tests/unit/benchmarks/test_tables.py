@@ -52,6 +52,14 @@ def every_section() -> dict:
     streams = {"seconds": 2.0, "first_token_s": [0.1, 0.2, 0.4]}
     http_cpu = dict.fromkeys(("host_worker", "replica", "proxy", "ray_daemons", "client"), 0.5)
     median = {"median": 2.0, "min": 1.0, "max": 3.0}
+    wire = {"bytes": {"skewed": 4}, "encode_ms": [0.5], "decode_ms": [0.25, 0.5, 1.0]}
+    ratios = dict.fromkeys(("greedy", "first", "even", "shares", "worst_even"), 1.125)
+    group = {"cases": 5, **ratios, "duplicates": {"greedy": 7, "planned": 0}}
+    drifted = dict.fromkeys(("stale", "after", "even", "worst_layer", "moved", "most_moved"), 0.0625)
+    memory = dict.fromkeys(("peak", "temporaries", "limit"), 2_500_000_000)
+    compiled = {"name": "decode", "memory": memory, "collectives": [], "copied_bytes": {}, "compile_s": 1.5}
+    operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
+    moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}
     conversation = {"seconds": 1.0, "prompt_tokens": 900, "computed": 303, "ideal": 300, "ideal_unpaged": 250}
     return {
         "workloads": result_of([])["workloads"],
@@ -62,6 +70,28 @@ def every_section() -> dict:
         "curve": {"64": [{**run_of(2.0), "tokens_sampled": 640.0}]},
         "conversations": {
             "num_conversations": 16, "num_turns": 8, "page_size": 16, "answer_tokens": 24, "runs": [conversation]
+        },
+        "delta_turns": {
+            "num_conversations": 8, "num_turns": 100, "turn_tokens": 32,
+            "runs": {side: [{"seconds": 2.0 if side == "whole" else 1.0}] for side in ("off", "delta", "whole")},
+        },
+        "routing_wire": {
+            "rows": [1, 1, 1], "num_experts": 2, "overlap": {"skewed": 0.25}, "gather_ms": {"8192": [0.75]},
+            "dialects": {"sglang": wire, "packed": wire | {"bytes": {"skewed": 1}}},
+        },
+        "exchange_bytes": {
+            "512": {"fused": moved}
+        },
+        "compile_gate": {
+            "m@t": {"programs": [compiled]}
+        },
+        "planner": {
+            "load_before": 0.1, "readme": ratios, "drift": {"K2 ep64 R64": drifted | {"ms": [8.0]}},
+            "quality": {
+                "groups": {"R = 0": group, "all": group},
+                "realised": {"hot": {"cases": 3, "mean": 1.03125, "worst_layer": 1.5}},
+            },
+            "seconds": {"K2 ep64 R64": {"ratio": 1.0, "first_ms": [3.0], "plan_ms": [5.0], "greedy_ms": [9.0]}},
         },
         "http": {
             **w2,
@@ -152,7 +182,12 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("curve", "320 (320-320)"),
         ("conversations", "1.0100 (1.0100-1.0100)"),
         ("http", "0.80 (0.80-0.80)"),
+        ("delta_turns", "0.50 (0.50-0.50)"),
+        ("routing_wire", "1 (0.250)"),
+        ("exchange_bytes", "0.875"),
+        ("compile_gate", "2.50"),
         ("programs", "528"),
+        ("planner", "1.0312 (worst layer 1.5000)"),
         ("host_us", "2.0 (1.0-3.0)"),
     ],
 )

@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayserve_moe.inprocess.arguments import prompts_from, requests_from, sampling_from, single_prompt_from
-from rayserve_moe.requests import RequestError
+from rayserve_moe.inprocess.arguments import (
+    Options,
+    Prompts,
+    options_and_sampling,
+    prompts_from,
+    requests_from,
+    sampling_from,
+    single_prompt_from,
+)
+from rayserve_moe.replay.encoding import encode_packed, encode_routed_experts
+from rayserve_moe.requests import GenerationRequest, RequestError, RoutedExperts, RoutingLayout
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -51,15 +60,81 @@ def test_an_unknown_parameter_is_refused_by_name() -> None:
         sampling_from({"temprature": 1})
 
 
+LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
+PROMPTS = Prompts([np.array([1, 5, 6]), np.array([2, 7])], is_batch=True)
+ROWS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2) % 8
+
+
+def requests_with(prompts: Prompts = PROMPTS, sampling_params: Any = None, **keywords: Any) -> list[GenerationRequest]:
+    options, sampling = options_and_sampling(keywords)
+    return requests_from(prompts, sampling_params, keywords=sampling, options=options, layout=LAYOUT)
+
+
 def test_keywords_go_on_top_of_each_mapping() -> None:
-    prompts = [np.array([1]), np.array([2])]
-    requests = requests_from(prompts, [{"n": 2}, {"n": 3, "seed": 1}], keywords={"seed": 9}, return_routed_experts=True)
+    requests = requests_with(PROMPTS, [{"n": 2}, {"n": 3, "seed": 1}], seed=9, return_routed_experts=True)
     assert [(r.sampling.n, r.sampling.seed, r.return_routed_experts) for r in requests] == [(2, 9, True), (3, 9, True)]
     with pytest.raises(RequestError, match="2 prompts"):
-        requests_from(prompts, [{}], keywords={}, return_routed_experts=False)
+        requests_with(PROMPTS, [{}])
+
+
+def test_options_and_sampling_parameters_are_told_apart() -> None:
+    options, sampling = options_and_sampling({"top_logprobs_num": 2, "temperature": 0.5, "cache_salt": "s"})
+    assert options == Options(top_logprobs_num=2, cache_salt="s") and sampling == {"temperature": 0.5}
+
+
+def test_options_reach_the_engine() -> None:
+    (request,) = requests_with(
+        Prompts(PROMPTS.ids[:1], is_batch=False),
+        top_logprobs_num=3,
+        logprob_start_len=1,
+        cache_salt="s",
+        frequency_penalty=0.5,
+        logit_bias={"7": 2, "3": -1},
+    )
+    assert (request.num_top_logprobs, request.score_prompt_from, request.cache_salt) == (3, 1, "s")
+    assert request.sampling.frequency_penalty == 0.5
+    assert request.sampling.logit_bias == ((3, -1.0), (7, 2.0))
+    assert requests_with()[0].score_prompt_from is None
+
+
+@pytest.mark.parametrize("start", [-1, 3])
+def test_a_start_beyond_the_shortest_prompt_is_refused(start: int) -> None:
+    with pytest.raises(RequestError) as refusal:
+        requests_with(routed_experts_start_len=start)
+    assert refusal.value.param == "routed_experts_start_len"
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda routing: routing,
+        lambda routing: routing.rows,
+        lambda routing: routing.rows.astype(np.int64),
+        lambda routing: encode_routed_experts(routing, LAYOUT),
+        lambda routing: encode_packed(routing, LAYOUT),
+    ],
+)
+def test_forced_routing_comes_as_an_array_or_as_an_answer_has_it(encode: Any) -> None:
+    forced = encode(RoutedExperts(ROWS))
+    (request,) = requests_with(Prompts(PROMPTS.ids[:1], is_batch=False), forced_routed_experts=forced)
+    assert request.forced_routing is not None
+    np.testing.assert_array_equal(request.forced_routing.rows, ROWS)
+    assert request.forced_routing.rows.dtype == LAYOUT.dtype
+    first, second = requests_with(forced_routed_experts=[forced, None])
+    assert first.forced_routing is not None and second.forced_routing is None
+
+
+@pytest.mark.parametrize(
+    "forced", [ROWS, [ROWS], [ROWS + 5, None], [ROWS.astype(float), None], ["?", None], [{"data": 1}, None], "text"]
+)
+def test_forced_routing_that_is_none_of_these_is_refused_by_name(forced: Any) -> None:
+    with pytest.raises(RequestError) as refusal:
+        requests_with(forced_routed_experts=forced)
+    assert refusal.value.param == "forced_routed_experts"
 
 
 def test_a_batch_is_refused_where_one_prompt_is_taken(tokenizer: Tokenizer) -> None:
-    assert single_prompt_from(tokenizer, None, input_ids=[3, 4]).tolist() == [3, 4]
+    (only,), is_batch = single_prompt_from(tokenizer, None, input_ids=[3, 4])
+    assert only.tolist() == [3, 4] and not is_batch
     with pytest.raises(RequestError, match="one prompt at a time"):
         single_prompt_from(tokenizer, None, input_ids=[[3], [4]])

@@ -1,0 +1,150 @@
+"""What `LLM` answers: one `RequestOutput` per prompt, under vLLM's names, with routing as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.inprocess.sampling_params import SamplingParams
+from rayserve_moe.replay.encoding import routed_experts_info, routing_from
+from rayserve_moe.requests import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout, TopLogprobs
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-prob of one token at one position; `rank` counts from 1, and is None beyond the ranks that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+TokenLogprobs = dict[int, Logprob]
+"""By token id: the token that stands at the position first, then the likeliest ones."""
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    `routed_experts` is int16 [rows, MoE layers, k] of the positions from the first generated token on: one row fewer
+    than tokens, for the last one never enters the model. It is None where the engine does not capture routing, and
+    where any row is missing; `routed_experts_info` then says which.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    routed_experts: np.ndarray | None
+    routed_experts_info: dict | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its completions.
+
+    `prompt_routed_experts` is int16 [prompt tokens, MoE layers, k], the same for all completions, or None as
+    `CompletionOutput.routed_experts` is. The first entry of `prompt_logprobs` is None: nothing precedes it.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_routed_experts: np.ndarray | None
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class OutputWriter:
+    """Writes the outputs of one model."""
+
+    tokenizer: Tokenizer
+    layout: RoutingLayout
+
+    def request_output(
+        self, request: GenerationRequest, results: Sequence[ChoiceResult], *, params: SamplingParams, prompt: str | None
+    ) -> RequestOutput:
+        """Put together what came of one request; `params` are those that it was made of."""
+        num_prompt_tokens = len(request.prompt_ids)
+        start = params.routed_experts_prompt_start
+        found = (_rows(result.routing, start, num_prompt_tokens) for result in results)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=request.prompt_ids.tolist(),
+            prompt_logprobs=self._prompt_logprobs(request, results[0].prompt_scores, params.prompt_logprobs),
+            outputs=[
+                self._completion(index, result, params=params, num_prompt_tokens=num_prompt_tokens)
+                for index, result in enumerate(results)
+            ],
+            finished=all(result.finish is not None for result in results),
+            prompt_routed_experts=next((rows for rows in found if rows is not None), None),
+            num_cached_tokens=results[0].num_cached_tokens,
+        )
+
+    def _completion(
+        self, index: int, result: ChoiceResult, *, params: SamplingParams, num_prompt_tokens: int
+    ) -> CompletionOutput:
+        routing, finish = result.routing, result.finish
+        end = num_prompt_tokens if routing is None else max(num_prompt_tokens, routing.start + len(routing.rows))
+        info = None
+        if routing is not None:
+            info = routed_experts_info(routing_from(routing, params.routed_experts_prompt_start), self.layout)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = self._logprobs(result.token_ids, result.logprobs, top=result.top, num_top=params.logprobs)
+        return CompletionOutput(
+            index=index,
+            text=result.text,
+            token_ids=list(result.token_ids),
+            cumulative_logprob=float(sum(result.logprobs)),
+            logprobs=logprobs,
+            finish_reason=finish.kind if finish else None,
+            stop_reason=(finish.matched if finish.message is None else finish.message) if finish else None,
+            routed_experts=_rows(routing, num_prompt_tokens, end),
+            routed_experts_info=info,
+        )
+
+    def _prompt_logprobs(
+        self, request: GenerationRequest, scores: PromptScores | None, num_top: int | None
+    ) -> list[TokenLogprobs | None] | None:
+        if scores is None or num_top is None:
+            return None
+        ids = request.prompt_ids[1 : 1 + len(scores.logprobs)].tolist()
+        return [None, *self._logprobs(ids, scores.logprobs.tolist(), top=scores.top, num_top=num_top)]
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], *, top: TopLogprobs | None, num_top: int
+    ) -> list[TokenLogprobs]:
+        """Join each token with the `num_top` likeliest ones at its position."""
+        if top is None or num_top == 0:
+            return [{i: Logprob(value, None, self._text(i))} for i, value in zip(token_ids, logprobs, strict=True)]
+        ranked = zip(top.token_ids[:, :num_top].tolist(), top.logprobs[:, :num_top].tolist(), strict=True)
+        return [
+            {i: Logprob(value, None, self._text(i))}
+            | {j: Logprob(v, rank, self._text(j)) for rank, (j, v) in enumerate(zip(ids, values, strict=True), 1)}
+            for i, value, (ids, values) in zip(token_ids, logprobs, ranked, strict=True)
+        ]
+
+    def _text(self, token_id: int) -> str:
+        return self.tokenizer.token_text(token_id)
+
+
+def _rows(routing: RoutedExperts | None, first: int, last: int) -> np.ndarray | None:
+    """Rows of positions `[first, last)`, or None unless every one of them is known."""
+    if routing is None or first < routing.start or routing.start + len(routing.rows) < last:
+        return None
+    if any(begin < last and end > first for begin, end in routing.missing):
+        return None
+    return routing.rows[first - routing.start : last - routing.start].astype(np.int16)

@@ -1,0 +1,75 @@
+"""Requests of this process under way: a few streamed, or any number of them to their ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from tqdm import tqdm
+
+from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.engine_loop import EngineBusyError, EngineLoop
+from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+class RunningRequest:
+    """A submitted request and what its choices have come to. Close its stream when done with it."""
+
+    def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
+        self._started_s = time.perf_counter()
+        self.request = request
+        self.results = [ChoiceResult() for _ in range(request.sampling.n)]
+        self.stream = open_stream(loop, tokenizer, request=request)
+        self.elapsed_s = 0.0
+
+    def wait(self) -> None:
+        """Take in every delta up to the last."""
+        for delta in self.stream:
+            self.results[delta.choice_index].add(delta)
+        self.note_time()
+
+    def note_time(self) -> None:
+        """Set `elapsed_s`, the seconds since the request came in."""
+        self.elapsed_s = time.perf_counter() - self._started_s
+
+
+def run_to_end(
+    loop: EngineLoop, tokenizer: Tokenizer, *, requests: Sequence[GenerationRequest], shows_progress: bool
+) -> list[RunningRequest]:
+    """Run all requests to their ends, however many the engine takes at once, under a bar where there is a terminal.
+
+    Raises what `EngineLoop.submit` raises; whatever runs by then is aborted.
+    """
+    running: list[RunningRequest] = []
+    with ExitStack() as cleanup:
+        bar = cleanup.enter_context(
+            tqdm(total=len(requests), disable=None if shows_progress and len(requests) > 1 else True, unit="request")
+        )
+        unfinished: deque[RunningRequest] = deque()
+        for request in requests:
+            while (one := _submitted(loop, tokenizer, request, others=unfinished)) is None:
+                unfinished.popleft().wait()
+                bar.update()
+            cleanup.callback(one.stream.close)
+            unfinished.append(one)
+            running.append(one)
+        for one in unfinished:
+            one.wait()
+            bar.update()
+    return running
+
+
+def _submitted(
+    loop: EngineLoop, tokenizer: Tokenizer, request: GenerationRequest, *, others: deque[RunningRequest]
+) -> RunningRequest | None:
+    """Submit a request; None while the engine is full and some of the `others` will make room."""
+    try:
+        return RunningRequest(loop, tokenizer, request=request)
+    except EngineBusyError:
+        if not others:
+            raise
+        return None

@@ -1,0 +1,73 @@
+"""A real server over a tiny random checkpoint, for clients that others have published."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from tests.http.conftest import assert_idle, served
+
+NUM_LAYERS, TOP_K = PRESETS["tiny"].num_hidden_layers, PRESETS["tiny"].num_experts_per_tok
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("clients") / "tiny", PRESETS["tiny"], dtype="float32")
+
+
+@pytest.fixture(scope="package")
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(
+        model_path=str(checkpoint),
+        served_model_name="m",
+        enable_return_routed_experts=True,
+        max_running_requests=8,
+        max_step_tokens=64,
+        precompile_bs_paddings=[8],
+        max_model_len=512,
+        num_pages=300,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package")
+def address(engine: Engine) -> Iterator[str]:
+    with served(engine) as address:
+        yield address
+
+
+@pytest.fixture
+def url(address: str, engine: Engine) -> Iterator[str]:
+    """The server's address. Whatever a client did, the engine is idle and whole after it."""
+    yield address
+    assert_idle(engine)
+
+
+def uncached_rows(engine: Engine, token_ids: list[int]) -> np.ndarray:
+    """Rows int [tokens - 1, layers, k] of a whole sequence that nothing is cached of: what any turns must add up to."""
+    engine.loop.flush()
+    answer = engine.generate(input_ids=token_ids, max_new_tokens=0, return_routed_experts=True)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    info = answer["meta_info"]["routed_experts_info"]
+    assert info["missing"] == [] and info["source"] == [[0, len(token_ids), "computed"]]
+    raw = answer["meta_info"]["routed_experts"]
+    return decode_int32(raw)[:-1]
+
+
+def decode_int32(encoded: str) -> np.ndarray:
+    """What a client of the sglang dialect does, by numpy and base64 alone."""
+    return np.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, NUM_LAYERS, TOP_K)
+
+
+def logprobs_of(engine: Engine, token_ids: list[int]) -> list[float | None]:
+    """Log-probs of the tokens of a whole sequence, None for the first."""
+    answer = engine.generate(input_ids=token_ids, max_new_tokens=0, return_logprob=True, logprob_start_len=0)
+    entries = answer["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in entries] == token_ids
+    return [entry[0] for entry in entries]
