@@ -49,8 +49,8 @@ def score_prompts(
 
     def score_group(hidden_WD: jax.Array, targets_W: jax.Array, wants_top_W: jax.Array) -> tuple[jax.Array, jax.Array]:
         logprobs_WV = jax.nn.log_softmax(logits_of(params, hidden_WD, rule=rule), axis=-1)
-        wanted = jnp.any(wants_top_W & (targets_W >= 0))
-        top = likeliest(logprobs_WV, wanted=wanted, most_top=num_top)
+        num_wanted = num_top * jnp.any(wants_top_W & (targets_W >= 0)).astype(jnp.int32)
+        top = likeliest(logprobs_WV, num_wanted=num_wanted, most_top=num_top)
         bits_WJ = jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)
         found_W1 = jnp.take_along_axis(logprobs_WV, jnp.maximum(targets_W, 0)[:, None], axis=-1)
         return found_W1[:, 0], jnp.stack([top.ids_SJ, bits_WJ])

@@ -154,13 +154,25 @@ def test_rows_with_logits_that_are_not_finite_are_named_and_spoil_no_other(bad, 
     np.testing.assert_array_equal(np.delete(logprobs_after, 2), np.delete(logprobs, 2))
 
 
-def test_the_likeliest_tokens_fall_with_ties_to_the_smaller_id():
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_the_likeliest_tokens_fall_with_ties_to_the_smaller_id(most):
+    """As many as any row wants."""
     logits = np.round(logits_of(3, seed=4), 0)
-    found = compiled_sample(jnp.asarray(logits), rows(3, temperature=0.5, num_top=[0, 2, 0], top_k=1))
+    found = compiled_sample(jnp.asarray(logits), rows(3, temperature=0.5, num_top=[0, most, 0], top_k=1))
     expected = log_softmax(logits / 0.5)
-    order = np.argsort(-expected, axis=1, kind="stable")[:, :5]
-    np.testing.assert_array_equal(found.top.ids_SJ, order)
-    np.testing.assert_allclose(found.top.logprobs_SJ, np.take_along_axis(expected, order, axis=1), atol=1e-5)
+    order = np.argsort(-expected, axis=1, kind="stable")[:, :most]
+    np.testing.assert_array_equal(found.top.ids_SJ[:, :most], order)
+    logprobs = np.take_along_axis(expected, order, axis=1)
+    np.testing.assert_allclose(found.top.logprobs_SJ[:, :most], logprobs, atol=1e-5)
+    assert not found.top.ids_SJ[:, most:].any() and not found.top.logprobs_SJ[:, most:].any()
+
+
+def test_words_of_no_probability_come_last_each_once():
+    logits = np.full((1, 5), -1e38, np.float32)
+    logits[0, 3] = 1e38
+    found = jax.jit(partial(sample, most_top=5))(jnp.asarray(logits), rows(1, temperature=0.25, num_top=5))
+    np.testing.assert_array_equal(found.top.ids_SJ, [[3, 0, 1, 2, 4]])
+    np.testing.assert_array_equal(found.top.logprobs_SJ[0, 1:], -np.inf)
 
 
 def test_a_vocabulary_may_be_smaller_than_what_is_told():
