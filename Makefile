@@ -5,9 +5,8 @@ READY := .venv/.ready
 TORCH := .venv/.torch
 CLIENTS := .venv-clients
 
-# Nothing is asked of the network once `setup` has run; Ray starts without token files or usage reports, and Serve passes
-# streamed answers on in one thread per process, which halves their cost. Your own environment wins:
-# `RAY_AUTH_MODE=token make serve`.
+# Nothing is asked of the network once `setup` has run; Ray starts without token files or usage reports, and HTTP reaches
+# the replica through HAProxy (ADR 0010). Your own environment wins: `RAY_AUTH_MODE=token make serve`.
 export HF_HUB_OFFLINE ?= 1
 export JAX_PLATFORMS ?= cpu
 export RAY_AUTH_MODE ?= disabled
@@ -17,6 +16,7 @@ export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
 export RAY_SERVE_ENABLE_HA_PROXY ?= 1
 export RAY_SERVE_LOG_TO_STDERR ?= 1
 export RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.5
+export RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export TRANSFORMERS_VERBOSITY ?= error
 
