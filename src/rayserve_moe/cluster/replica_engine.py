@@ -42,7 +42,15 @@ def start_replica_engine(settings: Settings) -> ReplicaEngine:
         eos_token_ids=tokenizer.eos_token_ids,
     )
     executor = GroupExecutor(
-        RunnerSettings(model, settings.scheduler, settings.cache, settings.replay, settings.experts, settings.compile),
+        RunnerSettings(
+            model,
+            settings.scheduler,
+            settings.cache,
+            settings.replay,
+            settings.experts,
+            settings.compile,
+            settings.balancing,
+        ),
         parallel=settings.parallel,
         cluster=settings.cluster,
     )

@@ -54,7 +54,13 @@ class Engine:
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
         runner_settings = RunnerSettings(
-            model, wanted.scheduler, wanted.cache, wanted.replay, wanted.experts, wanted.compile
+            model,
+            wanted.scheduler,
+            wanted.cache,
+            wanted.replay,
+            wanted.experts,
+            wanted.compile,
+            wanted.balancing,
         )
         parallel = wanted.parallel
         data_size, num_slices = parallel.data_parallel_size, parallel.num_slices

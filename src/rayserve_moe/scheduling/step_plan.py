@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from rayserve_moe.balancing.rebalance import RebalancePiece
 from rayserve_moe.requests import TopLogprobs
 
 LAST_SAMPLED = -1
@@ -95,7 +96,9 @@ NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(),
 class StepPlan:
     """One step for all hosts. `wants_routing` says that some row of this step will be asked for.
 
-    `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token.
+    `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token. A piece of
+    a `rebalance` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
+    chunks, of a server that may rebalance.
     """
 
     step_id: int
@@ -111,6 +114,8 @@ class StepPlan:
     block_work: BlockWork = NO_BLOCK_WORK
     wants_top: bool = False
     wants_score_top: bool = False
+    rebalance: RebalancePiece | None = None
+    wants_expert_counts: bool = False
 
     @property
     def has_blocks(self) -> bool:
@@ -156,6 +161,8 @@ class StepResult:
 
     `token_ids` int32, `logprobs` float32, and `finite`: whether the logits were finite. `routing` holds the rows of
     all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
+    `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
+    They wrap around: take differences.
     """
 
     step_id: int
@@ -166,6 +173,7 @@ class StepResult:
     times: StepTimes = StepTimes()
     top: TopLogprobs | None = None
     scores: TokenScores | None = None
+    expert_counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
