@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.placement import ExpertPlacement, placement_from
+from rayserve_moe import Engine
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, placement_from
 from rayserve_moe.balancing.rebalance import LayerSwap, Rebalance, RebalancePiece
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
@@ -250,3 +251,21 @@ def test_counts_leave_with_the_results_of_steps(runs):
     run_together(moving.runner, runs.card, few_requests(), way=replace(WAY, rebalancing=told))
     np.testing.assert_array_equal(told.expert_counts, moving.runner.expert_counts())
     assert told.expert_counts.sum() > 0
+
+
+def test_an_engine_moves_experts_while_it_answers(core_checkpoint):
+    """Asked for from another thread, between one token and the next; other placements are refused."""
+    settings = {"enable_eplb": True, "num_redundant_experts": 5, "devices_per_host": 4, "max_running_requests": 2}
+    few_shapes = {"precompile_bs_paddings": [2], "max_step_tokens": 32, "num_pages": 64}
+    with Engine(str(core_checkpoint), **settings, **few_shapes) as engine:
+        rebalancing = engine.loop.rebalancing
+        assert rebalancing is not None and rebalancing.rebalance.placement.num_redundant == 4, "lowered until it fits"
+        asked = {"input_ids": [5, 6, 7], "temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+        expected = engine.generate(**asked)
+        rebalancing.head_for(random_placement(rebalancing.rebalance.placement, seed=1))
+        assert engine.generate(**asked)["output_ids"] == expected["output_ids"]
+        assert rebalancing.rebalance.progress.is_done and rebalancing.rebalance.progress.num_slots_done > 0
+        assert rebalancing.expert_counts is not None and rebalancing.expert_counts.sum() > 0
+        with pytest.raises(PlacementError):
+            rebalancing.head_for(identity_placement(2, 8, ep_size=4))
+        assert engine.runner.num_compilations_since_start == 0

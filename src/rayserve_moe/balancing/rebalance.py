@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.balancing.transfer_plan import transfer_plan
+from rayserve_moe.balancing.transfer_plan import check_alike, transfer_plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +74,14 @@ class Rebalance:
     def __init__(self, placement: ExpertPlacement, *, hosts: int, slots_per_step: int) -> None:
         self._hosts, self._slots_per_step = hosts, slots_per_step
         self._pieces: Iterator[RebalancePiece] = iter(())
-        self._old = self._new = placement
-        self._is_swapped = np.zeros(placement.num_layers, np.bool_)
+        # Old placement, new one, and which layers lie as in the new: one value, for readers from other threads.
+        self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
         self.progress = RebalanceProgress(0, 0, 0, 0, 0, 0)
 
     @property
     def placement(self) -> ExpertPlacement:
         """Where experts lie, and which shares they take, once all pieces handed out so far have run."""
-        old, new, swapped = self._old, self._new, self._is_swapped
+        old, new, swapped = self._way
         if swapped.all():
             return new
         return ExpertPlacement(
@@ -90,21 +90,25 @@ class Rebalance:
             np.where(swapped[:, None, None], new.slot_for, old.slot_for),
         )
 
+    def check(self, placement: ExpertPlacement) -> None:
+        """Raise PlacementError where `placement` is of other layers, slots or ranks."""
+        check_alike(self._way[0], placement)
+
     def begin(self, placement: ExpertPlacement) -> int:
         """Head for `placement` from here on, whatever was under way; returns its version.
 
         PlacementError where it is of other layers, slots or ranks; then nothing changes.
         """
+        self.check(placement)
         old = self.placement
-        sources = transfer_plan(old, placement, hosts=self._hosts).source_of_slot
-        is_moved = sources != np.arange(old.num_slots)
+        is_moved = old.expert_of_slot != placement.expert_of_slot
         layers = np.flatnonzero(is_moved.any(axis=1) | _maps_differ(old, placement))
-        self._old, self._new = old, placement
-        self._is_swapped = np.ones(old.num_layers, np.bool_)
-        self._is_swapped[layers] = False
+        is_swapped = np.ones(old.num_layers, np.bool_)
+        is_swapped[layers] = False
+        self._way = (old, placement, is_swapped)
         version = self.progress.version + 1
         self.progress = RebalanceProgress(version, len(layers), 0, int(is_moved.sum()), 0, 0)
-        self._pieces = self._all_pieces(layers, sources, version)
+        self._pieces = self._all_pieces(layers, version)
         return version
 
     def next_piece(self) -> RebalancePiece | None:
@@ -114,19 +118,22 @@ class Rebalance:
             self._account(piece)
         return piece
 
-    def _all_pieces(self, layers: np.ndarray, sources: np.ndarray, version: int) -> Iterator[RebalancePiece]:
-        num_ranks, most = self._new.ep_size, self._slots_per_step
+    def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[RebalancePiece]:
+        """Each layer is planned when its turn comes, which takes a moment between two steps, not all at once."""
+        all_old, all_new, _ = self._way
+        num_ranks, most = all_new.ep_size, self._slots_per_step
         for layer in layers.tolist():
-            is_moved = sources[layer] != np.arange(sources.shape[1])
-            fetches = [*fetches_of(sources[layer], layer=layer, num_ranks=num_ranks, most=most)] or [None]
+            old, new = _layer_of(all_old, layer), _layer_of(all_new, layer)
+            sources = transfer_plan(old, new, hosts=self._hosts).source_of_slot[0]
+            fetches = [*fetches_of(sources, layer=layer, num_ranks=num_ranks, most=most)] or [None]
             for fetch in fetches[:-1]:
                 yield RebalancePiece(version, fetch)
-            yield RebalancePiece(version, fetches[-1], LayerSwap(layer, _layer_of(self._new, layer), is_moved))
+            yield RebalancePiece(version, fetches[-1], LayerSwap(layer, new, sources != np.arange(len(sources))))
 
     def _account(self, piece: RebalancePiece) -> None:
         before = self.progress
         if piece.swap is not None:
-            self._is_swapped[piece.swap.layer] = True
+            self._way[2][piece.swap.layer] = True
         self.progress = RebalanceProgress(
             before.version,
             before.num_layers,

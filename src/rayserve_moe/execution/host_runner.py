@@ -181,6 +181,8 @@ class HostRunner:
             first_run_s=first_run_s,
             num_programs=times.num_programs,
             num_programs_found=times.num_found,
+            num_expert_ranks=self.rule.plan.num_expert_ranks,
+            num_redundant_experts=self.rule.num_redundant,
         )
 
     def _launch_step(self, plan: StepPlan) -> _InFlight:

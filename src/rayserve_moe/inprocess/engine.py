@@ -67,7 +67,9 @@ class Engine:
         plan = plan_for(local_devices(parallel.devices_per_host), data_size=data_size, num_slices=num_slices)
         self.runner = HostRunner(runner_settings, plan)
         self.loop = EngineLoop(
-            LocalExecutor(self.runner), self.card, settings=LoopSettings(wanted.scheduler, wanted.cache, data_size)
+            LocalExecutor(self.runner),
+            self.card,
+            settings=LoopSettings(wanted.scheduler, wanted.cache, data_size, balancing=wanted.balancing),
         )
 
     def generate(

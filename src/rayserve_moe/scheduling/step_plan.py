@@ -178,7 +178,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StartReport:
-    """What starting an executor came to: KV pages of one data rank, and seconds of each part.
+    """What starting an executor came to: KV pages of one data rank, how experts are spread, and seconds of each part.
 
     `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
     which `num_programs_found` were on disk. `first_run_s` is running every program once.
@@ -191,6 +191,8 @@ class StartReport:
     first_run_s: float = 0.0
     num_programs: int = 0
     num_programs_found: int = 0
+    num_expert_ranks: int = 1
+    num_redundant_experts: int = 0
 
     def __str__(self) -> str:
         return (
@@ -200,8 +202,9 @@ class StartReport:
         )
 
     def statistics(self) -> dict[str, float]:
-        """All but the pages, by name."""
-        return {f"start_{name}": float(value) for name, value in asdict(self).items() if name != "num_pages"}
+        """All but the pages and how experts are spread, by name."""
+        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
+        return {f"start_{name}": float(value) for name, value in asdict(self).items() if name not in left_out}
 
 
 def slowest_start(reports: Sequence[StartReport]) -> StartReport:
