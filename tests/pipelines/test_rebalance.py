@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, placement_from
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
 from rayserve_moe.balancing.rebalance import LayerSwap, Rebalance, RebalancePiece
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
@@ -29,6 +29,7 @@ from rayserve_moe.requests import GenerationRequest, ModelCard
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, run_together
 from tests.support.outcomes import Outcomes
+from tests.support.placements import random_placement
 from tests.support.workload import mixed_workload
 
 NUM_ROWS, STEP_TOKENS, NUM_REDUNDANT, REBALANCE_EVERY = 16, 32, 4, 5
@@ -100,27 +101,6 @@ def runs(core_checkpoint: Path) -> Runs:
     spec = spec_from_config(read_config(core_checkpoint))
     card = model_card(spec, model=found.model, replay=found.replay, name="core", eos_token_ids=(2,))
     return Runs(prepared, plain, moving, card)
-
-
-def random_placement(like: ExpertPlacement, seed: int) -> ExpertPlacement:
-    """Every expert somewhere and some of them more often, no rank holding one twice, with shares of any size."""
-    generator = np.random.default_rng(seed)
-    layers = [_random_layer(like, generator) for _ in range(like.num_layers)]
-    experts = np.stack(layers).astype(np.int32)
-    shares = generator.uniform(0.2, 1.0, experts.shape)
-    for layer, of_layer in enumerate(experts):
-        totals = np.bincount(of_layer, weights=shares[layer], minlength=like.num_experts)
-        shares[layer] /= totals[of_layer]
-    return placement_from(experts, shares, num_experts=like.num_experts, ep_size=like.ep_size)
-
-
-def _random_layer(like: ExpertPlacement, generator: np.random.Generator) -> np.ndarray:
-    while True:
-        extra = generator.choice(like.num_experts, like.num_redundant, replace=False)
-        experts = generator.permutation(np.concatenate([np.arange(like.num_experts), extra]))
-        by_rank = np.sort(experts.reshape(like.ep_size, -1), axis=1)
-        if (by_rank[:, 1:] != by_rank[:, :-1]).all():
-            return experts
 
 
 def expert_weights(runner: HostRunner) -> list[np.ndarray]:
