@@ -95,7 +95,6 @@ class HostRunner:
             settings.model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype
         )
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
-        self._has_cpu_peers = platform == "cpu" and jax.process_count() > 1
         self._compilations = CompilationCount()
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._in_flight: _InFlight | None = None
@@ -222,9 +221,7 @@ class HostRunner:
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
         self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
         if wanted.expert_counts:
-            self._settle(self._state)
             counts_ME = self._rebalance_programs.read_counts(self._state.expert_counts_ME)
-            self._settle(counts_ME)
             output = replace(output, expert_counts_ME=counts_ME)
         start_copies(output, wanted)
         return output
@@ -232,18 +229,8 @@ class HostRunner:
     def _move(self, vectors: RebalanceVectors) -> None:
         assert self._movables is not None, "placements do not change in this server"
         staging, programs = self._movables.staging, self._rebalance_programs
-        self._settle(self._state)
         self.weights, staging = run_piece(self.weights, staging, vectors=vectors, programs=programs)
-        self._settle(staging)
         self._movables = self._movables._replace(staging=staging)
-
-    def _settle(self, arrays: object) -> None:
-        """Between CPU processes, wait for `arrays`; other devices run programs in the order of their launch.
-
-        There, programs that need nothing of each other run at once, and would take each other's messages.
-        """
-        if self._has_cpu_peers:
-            jax.block_until_ready(arrays)
 
     @property
     def _rebalance_programs(self) -> RebalancePrograms:
@@ -263,7 +250,7 @@ class HostRunner:
         if self._movables is not None:
             sizes = vector_sizes(self.rule, slots_per_step=self._movables.slots_per_step)
             self._move(vectors_of_nothing(sizes))
-            self._settle(self._rebalance_programs.read_counts(self._state.expert_counts_ME))
+            self._rebalance_programs.read_counts(self._state.expert_counts_ME)
         for shape in self._packer.layouts:
             self.execute(self._filling_plan(shape))
         self.execute(StepPlan(step_id=-1))
