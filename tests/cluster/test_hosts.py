@@ -15,6 +15,7 @@ from rayserve_moe import Engine
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_graph import TRANSPORTS, CompiledGraph, StepTransport
 from rayserve_moe.config.load import settings_from
+from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.engine_loop import EngineLoop, EngineStoppedError, LoopSettings
 from rayserve_moe.engine.streams import open_stream
@@ -23,6 +24,7 @@ from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
+from tests.support.placements import random_placement
 
 PROMPTS = [
     np.random.default_rng(seed).integers(3, 500, length).astype(np.int32) for seed, length in enumerate((1, 40, 90))
@@ -37,11 +39,11 @@ SAMPLING = [
 class OverTransport:
     """An executor over workers that are already running, with a transport (or a whole group) of one's choice."""
 
-    def __init__(self, transport: StepTransport, num_pages: int) -> None:
-        self.transport, self._num_pages = transport, num_pages
+    def __init__(self, transport: StepTransport, num_pages: int, **spread: int) -> None:
+        self.transport, self._report = transport, StartReport(num_pages, **spread)
 
     def start(self) -> StartReport:
-        return StartReport(self._num_pages)
+        return self._report
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         return self.transport.execute(plan)
@@ -71,7 +73,14 @@ def two_hosts(checkpoint: Path, **changes: object) -> Iterator[tuple[GroupExecut
     values = {"model_path": str(checkpoint), "num_hosts": 2, "devices_per_host": 2, **SETTINGS, **changes}
     settings = settings_from(values)
     executor = GroupExecutor(
-        RunnerSettings(settings.model, settings.scheduler, settings.cache, settings.replay, settings.experts),
+        RunnerSettings(
+            settings.model,
+            settings.scheduler,
+            settings.cache,
+            settings.replay,
+            settings.experts,
+            balancing=settings.balancing,
+        ),
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
@@ -81,9 +90,18 @@ def two_hosts(checkpoint: Path, **changes: object) -> Iterator[tuple[GroupExecut
         executor.shutdown()
 
 
-def loop_over(executor: OverTransport, card: ModelCard, *, num_data_ranks: int = 1) -> EngineLoop:
+def loop_over(
+    executor: OverTransport, card: ModelCard, *, num_data_ranks: int = 1, balancing: BalancingSettings | None = None
+) -> EngineLoop:
     settings = settings_from({"model_path": "unused", **SETTINGS})
-    timing = LoopSettings(settings.scheduler, settings.cache, num_data_ranks=num_data_ranks, idle_release_s=0.2)
+    timing = LoopSettings(
+        settings.scheduler,
+        settings.cache,
+        num_data_ranks=num_data_ranks,
+        balancing=balancing or settings.balancing,
+        num_hosts=2,
+        idle_release_s=0.2,
+    )
     return EngineLoop(executor, card, settings=timing)
 
 
@@ -167,6 +185,40 @@ def test_two_data_ranks_on_two_hosts_answer_as_one_process(
             loop = loop_over(OverTransport(transport, num_pages), card, num_data_ranks=2)
             try:
                 assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
+            finally:
+                loop.shutdown()
+        counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
+        assert counts == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["all_to_all", "fused"])
+def test_experts_move_between_hosts_while_these_answer_as_one_process(
+    backend: str, raylets: int, expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
+) -> None:
+    card, wanted = expected
+    balancing = BalancingSettings(enabled=True, slots_per_step=1)
+    changes = {"enable_eplb": True, "eplb_slots_per_step": 1, "num_redundant_experts": 4, "expert_backend": backend}
+    with two_hosts(checkpoint, data_parallel_size=2, **changes) as (executor, num_pages):
+        for name in TRANSPORTS:
+            over = OverTransport(
+                TRANSPORTS[name](executor.workers, timeout_s=60.0),
+                num_pages,
+                num_expert_ranks=4,
+                num_redundant_experts=4,
+            )
+            loop = loop_over(over, card, num_data_ranks=2, balancing=balancing)
+            assert loop.rebalancing is not None
+            rebalance = loop.rebalancing.rebalance
+            start = rebalance.placement
+            try:
+                for seed in range(3):
+                    loop.rebalancing.head_for(random_placement(start, seed))
+                    assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
+                    assert rebalance.progress.version == seed + 1 and rebalance.progress.num_slots_done > 0
+                loop.rebalancing.head_for(start)
+                while rebalance.progress.version < 4 or not rebalance.progress.is_done:
+                    assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
             finally:
                 loop.shutdown()
         counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])

@@ -27,14 +27,26 @@ WHOLE = [
 ]
 
 
+MOVES = ("rebalance_fetch", "rebalance_swap")
+REBALANCED = [
+    ("qwen3-30b-a3b", ServedSetting("v6e:2x4", redundant_experts=32), 0.189),
+    pytest.param("qwen3-30b-a3b", ServedSetting("v6e:2x4", redundant_experts=128), 0.302, marks=pytest.mark.slow),
+    pytest.param("qwen3-235b-a22b", ServedSetting("v5p:2x4x4", redundant_experts=32), 0.189, marks=pytest.mark.slow),
+    pytest.param("qwen3-235b-a22b", ServedSetting("v5p:2x4x4", redundant_experts=128), 0.302, marks=pytest.mark.slow),
+]
+"""With the HBM that the staging area takes on a device, GB."""
+
+
 def name_of(case: object) -> str:
-    return case if isinstance(case, str) else f"{case.topology}-tp{case.tp}-{case.expert_backend}"
+    if not isinstance(case, ServedSetting):
+        return str(case)
+    return f"{case.topology}-tp{case.tp}-{case.expert_backend}"
 
 
 def assert_sound(program: ProgramReport) -> None:
     """It fits, keeps weights and KV where they are, and multiplies experts by the grouped kernel."""
     assert program.error == ""
-    assert program.copies == [] and program.kv_in_place
+    assert program.copies == [] and program.is_in_place
     assert program.memory.peak <= program.memory.limit
     assert program.kernels["ragged_paged_attention_kernel"] > 0
     assert program.kernels["ragged-dot-none"] > 0
@@ -53,6 +65,34 @@ def test_two_layers_decode_without_copies(model, setting):
     assert program.memory.temporaries <= 0.05 * GB
     exchanges = {exchange.operation for exchange in program.collectives}
     assert ("ragged-all-to-all" in exchanges) == (setting.expert_backend == "all_to_all")
+
+
+def moves_of(model: str, setting: ServedSetting, *, num_layers: int = 2) -> tuple[ProgramReport, ProgramReport]:
+    fetch, swap = check(read_config(model, num_layers=num_layers), setting, model=model, names=MOVES).programs
+    return fetch, swap
+
+
+@pytest.mark.parametrize(("model", "setting", "staging_gb"), REBALANCED, ids=name_of)
+def test_experts_move_without_copies(model, setting, staging_gb):
+    """One exchange per kind of weight reads the slots where they lie; a swap writes in place and needs no room."""
+    fetch, swap = moves_of(model, setting)
+    for program in (fetch, swap):
+        assert program.error == "" and program.copies == [] and program.is_in_place
+    assert {exchange.operation for exchange in fetch.collectives} == {"ragged-all-to-all"}
+    assert sum(exchange.times for exchange in fetch.collectives) == 3
+    assert swap.collectives == [] and swap.memory.temporaries <= 0.001 * GB
+    arrived = sum(exchange.num_bytes * exchange.times for exchange in fetch.collectives)
+    assert fetch.memory.temporaries <= 2 * arrived
+    assert fetch.memory.aliased == pytest.approx(staging_gb * GB, rel=0.01), "the staging area, one layer's slots"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "setting", "staging_gb"), REBALANCED, ids=name_of)
+def test_moving_experts_takes_no_more_room_with_all_layers(model, setting, staging_gb):
+    few, all_of_them = moves_of(model, setting), check(read_config(model), setting, model=model, names=MOVES).programs
+    for program, of_few in zip(all_of_them, few, strict=True):
+        assert program.error == "" and program.copies == [] and program.is_in_place
+        assert program.memory.temporaries <= of_few.memory.temporaries + 0.001 * GB
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
@@ -54,6 +55,7 @@ class Way:
     overlaps: bool = True
     caches_prefixes: bool = True
     intervene: Intervention | None = None
+    rebalancing: Rebalancing | None = None
 
 
 def run_together(
@@ -113,6 +115,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         PreparedExecutor(runner, way.num_pages),
         capture=capture if way.with_capture else None,
         overlaps=way.overlaps,
+        rebalancing=way.rebalancing,
     )
 
 

@@ -75,8 +75,7 @@ def transfer_plan(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int) -> 
     The ranks lie over `hosts` in their order, equally many on each. Of several ranks that are equally near, the one
     that has the least to send in that layer does it. PlacementError where the placements are of different shapes.
     """
-    if old.expert_of_slot.shape != new.expert_of_slot.shape or old.slot_for.shape != new.slot_for.shape:
-        raise PlacementError("the placements are of different layers, slots or ranks")
+    check_alike(old, new)
     if hosts < 1 or old.ep_size % hosts:
         raise PlacementError(f"{old.ep_size} ranks do not spread evenly over {hosts} hosts")
     slots = np.arange(old.num_slots, dtype=np.int32)
@@ -91,6 +90,12 @@ def transfer_plan(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int) -> 
             slots_per_host=ranks_per_host * old.slots_per_rank,
         )
     return TransferPlan(sources, old.ep_size)
+
+
+def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
+    """Raise PlacementError where two placements are of different layers, slots or ranks."""
+    if old.expert_of_slot.shape != new.expert_of_slot.shape or old.slot_for.shape != new.slot_for.shape:
+        raise PlacementError("the placements are of different layers, slots or ranks")
 
 
 def _own_rank_sources(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:

@@ -42,7 +42,15 @@ def start_replica_engine(settings: Settings) -> ReplicaEngine:
         eos_token_ids=tokenizer.eos_token_ids,
     )
     executor = GroupExecutor(
-        RunnerSettings(model, settings.scheduler, settings.cache, settings.replay, settings.experts, settings.compile),
+        RunnerSettings(
+            model,
+            settings.scheduler,
+            settings.cache,
+            settings.replay,
+            settings.experts,
+            settings.compile,
+            settings.balancing,
+        ),
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
@@ -54,6 +62,8 @@ def start_replica_engine(settings: Settings) -> ReplicaEngine:
             settings.scheduler,
             settings.cache,
             num_data_ranks=settings.parallel.data_parallel_size,
+            balancing=settings.balancing,
+            num_hosts=settings.parallel.num_hosts,
             idle_release_s=timing.idle_release_s,
             step_timeout_s=timing.step_timeout_s,
         ),

@@ -92,7 +92,7 @@ TRANSPORTS: dict[str, Callable[..., StepTransport]] = {"compiled_graph": Compile
 
 def _owned(result: StepResult) -> StepResult:
     """Copy the arrays out of the channel's buffer, which the next execution needs."""
-    routing, scores = result.routing, result.scores
+    routing, scores, counts = result.routing, result.scores, result.expert_counts
     return dataclasses.replace(
         result,
         token_ids=np.array(result.token_ids),
@@ -101,6 +101,7 @@ def _owned(result: StepResult) -> StepResult:
         routing=routing and RoutingRows(routing.step_id, np.array(routing.rows)),
         top=_owned_top(result.top),
         scores=scores and TokenScores(np.array(scores.logprobs), _owned_top(scores.top)),
+        expert_counts=None if counts is None else np.array(counts),
     )
 
 

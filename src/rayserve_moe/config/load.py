@@ -37,6 +37,7 @@ LEAST = {
     "data_parallel_size": 1,
     "num_slices": 1,
     "num_redundant_experts": 0,
+    "eplb_slots_per_step": 1,
     "max_body_bytes": 1,
     "idle_release_s": 0,
     "start_timeout_s": 1,

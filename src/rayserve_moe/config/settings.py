@@ -97,6 +97,16 @@ class ExpertSettings:
 
 
 @dataclass(frozen=True)
+class BalancingSettings:
+    """Moving experts between devices while the server runs."""
+
+    enabled: bool = _named(False, "enable_eplb")
+    """Compile what moves experts, keep room for one layer's slots beside the weights, and let placements change."""
+    slots_per_step: int = _named(4, "eplb_slots_per_step")
+    """Expert slots that a device receives, and that it sends, with one step at most."""
+
+
+@dataclass(frozen=True)
 class CompileSettings:
     """Compiling the steps at the start."""
 
@@ -151,6 +161,7 @@ class Settings:
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     experts: ExpertSettings = field(default_factory=ExpertSettings)
+    balancing: BalancingSettings = field(default_factory=BalancingSettings)
     compile: CompileSettings = field(default_factory=CompileSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

@@ -16,10 +16,11 @@ from functools import partial
 import numpy as np
 
 from rayserve_moe.config.derive import prefill_chunk_tokens
-from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
+from rayserve_moe.config.settings import BalancingSettings, CacheSettings, SchedulerSettings
 from rayserve_moe.engine.admission import check_request
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.publication import Publication, Sink
+from rayserve_moe.engine.rebalancing import rebalancing_for
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.statistics import loop_statistics
 from rayserve_moe.engine.step_cycle import StepCycle
@@ -48,6 +49,8 @@ class LoopSettings:
     scheduler: SchedulerSettings
     cache: CacheSettings
     num_data_ranks: int = 1
+    balancing: BalancingSettings = dataclasses.field(default_factory=BalancingSettings)
+    num_hosts: int = 1
     idle_release_s: float = 0.5
     step_timeout_s: float = 120.0
 
@@ -56,7 +59,7 @@ class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
     Commands travel through an inbox and take effect between steps. After a failure every request ends with an
-    error, and nothing is accepted any more.
+    error, and nothing is accepted any more. `rebalancing` moves experts between devices, where that is switched on.
     """
 
     def __init__(self, executor: Executor, card: ModelCard, *, settings: LoopSettings) -> None:
@@ -69,6 +72,9 @@ class EngineLoop:
         self._is_stopping = False
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
+        self.rebalancing = rebalancing_for(
+            card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.num_hosts
+        )
         self._cycle = self._assemble(self.start_report.num_pages)
         self._publication = Publication(self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -173,20 +179,12 @@ class EngineLoop:
             num_data_ranks=num_ranks,
             caches_prefixes=cache.enable_prefix_caching,
         )
-        capture = None
-        if self.card.returns_routing:
-            capture = RoutingCapture(
-                self.card.routing,
-                num_pages=num_pages,
-                page_size=cache.page_size,
-                num_data_ranks=num_ranks,
-                weight_version=self.card.weight_version,
-            )
         return StepCycle(
             Scheduler(limits, weight_version=self.card.weight_version),
             self._executor,
-            capture=capture,
+            capture=_capture_for(self.card, limits) if self.card.returns_routing else None,
             overlaps=scheduler.overlap_steps,
+            rebalancing=self.rebalancing,
         )
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -252,6 +250,16 @@ class EngineLoop:
             self._failure = message
             self._step_started_at = None
         self._publication.end_all(FinishReason("error", message=f"the engine has failed: {message}"))
+
+
+def _capture_for(card: ModelCard, limits: StepLimits) -> RoutingCapture:
+    return RoutingCapture(
+        card.routing,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        num_data_ranks=limits.num_data_ranks,
+        weight_version=card.weight_version,
+    )
 
 
 def _sequences_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
@@ -53,13 +54,21 @@ class StepClock:
 class StepCycle:
     """Drives scheduler, executor and routing capture in step; knows nothing of clients.
 
-    With `overlaps` the devices run a step while the host takes over the one before it and plans the next.
+    With `overlaps` the devices run a step while the host takes over the one before it and plans the next. With
+    `rebalancing` steps take pieces of a rebalance along.
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, capture: RoutingCapture | None, overlaps: bool = True
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        capture: RoutingCapture | None,
+        overlaps: bool = True,
+        rebalancing: Rebalancing | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.rebalancing = rebalancing
         self._executor = executor
         self._capture = capture
         self._overlaps = overlaps
@@ -74,6 +83,8 @@ class StepCycle:
         """Plan and submit a step, and commit the one before; pages of ended sequences are free again."""
         started = time.perf_counter()
         schedule = self.scheduler.schedule(captures_all=self._captures_all)
+        if self.rebalancing is not None:
+            schedule = self.rebalancing.attach(schedule)
         self._retain_preempted()
         if self._capture is not None:
             self._capture.submit(schedule.plan, self.scheduler.table)
@@ -116,6 +127,8 @@ class StepCycle:
         assert result is not None and result.step_id == finished.plan.step_id, "a result is not that of its step"
         if self._capture is not None:
             self._capture.absorb(result.routing)
+        if self.rebalancing is not None:
+            self.rebalancing.absorb(result)
         commit = self.scheduler.commit(finished, result)
         endings = [self._take_leave(sequence) for sequence in commit.ended]
         self._account(finished, result, time.perf_counter() - returned)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
@@ -15,11 +15,22 @@ import numpy as np
 
 from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.block_inputs import block_input_shapes
+from rayserve_moe.execution.rebalance import (
+    RebalancePrograms,
+    expert_state,
+    fetch,
+    read_counts,
+    swap,
+    vector_sizes,
+)
 from rayserve_moe.execution.row_updates import VECTOR_SIZE, apply_update
 from rayserve_moe.execution.step import RowUpdate, StepRule, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
+from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
+from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.parallel.sharding import ParallelPlan
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 FOUND_EVENT = "/jax/compilation_cache/cache_hits"
@@ -46,7 +57,15 @@ class CompiledPrograms:
     steps: dict[StepShape, CompiledStep]
     update: CompiledUpdate
     adjust: CompiledUpdate
+    rebalance: RebalancePrograms | None
     times: CompileTimes
+
+
+class Movables(NamedTuple):
+    """What rebalances work with beside the weights: the staging area, and slots of a rank per step."""
+
+    staging: ExpertWeights
+    slots_per_step: int
 
 
 class CompilationCount:
@@ -71,30 +90,23 @@ def compile_programs(
     layouts: dict[StepShape, InputLayout],
     rule: StepRule,
     count: CompilationCount,
+    movables: Movables | None = None,
 ) -> CompiledPrograms:
-    """Compile the step for every shape and the updates of rows, several at a time, the largest first."""
-    started, num_found = time.perf_counter(), count.num_found
-    plan, seconds = rule.model.plan, []
-    platform = plan.mesh.devices.flat[0].platform
+    """Compile the step for every shape and the updates of rows, several at a time, the largest first.
 
-    def replicated(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=plan.replicated())
-
-    def compile_for(jitted: Any, *args: Any, **named: Any) -> Any:
-        begun = time.perf_counter()
-        compiled = jitted.lower(*args, **named).compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM.get(platform))
-        seconds.append(time.perf_counter() - begun)
-        return compiled
+    With `movables` also what moves experts; the weights need maps then.
+    """
+    started, num_found, compiler = time.perf_counter(), count.num_found, _Compiler(rule.model.plan)
 
     def compile_step(layout: InputLayout) -> CompiledStep:
-        vectors = replicated(plan.data_size, len(layout.padding))
+        vectors = compiler.integers(rule.model.plan.data_size, len(layout.padding))
         jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
         blocks = block_input_shapes(layout.shape, rule.model) if layout.shape.num_blocks else None
-        return compile_for(jitted, weights, state, vectors_NW=vectors, blocks=blocks)
+        return compiler.compile(jitted, weights, state, vectors_NW=vectors, blocks=blocks)
 
     def compile_update(apply: RowUpdate, size: int) -> CompiledUpdate:
         jitted = jax.jit(partial(update_rows, apply=apply, rule=rule), donate_argnums=0)
-        return compile_for(jitted, state, replicated(size))
+        return compiler.compile(jitted, state, compiler.integers(size))
 
     largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
     with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
@@ -103,5 +115,41 @@ def compile_programs(
         adjust = pool.submit(compile_update, apply_adjustment, ADJUSTMENT_SIZE)
         compiled = {shape: step.result() for shape, step in steps.items()}
         compiled_updates = update.result(), adjust.result()
+    rebalance = None
+    if movables is not None:
+        rebalance = _compile_rebalance(compiler, weights, state, movables=movables, rule=rule.model)
+    seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), count.num_found - num_found)
-    return CompiledPrograms(compiled, *compiled_updates, times)
+    return CompiledPrograms(compiled, *compiled_updates, rebalance, times)
+
+
+class _Compiler:
+    """Compiles for the devices of `plan`, and notes the seconds of every program."""
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self.seconds: list[float] = []
+        self._replicated = plan.replicated()
+        self._options = COMPILER_OPTIONS_OF_PLATFORM.get(plan.mesh.devices.flat[0].platform)
+
+    def integers(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """The shape of int32 numbers that every device gets."""
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._replicated)
+
+    def compile(self, jitted: Any, *args: Any, **named: Any) -> Any:
+        begun = time.perf_counter()
+        compiled = jitted.lower(*args, **named).compile(compiler_options=self._options)
+        self.seconds.append(time.perf_counter() - begun)
+        return compiled
+
+
+def _compile_rebalance(
+    compiler: _Compiler, weights: ModelWeights, state: DeviceState, *, movables: Movables, rule: ModelRule
+) -> RebalancePrograms:
+    held, (staging, slots_per_step) = expert_state(weights), movables
+    sizes = vector_sizes(rule, slots_per_step=slots_per_step)
+    fetching, swapping = (jax.jit(partial(run, rule=rule), donate_argnums=i) for run, i in ((fetch, 1), (swap, 0)))
+    return RebalancePrograms(
+        compiler.compile(fetching, held, staging, vector=compiler.integers(sizes.fetch)),
+        compiler.compile(swapping, held, staging, vector=compiler.integers(sizes.swap)),
+        compiler.compile(jax.jit(partial(read_counts, rule=rule)), state.expert_counts_ME),
+    )

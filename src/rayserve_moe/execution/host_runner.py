@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.balancing.rebalance import RebalancePiece
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import (
+    BalancingSettings,
     CacheSettings,
     CompileSettings,
     ExpertSettings,
@@ -27,10 +29,19 @@ from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adj
 from rayserve_moe.execution.block_inputs import BlockInputSource
 from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import programs_on_disk
-from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
+from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, Movables, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.launch import launch_for
 from rayserve_moe.execution.pack import PackedStep, Packer
+from rayserve_moe.execution.rebalance import (
+    RebalancePrograms,
+    RebalanceVectors,
+    allocate_staging,
+    run_piece,
+    vector_sizes,
+    vectors_of,
+    vectors_of_nothing,
+)
 from rayserve_moe.execution.row_updates import update_vectors
 from rayserve_moe.execution.step import StepRule
 from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
@@ -51,6 +62,7 @@ class RunnerSettings:
     replay: ReplaySettings
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     compile: CompileSettings = field(default_factory=CompileSettings)
+    balancing: BalancingSettings = field(default_factory=BalancingSettings)
 
 
 @dataclass(frozen=True)
@@ -90,8 +102,13 @@ class HostRunner:
     def load(self) -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""
         started = time.perf_counter()
-        spec, plan = self.rule.spec, self.rule.plan
-        self.weights = load_weights(self._files, self.rule, dtype=self.dtype, placement=self.placement)
+        spec, plan, balancing = self.rule.spec, self.rule.plan, self._settings.balancing
+        self.weights = load_weights(
+            self._files, self.rule, dtype=self.dtype, placement=self.placement, may_change=balancing.enabled
+        )
+        self._movables = None
+        if balancing.enabled:
+            self._movables = Movables(allocate_staging(self.rule, dtype=self.dtype), balancing.slots_per_step)
         self._load_s = time.perf_counter() - started
         cache, devices = self._settings.cache, list(plan.mesh.local_devices)
         return memory.num_pages_that_fit(
@@ -124,6 +141,7 @@ class HostRunner:
                 layouts=self._packer.layouts,
                 rule=StepRule(self.rule, cache.page_size, self._settings.replay.enabled),
                 count=self._compilations,
+                movables=self._movables,
             )
         started = time.perf_counter()
         self._block_inputs = {
@@ -145,8 +163,13 @@ class HostRunner:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
+        assert plan.num_chunks or plan.rebalance is None, "a piece of a rebalance goes with a step"
         before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
         return self._collect(before) if before is not None else None
+
+    def move_experts(self, piece: RebalancePiece) -> None:
+        """Run a piece of a rebalance that goes with no step. Call while idle."""
+        self._move(vectors_of(piece))
 
     def _start_report(self, num_pages: int, *, first_run_s: float) -> StartReport:
         times = self.programs.times
@@ -158,6 +181,8 @@ class HostRunner:
             first_run_s=first_run_s,
             num_programs=times.num_programs,
             num_programs_found=times.num_found,
+            num_expert_ranks=self.rule.plan.num_expert_ranks,
+            num_redundant_experts=self.rule.num_redundant,
         )
 
     def _launch_step(self, plan: StepPlan) -> _InFlight:
@@ -166,8 +191,9 @@ class HostRunner:
         packed = self._packer.pack(plan, with_changes=fits)
         updates = [] if fits else list(self._updates(plan))
         wanted = wanted_outputs(plan)
+        moves = None if plan.rebalance is None else vectors_of(plan.rebalance)
         pack_s = time.perf_counter() - started
-        output = self._launch(partial(self._run, packed, updates, wanted))
+        output = self._launch(partial(self._run, packed, updates, wanted=wanted, moves=moves))
         return _InFlight(plan.step_id, wanted, packed, output, pack_s)
 
     def _updates(self, plan: StepPlan) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
@@ -180,15 +206,36 @@ class HostRunner:
                 yield self.programs.adjust, vector
 
     def _run(
-        self, packed: PackedStep, updates: list[tuple[CompiledUpdate, np.ndarray]], wanted: WantedOutputs
+        self,
+        packed: PackedStep,
+        updates: list[tuple[CompiledUpdate, np.ndarray]],
+        *,
+        wanted: WantedOutputs,
+        moves: RebalanceVectors | None,
     ) -> StepOutput:
         state, shape = self._state, packed.shape
+        if moves is not None:
+            self._move(moves)
         for update, vector in updates:
             state = update(state, vector)
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
         self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
+        if wanted.expert_counts:
+            counts_ME = self._rebalance_programs.read_counts(self._state.expert_counts_ME)
+            output = replace(output, expert_counts_ME=counts_ME)
         start_copies(output, wanted)
         return output
+
+    def _move(self, vectors: RebalanceVectors) -> None:
+        assert self._movables is not None, "placements do not change in this server"
+        staging, programs = self._movables.staging, self._rebalance_programs
+        self.weights, staging = run_piece(self.weights, staging, vectors=vectors, programs=programs)
+        self._movables = self._movables._replace(staging=staging)
+
+    @property
+    def _rebalance_programs(self) -> RebalancePrograms:
+        assert self.programs.rebalance is not None, "placements do not change in this server"
+        return self.programs.rebalance
 
     def _collect(self, step: _InFlight) -> StepResult:
         started = time.perf_counter()
@@ -200,6 +247,10 @@ class HostRunner:
     def _warm_up(self) -> None:
         """Run a real step of every shape on page 0, which belongs to nobody, then forget what it counted."""
         self._state = self.programs.adjust(self._state, no_adjustment())
+        if self._movables is not None:
+            sizes = vector_sizes(self.rule, slots_per_step=self._movables.slots_per_step)
+            self._move(vectors_of_nothing(sizes))
+            self._rebalance_programs.read_counts(self._state.expert_counts_ME)
         for shape in self._packer.layouts:
             self.execute(self._filling_plan(shape))
         self.execute(StepPlan(step_id=-1))

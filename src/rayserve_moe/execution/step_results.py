@@ -22,12 +22,15 @@ class WantedOutputs:
     top: bool
     scores: bool
     score_top: bool
+    expert_counts: bool
 
 
 def wanted_outputs(plan: StepPlan) -> WantedOutputs:
     """What the plan of a step wants of its outputs."""
     scores = len(plan.block_work.score_tokens) > 0
-    return WantedOutputs(plan.wants_routing, plan.wants_top, scores, scores and plan.wants_score_top)
+    return WantedOutputs(
+        plan.wants_routing, plan.wants_top, scores, scores and plan.wants_score_top, plan.wants_expert_counts
+    )
 
 
 def start_copies(output: StepOutput, wanted: WantedOutputs) -> None:
@@ -38,6 +41,7 @@ def start_copies(output: StepOutput, wanted: WantedOutputs) -> None:
         (output.top_N2SJ, wanted.top),
         (output.scores and output.scores.logprobs_NX, wanted.scores),
         (output.scores and output.scores.top_N2XJ, wanted.score_top),
+        (output.expert_counts_ME, wanted.expert_counts),
     ):
         if array is not None and is_wanted:
             array.copy_to_host_async()
@@ -61,6 +65,7 @@ def step_result(
         times,
         top=_top(output.top_N2SJ, packed.sample_places) if wanted.top else None,
         scores=_scores(output, packed, wanted) if wanted.scores else None,
+        expert_counts=None if output.expert_counts_ME is None else np.asarray(output.expert_counts_ME),
     )
 
 

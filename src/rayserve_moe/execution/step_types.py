@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.decoding.adjustment import AdjustmentState
+from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.model.transformer import Parameters
 
@@ -36,6 +37,15 @@ class ModelWeights:
 
     params: Parameters
     maps: PlacementArrays | None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weights", "maps"], meta_fields=[])
+@dataclass(frozen=True)
+class ExpertState:
+    """What a rebalance moves: the weights of all expert slots [layers, slots, ...], and the maps that go with them."""
+
+    weights: ExpertWeights
+    maps: PlacementArrays
 
 
 ROW_ARRAYS = ["page_table_RP", "sampling_floats_RF", "sampling_integers_RI", "last_tokens_R", "adjustments"]
@@ -88,7 +98,7 @@ class PromptScoreOutput(NamedTuple):
     top_N2XJ: jax.Array
 
 
-OUTPUT_ARRAYS = ["sampled_N3S", "topk_ids_MTK", "top_N2SJ", "scores"]
+OUTPUT_ARRAYS = ["sampled_N3S", "topk_ids_MTK", "top_N2SJ", "scores", "expert_counts_ME"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=OUTPUT_ARRAYS, meta_fields=[])
@@ -99,10 +109,11 @@ class StepOutput:
     `sampled_N3S` int32: token ids, the bits of their float32 log-probs, whether their logits were finite.
     `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
     does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
-    `scores` are there in shapes with prefill blocks.
+    `scores` are there in shapes with prefill blocks, and `expert_counts_ME` of all data ranks after steps that want it.
     """
 
     sampled_N3S: jax.Array
     topk_ids_MTK: jax.Array | None
     top_N2SJ: jax.Array
     scores: PromptScoreOutput | None
+    expert_counts_ME: jax.Array | None = None

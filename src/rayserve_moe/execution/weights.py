@@ -50,8 +50,13 @@ def first_placement(rule: ModelRule) -> ExpertPlacement:
     )
 
 
-def load_weights(files: CheckpointFiles, rule: ModelRule, *, dtype: str, placement: ExpertPlacement) -> ModelWeights:
-    """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError."""
+def load_weights(
+    files: CheckpointFiles, rule: ModelRule, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
+) -> ModelWeights:
+    """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError.
+
+    There are maps where the placement needs them, and in any case where it `may_change`.
+    """
     plan = rule.plan
     tree = parameter_specs(
         rule.spec,
@@ -67,12 +72,16 @@ def load_weights(files: CheckpointFiles, rule: ModelRule, *, dtype: str, placeme
         sharding_of=lambda p: plan.sharding(p.axes),
         expert_of_slot=placement.expert_of_slot,
     )
-    return ModelWeights(cast(Parameters, params), _maps_of(placement, plan))
+    return ModelWeights(cast(Parameters, params), _maps_of(placement, plan, may_change=may_change))
 
 
-def _maps_of(placement: ExpertPlacement, plan: ParallelPlan) -> PlacementArrays | None:
-    """The maps on the devices; None where every expert lies in the slot of its own number."""
-    if placement.num_redundant == 0 and (placement.expert_of_slot == np.arange(placement.num_experts)).all():
+def _maps_of(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:
+    """The maps on the devices; None where every expert lies in the slot of its own number for good."""
+    if (
+        not may_change
+        and placement.num_redundant == 0
+        and (placement.expert_of_slot == np.arange(placement.num_experts)).all()
+    ):
         return None
     arrays = placement_arrays(placement)
     return jax.tree.map(lambda array: jax.device_put(array, plan.replicated()), arrays)

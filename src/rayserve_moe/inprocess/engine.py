@@ -56,14 +56,22 @@ class Engine:
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
         runner_settings = RunnerSettings(
-            model, wanted.scheduler, wanted.cache, wanted.replay, wanted.experts, wanted.compile
+            model,
+            wanted.scheduler,
+            wanted.cache,
+            wanted.replay,
+            wanted.experts,
+            wanted.compile,
+            wanted.balancing,
         )
         parallel = wanted.parallel
         data_size, num_slices = parallel.data_parallel_size, parallel.num_slices
         plan = plan_for(local_devices(parallel.devices_per_host), data_size=data_size, num_slices=num_slices)
         self.runner = HostRunner(runner_settings, plan)
         self.loop = EngineLoop(
-            LocalExecutor(self.runner), self.card, settings=LoopSettings(wanted.scheduler, wanted.cache, data_size)
+            LocalExecutor(self.runner),
+            self.card,
+            settings=LoopSettings(wanted.scheduler, wanted.cache, data_size, balancing=wanted.balancing),
         )
 
     def generate(

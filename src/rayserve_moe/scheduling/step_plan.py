@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from rayserve_moe.balancing.rebalance import RebalancePiece
 from rayserve_moe.requests import TopLogprobs
 
 LAST_SAMPLED = -1
@@ -95,7 +96,9 @@ NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(),
 class StepPlan:
     """One step for all hosts. `wants_routing` says that some row of this step will be asked for.
 
-    `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token.
+    `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token. A piece of
+    a `rebalance` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
+    chunks, of a server that may rebalance.
     """
 
     step_id: int
@@ -111,6 +114,8 @@ class StepPlan:
     block_work: BlockWork = NO_BLOCK_WORK
     wants_top: bool = False
     wants_score_top: bool = False
+    rebalance: RebalancePiece | None = None
+    wants_expert_counts: bool = False
 
     @property
     def has_blocks(self) -> bool:
@@ -156,6 +161,8 @@ class StepResult:
 
     `token_ids` int32, `logprobs` float32, and `finite`: whether the logits were finite. `routing` holds the rows of
     all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
+    `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
+    They wrap around: take differences.
     """
 
     step_id: int
@@ -166,11 +173,12 @@ class StepResult:
     times: StepTimes = StepTimes()
     top: TopLogprobs | None = None
     scores: TokenScores | None = None
+    expert_counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """What starting an executor came to: KV pages of one data rank, and seconds of each part.
+    """What starting an executor came to: KV pages of one data rank, how experts are spread, and seconds of each part.
 
     `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
     which `num_programs_found` were on disk. `first_run_s` is running every program once.
@@ -183,6 +191,8 @@ class StartReport:
     first_run_s: float = 0.0
     num_programs: int = 0
     num_programs_found: int = 0
+    num_expert_ranks: int = 1
+    num_redundant_experts: int = 0
 
     def __str__(self) -> str:
         return (
@@ -192,8 +202,9 @@ class StartReport:
         )
 
     def statistics(self) -> dict[str, float]:
-        """All but the pages, by name."""
-        return {f"start_{name}": float(value) for name, value in asdict(self).items() if name != "num_pages"}
+        """All but the pages and how experts are spread, by name."""
+        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
+        return {f"start_{name}": float(value) for name, value in asdict(self).items() if name not in left_out}
 
 
 def slowest_start(reports: Sequence[StartReport]) -> StartReport:

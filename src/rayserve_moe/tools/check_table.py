@@ -35,7 +35,7 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
         f"  HBM: arguments {memory.arguments / GB:.2f}, temporaries {memory.temporaries / GB:.3f}, "
         f"peak {memory.peak / GB:.2f} of {memory.limit / GB:.2f} GB"
     )
-    yield f"  KV pool updated in place: {'yes' if program.kv_in_place else 'NO'}"
+    yield f"  updated in place: {'yes' if program.is_in_place else 'NO'}"
     copied = ", ".join(f"{kind} {num_bytes / GB:.3f} GB" for kind, num_bytes in program.copied_bytes.items())
     yield f"  copied: {copied or 'no weights, no KV'}"
     for exchange in program.collectives:

@@ -68,6 +68,8 @@ class DeviceMemory:
 class ProgramReport:
     """One compiled program, or the compiler's reason why there is none.
 
+    `is_in_place`: all that it updates stays where it is: the KV pool, or what a rebalance writes.
+
     `xla_cycles` add up what XLA estimates for its own fusions, `_once` with the body of every loop counted once;
     neither is a latency. `roofline_s` is the time that reading weights and KV once takes at the memory's bandwidth.
     """
@@ -77,7 +79,7 @@ class ProgramReport:
     lower_s: float = 0.0
     compile_s: float = 0.0
     memory: DeviceMemory | None = None
-    kv_in_place: bool = False
+    is_in_place: bool = False
     copied_bytes: dict[str, int] = field(default_factory=dict)
     copies: list[CopyOfPiece] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
@@ -203,7 +205,7 @@ def _read(program: Program, compiled: jax.stages.Compiled, *, served: ServedMode
             analysis.peak_memory_in_bytes,
             limit,
         ),
-        kv_in_place=analysis.alias_size_in_bytes >= bytes_on_device(program.state.kv_pages),
+        is_in_place=analysis.alias_size_in_bytes >= bytes_on_device(program.in_place),
         copied_bytes=dict(copied_bytes),
         copies=copies,
         collectives=collectives_of(text),

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -15,9 +15,10 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rayserve_moe.config.derive import pages_per_sequence
-from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 from rayserve_moe.execution.block_inputs import block_input_shapes
 from rayserve_moe.execution.device_state import allocate_state
+from rayserve_moe.execution.rebalance import expert_state, fetch, staging_shapes, swap, vector_sizes
 from rayserve_moe.execution.step import (
     StepRule,
     block_partitions,
@@ -27,8 +28,9 @@ from rayserve_moe.execution.step import (
     weight_partitions,
 )
 from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepShape
+from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ExpertState, ModelWeights, StepShape
 from rayserve_moe.execution.weights import first_placement, model_rule
+from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import ParamSpec, parameter_specs
@@ -69,13 +71,17 @@ class ServedSetting:
 
 @dataclass(frozen=True)
 class Program:
-    """One program: a function of weights, state and named inputs, whose state is donated, and their shapes."""
+    """One program: a function of weights, state and named inputs, whose state is donated, and their shapes.
+
+    `in_place` is the part of the state that must not be copied.
+    """
 
     name: str
     run: Callable[..., Any]
-    weights: ModelWeights
-    state: DeviceState
+    weights: Any
+    state: Any
     inputs: dict[str, Any]
+    in_place: Any
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def lay_out(config: Mapping[str, Any], setting: ServedSetting) -> ServedModel:
 def programs_of(served: ServedModel) -> list[Program]:
     """All programs to look at: decode, and prefill steps that hold all rows besides, each without and with sampling.
 
-    The exchange of a rebalance and speculative steps belong into this list.
+    Where there are redundant experts, also both parts of a rebalance. Speculative steps belong into this list.
     """
     batch, block = served.setting.batch, PREFILL_BLOCK_TOKENS
     decode = StepShape(batch, 0, block)
@@ -116,6 +122,7 @@ def programs_of(served: ServedModel) -> list[Program]:
         _program("decode", run_step, shape=decode, served=served),
         _program("prefill_forward", run_forward, shape=prefill, served=served),
         _program("prefill", run_step, shape=prefill, served=served),
+        *_rebalance_programs(served),
     ]
 
 
@@ -186,7 +193,27 @@ def _program(name: str, run: Callable[..., Any], *, shape: StepShape, served: Se
     vectors_NW = jax.ShapeDtypeStruct(size, jnp.int32, sharding=served.plan.replicated())
     blocks = block_input_shapes(shape, served.rule.model) if shape.num_blocks else None
     inputs = {"vectors_NW": vectors_NW, "blocks": blocks}
-    return Program(name, partial(run, layout=layout, rule=served.rule), served.weights, served.state, inputs)
+    program = partial(run, layout=layout, rule=served.rule)
+    return Program(name, program, served.weights, served.state, inputs, served.state.kv_pages)
+
+
+def _rebalance_programs(served: ServedModel) -> Iterator[Program]:
+    """What moves experts: fetching some slots into the staging area, and swapping a layer."""
+    if served.weights.maps is None:
+        return
+    rule, held = served.rule.model, expert_state(served.weights)
+    staging = staging_shapes(rule, dtype=served.setting.dtype)
+
+    def vector(size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {"vector": jax.ShapeDtypeStruct((size,), jnp.int32, sharding=served.plan.replicated())}
+
+    sizes = vector_sizes(rule, slots_per_step=BalancingSettings().slots_per_step)
+
+    def run_swap(staging: ExpertWeights, held: ExpertState, *, vector: jax.Array) -> ExpertState:
+        return swap(held, staging, vector=vector, rule=rule)
+
+    yield Program("rebalance_fetch", partial(fetch, rule=rule), held, staging, vector(sizes.fetch), staging)
+    yield Program("rebalance_swap", run_swap, staging, held, vector(sizes.swap), held)
 
 
 def _plan(setting: ServedSetting) -> ParallelPlan:

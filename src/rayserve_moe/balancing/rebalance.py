@@ -1,0 +1,178 @@
+"""A rebalance under way: which slots travel with which step, and where every expert lies meanwhile.
+
+A plan of moves is cut into pieces small enough to run beside a step each. Layers follow one another: the slots of a
+layer are fetched by the last piece of it at the latest, which swaps weights and maps too. What is left of a rebalance
+can be dropped after any piece: every layer then lies as the old placement or as the new one has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.balancing.transfer_plan import check_alike, transfer_plan
+
+
+@dataclass(frozen=True, eq=False)
+class SlotFetch:
+    """Slots of a layer to bring near: rank r gets slot `sources[r, b]` (-1: none), meant for its place `places[r, b]`.
+
+    Sources are numbered over all ranks, places within a rank. Both int32 [ranks, slots per piece].
+    """
+
+    layer: int
+    sources: np.ndarray
+    places: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSwap:
+    """A layer's new `placement`, of that one layer, and which of its slots take what was fetched: bool [slots]."""
+
+    layer: int
+    placement: ExpertPlacement
+    is_moved: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class RebalancePiece:
+    """What runs ahead of one step on every host: a fetch, a swap, or a fetch and then the swap of its layer.
+
+    `version` counts the placements that were begun.
+    """
+
+    version: int
+    fetch: SlotFetch | None = None
+    swap: LayerSwap | None = None
+
+
+@dataclass(frozen=True)
+class RebalanceProgress:
+    """How far the rebalance to placement `version` has come: layers that change, and slots that travel."""
+
+    version: int
+    num_layers: int
+    num_layers_done: int
+    num_slots: int
+    num_slots_done: int
+    num_pieces_done: int
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_layers_done == self.num_layers
+
+
+class Rebalance:
+    """Hands out the pieces from the placement there is to another one. The ranks lie over `hosts`.
+
+    A piece has a rank receive `slots_per_step` slots at most, and send as many at most.
+    """
+
+    def __init__(self, placement: ExpertPlacement, *, hosts: int, slots_per_step: int) -> None:
+        self._hosts, self._slots_per_step = hosts, slots_per_step
+        self._pieces: Iterator[RebalancePiece] = iter(())
+        # Old placement, new one, and which layers lie as in the new: one value, for readers from other threads.
+        self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
+        self.progress = RebalanceProgress(0, 0, 0, 0, 0, 0)
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Where experts lie, and which shares they take, once all pieces handed out so far have run."""
+        old, new, swapped = self._way
+        if swapped.all():
+            return new
+        return ExpertPlacement(
+            np.where(swapped[:, None], new.expert_of_slot, old.expert_of_slot),
+            np.where(swapped[:, None], new.share_of_slot, old.share_of_slot),
+            np.where(swapped[:, None, None], new.slot_for, old.slot_for),
+        )
+
+    def check(self, placement: ExpertPlacement) -> None:
+        """Raise PlacementError where `placement` is of other layers, slots or ranks."""
+        check_alike(self._way[0], placement)
+
+    def begin(self, placement: ExpertPlacement) -> int:
+        """Head for `placement` from here on, whatever was under way; returns its version.
+
+        PlacementError where it is of other layers, slots or ranks; then nothing changes.
+        """
+        self.check(placement)
+        old = self.placement
+        is_moved = old.expert_of_slot != placement.expert_of_slot
+        layers = np.flatnonzero(is_moved.any(axis=1) | _maps_differ(old, placement))
+        is_swapped = np.ones(old.num_layers, np.bool_)
+        is_swapped[layers] = False
+        self._way = (old, placement, is_swapped)
+        version = self.progress.version + 1
+        self.progress = RebalanceProgress(version, len(layers), 0, int(is_moved.sum()), 0, 0)
+        self._pieces = self._all_pieces(layers, version)
+        return version
+
+    def next_piece(self) -> RebalancePiece | None:
+        """What is to run with the next step; None where nothing is left."""
+        piece = next(self._pieces, None)
+        if piece is not None:
+            self._account(piece)
+        return piece
+
+    def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[RebalancePiece]:
+        """Each layer is planned when its turn comes, which takes a moment between two steps, not all at once."""
+        all_old, all_new, _ = self._way
+        num_ranks, most = all_new.ep_size, self._slots_per_step
+        for layer in layers.tolist():
+            old, new = _layer_of(all_old, layer), _layer_of(all_new, layer)
+            sources = transfer_plan(old, new, hosts=self._hosts).source_of_slot[0]
+            fetches = [*fetches_of(sources, layer=layer, num_ranks=num_ranks, most=most)] or [None]
+            for fetch in fetches[:-1]:
+                yield RebalancePiece(version, fetch)
+            yield RebalancePiece(version, fetches[-1], LayerSwap(layer, new, sources != np.arange(len(sources))))
+
+    def _account(self, piece: RebalancePiece) -> None:
+        before = self.progress
+        if piece.swap is not None:
+            self._way[2][piece.swap.layer] = True
+        self.progress = RebalanceProgress(
+            before.version,
+            before.num_layers,
+            before.num_layers_done + (piece.swap is not None),
+            before.num_slots,
+            before.num_slots_done + (0 if piece.fetch is None else int((piece.fetch.sources >= 0).sum())),
+            before.num_pieces_done + 1,
+        )
+
+
+def fetches_of(source_of_slot: np.ndarray, *, layer: int, num_ranks: int, most: int) -> Iterator[SlotFetch]:
+    """Cut what a layer moves into fetches in which no rank receives or sends more than `most` slots.
+
+    `source_of_slot` [slots] is a layer of a TransferPlan. As many slots as can go, go first.
+    """
+    slots_per_rank = len(source_of_slot) // num_ranks
+    waiting = np.flatnonzero(source_of_slot != np.arange(len(source_of_slot))).tolist()
+    while waiting:
+        sources, places = np.full((num_ranks, most), -1, np.int32), np.zeros((num_ranks, most), np.int32)
+        num_received, num_sent, left = [0] * num_ranks, [0] * num_ranks, []
+        for slot in waiting:
+            source, (rank, place) = int(source_of_slot[slot]), divmod(slot, slots_per_rank)
+            sender = source // slots_per_rank
+            if num_received[rank] == most or num_sent[sender] == most:
+                left.append(slot)
+                continue
+            sources[rank, num_received[rank]], places[rank, num_received[rank]] = source, place
+            num_received[rank] += 1
+            num_sent[sender] += 1
+        waiting = left
+        yield SlotFetch(layer, sources, places)
+
+
+def _maps_differ(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:
+    """Layers whose maps are not the same: bool [layers]."""
+    shares = (old.share_of_slot != new.share_of_slot).any(axis=1)
+    return shares | (old.slot_for != new.slot_for).any(axis=(1, 2))
+
+
+def _layer_of(placement: ExpertPlacement, layer: int) -> ExpertPlacement:
+    rows = slice(layer, layer + 1)
+    return ExpertPlacement(placement.expert_of_slot[rows], placement.share_of_slot[rows], placement.slot_for[rows])

@@ -1,0 +1,193 @@
+"""Moving experts as programs over the whole mesh, and the one int32 vector that tells such a program what to do."""
+
+# L layers   P slots of all ranks   S slots of a rank in a layer   E experts   R ranks   B slots fetched per rank
+# D model width   F expert width   W words of a vector
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from rayserve_moe.balancing.rebalance import LayerSwap, RebalancePiece, SlotFetch
+from rayserve_moe.execution.step_types import ExpertState, ModelWeights
+from rayserve_moe.experts.local import ExpertWeights
+from rayserve_moe.experts.reshuffle import FetchedSlots, ReshuffleRule, SwappedLayer, fetch_slots, swap_layer
+from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.parallel.sharding import DATA, TENSOR
+
+NO_LAYER = -1
+WEIGHT_AXES = ("layers", "expert_slots", None, None)
+EXPERT_NAMES = ("gate_MPDF", "up_MPDF", "down_MPFD")
+STAGING_AXES = ("expert_slots", None, None)
+
+
+def staging_shapes(rule: ModelRule, *, dtype: DTypeLike) -> ExpertWeights:
+    """Room for a whole layer's slots on every device: what is fetched waits there until its layer is swapped."""
+    width, inner = rule.spec.hidden_size, rule.spec.experts.intermediate_size
+    num_slots, sharding = rule.experts.num_slots, rule.plan.sharding(STAGING_AXES)
+    outer, back = (
+        jax.ShapeDtypeStruct((num_slots, *shape), dtype, sharding=sharding)
+        for shape in ((width, inner), (inner, width))
+    )
+    return ExpertWeights(*cast(tuple[jax.Array, ...], (outer, outer, back)))
+
+
+class RebalancePrograms(NamedTuple):
+    """Compiled: `fetch`, `swap` and `read_counts`. The first takes the staging area for its own, the second weights."""
+
+    fetch: Callable[..., ExpertWeights]
+    swap: Callable[..., ExpertState]
+    read_counts: Callable[[jax.Array], jax.Array]
+
+
+class RebalanceVectors(NamedTuple):
+    """A piece of a rebalance as the vectors of the programs that do it; None is not done."""
+
+    fetch: np.ndarray | None
+    swap: np.ndarray | None
+
+
+class VectorSizes(NamedTuple):
+    """Words of the vectors of both programs."""
+
+    fetch: int
+    swap: int
+
+
+def vector_sizes(rule: ModelRule, *, slots_per_step: int) -> VectorSizes:
+    """How long the vectors are that `fetch_vector` and `swap_vector` make."""
+    num_ranks, experts = rule.plan.num_expert_ranks, rule.experts
+    return VectorSizes(1 + 2 * num_ranks * slots_per_step, 1 + 3 * experts.num_slots + experts.num_experts * num_ranks)
+
+
+def expert_state(weights: ModelWeights) -> ExpertState:
+    """The part of the weights that a rebalance moves; they must have maps."""
+    assert weights.maps is not None, "without maps experts stay where they are"
+    experts = weights.params["experts"]
+    return ExpertState(ExpertWeights(*(experts[name] for name in EXPERT_NAMES)), weights.maps)
+
+
+def with_experts(weights: ModelWeights, held: ExpertState) -> ModelWeights:
+    """The same weights with that part of them exchanged."""
+    experts = {**weights.params["experts"], **dict(zip(EXPERT_NAMES, held.weights, strict=True))}
+    return ModelWeights({**weights.params, "experts": experts}, held.maps)
+
+
+def run_piece(
+    weights: ModelWeights, staging: ExpertWeights, *, vectors: RebalanceVectors, programs: RebalancePrograms
+) -> tuple[ModelWeights, ExpertWeights]:
+    """Launch the programs of a piece; the arguments are given away, whoever comes next uses what is returned."""
+    if vectors.fetch is not None:
+        staging = programs.fetch(expert_state(weights), staging, vector=vectors.fetch)
+    if vectors.swap is not None:
+        weights = with_experts(weights, programs.swap(expert_state(weights), staging, vector=vectors.swap))
+    return weights, staging
+
+
+def allocate_staging(rule: ModelRule, *, dtype: DTypeLike) -> ExpertWeights:
+    """The staging area, zeroed."""
+    shapes = staging_shapes(rule, dtype=dtype)
+    return ExpertWeights(*(jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for shape in shapes))
+
+
+def fetch(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, rule: ModelRule) -> ExpertWeights:
+    """Fetch what `fetch_vector` says; returns the staging area, [P, D, F] and [P, F, D] over all devices."""
+
+    def on_device(weights: ExpertWeights, staging: ExpertWeights, vector: jax.Array) -> ExpertWeights:
+        layer, moves = vector[0], vector[1:].reshape(2, rule.plan.num_expert_ranks, -1)
+        fetched = FetchedSlots(layer, moves[0], moves[1])
+        return fetch_slots(_flat(weights), staging, fetched, rule=_reshuffle_rule(rule))
+
+    weights, staged = (_partitions(rule, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
+    return jax.shard_map(
+        on_device,
+        mesh=rule.plan.mesh,
+        in_specs=(weights, staged, PartitionSpec()),
+        out_specs=staged,
+        check_vma=False,
+    )(held.weights, staging, vector)
+
+
+def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, rule: ModelRule) -> ExpertState:
+    """Swap the layer that `swap_vector` says; returns all weights and maps."""
+
+    def on_device(held: ExpertState, staging: ExpertWeights, vector: jax.Array) -> ExpertState:
+        weights, maps = swap_layer(
+            _flat(held.weights),
+            held.maps,
+            staging=staging,
+            swapped=_swapped(vector, held.maps),
+            rule=_reshuffle_rule(rule),
+        )
+        pairs = zip(weights, held.weights, strict=True)
+        return ExpertState(ExpertWeights(*(flat.reshape(before.shape) for flat, before in pairs)), maps)
+
+    weights, staged = (_partitions(rule, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
+    parts = ExpertState(weights, cast(PlacementArrays, PartitionSpec()))
+    return jax.shard_map(
+        on_device,
+        mesh=rule.plan.mesh,
+        in_specs=(parts, staged, PartitionSpec()),
+        out_specs=parts,
+        check_vma=False,
+    )(held, staging, vector)
+
+
+def read_counts(counts_ME: jax.Array, *, rule: ModelRule) -> jax.Array:
+    """Tokens per MoE layer and expert, those of all data ranks added up: int32 [M, E] on every device."""
+    by_rank = counts_ME.reshape(rule.plan.data_size, -1, counts_ME.shape[1])
+    return jax.lax.with_sharding_constraint(jnp.sum(by_rank, axis=0, dtype=jnp.int32), rule.plan.replicated())
+
+
+def vectors_of(piece: RebalancePiece) -> RebalanceVectors:
+    """The vectors of a piece, which share no memory with it."""
+    fetch, swap = piece.fetch, piece.swap
+    return RebalanceVectors(None if fetch is None else fetch_vector(fetch), None if swap is None else swap_vector(swap))
+
+
+def vectors_of_nothing(sizes: VectorSizes) -> RebalanceVectors:
+    """Vectors with which both programs leave everything as it is."""
+    return RebalanceVectors(*(np.full(size, NO_LAYER, np.int32) for size in sizes))
+
+
+def fetch_vector(fetch: SlotFetch) -> np.ndarray:
+    """Layer, sources, places: int32 [1 + 2 * R * B]."""
+    return np.concatenate([[fetch.layer], fetch.sources.reshape(-1), fetch.places.reshape(-1)]).astype(np.int32)
+
+
+def swap_vector(swap: LayerSwap) -> np.ndarray:
+    """Layer, which slots have moved, and the rows of the layer's maps: int32 [1 + 3 * P + E * R]."""
+    maps = placement_arrays(swap.placement)
+    rows = (np.asarray(array).reshape(-1) for array in (maps.bounds_LP, maps.slots_LP, maps.slot_for_LER))
+    return np.concatenate([[swap.layer], swap.is_moved, *rows]).astype(np.int32)
+
+
+def _swapped(vector: jax.Array, maps: PlacementArrays) -> SwappedLayer:
+    num_slots, shape = maps.slots_LP.shape[1], maps.slot_for_LER.shape[1:]
+    moved, bounds, slots, slot_for = jnp.split(vector[1:], [num_slots, 2 * num_slots, 3 * num_slots])
+    return SwappedLayer(vector[0], moved, bounds, slots, slot_for.reshape(shape))
+
+
+def _flat(weights: ExpertWeights) -> ExpertWeights:
+    return ExpertWeights(*(held.reshape(-1, *held.shape[2:]) for held in weights))
+
+
+def _partitions(rule: ModelRule, axes: tuple[str | None, ...]) -> ExpertWeights:
+    part = cast(jax.Array, rule.plan.partition(axes))
+    return ExpertWeights(part, part, part)
+
+
+def _reshuffle_rule(rule: ModelRule) -> ReshuffleRule:
+    return ReshuffleRule(
+        (DATA, TENSOR),
+        rule.plan.num_expert_ranks,
+        rule.experts.num_local_slots,
+        packs=rule.plan.mesh.devices.flat[0].platform == "cpu",
+    )

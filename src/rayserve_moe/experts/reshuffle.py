@@ -1,0 +1,156 @@
+"""Expert weights from slot to slot while steps go on: few at a time into a staging area, then into place at once.
+
+    slots of a layer --fetch--> staging --swap--> slots of the layer, together with its maps
+
+A fetch reads slots where they lie, on whatever rank, and writes the staging area alone: steps between it and the swap
+compute with the old placement. The swap changes weights and maps of one layer in one program, so that no step finds
+the one without the other. Numbers are arguments: every move there can be runs in the same two programs.
+"""
+
+# L layers   S local slots   X = L * S   P slots of all ranks = R * S   R ranks   B slots fetched per rank and call
+# E experts   D model width   F expert width   N = R * B
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.experts.local import ExpertWeights
+from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
+
+
+@dataclass(frozen=True)
+class ReshuffleRule:
+    """What is fixed about both programs: mesh axes, ranks over them, slots of a rank in a layer.
+
+    `packs` copies what a rank sends together first, which then may be no more than `B` slots: for exchanges that move
+    all of their operand, as those between CPU devices do. Others read the weights where they lie.
+    """
+
+    axes: tuple[str, ...]
+    num_ranks: int
+    num_local_slots: int
+    packs: bool
+
+
+class FetchedSlots(NamedTuple):
+    """What a fetch brings: rank r puts slot `sources_RB[r, b]` of the layer at place `places_RB[r, b]` of its staging.
+
+    Slots count over all ranks, places over the local slots of a layer. A source of -1 is none.
+    """
+
+    layer: jax.Array
+    sources_RB: jax.Array
+    places_RB: jax.Array
+
+
+class SwappedLayer(NamedTuple):
+    """A layer's new maps, and which of its slots take what is staged for them; a layer of -1 is none at all."""
+
+    layer: jax.Array
+    is_moved_P: jax.Array
+    bounds_P: jax.Array
+    slots_P: jax.Array
+    slot_for_ER: jax.Array
+
+
+def fetch_slots(
+    weights: ExpertWeights, staging: ExpertWeights, fetched: FetchedSlots, *, rule: ReshuffleRule
+) -> ExpertWeights:
+    """Copy slots of all ranks into the staging area, [S, D, F] and [S, F, D]; `weights` are flat, [X, ...].
+
+    Call it inside a sharded function over the axes of the rule, with the same numbers on every rank.
+    """
+    slices, most = _slices(fetched, rule), fetched.sources_RB.shape[1]
+    if rule.packs:
+        weights, slices = _packed(weights, slices, most=most)
+    # Received rows have room of their own: a collective that wrote into an argument would have all of it copied.
+    arrived = ExpertWeights(
+        *(
+            ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=rule.axes)
+            for held in weights
+        )
+    )
+    me = jax.lax.axis_index(rule.axes)
+    is_any_B = (fetched.sources_RB[me] >= 0) & (fetched.layer >= 0)
+    return _write_rows(staging, arrived, rows_N=jnp.arange(most), places_N=fetched.places_RB[me], is_any_N=is_any_B)
+
+
+def swap_layer(
+    weights: ExpertWeights,
+    maps: PlacementArrays,
+    *,
+    staging: ExpertWeights,
+    swapped: SwappedLayer,
+    rule: ReshuffleRule,
+) -> tuple[ExpertWeights, PlacementArrays]:
+    """Write what is staged into the slots of a layer, and its maps with it. Call it like `fetch_slots`."""
+    num_slots, me = rule.num_local_slots, jax.lax.axis_index(rule.axes)
+    layer = jnp.maximum(swapped.layer, 0)
+    is_moved_S = jax.lax.dynamic_slice_in_dim(swapped.is_moved_P, me * num_slots, num_slots) > 0
+    slots_S = jnp.arange(num_slots)
+    weights = _write_rows(
+        weights,
+        staging,
+        rows_N=slots_S,
+        places_N=layer * num_slots + slots_S,
+        is_any_N=is_moved_S & (swapped.layer >= 0),
+    )
+
+    def replace_row(held: jax.Array, row: jax.Array) -> jax.Array:
+        return held.at[layer].set(jnp.where(swapped.layer >= 0, row, held[layer]))
+
+    rows = PlacementArrays(swapped.bounds_P, swapped.slots_P, swapped.slot_for_ER)
+    return weights, jax.tree.map(replace_row, maps, rows)
+
+
+def _write_rows(
+    into: ExpertWeights, rows: ExpertWeights, *, rows_N: jax.Array, places_N: jax.Array, is_any_N: jax.Array
+) -> ExpertWeights:
+    """Write row `rows_N[i]` to place `places_N[i]` wherever `is_any_N`, one after the other and in place."""
+    (chosen_N,) = jnp.nonzero(is_any_N, size=len(is_any_N), fill_value=0)
+
+    def write(i: jax.Array, into: ExpertWeights) -> ExpertWeights:
+        row, place = rows_N[chosen_N[i]], places_N[chosen_N[i]]
+
+        def take(held: jax.Array, taken: jax.Array) -> jax.Array:
+            one = jax.lax.dynamic_slice_in_dim(taken, row, 1)
+            return jax.lax.dynamic_update_slice_in_dim(held, one, place, axis=0)
+
+        return ExpertWeights(*(take(*pair) for pair in zip(into, rows, strict=True)))
+
+    return jax.lax.fori_loop(0, jnp.sum(is_any_N, dtype=jnp.int32), write, into)
+
+
+def _packed(weights: ExpertWeights, slices: RaggedSlices, *, most: int) -> tuple[ExpertWeights, RaggedSlices]:
+    """Copy the slots that this rank sends one after the other, at most `most`: no more than those then travel."""
+    is_sent_N = slices.send_sizes_R > 0
+    (sent_B,) = jnp.nonzero(is_sent_N, size=most, fill_value=0)
+    packed = ExpertWeights(*(held[slices.input_offsets_R[sent_B]] for held in weights))
+    place_N = jnp.maximum(jnp.cumsum(is_sent_N, dtype=jnp.int32) - 1, 0)
+    return packed, slices._replace(input_offsets_R=place_N)
+
+
+def _slices(fetched: FetchedSlots, rule: ReshuffleRule) -> RaggedSlices:
+    """The fetch as an exchange of single rows, B from each rank to each rank, most of them empty.
+
+    Entry b from anyone to rank r is the b-th slot that r gets, and arrives as row b.
+    """
+    num_slots, me = rule.num_local_slots, jax.lax.axis_index(rule.axes)
+    sources_RB = fetched.sources_RB
+    is_any_RB = (sources_RB >= 0) & (fetched.layer >= 0)
+    sender_RB = jnp.where(is_any_RB, jax.lax.div(sources_RB, num_slots), -1)
+    is_sent_RB = sender_RB == me
+    at_sender_RB = fetched.layer * num_slots + jax.lax.rem(sources_RB, num_slots)
+    is_received_RB = sender_RB[me] == jnp.arange(rule.num_ranks)[:, None]
+    rows_RB = jnp.broadcast_to(jnp.arange(sources_RB.shape[1], dtype=jnp.int32), sources_RB.shape)
+    return RaggedSlices(
+        input_offsets_R=jnp.where(is_sent_RB, at_sender_RB, 0).reshape(-1),
+        send_sizes_R=is_sent_RB.astype(jnp.int32).reshape(-1),
+        output_offsets_R=jnp.where(is_sent_RB, rows_RB, 0).reshape(-1),
+        recv_sizes_R=is_received_RB.astype(jnp.int32).reshape(-1),
+    )

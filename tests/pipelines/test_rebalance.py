@@ -1,0 +1,251 @@
+"""Experts move between devices while requests run, and nobody notices: same weights per expert, same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
+from rayserve_moe.balancing.rebalance import LayerSwap, Rebalance, RebalancePiece
+from rayserve_moe.checkpoints.files import read_config
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.execution.card import model_card
+from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.rebalance import EXPERT_NAMES
+from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.requests import GenerationRequest, ModelCard
+from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
+from tests.support.drive import Way, run_together
+from tests.support.outcomes import Outcomes
+from tests.support.placements import random_placement
+from tests.support.workload import mixed_workload
+
+NUM_ROWS, STEP_TOKENS, NUM_REDUNDANT, REBALANCE_EVERY = 16, 32, 4, 5
+SLOTS_PER_STEP = 1
+WAY = Way(num_rows=NUM_ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)
+
+Mesh = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A runner whose experts have moved before, and will again, and the weights [layers, experts, ...] of each kind."""
+
+    runner: HostRunner
+    rebalancing: Rebalancing
+    by_expert: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runners over a data-by-tensor mesh: with experts that move, or plain, where slot i holds expert i.
+
+    Both are compiled once for each mesh and backend, `prepared` ones every time.
+    """
+
+    prepared: Callable[..., HostRunner]
+    plain: Callable[[Mesh, str], HostRunner]
+    moving: Callable[[Mesh, str], Moving]
+    card: ModelCard
+
+
+@pytest.fixture(scope="module")
+def runs(core_checkpoint: Path) -> Runs:
+    def prepared(mesh: Mesh, backend: str, *, is_balanced: bool) -> HostRunner:
+        found = settings_from(
+            {
+                "model_path": core_checkpoint,
+                "expert_backend": backend,
+                "num_redundant_experts": NUM_REDUNDANT if is_balanced else 0,
+                "enable_eplb": is_balanced,
+                "eplb_slots_per_step": SLOTS_PER_STEP,
+                "max_running_requests": NUM_ROWS,
+                "max_step_tokens": STEP_TOKENS,
+                "precompile_bs_paddings": [NUM_ROWS],
+                "page_size": PAGE_SIZE,
+                "num_pages": NUM_PAGES,
+                "enable_return_routed_experts": True,
+            }
+        )
+        settings = RunnerSettings(
+            found.model, found.scheduler, found.cache, found.replay, found.experts, balancing=found.balancing
+        )
+        runner = HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
+        runner.prepare(runner.load())
+        return runner
+
+    # Each compiled program takes hundreds of memory maps, of which a process has 65,530: forget some.
+    @lru_cache(maxsize=2)
+    def plain(mesh: Mesh, backend: str) -> HostRunner:
+        return prepared(mesh, backend, is_balanced=False)
+
+    @lru_cache(maxsize=2)
+    def moving(mesh: Mesh, backend: str) -> Moving:
+        runner = prepared(mesh, backend, is_balanced=True)
+        rebalance = Rebalance(runner.placement, hosts=1, slots_per_step=SLOTS_PER_STEP)
+        return Moving(runner, Rebalancing(rebalance, counts_every=7), expert_weights(plain(mesh, backend)))
+
+    found = settings_from({"model_path": core_checkpoint, "enable_return_routed_experts": True})
+    spec = spec_from_config(read_config(core_checkpoint))
+    card = model_card(spec, model=found.model, replay=found.replay, name="core", eos_token_ids=(2,))
+    return Runs(prepared, plain, moving, card)
+
+
+def expert_weights(runner: HostRunner) -> list[np.ndarray]:
+    """Weights of all slots by kind: [layers, slots, ...]."""
+    return [np.asarray(runner.weights.params["experts"][name]) for name in EXPERT_NAMES]
+
+
+def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, by_expert: list[np.ndarray]) -> None:
+    """Every slot has the weights of the expert that the placement names, bit for bit, and the maps are its own."""
+    layers = np.arange(placement.num_layers)[:, None]
+    for held, wanted in zip(expert_weights(runner), by_expert, strict=True):
+        np.testing.assert_array_equal(held, wanted[layers, placement.expert_of_slot])
+    for held, wanted in zip(
+        jax.tree.leaves(runner.weights.maps), jax.tree.leaves(placement_arrays(placement)), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(held), wanted)
+
+
+def heading_elsewhere(rebalancing: Rebalancing) -> Callable[[StepCycle, int], None]:
+    """Head for another random placement every few steps, whether or not the last one was reached."""
+
+    def intervene(cycle: StepCycle, step: int) -> None:
+        if step % REBALANCE_EVERY == 0:
+            rebalancing.rebalance.begin(random_placement(rebalancing.rebalance.placement, seed=step))
+
+    return intervene
+
+
+def pieces_of(rebalance: Rebalance) -> Iterator[RebalancePiece]:
+    """All that is left of a rebalance; what is not taken has not been handed out."""
+    while (piece := rebalance.next_piece()) is not None:
+        yield piece
+
+
+def run_pieces(moving: Moving, pieces: Iterable[RebalancePiece]) -> None:
+    """Let the runner do pieces without a step."""
+    for piece in pieces:
+        moving.runner.move_experts(piece)
+
+
+def assert_identical(actual: Outcomes, expected: Outcomes) -> None:
+    """Same ids, ends, log-probs to the last bit, and routing."""
+    assert actual.keys() == expected.keys()
+    for key, outcome in actual.items():
+        other = expected[key]
+        assert (outcome.ids, outcome.finish) == (other.ids, other.finish)
+        np.testing.assert_array_equal(outcome.logprobs, other.logprobs)
+        np.testing.assert_array_equal(outcome.rows, other.rows)
+        assert outcome.routing is not None and outcome.routing.missing == ()
+
+
+def few_requests() -> list[GenerationRequest]:
+    """Prompts of one block and of several, greedy and sampled, in steps with prompts and without."""
+    return [request for request in mixed_workload() if len(request.prompt_ids) < 70][::2]
+
+
+CASES = [
+    ((2, 2), "all_to_all", few_requests),
+    ((2, 2), "fused", few_requests),
+    *(
+        pytest.param(mesh, backend, mixed_workload, marks=pytest.mark.slow)
+        for mesh in [(2, 2), (4, 1), (4, 2), (8, 1)]
+        for backend in ("all_to_all", "fused")
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "backend", "workload"), CASES)
+def test_answers_are_the_same_bits_without_balancing_with_it_and_while_experts_move(runs, mesh, backend, workload):
+    plain = run_together(runs.plain(mesh, backend), runs.card, workload(), way=WAY)
+    moving = runs.moving(mesh, backend)
+    runner, rebalancing = moving.runner, moving.rebalancing
+    assert_identical(run_together(runner, runs.card, workload(), way=WAY), plain)
+
+    version = rebalancing.rebalance.progress.version
+    elsewhere = replace(WAY, rebalancing=rebalancing, intervene=heading_elsewhere(rebalancing))
+    assert_identical(run_together(runner, runs.card, workload(), way=elsewhere), plain)
+    assert rebalancing.rebalance.progress.version >= version + 4
+    assert_slots_hold(runner, rebalancing.rebalance.placement, moving.by_expert)
+
+    arriving = replace(WAY, rebalancing=rebalancing)
+    assert_identical(run_together(runner, runs.card, workload(), way=arriving), plain)
+    assert rebalancing.rebalance.progress.is_done and rebalancing.rebalance.next_piece() is None
+    assert_slots_hold(runner, rebalancing.rebalance.placement, moving.by_expert)
+    assert runner.num_compilations_since_start == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_hold_their_experts_after_any_sequence_of_placements(runs, seed):
+    moving = runs.moving((2, 2), "fused")
+    rebalance, generator = moving.rebalancing.rebalance, np.random.default_rng(seed)
+    for turn in range(12):
+        rebalance.begin(random_placement(rebalance.placement, seed=100 * seed + turn))
+        run_pieces(moving, islice(pieces_of(rebalance), int(generator.integers(1, 30))))
+        assert_slots_hold(moving.runner, rebalance.placement, moving.by_expert)
+    assert moving.runner.num_compilations_since_start == 0
+
+
+def test_programs_with_nothing_to_do_change_nothing(runs):
+    """A start runs each of them that way."""
+    plain, runner = runs.plain((2, 2), "fused"), runs.prepared((2, 2), "fused", is_balanced=True)
+    assert_slots_hold(runner, runner.placement, expert_weights(plain))
+
+
+def test_maps_without_their_weights_are_noticed(runs):
+    """The laws above can fail: here the maps of a layer change, and its weights stay behind."""
+    moving = runs.moving((2, 2), "fused")
+    runner, rebalance = moving.runner, moving.rebalancing.rebalance
+    true_answers = run_together(runner, runs.card, few_requests(), way=WAY)
+    before = rebalance.placement
+    other = random_placement(before, seed=99)
+    layer = ExpertPlacement(*(array[:1] for array in (other.expert_of_slot, other.share_of_slot, other.slot_for)))
+    fault = LayerSwap(0, layer, np.zeros(before.num_slots, np.bool_))
+    run_pieces(moving, [RebalancePiece(1, swap=fault)])
+    with pytest.raises(AssertionError):
+        assert_identical(run_together(runner, runs.card, few_requests(), way=WAY), true_answers)
+    with pytest.raises(AssertionError):
+        assert_slots_hold(runner, before, moving.by_expert)
+
+    rows = ExpertPlacement(*(array[:1] for array in (before.expert_of_slot, before.share_of_slot, before.slot_for)))
+    run_pieces(moving, [RebalancePiece(1, swap=replace(fault, placement=rows))])
+    assert_identical(run_together(runner, runs.card, few_requests(), way=WAY), true_answers)
+
+
+def test_counts_leave_with_the_results_of_steps(runs):
+    moving = runs.moving((2, 2), "fused")
+    told = Rebalancing(Rebalance(moving.rebalancing.rebalance.placement, hosts=1, slots_per_step=1), counts_every=1)
+    run_together(moving.runner, runs.card, few_requests(), way=replace(WAY, rebalancing=told))
+    np.testing.assert_array_equal(told.expert_counts, moving.runner.expert_counts())
+    assert told.expert_counts.sum() > 0
+
+
+def test_an_engine_moves_experts_while_it_answers(core_checkpoint):
+    """Asked for from another thread, between one token and the next; other placements are refused."""
+    settings = {"enable_eplb": True, "num_redundant_experts": 5, "devices_per_host": 4, "max_running_requests": 2}
+    few_shapes = {"precompile_bs_paddings": [2], "max_step_tokens": 32, "num_pages": 64}
+    with Engine(str(core_checkpoint), **settings, **few_shapes) as engine:
+        rebalancing = engine.loop.rebalancing
+        assert rebalancing is not None and rebalancing.rebalance.placement.num_redundant == 4, "lowered until it fits"
+        asked = {"input_ids": [5, 6, 7], "temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+        expected = engine.generate(**asked)
+        rebalancing.head_for(random_placement(rebalancing.rebalance.placement, seed=1))
+        assert engine.generate(**asked)["output_ids"] == expected["output_ids"]
+        assert rebalancing.rebalance.progress.is_done and rebalancing.rebalance.progress.num_slots_done > 0
+        assert rebalancing.expert_counts is not None and rebalancing.expert_counts.sum() > 0
+        with pytest.raises(PlacementError):
+            rebalancing.head_for(identity_placement(2, 8, ep_size=4))
+        assert engine.runner.num_compilations_since_start == 0
