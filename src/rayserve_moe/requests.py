@@ -46,7 +46,8 @@ class GenerationRequest:
     Only requests with the same `cache_salt` share cached prefixes. Without `incremental` a choice has one update, at
     its end. `num_top_logprobs` likeliest tokens are told with every log-prob. `score_prompt_from` p asks for log-probs
     of the prompt tokens at positions above p. `forced_routing` replaces what the router selects at the prompt positions
-    that it has rows for. With `stream_routed_experts` every update brings the rows that go with its tokens.
+    that it has rows for. Routing is told from position `routed_experts_start` on. With `stream_routed_experts` every
+    update brings the rows that go with its tokens.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class GenerationRequest:
     score_prompt_from: int | None = None
     forced_routing: RoutedExperts | None = None
     stream_routed_experts: bool = False
+    routed_experts_start: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ def choices(
     n: int = 1,
     routing: bool = False,
     salt: str = "",
+    first_row: int = 0,
 ) -> list[Sequence]:
     """The choices of a request; a number stands for a prompt of that length, which begins as all of them do."""
     ids = np.arange(10, 10 + prompt, dtype=np.int32) if isinstance(prompt, int) else np.asarray(prompt, np.int32)
-    request = GenerationRequest(request_id, ids, SamplingParams(max_new_tokens=num_new, n=n), routing, salt)
+    sampling = SamplingParams(max_new_tokens=num_new, n=n)
+    request = GenerationRequest(request_id, ids, sampling, routing, salt, routed_experts_start=first_row)
     return [Sequence(request, i, seed=5, stop_token_ids=frozenset([STOP_TOKEN_ID])) for i in range(n)]
 
 

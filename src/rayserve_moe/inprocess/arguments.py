@@ -141,6 +141,7 @@ def requests_from(
             score_prompt_from=options.logprob_start_len if options.logprob_start_len >= 0 else None,
             forced_routing=rows,
             stream_routed_experts=streams and options.stream_routed_experts,
+            routed_experts_start=options.routed_experts_start_len,
         )
         for ids, params, rows in zip(prompts.ids, each, forced, strict=True)
     ]

@@ -85,4 +85,5 @@ def request_with(
         incremental=bool(params.stop),
         num_top_logprobs=max(params.logprobs or 0, params.prompt_logprobs or 0),
         score_prompt_from=None if params.prompt_logprobs is None else 0,
+        routed_experts_start=params.routed_experts_prompt_start,
     )

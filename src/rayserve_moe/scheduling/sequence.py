@@ -40,8 +40,8 @@ class Sequence:
     `num_published` tokens. `num_to_recompute` positions were computed before it was preempted. `origins` are ranges
     `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; later ones outrank.
     `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client
-    has the first `num_published_rows` routing rows. `sampled_rows` and `sampled_versions` are rows of outputs that
-    outlive a preemption.
+    has, or does not want, the first `num_published_rows` routing rows. `sampled_rows` and `sampled_versions` are rows
+    of outputs that outlive a preemption.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -73,7 +73,7 @@ class Sequence:
         self.origins: tuple[tuple[int, int, str], ...] = ()
         self.sampled_rows: np.ndarray | None = None
         self.sampled_versions = np.zeros(0, np.int32)
-        self.num_published_rows = 0
+        self.num_published_rows = request.routed_experts_start
         self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
         self.scoring: PromptScoring | None = None
         counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)

@@ -85,6 +85,7 @@ async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationReque
             score_prompt_from=body.logprob_start_len if scores_prompt else None,
             forced_routing=rows,
             stream_routed_experts=body.stream_routed_experts,
+            routed_experts_start=body.routed_experts_start_len,
         )
         for request_id, prompt_ids, params, rows in zip(_request_ids(body), prompts, sampling, forced, strict=True)
     ]

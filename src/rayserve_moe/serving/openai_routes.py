@@ -116,6 +116,7 @@ async def _requests(
             score_prompt_from=0 if scores_prompt else None,
             forced_routing=forced[position],
             stream_routed_experts=body.stream_routed_experts,
+            routed_experts_start=body.routed_experts_start_len,
         )
         for position, prompt_ids in enumerate(prompts)
     ]

@@ -87,6 +87,7 @@ async def _request(state: ApiState, body: TokenBody) -> GenerationRequest:
         score_prompt_from=None if params.prompt_logprobs is None else 0,
         forced_routing=forced,
         stream_routed_experts=body.stream_routed_experts,
+        routed_experts_start=params.routed_experts_prompt_start,
     )
 
 

@@ -64,6 +64,15 @@ def steps(routing: RoutedExperts) -> list[int]:
     return routing.rows[:, 0, 1].tolist()
 
 
+@pytest.mark.parametrize("first_row", [0, 1, 8, 9])
+@pytest.mark.parametrize("num_new", [0, 1, 6])
+def test_only_rows_from_the_wanted_position_on_are_gathered(first_row: int, num_new: int):
+    whole, part = (wanting(name, 9, num_new=num_new, first_row=first) for name, first in (("a", 0), ("b", first_row)))
+    expected, found = Captured().finish([whole])[0], Captured().finish([part])[0]
+    assert found.start == first_row and found.missing == ()
+    np.testing.assert_array_equal(found.rows, expected.rows[first_row:])
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
 def test_there_is_a_row_for_every_token_but_the_last(overlaps: bool, chunk_tokens: int):
