@@ -173,6 +173,7 @@ def test_answers_are_the_same_bits_without_balancing_with_it_and_while_experts_m
     plain = run_together(runs.plain(mesh, backend), runs.card, workload(), way=WAY)
     moving = runs.moving(mesh, backend)
     runner, rebalancing = moving.runner, moving.rebalancing
+    num_compilations = runner.num_compilations_since_start
     assert_identical(run_together(runner, runs.card, workload(), way=WAY), plain)
 
     version = rebalancing.rebalance.progress.version
@@ -185,18 +186,19 @@ def test_answers_are_the_same_bits_without_balancing_with_it_and_while_experts_m
     assert_identical(run_together(runner, runs.card, workload(), way=arriving), plain)
     assert rebalancing.rebalance.progress.is_done and rebalancing.rebalance.next_piece() is None
     assert_slots_hold(runner, rebalancing.rebalance.placement, moving.by_expert)
-    assert runner.num_compilations_since_start == 0
+    assert runner.num_compilations_since_start == num_compilations, "other runners of this process aside"
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slots_hold_their_experts_after_any_sequence_of_placements(runs, seed):
     moving = runs.moving((2, 2), "fused")
     rebalance, generator = moving.rebalancing.rebalance, np.random.default_rng(seed)
+    num_compilations = moving.runner.num_compilations_since_start
     for turn in range(12):
         rebalance.begin(random_placement(rebalance.placement, seed=100 * seed + turn))
         run_pieces(moving, islice(pieces_of(rebalance), int(generator.integers(1, 30))))
         assert_slots_hold(moving.runner, rebalance.placement, moving.by_expert)
-    assert moving.runner.num_compilations_since_start == 0
+    assert moving.runner.num_compilations_since_start == num_compilations, "other runners of this process aside"
 
 
 def test_programs_with_nothing_to_do_change_nothing(runs):
