@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,6 +17,13 @@ from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from tests.http.conftest import assert_idle, served
 
 NUM_LAYERS, TOP_K = PRESETS["tiny"].num_hidden_layers, PRESETS["tiny"].num_experts_per_tok
+
+
+def client_package(name: str) -> ModuleType:
+    """Import a client, or skip the whole module where it is not installed; one that is there but broken is an error."""
+    if find_spec(name.partition(".")[0]) is None:
+        pytest.skip("`make clients` installs it", allow_module_level=True)
+    return import_module(name)
 
 
 @pytest.fixture(scope="package")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe import Engine
-from tests.clients.conftest import logprobs_of
+from tests.clients.conftest import client_package, logprobs_of
 
-pytest.importorskip("lm_eval", reason="`make clients` installs it")
+client_package("lm_eval")
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from rayserve_moe import Engine
-from tests.clients.conftest import decode_int32, uncached_rows
+from tests.clients.conftest import client_package, decode_int32, uncached_rows
 
-pytest.importorskip("strands_sglang", reason="runs with the other clients, in `make clients`")
+client_package("strands_sglang")
 
 ROUTED = {"return_routed_experts": True, "ignore_eos": True}
 

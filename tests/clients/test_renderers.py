@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from rayserve_moe import Engine
-from tests.clients.conftest import NUM_LAYERS, TOP_K, logprobs_of, uncached_rows
+from tests.clients.conftest import NUM_LAYERS, TOP_K, client_package, logprobs_of, uncached_rows
 
-renderers = pytest.importorskip("renderers", reason="`make clients` installs it")
-generate = pytest.importorskip("renderers.client").generate
+renderers = client_package("renderers")
+generate = client_package("renderers.client").generate
 
 SAMPLING = {"max_tokens": 8, "temperature": 1.0, "seed": 4}
 """The renderer adds the stop ids of its tokenizer, so that a turn may be shorter."""

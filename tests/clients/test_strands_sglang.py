@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.clients.conftest import NUM_LAYERS, TOP_K, logprobs_of, uncached_rows
+from tests.clients.conftest import NUM_LAYERS, TOP_K, client_package, logprobs_of, uncached_rows
 
-strands_sglang = pytest.importorskip("strands_sglang", reason="`make clients` installs it")
-Rollout = pytest.importorskip("strands_sglang.rollout").Rollout
+strands_sglang = client_package("strands_sglang")
+Rollout = client_package("strands_sglang.rollout").Rollout
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
 
