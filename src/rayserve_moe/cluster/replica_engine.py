@@ -38,6 +38,7 @@ def start_replica_engine(settings: Settings) -> ReplicaEngine:
         spec_from_config(read_config(path)),
         model=model,
         replay=settings.replay,
+        experts=settings.experts,
         name=path.name,
         eos_token_ids=tokenizer.eos_token_ids,
     )

@@ -104,7 +104,12 @@ class HostRunner:
         started = time.perf_counter()
         spec, plan, balancing = self.rule.spec, self.rule.plan, self._settings.balancing
         self.weights = load_weights(
-            self._files, self.rule, dtype=self.dtype, placement=self.placement, may_change=balancing.enabled
+            self._files,
+            self.rule,
+            dtype=self.dtype,
+            placement=self.placement,
+            may_change=balancing.enabled,
+            capacity_factor=self._settings.experts.capacity_factor,
         )
         self._movables = None
         if balancing.enabled:

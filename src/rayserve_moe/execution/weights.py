@@ -36,7 +36,16 @@ def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) 
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
     kernels = KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
-    return ModelRule(spec, plan, kernels, num_redundant=num_redundant, expert_backend=experts.backend)
+    return ModelRule(
+        spec,
+        plan,
+        kernels,
+        num_redundant=num_redundant,
+        expert_backend=experts.backend,
+        slot_choice=experts.dispatch,
+        expert_selection=_selection(experts, num_redundant=num_redundant),
+        capacity_scope=experts.capacity_scope,
+    )
 
 
 def first_placement(rule: ModelRule) -> ExpertPlacement:
@@ -51,11 +60,18 @@ def first_placement(rule: ModelRule) -> ExpertPlacement:
 
 
 def load_weights(
-    files: CheckpointFiles, rule: ModelRule, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
+    files: CheckpointFiles,
+    rule: ModelRule,
+    *,
+    dtype: str,
+    placement: ExpertPlacement,
+    may_change: bool = False,
+    capacity_factor: float = 1.0,
 ) -> ModelWeights:
     """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError.
 
-    There are maps where the placement needs them, and in any case where it `may_change`.
+    There are maps where the placement needs them, and in any case where it `may_change`. The `capacity_factor` goes
+    with them where the rule limits the room of slots.
     """
     plan = rule.plan
     tree = parameter_specs(
@@ -72,7 +88,18 @@ def load_weights(
         sharding_of=lambda p: plan.sharding(p.axes),
         expert_of_slot=placement.expert_of_slot,
     )
-    return ModelWeights(cast(Parameters, params), _maps_of(placement, plan, may_change=may_change))
+    return ModelWeights(
+        cast(Parameters, params),
+        _maps_of(placement, plan, may_change=may_change),
+        jax.device_put(np.float32(capacity_factor), plan.replicated()) if rule.experts.limits_room else None,
+    )
+
+
+def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
+    """Resolve `expert_selection: auto`."""
+    if experts.selection != "auto":
+        return experts.selection
+    return "replicas_only" if num_redundant else "topk"
 
 
 def _maps_of(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:
