@@ -111,10 +111,10 @@ def cases(draw: st.DrawFn) -> Case:
         valid &= generator.random(shape.tokens) < 0.7
     arrays: dict[str, Any] = {"factor": draw(st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0]))}
     arrays["valid"] = valid
-    if draw(st.booleans()):
-        arrays["capacity"] = np.int32(draw(st.integers(0, 12)))
     rule: tuple[tuple[str, Any], ...] = ()
     if draw(st.booleans()):
+        if shape.k == 4:
+            arrays["capacity"] = np.int32(draw(st.integers(0, 12)))
         arrays["gate_scores"] = generator.random((shape.tokens, shape.experts)).astype(np.float32) + np.float32(0.01)
         rule = (("renormalize", True), ("scale", 2.5))
     if shape.devices:

@@ -65,7 +65,7 @@ def sortable(scores_BE: jax.Array, valid_B: jax.Array | None) -> jax.Array:
 
 def take_best_open(keys_EB: jax.Array, order: SlotOrder, *, k: int, capacity: jax.Array) -> SlotPicks:
     """Every token takes the first slot with room of its best expert, then of the next, `k` times; see `SlotPicks`."""
-    num_experts, num_tokens = keys_EB.shape
+    num_experts = len(keys_EB)
     likes_NB = keys_EB.at[order.expert_N].get(mode="fill", fill_value=NOT_ELIGIBLE)
     likes_NB = jnp.where(order.place_NB < NO_PLACE, likes_NB, NOT_ELIGIBLE)
 
@@ -91,7 +91,7 @@ def take_one(
 
     `likes_NB` says how much, `NOT_ELIGIBLE` not at all.
     """
-    num_slots, num_tokens = likes_NB.shape
+    num_tokens = likes_NB.shape[1]
     room_N = capacity - taken_N
 
     def ask(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

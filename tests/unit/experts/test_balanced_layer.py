@@ -19,11 +19,9 @@ from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, p
 CASE = MoeCase(num_tokens=22, width=128, inner=16)
 LAYER = 1
 SAMPLED = [
-    ("local", (1, 1), 8, "global"),
     ("replicated", (2, 2), 8, "global"),
-    ("all_to_all", (2, 2), 8, "global"),
     ("all_to_all", (2, 2), 8, "data_rank"),
-    ("fused", (2, 2), 0, "global"),
+    ("fused", (4, 2), 8, "global"),
 ]
 
 
@@ -119,7 +117,7 @@ def assert_same_bits(found, expected) -> None:
 
 
 @pytest.mark.parametrize("backend", ["all_to_all", "fused"])
-@pytest.mark.parametrize("choice", ["shares", "capacity"])
+@pytest.mark.parametrize("choice", [pytest.param("shares", marks=pytest.mark.slow), "capacity"])
 def test_another_replica_changes_no_bit(backend, choice):
     """`topk` uses one slot of each expert, and what it gives does not depend on the placement."""
     topk = compiled(backend, num_redundant=8, selection="topk", slot_choice="first")
@@ -132,13 +130,12 @@ def test_another_replica_changes_no_bit(backend, choice):
 
 
 def test_where_there_is_room_for_all_balanced_selection_is_top_k():
-    placement = placements_for(CASE, plan_of(2, 2), 8)[1]
-    expected = compiled("all_to_all", selection="topk", slot_choice="first")(placement)
-    result = compiled("all_to_all", selection="balanced")(placement, capacity_factor=100.0)
+    placement, expected = placements_for(CASE, plan_of(2, 2), 8)[1], dense(CASE, 2)
+    result = compiled("replicated", selection="balanced", capacity_scope="global")(placement, capacity_factor=100.0)
     valid = CASE.valid(2)
     np.testing.assert_array_equal(result.ids[valid], expected.ids[valid])
     assert (result.ids[~valid] == -1).all()
-    np.testing.assert_allclose(result.out, expected.out, atol=1e-6)
+    np.testing.assert_allclose(result.out, expected.out, atol=1e-5, rtol=1e-5)
     picks = valid.sum() * CASE.top_k
     np.testing.assert_array_equal(result.tally.sum(axis=0)[:3], [picks] * 3)
 
@@ -185,6 +182,6 @@ def test_near_slots_come_first():
 
 def test_the_dense_layer_would_notice():
     """The laws above can fail: other factors give other experts."""
-    run = compiled("all_to_all", selection="balanced")
+    run = compiled("replicated", selection="balanced", capacity_scope="global")
     placement = placements_for(CASE, run.plan, 8)[1]
     assert (run(placement, capacity_factor=0.5).ids != dense(CASE, 2).ids).any()
