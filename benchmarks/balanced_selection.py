@@ -21,11 +21,15 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, load_before_start, note, save
 from benchmarks.sections import SECTIONS
+from benchmarks.selection_table import MODES
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.experts.balanced_layer import spread_over_replicas
 from rayserve_moe.experts.balanced_selection import balanced_expert_selection, capacity_of, order_of_table
-from tests.support.balanced_oracle import balanced_oracle
+from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
+from rayserve_moe.parallel.mesh import plan_for
+from tests.support.balanced_oracle import balanced_oracle, oracle_capacity, oracle_slots, ranked
 
 TOKENS, EXPERTS, TOP_K, SLOTS, MOST, RANKS = 512, 256, 8, 384, 16, 32
 SKEWS = {"even": 0.0, "zipf 1": 1.0, "zipf 3": 3.0}
@@ -56,7 +60,7 @@ def timed(skew: float, factor: float, *, repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {"oracle_ms": [], "device_ms": []}
     slots = jax.block_until_ready(select(*arguments))[0]
     for _ in range(repeats):
-        found["oracle_ms"].append(_milliseconds(lambda: balanced_oracle(scores, table, factor, **SIZES)))
+        found["oracle_ms"].append(_milliseconds(lambda: _sequentially(scores, table, factor)))
         found["device_ms"].append(min(_milliseconds(lambda: jax.block_until_ready(select(*arguments))) for _ in "123"))
     expected = balanced_oracle(scores, table, factor, **SIZES)
     assert (np.asarray(slots) == expected.slots).all(), "the selection is not what is defined"
@@ -71,14 +75,18 @@ def balance(skew: float, *, draws: int) -> dict[str, dict[str, list[dict[str, fl
     select = jax.jit(partial(balanced_expert_selection, device_index=device_index, **SIZES))
     by_room = jax.jit(partial(_slots_by_room, table, device_index))
     lowest = np.array([np.flatnonzero(placement.expert_of_slot[0] == expert)[0] for expert in range(EXPERTS)])
+    by_shares = jax.jit(partial(_slots_by_shares, placement))
     modes: dict[str, dict[str, list[dict[str, float]]]] = {}
     for seed in range(draws):
         scores = draw_scores(skew, np.random.default_rng([seed, 1]))
         ids = np.argsort(-scores, axis=1, kind="stable")[:, :TOP_K]
+        shares = np.asarray(by_shares(ids))
         for factor in FACTORS:
             slots, _, kept = (np.asarray(array) for array in select(scores, table, np.float32(factor)))
             room = np.asarray(by_room(ids, np.float32(factor)))
-            of_modes = {"topk": (lowest[ids], 1.0), "replicas_only": (room, 1.0), "balanced": (slots, float(kept))}
+            of_modes = dict(
+                zip(MODES, ((lowest[ids], 1.0), (shares, 1.0), (room, 1.0), (slots, float(kept))), strict=True)
+            )
             for mode, (chosen, share) in of_modes.items():
                 point = {"imbalance": imbalance(chosen), "kept_share": share, "unfilled": float((chosen < 0).mean())}
                 modes.setdefault(mode, {}).setdefault(str(factor), []).append(point)
@@ -110,6 +118,24 @@ def imbalance(slots: np.ndarray) -> float:
     """Load of the hottest rank over the mean one."""
     loads = np.bincount(slots[slots >= 0] // (SLOTS // RANKS), minlength=RANKS)
     return float(loads.max() / loads.mean())
+
+
+def _sequentially(scores: np.ndarray, table: np.ndarray, factor: float) -> np.ndarray:
+    """The definition without its weights and shares: sort, then the loop."""
+    capacity = oracle_capacity(factor, TOKENS, **SIZES)
+    return oracle_slots(ranked(scores), [table] * TOKENS, capacity=capacity, **SIZES)[0]
+
+
+def _slots_by_shares(placement: ExpertPlacement, ids: jax.Array) -> jax.Array:
+    """Every rank splits what it dispatches."""
+    rule = ExpertRule(EXPERTS, TOP_K, True, "", plan_for(jax.devices()[:1]), num_redundant=SLOTS - EXPERTS)
+    maps, valid = placement_arrays(placement), jax.numpy.ones(TOKENS // RANKS, bool)
+
+    def choose(ids_TK: jax.Array, rank: jax.Array) -> jax.Array:
+        return choose_slots(ids_TK, valid, maps, layer=jax.numpy.int32(0), rank=rank, rule=rule)
+
+    by_rank = ids.astype(jax.numpy.int32).reshape(RANKS, -1, TOP_K)
+    return jax.vmap(choose)(by_rank, jax.numpy.arange(RANKS)).reshape(TOKENS, TOP_K)
 
 
 def _slots_by_room(table: np.ndarray, device_index: np.ndarray, ids: jax.Array, factor: jax.Array) -> jax.Array:

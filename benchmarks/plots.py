@@ -89,7 +89,11 @@ def _selection(measured: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-DRAWN: dict[str, Callable[[Any], dict[str, str]]] = {"host_us": _host_time, "curve": _curve, "balanced_selection": _selection}
+DRAWN: dict[str, Callable[[Any], dict[str, str]]] = {
+    "host_us": _host_time,
+    "curve": _curve,
+    "balanced_selection": _selection,
+}
 """By the key of a result file under which the figures lie."""
 
 

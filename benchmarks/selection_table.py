@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.figures import paired_ratio, spread
 from benchmarks.markdown import markdown_table
 
-MODES = ("topk", "replicas_only", "balanced")
+MODES = ("topk", "replicas_only (shares)", "replicas_only (capacity)", "balanced")
 TIME_TARGETS = {"1.0": (5.0, None), "2.0": (3.0, 10.0)}
 """By factor: how many times as fast as the definition, and in how many milliseconds."""
 

@@ -13,12 +13,8 @@ from rayserve_moe.tools.step_programs import ServedSetting
 
 NUM_LAYERS, NUM_EXPERTS, BATCH = 2, 128, 64
 CASES = [
-    pytest.param("qwen3-30b-a3b", ServedSetting("v6e:2x4", redundant_experts=32, expert_backend="all_to_all")),
-    pytest.param(
-        "qwen3-235b-a22b",
-        ServedSetting("v5p:2x4x4", redundant_experts=32, expert_backend="all_to_all"),
-        marks=pytest.mark.slow,
-    ),
+    ("qwen3-30b-a3b", ServedSetting("v6e:2x4", redundant_experts=32, expert_backend="all_to_all")),
+    ("qwen3-235b-a22b", ServedSetting("v5p:2x4x4", redundant_experts=32, expert_backend="all_to_all")),
 ]
 
 
@@ -39,8 +35,14 @@ def gathered_bytes(program: ProgramReport) -> int:
     return sizes["all-gather"]
 
 
+def test_a_step_with_balanced_selection_compiles():
+    program = decode(*CASES[0], "balanced")
+    assert program.memory.peak <= program.memory.limit and program.kernels["ragged-dot-none"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "setting"), CASES)
-def test_a_step_with_balanced_selection_compiles(model, setting, record_property):
+def test_balancing_takes_its_part_of_the_cycles(model, setting, record_property):
     plain, balanced = (decode(model, setting, selection) for selection in ("replicas_only", "balanced"))
     added = balanced.xla_cycles_once - plain.xla_cycles_once
     record_property("share_of_cycles", added / balanced.xla_cycles_once)

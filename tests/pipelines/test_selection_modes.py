@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from rayserve_moe.balancing.rebalance import Rebalance
 from rayserve_moe.checkpoints.files import read_config
@@ -22,7 +21,6 @@ from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
-from rayserve_moe.serving.load_routes import EngineMetrics
 from tests.pipelines.conftest import ONE_BUCKET
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, cycle_for, run_on
@@ -49,7 +47,7 @@ def card(core_checkpoint: Path) -> ModelCard:
 
 @pytest.fixture(scope="module")
 def runner_with(core_checkpoint: Path) -> Runners:
-    """Runners on 2 x 2 devices with replicas that may move, compiled once each."""
+    """Runners on two data ranks with replicas that may move, compiled once each."""
 
     @cache
     def prepared(backend: str, *chosen: tuple[str, object]) -> HostRunner:
@@ -68,7 +66,7 @@ def runner_with(core_checkpoint: Path) -> Runners:
         found = settings_from(values | dict(chosen))
         sections = found.model, found.scheduler, found.cache, found.replay, found.experts
         runner = HostRunner(
-            RunnerSettings(*sections, balancing=found.balancing), plan_for(jax.devices()[:4], data_size=2)
+            RunnerSettings(*sections, balancing=found.balancing), plan_for(jax.devices()[:2], data_size=2)
         )
         runner.prepare(runner.load())
         return runner
@@ -104,28 +102,28 @@ def assert_same_bits(found: Outcomes, expected: Outcomes) -> None:
         np.testing.assert_array_equal(outcome.logprobs, expected[key].logprobs)
 
 
+@pytest.mark.slow
 def test_replicas_by_room_change_no_bit(runner_with, card):
     expected, no_tally = run(runner_with("all_to_all", TOPK), card)
     found, tally = run(runner_with("all_to_all", BY_ROOM), card)
     assert_same_bits(found, expected)
     assert no_tally is None
-    numbers = selection_statistics(tally, num_ranks=4)
+    numbers = selection_statistics(tally, num_ranks=2)
     assert (numbers["picks_kept_share"], numbers["picks_rerouted"], numbers["picks_unfilled"]) == (1.0, 0.0, 0.0)
-    assert 1.0 <= numbers["rank_imbalance"] < 4.0
+    assert 1.0 <= numbers["rank_imbalance"] < 2.0
     moved, _ = run(runner_with("all_to_all", BY_ROOM), card, seed=5)
     assert_same_bits(moved, expected)
 
 
-def test_a_balanced_selection_is_top_k_where_there_is_room_and_another_where_there_is_not(runner_with, card):
-    expected, _ = run(runner_with("all_to_all", TOPK), card)
+def test_a_balanced_selection_is_top_k_where_there_is_room_and_another_where_there_is_not(runner_with, card, alone):
     runner = runner_with("fused", BALANCED)
     num_compilations = runner.num_compilations_since_start
     for seed in (None, 6):
         found, tally = run(runner, card, seed=seed)
-        assert {key: outcome.ids for key, outcome in found.items()} == {k: o.ids for k, o in expected.items()}
         for key, outcome in found.items():
-            np.testing.assert_allclose(outcome.logprobs, expected[key].logprobs, atol=1e-5)
-        roomy = selection_statistics(tally, num_ranks=4)
+            assert (outcome.ids, outcome.finish) == (alone[key].ids, alone[key].finish)
+            np.testing.assert_allclose(outcome.logprobs, alone[key].logprobs, atol=1e-5)
+        roomy = selection_statistics(tally, num_ranks=2)
         assert (roomy["picks_kept_share"], roomy["picks_rerouted"], roomy["picks_unfilled"]) == (1.0, 0.0, 0.0)
 
     before, runner.weights = runner.weights, replace(runner.weights, capacity_factor=np.float32(1.0))
@@ -133,22 +131,18 @@ def test_a_balanced_selection_is_top_k_where_there_is_room_and_another_where_the
     again, _ = run(runner, card)
     runner.weights = before
     assert_same_bits(found, again)
-    limited = selection_statistics(tally, num_ranks=4)
+    limited = selection_statistics(tally, num_ranks=2)
     assert limited["picks_kept_share"] < 0.95 and limited["picks_rerouted"] > 0
     assert limited["rank_imbalance"] < roomy["rank_imbalance"]
     assert runner.num_compilations_since_start == num_compilations, "the factor comes at run time"
 
 
+@pytest.mark.slow
 def test_a_balanced_server_tells_what_it_did_and_takes_no_forced_routing(engine_with):
     engine = engine_with(**ONE_BUCKET, **BALANCED, enable_return_routed_experts=False)
     engine.generate(input_ids=[5, 6, 7, 8], max_new_tokens=4)
     numbers = engine.loop.statistics()
     assert numbers["picks_kept_share"] == 1.0 and numbers["rank_imbalance"] == 1.0
-    families = {family.name: family for family in EngineMetrics(engine.loop).collect()}
-    for name in ("picks_rerouted", "picks_unfilled"):
-        assert isinstance(families[f"rayserve_moe_{name}"], CounterMetricFamily)
-    for name in ("picks_kept_share", "rank_imbalance"):
-        assert isinstance(families[f"rayserve_moe_{name}"], GaugeMetricFamily)
     rows = np.tile(np.arange(engine.card.routing.top_k), (4, len(engine.card.routing.layer_ids), 1))
     with pytest.raises(RequestError, match="routing cannot be forced"):
         engine.generate(input_ids=[5, 6, 7, 8], max_new_tokens=1, forced_routed_experts=rows.tolist())

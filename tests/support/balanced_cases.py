@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> Case:
     rule: tuple[tuple[str, Any], ...] = ()
     if draw(st.booleans()):
         if shape.k == 4:
-            arrays["capacity"] = np.int32(draw(st.integers(0, 12)))
+            arrays["capacity"] = np.int32(draw(st.one_of(st.integers(0, 12), st.just(2**30))))
         arrays["gate_scores"] = generator.random((shape.tokens, shape.experts)).astype(np.float32) + np.float32(0.01)
         rule = (("renormalize", True), ("scale", 2.5))
     if shape.devices:

@@ -23,36 +23,31 @@ def oracle_capacity(factor: float, num_valid: int, *, k: int, num_slots: int) ->
     return max(1, int(min(quotient, np.float32(2**30))))
 
 
-def ranked(scores: np.ndarray) -> list[list[int]]:
+def ranked(scores: np.ndarray) -> list[np.ndarray]:
     """Experts of every token that are within reach, best first, ties by the smaller id."""
     order = np.argsort(-scores, axis=1, kind="stable")
     with np.errstate(invalid="ignore"):
         counts = (scores > -np.inf).sum(axis=1)
-    return [[int(expert) for expert in row[:count]] for row, count in zip(order, counts, strict=True)]
+    return [row[:count] for row, count in zip(order, counts, strict=True)]
 
 
 def oracle_slots(
-    rankings: list[list[int]], tables: list[np.ndarray], *, k: int, num_slots: int, capacity: int
+    rankings: list[np.ndarray], tables: list[np.ndarray], *, k: int, num_slots: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The loop itself: slots and experts [B, K], for the table [E, M] of every token."""
-    taken = [0] * num_slots
+    taken, pointer = np.zeros(num_slots, np.int32), np.zeros(len(rankings), np.int32)
     slots = np.full((len(rankings), k), -1, np.int32)
     experts = slots.copy()
-    lists: dict[int, list[list[int]]] = {}
-    pointer = [0] * len(rankings)
     for rank in range(k):
         for token, ranking in enumerate(rankings):
-            table = lists.setdefault(id(tables[token]), tables[token].tolist())
-            position = pointer[token]
-            while position < len(ranking):
-                expert = ranking[position]
-                position += 1
-                slot = next((s for s in table[expert] if s >= 0 and taken[s] < capacity), None)
-                if slot is not None:
-                    taken[slot] += 1
-                    slots[token, rank], experts[token, rank] = slot, expert
-                    break
-            pointer[token] = position
+            while slots[token, rank] < 0 and pointer[token] < len(ranking):
+                expert = ranking[pointer[token]]
+                pointer[token] += 1
+                for slot in tables[token][expert]:
+                    if slot >= 0 and taken[slot] < capacity:
+                        taken[slot] += 1
+                        slots[token, rank], experts[token, rank] = slot, expert
+                        break
     return slots, experts
 
 
@@ -76,7 +71,7 @@ def balanced_oracle(
     num_valid = int(valid.sum())
     if capacity is None:
         capacity = oracle_capacity(factor, num_valid, k=k, num_slots=num_slots)
-    rankings = [ranking if is_valid else [] for ranking, is_valid in zip(ranked(scores), valid, strict=True)]
+    rankings = [ranking if is_valid else ranking[:0] for ranking, is_valid in zip(ranked(scores), valid, strict=True)]
     by_device = list(table) if table.ndim == 3 else [table]
     devices = np.broadcast_to(0 if device_index is None else device_index, (num_tokens,))
     tables = [by_device[device] for device in devices]
@@ -90,6 +85,8 @@ def balanced_oracle(
         weights = weights * (np.float32(1) / np.where(total == 0, np.float32(1), total))[:, None]
     if scale != 1.0:
         weights = weights * np.float32(scale)
-    kept = sum(len(set(row[row >= 0].tolist()) & set(best[:k])) for row, best in zip(experts, rankings, strict=True))
+    kept = sum(
+        len(set(row[row >= 0].tolist()) & set(best[:k].tolist())) for row, best in zip(experts, rankings, strict=True)
+    )
     share = np.float32(kept) / np.float32(num_valid * k) if num_valid else np.float32(1)
     return Selected(slots, weights, share, experts)

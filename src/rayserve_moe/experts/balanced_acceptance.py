@@ -7,7 +7,7 @@ whoever comes later, and so on until nobody is turned away. Slots never empty, s
 rank has none in the next: a token's choice is its best open expert that it does not have yet.
 """
 
-# B tokens   E experts   N slots   D orders of replicas
+# B tokens = G * C   E experts   N slots   K picks
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+COUNTED_AT_ONCE = 512
 NOT_ELIGIBLE = np.int32(-(1 << 31))
 _INFINITY = np.int32(0x7F800000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -74,14 +75,14 @@ def take_best_open(keys_EB: jax.Array, order: SlotOrder, *, k: int, capacity: ja
         slots_B, taken_N = take_one(likes_NB, order, taken_N=taken_N, capacity=capacity)
         experts_B = order.expert_N.at[slots_B].get(mode="fill", fill_value=num_experts)
         is_any_B = experts_B < num_experts
-        is_kept_B = is_any_B & (_num_better(keys_EB, experts_B) < k)
         likes_NB = jnp.where(order.expert_N[:, None] == experts_B, NOT_ELIGIBLE, likes_NB)
-        picked = jnp.where(is_any_B, slots_B, -1), jnp.where(is_any_B, experts_B, -1), is_kept_B
+        picked = jnp.where(is_any_B, slots_B, -1), jnp.where(is_any_B, experts_B, -1)
         return (likes_NB, taken_N), picked
 
     nothing_N = jnp.zeros(len(order.expert_N), jnp.int32)
-    (_, taken_N), picked = jax.lax.scan(take, (likes_NB, nothing_N), length=k)
-    return SlotPicks(*picked, taken_N)
+    (_, taken_N), (slots_KB, experts_KB) = jax.lax.scan(take, (likes_NB, nothing_N), length=k)
+    is_kept_KB = (experts_KB >= 0) & (_num_better(keys_EB, experts_KB) < k)
+    return SlotPicks(slots_KB, experts_KB, is_kept_KB, taken_N)
 
 
 def take_one(
@@ -92,20 +93,22 @@ def take_one(
     `likes_NB` says how much, `NOT_ELIGIBLE` not at all.
     """
     num_tokens = likes_NB.shape[1]
-    room_N = capacity - taken_N
+    room_N = jnp.minimum(capacity - taken_N, num_tokens)
 
     def ask(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         limit_N, _, _ = state
         slots_B = _first_open(likes_NB, order, limit_N=limit_N)
-        lowered_N, asked_N = _turn_away(slots_B, limit_N, room_N=room_N)
+        lowered_N, asked_N = jax.lax.platform_dependent(
+            slots_B, limit_N, room_N, tpu=turn_away_by_counting, default=turn_away_by_sorting
+        )
         return lowered_N, slots_B, asked_N
 
     def is_anyone_turned_away(state: tuple[jax.Array, ...]) -> jax.Array:
         return jnp.any(state[2] > jnp.maximum(room_N, 0))
 
     everyone_N = jnp.where(room_N > 0, num_tokens, 0).astype(jnp.int32)
-    first = ask((everyone_N, jnp.zeros(num_tokens, jnp.int32), taken_N))
-    _, slots_B, asked_N = jax.lax.while_loop(is_anyone_turned_away, ask, first)
+    before = everyone_N, jnp.zeros(num_tokens, jnp.int32), jnp.full_like(taken_N, num_tokens + 1)
+    _, slots_B, asked_N = jax.lax.while_loop(is_anyone_turned_away, ask, before)
     return slots_B, taken_N + asked_N
 
 
@@ -120,8 +123,11 @@ def _first_open(likes_NB: jax.Array, order: SlotOrder, *, limit_N: jax.Array) ->
     return jnp.where(place_B < NO_PLACE, jax.lax.rem(place_B, num_slots), num_slots)
 
 
-def _turn_away(slots_B: jax.Array, limit_N: jax.Array, *, room_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Limits that leave each slot as many of those who ask as it has room for, the first ones; and how many ask."""
+def turn_away_by_sorting(slots_B: jax.Array, limit_N: jax.Array, room_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Limits that leave each slot as many of those who ask as it has room for, the first ones; and how many ask.
+
+    `slots_B` is the slot that each token asks, N for none.
+    """
     num_tokens, num_slots = len(slots_B), len(limit_N)
     asking_B = jnp.sort(slots_B * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32))
     asked_N = jnp.zeros(num_slots, jnp.int32).at[slots_B].add(1, mode="drop")
@@ -130,9 +136,29 @@ def _turn_away(slots_B: jax.Array, limit_N: jax.Array, *, room_N: jax.Array) -> 
     return jnp.where(asked_N > room_N, jnp.minimum(token_N, limit_N), limit_N), asked_N
 
 
-def _num_better(keys_EB: jax.Array, experts_B: jax.Array) -> jax.Array:
-    """How many experts come before this one in each token's ranking: [B]."""
-    key_B = jnp.take_along_axis(keys_EB, jnp.minimum(experts_B, len(keys_EB) - 1)[None], axis=0)[0]
-    is_before_EB = jnp.arange(len(keys_EB), dtype=jnp.int32)[:, None] < experts_B
-    is_better_EB = (keys_EB > key_B) | ((keys_EB == key_B) & is_before_EB)
-    return jnp.sum(is_better_EB, axis=0, dtype=jnp.int32)
+def turn_away_by_counting(slots_B: jax.Array, limit_N: jax.Array, room_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same for devices that multiply matrices faster than they sort or look up.
+
+    A running count is a product with a triangle of ones, exact in float32 for as many as 2**24 tokens.
+    """
+    num_tokens, num_slots = len(slots_B), len(limit_N)
+    asks_NB = slots_B == jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    width = min(num_tokens, COUNTED_AT_ONCE)
+    asks_NGC = jnp.pad(asks_NB, ((0, 0), (0, -num_tokens % width))).reshape(num_slots, -1, width)
+    ones_CC = jnp.triu(jnp.ones((width, width), jnp.bfloat16))
+    count_NGC = jnp.matmul(asks_NGC.astype(jnp.bfloat16), ones_CC, preferred_element_type=jnp.float32)
+    if asks_NGC.shape[1] > 1:
+        count_NGC += (jnp.cumsum(count_NGC[:, :, -1], axis=1) - count_NGC[:, :, -1])[:, :, None]
+    count_NB = count_NGC.reshape(num_slots, -1)
+    is_out_NB = asks_NB & (count_NB[:, :num_tokens] > room_N[:, None].astype(jnp.float32))
+    tokens_B = jnp.arange(num_tokens, dtype=jnp.int32)
+    first_out_N = jnp.min(jnp.where(is_out_NB, tokens_B, num_tokens), axis=1)
+    return jnp.minimum(first_out_N, limit_N), count_NB[:, -1].astype(jnp.int32)
+
+
+def _num_better(keys_EB: jax.Array, experts_KB: jax.Array) -> jax.Array:
+    """How many experts come before these in each token's ranking: [K, B]."""
+    keys_KB = jnp.take_along_axis(keys_EB, jnp.clip(experts_KB, 0, len(keys_EB) - 1), axis=0)
+    is_before_KEB = jnp.arange(len(keys_EB), dtype=jnp.int32)[:, None] < experts_KB[:, None]
+    is_better_KEB = (keys_EB > keys_KB[:, None]) | ((keys_EB == keys_KB[:, None]) & is_before_KEB)
+    return jnp.sum(is_better_KEB, axis=1, dtype=jnp.int32)

@@ -21,6 +21,7 @@ from benchmarks.figures import (
     step_parts,
 )
 from benchmarks.sections import SECTIONS
+from benchmarks.selection_table import MODES
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, prompts_of
 
@@ -90,7 +91,7 @@ def every_section() -> dict:
             "load_before": 0.1, "cores": 2, "drawn_skew": "zipf 1",
             "times": {"zipf 1": {"2.0": {"oracle_ms": [30.0], "device_ms": [5.0], "kept_share": 0.5, "unfilled": 3}}},
             "balance": {
-                "zipf 1": {mode: {"1.0": [loads]} for mode in ("topk", "replicas_only", "balanced")}
+                "zipf 1": {mode: {"1.0": [loads]} for mode in MODES}
             },
         },
         "planner": {
@@ -196,6 +197,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("compile_gate", "2.50"),
         ("programs", "528"),
         ("planner", "1.0312 (worst layer 1.5000)"),
+        ("balanced_selection", "6.00 (6.00-6.00)"),
         ("host_us", "2.0 (1.0-3.0)"),
     ],
 )
