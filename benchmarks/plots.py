@@ -81,7 +81,8 @@ def _selection(measured: Mapping[str, Any]) -> dict[str, str]:
     factor = "capacity factor"
     return {
         "imbalance": line_chart(
-            lines("imbalance"), Axes(f"Rank loads, popularities {skew}", factor, "hottest rank / mean rank")
+            lines("imbalance"),
+            Axes(f"Rank loads, popularities {skew}", factor, "hottest rank / mean rank", log_y=True),
         ),
         "kept": line_chart(
             lines("kept_share"), Axes(f"Picks kept, popularities {skew}", factor, "share of the top 8 that is kept")
