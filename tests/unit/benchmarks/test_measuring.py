@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from benchmarks.conversations import check_computed, fewest_computed, replay
@@ -17,9 +20,14 @@ from tests.support.counting import CARD, CountingExecutor
 
 
 @pytest.fixture
-def counting_loop():
+def executor():
+    return CountingExecutor()
+
+
+@pytest.fixture
+def counting_loop(executor):
     settings = LoopSettings(SchedulerSettings(max_running_requests=8), CacheSettings(), idle_release_s=60)
-    loop = EngineLoop(CountingExecutor(), CARD, settings=settings)
+    loop = EngineLoop(executor, CARD, settings=settings)
     yield loop
     loop.shutdown()
 
@@ -97,8 +105,14 @@ def test_answers_and_steps_must_agree_on_what_was_computed():
 
 
 @pytest.mark.parametrize("num_sequences", [1, 5])
-def test_a_window_counts_the_steps_in_which_all_decode(counting_loop, num_sequences):
-    run = decode_together(counting_loop, num_sequences, num_new_tokens=40, seed=1)
+def test_a_window_counts_the_steps_in_which_all_decode(counting_loop, executor, num_sequences):
+    executor.may_step.clear()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(decode_together, counting_loop, num_sequences, num_new_tokens=40, seed=1)
+        while not running.done() and counting_loop.statistics()["requests_live"] < num_sequences:
+            time.sleep(0.001)
+        executor.may_step.set()
+        run = running.result()
     assert 0 < run["steps"] < 40
     assert run["tokens_sampled"] == num_sequences * run["steps"]
     assert run["seconds"] > 0
