@@ -12,6 +12,7 @@ from benchmarks.device_wait import StepSpan, StepWatch, waited_seconds
 from benchmarks.engine import check_same, routing_arrays
 from benchmarks.engine_runs import check_routing, in_turn, run_engine
 from benchmarks.load_curve import DecodeWindow, decode_together
+from benchmarks.rebalance import window
 from benchmarks.workloads import Workload
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
@@ -116,6 +117,12 @@ def test_a_window_counts_the_steps_in_which_all_decode(counting_loop, executor, 
     assert 0 < run["steps"] < 40
     assert run["tokens_sampled"] == num_sequences * run["steps"]
     assert run["seconds"] > 0
+
+
+def test_a_window_of_moves_is_held_against_the_quiet_steps_around_it():
+    moving = window([0.25, 0.75], [0.25, 0.25, 0.5], num_slots=7)
+    assert (moving["steps"], moving["slots"], moving["seconds"], moving["busy_step_s"]) == (2, 7, 1.0, 0.5)
+    assert (moving["longest_gap"], moving["longest_quiet_gap"]) == (3.0, 2.0)
 
 
 def test_sequences_that_never_ran_together_are_refused(counting_loop):
