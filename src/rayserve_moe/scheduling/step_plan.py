@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from rayserve_moe.balancing.rebalance import RebalancePiece
+from rayserve_moe.balancing.rebalance import FailedFetch, RebalancePiece
 from rayserve_moe.requests import TopLogprobs
 
 LAST_SAMPLED = -1
@@ -164,6 +164,7 @@ class StepResult:
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
     They wrap around: take differences. `tally` int64 [4] tells, where slots have limited room, how many picks its
     tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
+    `failed_fetch` is told by every step until another rebalance begins.
     """
 
     step_id: int
@@ -176,6 +177,7 @@ class StepResult:
     scores: TokenScores | None = None
     expert_counts: np.ndarray | None = None
     tally: np.ndarray | None = None
+    failed_fetch: FailedFetch | None = None
 
 
 @dataclass(frozen=True)
