@@ -45,6 +45,7 @@ class Rebalancing:
         self.expert_counts: np.ndarray | None = None
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
         self._counts_every, self._num_steps = counts_every, 0
+        self._is_held = False
 
     def head_for(self, placement: ExpertPlacement) -> None:
         """Have the next steps bring experts to `placement`, whatever was under way or asked for before.
@@ -54,14 +55,25 @@ class Rebalancing:
         self.rebalance.check(placement)
         self._wanted.append(placement)
 
+    def hold(self) -> ExpertPlacement:
+        """Have experts stay where they are until `go_on`; returns where that is."""
+        self._is_held = True
+        return self.rebalance.placement
+
+    def go_on(self) -> None:
+        """Let experts move again."""
+        self._is_held = False
+
     def attach(self, schedule: Schedule) -> Schedule:
         """Give a step that computes something the next piece, and every few of them the question for counts."""
         if not schedule.plan.num_chunks:
             return schedule
         self._num_steps += 1
-        if self._wanted:
-            self.rebalance.begin(self._wanted.pop())
-        piece, wants_counts = self.rebalance.next_piece(), self._num_steps % self._counts_every == 0
+        piece, wants_counts = None, self._num_steps % self._counts_every == 0
+        if not self._is_held:
+            if self._wanted:
+                self.rebalance.begin(self._wanted.pop())
+            piece = self.rebalance.next_piece()
         if piece is None and not wants_counts:
             return schedule
         return replace(schedule, plan=replace(schedule.plan, rebalance=piece, wants_expert_counts=wants_counts))
