@@ -84,7 +84,7 @@ def _update_answer(outcome: WeightOutcome) -> Response:
     if outcome.success:
         return json_answer({**told, "weight_version": outcome.weight_version})
     error = ApiError(400, outcome.message, param="model_path", code="weights_refused")
-    return json_answer({**told, **error.body()}, status=400)
+    return json_answer({**error.body(), **told}, status=error.status)
 
 
 def _flush_route(state: ApiState) -> Callable[[], Awaitable[Response]]:
