@@ -112,6 +112,8 @@ def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
 
 
 def _without_place(message: str, directory: str) -> str:
-    """A message without the path that the client gave."""
+    """A message without the path that the client gave, plain or as Python quotes it."""
     place = str(Path(directory))
-    return message.replace(f"{place}/", "").replace(place, "the checkpoint")
+    for spelled in (place, repr(place)[1:-1]):
+        message = message.replace(f"{spelled}/", "").replace(spelled, "the checkpoint")
+    return message
