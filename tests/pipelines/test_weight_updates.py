@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
-from tests.support.checkpoints import CORE_CONFIG
 from tests.support.versions import Answer, VersionedReference
 from tests.support.workload import draw_prompt
 
@@ -24,11 +22,6 @@ NUM_CLIENTS, NUM_UPDATES = 6, 20
 MODES = (None, "in_place", "retract", "abort")
 CHANGING = {"max_running_requests": 4, "num_pages": 61}
 """Settings of the engine whose weights change here; no other test uses it."""
-
-
-@pytest.fixture(scope="session")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("core") / "other", CORE_CONFIG, seed=4, dtype="float32")
 
 
 @pytest.fixture(scope="session")

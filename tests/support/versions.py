@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,16 @@ from tests.support.outcomes import LOGPROB_TOLERANCE
 from tests.support.router_reference import RouterReference, Tally
 
 Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Outputs with their log-probs, ranges of positions with the version of each, and routing from position 0 on."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ranges: list[tuple[int, int, str]]
+    routing: RoutedExperts | None
 
 
 class VersionedReference:
@@ -31,6 +41,7 @@ class VersionedReference:
     def note(self, version: str, path: Path, *, is_recomputed: bool) -> None:
         """Name the checkpoint of a version; `is_recomputed`: nothing went on from keys and values of the last one."""
         self.path_of[version] = path
+        self.pure_from.discard(version)
         if is_recomputed:
             self.pure_from.add(version)
 
@@ -39,36 +50,40 @@ class VersionedReference:
 
         What goes on from keys and values of other weights is nobody's: there only the labels are compared.
         """
-        meta, token_ids = answer["meta_info"], [*prompt, *answer["output_ids"]]
+        meta = answer["meta_info"]
         ranges = [tuple(labelled) for labelled in meta["weight_versions"]]
-        check_ranges(ranges, len(prompt), end=len(token_ids))
         assert not ranges or meta["weight_version"] == ranges[-1][2]
-        told = np.array([entry[0] for entry in meta["output_token_logprobs"]])
-        for first, last, version in self._pure(ranges):
+        routing = decode_answer(answer, self._layout) if meta.get("routed_experts") is not None else None
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        self.check_outputs(prompt, Labelled(answer["output_ids"], logprobs, ranges, routing))
+
+    def check_outputs(self, prompt: list[int], told: Labelled) -> None:
+        """Do as `check`, of what an answer is made of."""
+        token_ids = [*prompt, *told.ids]
+        check_ranges(told.ranges, len(prompt), end=len(token_ids))
+        pure = [labelled for i, labelled in enumerate(told.ranges) if i == 0 or labelled[2] in self.pure_from]
+        self.num_ranges += len(pure)
+        self.num_mixed += len(told.ranges) - len(pure)
+        for first, last, version in pure:
             wanted = self.of(version).logprobs(token_ids)[first - 1 : last - 1]
-            np.testing.assert_allclose(told[first - len(prompt) : last - len(prompt)], wanted, atol=LOGPROB_TOLERANCE)
-        if ranges and meta.get("routed_experts_info"):
-            self._check_rows(token_ids, len(prompt), decode_answer(answer, self._layout), ranges)
+            actual = told.logprobs[first - len(prompt) : last - len(prompt)]
+            np.testing.assert_allclose(actual, wanted, rtol=0, atol=LOGPROB_TOLERANCE)
+        if told.routing is not None:
+            self._check_rows(token_ids, len(prompt), told, {version for *_, version in pure})
 
     def of(self, version: str) -> RouterReference:
         """The model under the weights of a version."""
         return self._references[self.path_of[version]]
 
-    def _pure(self, ranges: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-        pure = [labelled for i, labelled in enumerate(ranges) if i == 0 or labelled[2] in self.pure_from]
-        self.num_ranges += len(pure)
-        self.num_mixed += len(ranges) - len(pure)
-        return pure
-
-    def _check_rows(
-        self, token_ids: list[int], num_prompt_tokens: int, routing: RoutedExperts, ranges: list[tuple[int, int, str]]
-    ) -> None:
+    def _check_rows(self, token_ids: list[int], num_prompt_tokens: int, told: Labelled, pure: set[str]) -> None:
         """A row of an output's token belongs to the log-prob that was found with it, that of the token after it."""
-        token_version = {p: version for first, last, version in ranges for p in range(first, last)}
+        routing = told.routing
+        assert routing is not None, "there are no rows"
+        token_version = {p: version for first, last, version in told.ranges for p in range(first, last)}
         row_version = {p: version for first, last, version in routing.weight_version for p in range(first, last)}
-        pure = {version for _, _, version in self._pure(ranges)}
         for position in range(num_prompt_tokens, len(token_ids) - 1):
-            assert row_version[position] == token_version[position + 1], "a row is not of its log-prob's weights"
+            is_right = row_version.get(position) in (token_version[position + 1], None)
+            assert is_right, f"row {position} is not of its log-prob's weights: {told.ranges}, {routing}"
         for version in set(row_version.values()):
             wanted = [
                 p for p, of in row_version.items() if of == version and (p < num_prompt_tokens or version in pure)

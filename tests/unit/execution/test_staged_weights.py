@@ -28,11 +28,6 @@ from tests.support.placements import random_placement
 PLENTY, NOTHING = 1 << 60, 0
 
 
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("core") / "other", CORE_CONFIG, seed=4, dtype="float32")
-
-
 def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), num_redundant: int = 0) -> HostRunner:
     """A runner with weights and nothing compiled."""
     settings = RunnerSettings(
