@@ -31,3 +31,9 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 def core_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny float32 model of `tests.support.checkpoints`, written once."""
     return write_checkpoint(tmp_path_factory.mktemp("core") / "model", CORE_CONFIG, seed=3, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for the same model."""
+    return write_checkpoint(tmp_path_factory.mktemp("core") / "other", CORE_CONFIG, seed=4, dtype="float32")

@@ -121,12 +121,14 @@ class TopLogprobs:
 class PromptScores:
     """Log-probs float32 [N] of the prompt tokens at positions `start + 1 .. start + N`, each given those before it.
 
-    N is the prompt's length - 1 - `start`, or less where the request ended before its prompt was computed.
+    N is the prompt's length - 1 - `start`, or less where the request ended before its prompt was computed. All are
+    computed under the weights `weight_version`.
     """
 
     start: int
     logprobs: np.ndarray
     top: TopLogprobs | None = None
+    weight_version: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class GenerationUpdate:
 
     `top` goes with `logprobs` where it was asked for, `prompt_scores` come with the last update. `routing` comes with
     the last update too, or, streamed, with every one: then it starts where that of the update before has ended.
+    `weight_versions` are pairs of a position and the weights that outputs from there on were sampled under, up to the
+    next pair, for all of the choice so far.
     """
 
     request_id: str
@@ -146,6 +150,7 @@ class GenerationUpdate:
     num_cached_tokens: int = 0
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
+    weight_versions: tuple[tuple[int, str], ...] = ()
 
 
 class RequestError(ValueError):
@@ -154,6 +159,10 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class WeightsRefusedError(ValueError):
+    """A checkpoint whose weights cannot take the place of those that serve. The message does not tell where it lies."""
 
 
 @dataclass(frozen=True)

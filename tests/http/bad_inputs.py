@@ -269,7 +269,17 @@ BAD_COMMANDS = [
     ("an abort of a number", "/abort_request", {"rid": 7}, 400, "rid"),
     ("an abort of all as a word", "/abort_request", {"abort_all": MARKER}, 400, "abort_all"),
     _raw("an abort that is no JSON", b"zq7-marker", "/abort_request"),
-]
+    ("a pause in no mode there is", "/pause_generation", {"mode": MARKER}, 400, "mode"),
+    ("a pause in a number", "/pause_generation", {"mode": 1}, 400, "mode"),
+    ("weights from nowhere", "/update_weights_from_disk", {}, 400, "model_path"),
+    ("weights from a number", "/update_weights_from_disk", {"model_path": 7}, 400, "model_path"),
+    ("weights from beside the server", "/update_weights_from_disk", {"model_path": MARKER}, 400, "model_path"),
+    ("weights from an impossible path", "/update_weights_from_disk", {"model_path": f"/{MARKER}\0"}, 400, "model_path"),
+    ("weights made up", "/update_weights_from_disk", {"model_path": "/x", "load_format": "dummy"}, 400, "load_format"),
+    ("a version of no name", "/update_weights_from_disk", {"model_path": "/x", "weight_version": ""}, 400,
+     "weight_version"),
+    ("a flush in words", "/update_weights_from_disk", {"model_path": "/x", "flush_cache": MARKER}, 400, "flush_cache"),
+]  # fmt: skip
 
 BAD_INPUTS = [
     *BAD_JSON,

@@ -18,6 +18,7 @@ ROUTES = {
     },
     "post": {
         COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",
+        "/pause_generation", "/continue_generation", "/update_weights_from_disk",
         "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
         "/update_weights_from_tensor", "/release_memory_occupation", "/resume_memory_occupation",
     },

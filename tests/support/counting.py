@@ -7,10 +7,11 @@ import threading
 import numpy as np
 
 from rayserve_moe.engine.executor import ExecutorFailure
-from rayserve_moe.requests import ModelCard, RoutingLayout
+from rayserve_moe.requests import ModelCard, RoutingLayout, WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RoutingRows, StartReport, StepPlan, StepResult
 
 VOCABULARY = 1000
+REFUSED_PATH, LOST_PATH = "/refused", "/lost"
 
 CARD = ModelCard(
     name="counting",
@@ -29,7 +30,8 @@ ROUTING = RoutingLayout(num_hidden_layers=1, layer_ids=(0,), num_experts=256, to
 class CountingExecutor:
     """Samples last token + 1. It can be held in the middle of a step, and fails from call number `fails_from` on.
 
-    `num_prompt_tokens` were computed that nobody sampled just before. Every step brings the same `tally`, if any.
+    `num_prompt_tokens` were computed that nobody sampled just before. It stages any weights but those at REFUSED_PATH
+    and LOST_PATH, and can be held while it does. Every step brings the same `tally`, if any.
     """
 
     def __init__(self, num_pages: int = 64) -> None:
@@ -39,6 +41,11 @@ class CountingExecutor:
         self.may_step = threading.Event()
         self.may_step.set()
         self.in_step = threading.Event()
+        self.may_stage = threading.Event()
+        self.may_stage.set()
+        self.in_stage = threading.Event()
+        self.staged: str | None = None
+        self.serving = "first"
         self.fails_from = float("inf")
         self.num_calls = 0
         self.num_prompt_tokens = 0
@@ -56,8 +63,21 @@ class CountingExecutor:
         self.may_step.wait()
         if self.num_calls >= self.fails_from:
             raise ExecutorFailure("host 1 is gone")
+        if plan.takes_staged_weights:
+            assert self._in_flight is None and self.staged is not None and not plan.num_chunks
+            self.serving, self.staged = self.staged, None
+            return None
         before, self._in_flight = self._in_flight, self._compute(plan) if plan.num_chunks else None
         return before
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        self.in_stage.set()
+        self.may_stage.wait()
+        if model_path == LOST_PATH:
+            raise ExecutorFailure("host 1 is gone")
+        if model_path == REFUSED_PATH:
+            raise WeightsRefusedError("a tensor is missing")
+        self.staged = model_path
 
     def _compute(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1

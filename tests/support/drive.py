@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
@@ -34,6 +36,9 @@ class PreparedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         return self._runner.execute(plan)
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        self._runner.staged.read(model_path, expert_of_slot)
 
     def release(self) -> None:
         """Nothing to give back."""

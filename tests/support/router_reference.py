@@ -1,6 +1,7 @@
-"""What the routers of a checkpoint choose, by plain numpy in float64 from its files: no jax, no cache, no batch.
+"""A checkpoint in plain numpy, float64, from its files: what its routers choose, and how likely it finds tokens.
 
-And the law that all routing is held to: a row is the reference's, or reported missing, or decides a tie.
+No jax, no cache, no batch. And the law that all routing is held to: a row is the reference's, or reported missing, or
+decides a tie.
 """
 
 from __future__ import annotations
@@ -39,14 +40,19 @@ class RouterReference:
         self._config = json.loads((checkpoint / "config.json").read_bytes())
         weights = load_file(checkpoint / "model.safetensors")
         self._weights = {name: array.astype(np.float64) for name, array in weights.items()}
-        self._known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def rows(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Run the model over `token_ids`, every one of them fed."""
-        key = tuple(token_ids)
-        if key not in self._known:
-            self._known[key] = self._run(np.asarray(token_ids))
-        return self._known[key]
+        rows, gaps, _ = self._all(token_ids)
+        return rows, gaps
+
+    def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Log-probs [T - 1] of every token but the first, given those before it."""
+        hidden = self._norm(self._all(token_ids)[2], "model.norm")
+        head = "model.embed_tokens" if self._config["tie_word_embeddings"] else "lm_head"
+        probabilities = _softmax(self._project(hidden[:-1], head))
+        return np.log(probabilities[np.arange(len(token_ids) - 1), list(token_ids[1:])])
 
     def check(self, token_ids: Sequence[int], routing: RoutedExperts, tally: Tally) -> None:
         """Assert that every row of `routing`, of the sequence `token_ids`, is right or reported missing."""
@@ -60,7 +66,13 @@ class RouterReference:
         tally.compared += int(is_known.sum()) * rows.shape[1]
         tally.tied += int(differs.sum())
 
-    def _run(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _all(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        key = tuple(token_ids)
+        if key not in self._known:
+            self._known[key] = self._run(np.asarray(token_ids))
+        return self._known[key]
+
+    def _run(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         hidden = self._weights["model.embed_tokens.weight"][token_ids]
         rows, gaps = [], []
         for layer in range(self._config["num_hidden_layers"]):
@@ -74,7 +86,7 @@ class RouterReference:
             else:
                 out = self._mlp(normed, f"{name}.mlp")
             hidden = hidden + out
-        return np.stack(rows, axis=1), np.stack(gaps, axis=1)
+        return np.stack(rows, axis=1), np.stack(gaps, axis=1), hidden
 
     def _norm(self, values: np.ndarray, name: str) -> np.ndarray:
         scale = np.sqrt((values**2).mean(axis=-1, keepdims=True) + self._config["rms_norm_eps"])

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +24,8 @@ KEPT_BYTES = 4 << 30
 operating system's cache."""
 
 ArrayTree = dict[str, "jax.Array | ArrayTree"]
+StagedTree = dict[str, "StagedParameter | StagedTree"]
+Leaf = TypeVar("Leaf")
 Range = tuple[int, int]
 Region = tuple[Range, ...]
 Piece = tuple[str, Region]
@@ -39,6 +42,19 @@ class WeightSource:
     files: CheckpointFiles
     rules: Mapping[str, str]
     expert_of_slot: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class StagedParameter:
+    """A parameter in host memory: each region that devices of this host are to hold, with those devices."""
+
+    spec: ParamSpec
+    sharding: jax.sharding.Sharding
+    shards: tuple[tuple[np.ndarray, list[jax.Device]], ...]
+
+    def on_devices(self) -> jax.Array:
+        """Copy it to its devices."""
+        return _on_devices(self.spec, self.sharding, shards=self.shards)
 
 
 class PieceReader:
@@ -80,11 +96,41 @@ def load_parameters(
     process calls this with the same arguments and reads its own part. CheckpointError as in `names.verify`; ValueError
     where `expert_of_slot` is not of the tree's layers, slots and experts.
     """
+    source = _checked_source(files, tree, rules=rules, expert_of_slot=expert_of_slot)
+
+    def load(spec: ParamSpec) -> jax.Array:
+        sharding = sharding_of(spec)
+        return _on_devices(spec, sharding, shards=_shards(source, spec, sharding))
+
+    return _mapped(load, tree)
+
+
+def stage_parameters(
+    files: CheckpointFiles,
+    tree: SpecTree,
+    *,
+    rules: Mapping[str, str],
+    sharding_of: Callable[[ParamSpec], jax.sharding.Sharding],
+    expert_of_slot: np.ndarray | None = None,
+) -> StagedTree:
+    """Do as `load_parameters`, but leave everything in host memory."""
+    source = _checked_source(files, tree, rules=rules, expert_of_slot=expert_of_slot)
+
+    def stage(spec: ParamSpec) -> StagedParameter:
+        sharding = sharding_of(spec)
+        return StagedParameter(spec, sharding, tuple(_shards(source, spec, sharding)))
+
+    return _mapped(stage, tree)
+
+
+def _checked_source(
+    files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], expert_of_slot: np.ndarray | None
+) -> WeightSource:
     for _, spec in walk(tree):
         if spec.num_experts:
             _check_slots(spec, expert_of_slot)
     verify(files, tree, rules=rules)
-    return _load_tree(WeightSource(files, rules, expert_of_slot), tree, sharding_of)
+    return WeightSource(files, rules, expert_of_slot)
 
 
 def _check_slots(spec: ParamSpec, expert_of_slot: np.ndarray | None) -> None:
@@ -99,30 +145,33 @@ def _check_slots(spec: ParamSpec, expert_of_slot: np.ndarray | None) -> None:
         raise ValueError(f"expert_of_slot names an expert outside of 0..{spec.num_experts - 1}")
 
 
-def _load_tree(
-    source: WeightSource, tree: SpecTree, sharding_of: Callable[[ParamSpec], jax.sharding.Sharding]
-) -> ArrayTree:
-    return {
-        key: _load_array(source, node, sharding_of(node))
-        if isinstance(node, ParamSpec)
-        else _load_tree(source, node, sharding_of)
-        for key, node in tree.items()
-    }
+def _mapped(read: Callable[[ParamSpec], Leaf], tree: SpecTree) -> dict[str, Any]:
+    """A tree of the same keys with what is read for each spec."""
+    return {key: read(node) if isinstance(node, ParamSpec) else _mapped(read, node) for key, node in tree.items()}
 
 
-def _load_array(source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding) -> jax.Array:
+def _shards(
+    source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding
+) -> Iterator[tuple[np.ndarray, list[jax.Device]]]:
+    """Read what the devices of this host are to hold, one region after the other."""
     devices_by_region: dict[Region, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         assert index is not None, "every addressable device holds a shard"
         devices_by_region.setdefault(_region(index, spec.shape), []).append(device)
     wanted = (piece for region in devices_by_region for _, piece in _pieces(source, spec, region))
     reader = PieceReader(source.files, wanted)
-    shards: list[jax.Array] = []
     for region, devices in devices_by_region.items():
-        values = _fill(source, spec, region, reader)
+        yield _fill(source, spec, region, reader), devices
+
+
+def _on_devices(
+    spec: ParamSpec, sharding: jax.sharding.Sharding, *, shards: Iterable[tuple[np.ndarray, list[jax.Device]]]
+) -> jax.Array:
+    held: list[jax.Array] = []
+    for values, devices in shards:
         # Wait for the copies, so that the next region is read only when this one is off the host.
-        shards += jax.block_until_ready([jax.device_put(values, device) for device in devices])
-    return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards, dtype=jax.numpy.dtype(spec.dtype))
+        held += jax.block_until_ready([jax.device_put(values, device) for device in devices])
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, held, dtype=jax.numpy.dtype(spec.dtype))
 
 
 def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:

@@ -33,8 +33,8 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float
 class SyntheticConfig:
     """Sizes of a random model, under the names of `config.json`; then how its weights are drawn.
 
-    Weights are normal with deviation `scale`; norms are one plus normal noise of deviation `norm_jitter`. The routers'
-    weights of each expert are scaled by a lognormal factor of deviation `router_skew`: some experts are chosen far more.
+    Weights are normal with deviation `scale`; norms are one plus normal noise of deviation `norm_jitter`. Router
+    weights of each expert are scaled by a lognormal factor of deviation `router_skew`: some are chosen far more.
     """
 
     vocab_size: int

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import cast
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -16,7 +18,11 @@ from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start
+
+POLL_S = 0.02
+"""From asking the hosts whether they have read new weights to asking again."""
 
 
 class GroupExecutor:
@@ -47,6 +53,20 @@ class GroupExecutor:
             return self._transport.execute(plan)
         except RayError as error:
             raise ExecutorFailure(f"step {plan.step_id} was lost: {error}") from error
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        try:
+            ray.get([worker.begin_staging.remote(model_path, expert_of_slot) for worker in self.workers])
+            outcomes = [worker.staging_outcome.remote() for worker in self.workers]
+            while None in (told := ray.get(outcomes, timeout=self._cluster.step_timeout_s)):
+                time.sleep(POLL_S)
+                outcomes = [worker.staging_outcome.remote() for worker in self.workers]
+            refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(told) if refusal]
+            if refusals:
+                ray.get([worker.drop_staged.remote() for worker in self.workers])
+                raise WeightsRefusedError(refusals[0])
+        except RayError as error:
+            raise ExecutorFailure(f"a host was lost while it read new weights: {error}") from error
 
     def release(self) -> None:
         if self._transport is not None:

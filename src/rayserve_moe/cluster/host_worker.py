@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import ray
 
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
+from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 NICENESS = 10
@@ -34,6 +37,8 @@ class HostWorker:
 
     def __init__(self, settings: RunnerSettings, place: HostPlace) -> None:
         self._settings, self._place = settings, place
+        self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._staging: Future[None] | None = None
         if place.num_cpu_devices:
             use_cpu_devices(place.num_cpu_devices)
             os.nice(NICENESS)
@@ -65,6 +70,26 @@ class HostWorker:
         """Launch a step and wait for the one before; the first host answers for all of them."""
         result = self._runner.execute(plan)
         return result if self._place.host_id == 0 else None
+
+    def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        """Read other weights, beside the steps: `staging_outcome` tells when they are there."""
+        owned = None if expert_of_slot is None else np.array(expert_of_slot)
+        self._staging = self._reading.submit(self._runner.staged.read, model_path, owned)
+
+    def staging_outcome(self) -> str | None:
+        """None while weights are being read, empty once they are there, otherwise why they cannot be used."""
+        assert self._staging is not None, "begin_staging comes first"
+        if not self._staging.done():
+            return None
+        try:
+            self._staging.result()
+        except WeightsRefusedError as refusal:
+            return str(refusal)
+        return ""
+
+    def drop_staged(self) -> None:
+        """Forget what was read: another host cannot use the checkpoint."""
+        self._runner.staged.drop()
 
     def num_compilations_since_start(self) -> int:
         return self._runner.num_compilations_since_start

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rayserve_moe.engine.joining import joined_routing, joined_top
+from rayserve_moe.engine.joining import joined_ranges, joined_routing, joined_top, labelled_ranges
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
 from rayserve_moe.requests import (
     FinishReason,
@@ -28,7 +28,8 @@ from rayserve_moe.text.choice_text import ChoiceDelta
 class ChoiceResult:
     """One choice as far as it has come. `finish` and `prompt_scores` are there once it has ended.
 
-    So is `routing`, unless it is streamed: then it holds the rows that have come, joined. `top` goes with `logprobs`.
+    So is `routing`, unless it is streamed: then it holds the rows that have come, joined. `top` goes with `logprobs`,
+    `weight_versions` are as in `GenerationUpdate`.
     """
 
     text: str = ""
@@ -39,6 +40,7 @@ class ChoiceResult:
     num_cached_tokens: int = 0
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
+    weight_versions: tuple[tuple[int, str], ...] = ()
 
     def add(self, delta: ChoiceDelta) -> None:
         """Take in the next delta of this choice."""
@@ -49,6 +51,7 @@ class ChoiceResult:
         self.routing = joined_routing(self.routing, delta.routing)
         self.top = joined_top(self.top, delta.top)
         self.prompt_scores = delta.prompt_scores or self.prompt_scores
+        self.weight_versions = delta.weight_versions or self.weight_versions
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
 
 
@@ -83,6 +86,7 @@ def native_fields(
     return_logprob: bool = False,
 ) -> dict:
     """Return the `/generate` object of one choice without routing; while it runs, `finish_reason` is None."""
+    versions = weight_version_ranges(request, result)
     meta_info = {
         "id": request.request_id,
         "finish_reason": _native_finish_reason(result),
@@ -90,11 +94,25 @@ def native_fields(
         "completion_tokens": len(result.token_ids),
         "cached_tokens": result.num_cached_tokens,
         "e2e_latency": e2e_latency_s,
-        "weight_version": card.weight_version,
+        "weight_version": _last_version(result, versions, otherwise=card.weight_version),
+        "weight_versions": [list(labelled) for labelled in versions],
     }
     if return_logprob:
         meta_info |= _native_logprobs(request, result)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
+
+
+def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> tuple[tuple[int, int, str], ...]:
+    """Which weights the log-probs of a choice are of: ranges `(from, to, version)` of positions, the prompt's first.
+
+    They cover the outputs, and before them those prompt tokens that were scored.
+    """
+    num_prompt_tokens, scores = len(request.prompt_ids), result.prompt_scores
+    outputs = labelled_ranges(result.weight_versions, num_prompt_tokens + len(result.token_ids))
+    if scores is None or not len(scores.logprobs):
+        return outputs
+    scored = (scores.start + 1, scores.start + 1 + len(scores.logprobs), scores.weight_version)
+    return joined_ranges((scored, *outputs))
 
 
 def likeliest(top: TopLogprobs) -> list[list[tuple[float, int]]]:
@@ -118,6 +136,13 @@ def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, star
         "routed_experts": encode_routed_experts(wanted, layout),
         "routed_experts_info": routed_experts_info(wanted, layout),
     }
+
+
+def _last_version(result: ChoiceResult, ranges: tuple[tuple[int, int, str], ...], *, otherwise: str) -> str:
+    """The weights of the last log-prob, or, while there is none, those that the first one would be of."""
+    if ranges:
+        return ranges[-1][2]
+    return result.weight_versions[-1][1] if result.weight_versions else otherwise
 
 
 def _native_logprobs(request: GenerationRequest, result: ChoiceResult) -> dict:

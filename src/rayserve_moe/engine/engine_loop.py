@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import queue
 import re
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from functools import partial
-
-import numpy as np
 
 from rayserve_moe.config.derive import prefill_chunk_tokens
 from rayserve_moe.config.settings import BalancingSettings, CacheSettings, SchedulerSettings
 from rayserve_moe.engine.admission import check_request
+from rayserve_moe.engine.control import ABORTED, EngineControl
 from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.inbox import EngineStoppedError, Inbox
 from rayserve_moe.engine.publication import Publication, Sink
 from rayserve_moe.engine.rebalancing import rebalancing_for
 from rayserve_moe.engine.routing_capture import RoutingCapture
@@ -30,16 +27,11 @@ from rayserve_moe.scheduling.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-NO_ROWS = np.zeros(0, np.int64)
-ABORTED = FinishReason("abort")
+__all__ = ["EngineBusyError", "EngineLoop", "EngineStoppedError", "LoopSettings"]
 
 
 class EngineBusyError(RuntimeError):
     """Too many requests wait already; ask again later."""
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine is shut down, has failed, or makes no progress."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +51,15 @@ class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
     Commands travel through an inbox and take effect between steps. After a failure every request ends with an
-    error, and nothing is accepted any more. `rebalancing` moves experts between devices, where that is switched on.
+    error, and nothing is accepted any more. `rebalancing` moves experts between devices, where that is switched on;
+    `control` pauses the engine and changes its weights.
     """
 
     def __init__(self, executor: Executor, card: ModelCard, *, settings: LoopSettings) -> None:
-        self.card = card
+        self._card = card
         self._executor, self._settings = executor, settings
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._failure: str | None = None
+        self._inbox = Inbox()
         self._step_started_at: float | None = None
-        self._is_stopping = False
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
         self.rebalancing = rebalancing_for(
@@ -77,26 +67,33 @@ class EngineLoop:
         )
         self._cycle = self._assemble(self.start_report.num_pages)
         self._publication = Publication(self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing)
+        self.control = EngineControl(self._cycle, executor, publication=self._publication, inbox=self._inbox)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def card(self) -> ModelCard:
+        """The model being served, as it is now."""
+        path = self.control.model_path or self._card.path
+        return dataclasses.replace(self._card, weight_version=self.control.weight_version, path=path)
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Queue a request; `sink` gets its updates from the engine thread and must not block.
 
         Raises RequestError for what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
         """
-        check_request(request, self.card, longest=self._longest)
+        check_request(request, self._card, longest=self._longest)
         limits = self._settings.scheduler
-        with self._wake:
-            self._refuse_when_stopped()
+        with self._inbox.lock:
+            self._inbox.check_open()
             num_live = len(self._publication)
             if num_live >= limits.max_running_requests * self._settings.num_data_ranks + limits.max_waiting_requests:
                 raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
             if request.request_id in self._publication:
                 raise RequestError("a request with this id is running", "rid")
-            sequences = _sequences_of(request, self.card)
+            sequences = _sequences_of(request, self._card)
             self._publication.add(sequences, sink)
-            self._post(lambda: self._cycle.scheduler.add(sequences))
+            self._inbox.post(lambda: self._cycle.scheduler.add(sequences))
 
     def abort(self, request_id: str) -> None:
         """End all choices of a request that are still running, with finish reason `abort`; unknown ids are ignored."""
@@ -117,8 +114,7 @@ class EngineLoop:
 
     def flush(self) -> None:
         """Forget all cached prefixes, before anything that is submitted from now on; what runs keeps its pages."""
-        with self._wake:
-            self._post(self._cycle.scheduler.flush)
+        self._inbox.post(self._cycle.scheduler.flush)
 
     @property
     def is_idle(self) -> bool:
@@ -134,36 +130,24 @@ class EngineLoop:
 
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
-        self._refuse_when_stopped()
+        self._inbox.check_open()
         started = self._step_started_at
         if started is not None and time.monotonic() - started > self._settings.step_timeout_s:
             raise EngineStoppedError(f"a step has been running for over {self._settings.step_timeout_s} s")
 
     def check_integrity(self) -> None:
         """Assert, between two steps, that pages and rows add up against an independent count."""
-        done: queue.SimpleQueue[AssertionError | None] = queue.SimpleQueue()
-
-        def check() -> None:
-            try:
-                self._cycle.scheduler.check_integrity()
-            except AssertionError as error:
-                done.put(error)
-            else:
-                done.put(None)
-
-        with self._wake:
-            self._refuse_when_stopped()
-            self._post(check)
-        if (error := done.get(timeout=self._settings.step_timeout_s)) is not None:
-            raise error
+        fault = self._inbox.call(partial(_fault_of, self._cycle.scheduler)).result(self._settings.step_timeout_s)
+        if fault is not None:
+            raise fault
 
     def shutdown(self) -> None:
         """Abort what runs, stop the thread and the executor. May be called twice."""
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
+        self._inbox.close("the engine is shut down")
+        self.control.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        self._inbox.give_up()
         self._executor.shutdown()
 
     def _assemble(self, num_pages: int) -> StepCycle:
@@ -175,28 +159,17 @@ class EngineLoop:
             chunk_tokens=prefill_chunk_tokens(scheduler),
             page_size=cache.page_size,
             num_pages=num_pages,
-            max_tokens=self.card.max_model_len,
+            max_tokens=self._card.max_model_len,
             num_data_ranks=num_ranks,
             caches_prefixes=cache.enable_prefix_caching,
         )
         return StepCycle(
-            Scheduler(limits, weight_version=self.card.weight_version),
+            Scheduler(limits, weight_version=self._card.weight_version),
             self._executor,
-            capture=_capture_for(self.card, limits) if self.card.returns_routing else None,
+            capture=_capture_for(self._card, limits) if self._card.returns_routing else None,
             overlaps=scheduler.overlap_steps,
             rebalancing=self.rebalancing,
         )
-
-    def _post(self, command: Callable[[], None]) -> None:
-        """Leave a command for the engine thread; the caller holds `_wake`."""
-        self._inbox.append(command)
-        self._wake.notify()
-
-    def _refuse_when_stopped(self) -> None:
-        if self._failure is not None:
-            raise EngineStoppedError(f"the engine has failed: {self._failure}")
-        if self._is_stopping:
-            raise EngineStoppedError("the engine is shut down")
 
     def _run(self) -> None:
         try:
@@ -213,43 +186,43 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Carry out what is in the inbox; with nothing to do, sleep. False when it is time to stop."""
-        while not self._is_stopping:
-            while self._inbox:
-                self._inbox.popleft()()
+        while not self._inbox.is_closed:
+            self._step_started_at = time.monotonic()
+            self._inbox.run_all()
+            self._step_started_at = None
             if self._cycle.has_work:
                 return True
             self._sleep_until_woken()
         return False
 
     def _sleep_until_woken(self) -> None:
-        with self._wake:
-            if self._wake.wait_for(self._has_call, self._settings.idle_release_s):
-                return
-        self._executor.release()
-        with self._wake:
-            self._wake.wait_for(self._has_call)
-
-    def _has_call(self) -> bool:
-        return bool(self._inbox) or self._is_stopping
+        if not self._inbox.wait(self._settings.idle_release_s):
+            self._executor.release()
+            self._inbox.wait()
 
     def _end_all_of(self, request_ids: list[str], choice_index: int | None, reason: FinishReason) -> None:
         """Have choices of requests ended that run now: a request may follow under the same name."""
-        with self._wake:
+        with self._inbox.lock:
             meant = [s for request_id in request_ids for s in self._publication.unfinished(request_id)]
             chosen = [s for s in meant if choice_index in (None, s.choice_index)]
-            self._post(partial(self._end, chosen, reason))
-
-    def _end(self, sequences: list[Sequence], reason: FinishReason) -> None:
-        for sequence in sequences:
-            if sequence.finish is None:
-                self._publication.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
+            self._inbox.post(partial(self.control.end, chosen, reason))
 
     def _fail(self, message: str) -> None:
         """Refuse everything from now on and end what runs with an error."""
-        with self._wake:
-            self._failure = message
+        with self._inbox.lock:
+            self._inbox.close(f"the engine has failed: {message}")
             self._step_started_at = None
+        self._inbox.give_up()
         self._publication.end_all(FinishReason("error", message=f"the engine has failed: {message}"))
+
+
+def _fault_of(scheduler: Scheduler) -> AssertionError | None:
+    """What is wrong with rows and pages, if anything."""
+    try:
+        scheduler.check_integrity()
+    except AssertionError as error:
+        return error
+    return None
 
 
 def _capture_for(card: ModelCard, limits: StepLimits) -> RoutingCapture:

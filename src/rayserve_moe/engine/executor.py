@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
@@ -14,7 +16,7 @@ class ExecutorFailure(RuntimeError):
 class Executor(Protocol):
     """Runs steps: in this process (`execution.host_runner`) or over a Ray graph (`cluster.step_graph`).
 
-    Calls come from one thread. After `ExecutorFailure` only `shutdown` may follow.
+    Calls come from one thread, but for `stage_weights`. After `ExecutorFailure` only `shutdown` may follow.
     """
 
     def start(self) -> StartReport:
@@ -25,6 +27,14 @@ class Executor(Protocol):
         """Hand a step to the devices, then wait for the result of the one before; None where there is none.
 
         So the devices find their next step waiting. A plan without chunks computes nothing.
+        """
+        ...
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        """Have every host read and check its share of a checkpoint, while steps run; one call at a time.
+
+        Experts go where `expert_of_slot` [MoE layers, slots] says, None: where they were at the start. A plan with
+        `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them: then none keeps any.
         """
         ...
 

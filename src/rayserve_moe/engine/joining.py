@@ -20,9 +20,9 @@ def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) ->
     return replace(
         before,
         rows=np.concatenate([before.rows, after.rows]),
-        missing=_joined_ranges(before.missing + after.missing),
-        source=_joined_ranges(before.source + after.source),
-        weight_version=_joined_ranges(before.weight_version + after.weight_version),
+        missing=joined_ranges(before.missing + after.missing),
+        source=joined_ranges(before.source + after.source),
+        weight_version=joined_ranges(before.weight_version + after.weight_version),
     )
 
 
@@ -35,7 +35,14 @@ def joined_top(before: TopLogprobs | None, after: TopLogprobs | None) -> TopLogp
     )
 
 
-def _joined_ranges(ranges: tuple) -> tuple:
+def labelled_ranges(labels_from: tuple[tuple[int, str], ...], end: int) -> tuple[tuple[int, int, str], ...]:
+    """Ranges `(from, to, label)` from pairs of a position and the label from there on, up to position `end`."""
+    ends = [position for position, _ in labels_from[1:]] + [end]
+    pairs = zip(labels_from, ends, strict=False)
+    return tuple((first, min(last, end), label) for (first, label), last in pairs if first < min(last, end))
+
+
+def joined_ranges(ranges: tuple) -> tuple:
     """Ranges `(from, to, *label)` in rising order, neighbours of one label made one."""
     joined: list[tuple] = []
     for first, last, *label in ranges:

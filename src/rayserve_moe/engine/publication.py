@@ -16,6 +16,7 @@ Sink = Callable[[list[GenerationUpdate]], None]
 StreamedRouting = Callable[[Sequence], RoutedExperts | None]
 """Gives the rows of a running sequence that its client does not have yet; None where they are not streamed."""
 
+NO_ROWS = np.zeros(0, np.int64)
 GROUPING_S_PER_SEQUENCE = 0.01
 LONGEST_GROUPING_S = 0.13
 """A client hears of a choice at most every so many seconds: at once when alone, later with the load. With the step that
@@ -120,4 +121,5 @@ def _news_of(sequence: Sequence, ending: Ending | None = None) -> GenerationUpda
         num_cached_tokens=sequence.num_cached,
         top=top_of(sequence, first, stop=last),
         prompt_scores=sequence.scoring.scores() if ending is not None and sequence.scoring is not None else None,
+        weight_versions=sequence.weight_versions,
     )

@@ -55,6 +55,7 @@ class Rebalancing:
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
         self._counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
+        self._is_held = False
 
     @property
     def expert_counts(self) -> np.ndarray:
@@ -81,12 +82,22 @@ class Rebalancing:
         self.rebalance.check(placement)
         self._wanted.append(placement)
 
+    def hold(self) -> ExpertPlacement:
+        """Have experts stay where they are until `go_on`; returns where that is."""
+        self._is_held = True
+        return self.rebalance.placement
+
+    def go_on(self) -> None:
+        """Let experts move again."""
+        self._is_held = False
+
     def attach(self, schedule: Schedule) -> Schedule:
         """Give a step that computes something the next piece, and every few of them the question for counts."""
         if not schedule.plan.num_chunks:
             return schedule
         self._num_steps += 1
-        piece, wants_counts = self._next_piece(), self._num_steps % self._counts_every == 0
+        piece = None if self._is_held else self._next_piece()
+        wants_counts = self._num_steps % self._counts_every == 0
         if piece is None and not wants_counts:
             return schedule
         if piece is not None:

@@ -21,6 +21,7 @@ def loop_statistics(cycle: StepCycle, publication: Publication, *, start_report:
         "requests_running": float(len(running)),
         "requests_waiting": float(max(0, publication.num_unfinished - len(running))),
         "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
+        "paused": float(cycle.is_paused),
         "preemptions": float(scheduler.num_preemptions),
         **cycle.statistics(),
         **selection_statistics(cycle.tally, num_ranks=start_report.num_expert_ranks),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -37,6 +37,9 @@ class Turn:
     endings: list[Ending]
 
 
+_NOTHING = Turn(np.zeros(0, np.int64), [])
+
+
 @dataclass
 class StepClock:
     """Where the seconds of all steps so far went, and how much they computed."""
@@ -55,7 +58,8 @@ class StepCycle:
     """Drives scheduler, executor and routing capture in step; knows nothing of clients.
 
     With `overlaps` the devices run a step while the host takes over the one before it and plans the next. With
-    `rebalancing` steps take pieces of a rebalance along. `tally` adds up those of all steps, where they bring any.
+    `rebalancing` steps take pieces of a rebalance along. While `is_paused` no step is planned. `tally` adds up those of
+    all steps, where they bring any.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class StepCycle:
     ) -> None:
         self.scheduler = scheduler
         self.rebalancing = rebalancing
+        self.is_paused = False
         self._executor = executor
         self._capture = capture
         self._overlaps = overlaps
@@ -78,7 +83,7 @@ class StepCycle:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return (self.scheduler.has_work and not self.is_paused) or self._in_flight is not None
 
     def run(self) -> Turn:
         """Plan and submit a step, and commit the one before; pages of ended sequences are free again."""
@@ -94,6 +99,27 @@ class StepCycle:
         if self._in_flight is not None and not self._overlaps:
             turn = _joined(turn, self._exchange(None))
         return turn
+
+    def drain(self) -> Turn:
+        """Commit the step that is in flight, if there is one, and plan none: then nothing runs."""
+        return self._exchange(None) if self._in_flight is not None else _NOTHING
+
+    def retract(self) -> None:
+        """Have everything that runs wait, without its pages. Call after `drain`."""
+        self.scheduler.preempt_all()
+        self._retain_preempted()
+
+    def take_staged_weights(self, weight_version: str) -> None:
+        """Go on under the weights that every host has staged. Call after `drain`."""
+        assert self._in_flight is None, "a step is under way"
+        self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
+        self.scheduler.change_weights(weight_version)
+        self._retain_preempted()
+        if self._capture is not None:
+            self._capture.set_weight_version(weight_version)
+        if self.rebalancing is not None:
+            self.rebalancing.rebalance.restart()
+            self.rebalancing.forget_counts()
 
     def streamed_routing(self, sequence: Sequence) -> RoutedExperts | None:
         """The rows of a running sequence that its client does not have yet; None where they are not streamed."""
@@ -124,7 +150,7 @@ class StepCycle:
         finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
         self._clock.transport_s += returned - submitted
         if finished is None:
-            return Turn(np.zeros(0, np.int64), [])
+            return _NOTHING
         assert result is not None and result.step_id == finished.plan.step_id, "a result is not that of its step"
         if self._capture is not None:
             self._capture.absorb(result.routing)

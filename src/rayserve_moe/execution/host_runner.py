@@ -42,6 +42,7 @@ from rayserve_moe.execution.rebalance import (
     vectors_of_nothing,
 )
 from rayserve_moe.execution.row_updates import update_vectors
+from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepRule
 from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import StepOutput, StepShape
@@ -81,7 +82,7 @@ class _InFlight:
 class HostRunner:
     """Runs step plans on the devices of a mesh; in a multi-host group every host runs the same plans.
 
-    `load`, then `prepare`, then `execute` from one thread.
+    `load`, then `prepare`, then `execute` from one thread; `staged` reads other weights, from any other thread.
     """
 
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
@@ -97,6 +98,7 @@ class HostRunner:
         self._compilations = CompilationCount()
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._in_flight: _InFlight | None = None
+        self.staged = StagedWeights(self.rule, dtype=self.dtype, first_placement=self.placement)
 
     def load(self) -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""
@@ -168,6 +170,10 @@ class HostRunner:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         assert plan.num_chunks or plan.rebalance is None, "a piece of a rebalance goes with a step"
+        if plan.takes_staged_weights:
+            assert self._in_flight is None, "weights change while no step is under way"
+            self.weights = self.staged.take(self.weights)
+            return None
         before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
         return self._collect(before) if before is not None else None
 

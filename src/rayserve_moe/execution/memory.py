@@ -29,6 +29,14 @@ def free_bytes(devices: list[jax.Device]) -> int:
     return available_kib * 1024 // len(devices)
 
 
+def spare_bytes(devices: list[jax.Device]) -> int:
+    """Memory of the fullest local device that no step so far has needed; for emulated devices as `free_bytes`."""
+    stats = [device.memory_stats() for device in devices]
+    if all(stats):
+        return min(s["bytes_limit"] - s.get("peak_bytes_in_use", s["bytes_limit"]) for s in stats if s)
+    return free_bytes(devices)
+
+
 def num_pages_that_fit(cache: CacheSettings, *, bytes_per_page: int, free: int, most_useful: int) -> int:
     """Pages for `mem_fraction` of `free` bytes, at most `most_useful`; an explicit `num_pages` is taken as it is.
 

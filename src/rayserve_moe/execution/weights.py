@@ -15,7 +15,7 @@ from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
 from rayserve_moe.model.family_table import family_of
-from rayserve_moe.model.parameters import kv_repeats, parameter_specs
+from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelRule, Parameters
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -74,16 +74,9 @@ def load_weights(
     with them where the rule limits the room of slots.
     """
     plan = rule.plan
-    tree = parameter_specs(
-        rule.spec,
-        dtype=dtype,
-        tensor_size=plan.tensor_size,
-        num_devices=plan.mesh.size,
-        num_redundant=rule.num_redundant,
-    )
     params = load_parameters(
         files,
-        tree,
+        parameter_tree(rule, dtype=dtype),
         rules=family_of(files.config).CHECKPOINT_RULES,
         sharding_of=lambda p: plan.sharding(p.axes),
         expert_of_slot=placement.expert_of_slot,
@@ -100,6 +93,17 @@ def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
     if experts.selection != "auto":
         return experts.selection
     return "replicas_only" if num_redundant else "topk"
+
+
+def parameter_tree(rule: ModelRule, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
+    """Every parameter of a model as it lies on the devices of its mesh."""
+    return parameter_specs(
+        rule.spec,
+        dtype=dtype,
+        tensor_size=rule.plan.tensor_size,
+        num_devices=rule.plan.mesh.size,
+        num_redundant=rule.num_redundant,
+    )
 
 
 def _maps_of(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:

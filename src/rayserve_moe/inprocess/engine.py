@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.engine.expert_balancing import balance_experts, planning_rules
 from rayserve_moe.execution.card import model_card
@@ -29,7 +31,7 @@ from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import local_devices, plan_for
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.text.tokenizer import Tokenizer
 
 Answer = dict[str, Any]
@@ -50,7 +52,7 @@ class Engine:
         path = resolve_model_path(wanted.model.path, cache_directory=default_cache_directory())
         model = dataclasses.replace(wanted.model, path=str(path))
         self.tokenizer = Tokenizer(path)
-        self.card = model_card(
+        card = model_card(
             spec_from_config(read_config(path)),
             model=model,
             replay=wanted.replay,
@@ -73,7 +75,7 @@ class Engine:
         self.runner = HostRunner(runner_settings, plan)
         self.loop = EngineLoop(
             LocalExecutor(self.runner),
-            self.card,
+            card,
             settings=LoopSettings(wanted.scheduler, wanted.cache, data_size, balancing=wanted.balancing),
         )
         self.balancing = balance_experts(
@@ -146,6 +148,35 @@ class Engine:
         running.note_time()
         answers = self._answers(running, options)
         return answers if len(answers) > 1 else answers[0]
+
+    @property
+    def card(self) -> ModelCard:
+        """The model being served, with the version of its weights, as it is now."""
+        return self.loop.card
+
+    def pause_generation(self, mode: str = "abort") -> None:
+        """Run no steps until `continue_generation`; returns once none is under way.
+
+        `abort` ends all requests there are, `retract` has them computed anew afterwards, `in_place` leaves them as they
+        are. RequestError for another mode.
+        """
+        self.loop.control.pause(mode).result()
+
+    def continue_generation(self) -> None:
+        """Go on after a pause, if there is one."""
+        self.loop.control.resume().result()
+
+    def update_weights_from_disk(
+        self, model_path: str | Path, *, weight_version: str | None = None, abort_all_requests: bool = False
+    ) -> WeightOutcome:
+        """Serve the weights of another checkpoint of the same model; the outcome tells of success, or what is wrong.
+
+        Requests that run go on under the new weights unless `abort_all_requests`. The prefix cache is flushed. Without
+        `weight_version` the number after the last one is taken.
+        """
+        path = str(resolve_model_path(str(model_path), cache_directory=default_cache_directory()).absolute())
+        order = WeightOrder(path, weight_version, aborts_requests=abort_all_requests)
+        return self.loop.control.update_weights(order).result()
 
     def shutdown(self) -> None:
         """Abort what runs and stop the engine thread. May be called twice."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
@@ -17,6 +19,9 @@ class LocalExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         return self.runner.execute(plan)
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        self.runner.staged.read(model_path, expert_of_slot)
 
     def release(self) -> None:
         """Nothing runs here between steps."""

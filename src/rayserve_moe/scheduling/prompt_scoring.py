@@ -11,10 +11,10 @@ class PromptScoring:
     """What is found of one request's prompt scores; all of its choices share it, and a preemption takes nothing away.
 
     The token at position i is scored where the one before it is computed. `frontier` is the first position that still
-    has to be computed for that: a cached prefix may reach up to it.
+    has to be computed for that: a cached prefix may reach up to it. All scores are of the weights `weight_version`.
     """
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, *, weight_version: str = "") -> None:
         assert request.score_prompt_from is not None, "nothing is to be scored"
         self._prompt_ids = np.asarray(request.prompt_ids, np.int32)
         self._first, num_top = request.score_prompt_from, request.num_top_logprobs
@@ -22,6 +22,7 @@ class PromptScoring:
         self._logprobs = np.zeros(count, np.float32)
         self._top = TopLogprobs(np.zeros((count, num_top), np.int32), np.zeros((count, num_top), np.float32))
         self._is_found = np.zeros(count, np.bool_)
+        self._weight_version = weight_version
 
     @property
     def wants_top(self) -> bool:
@@ -55,7 +56,13 @@ class PromptScoring:
         """All scores up to the first that is not found."""
         count = self._num_found
         top = TopLogprobs(self._top.token_ids[:count], self._top.logprobs[:count]) if self.wants_top else None
-        return PromptScores(self._first, self._logprobs[:count].copy(), top)
+        return PromptScores(self._first, self._logprobs[:count].copy(), top, self._weight_version)
+
+    def change_weights(self, weight_version: str) -> None:
+        """Go on under other weights: unless all scores are found, they are found anew."""
+        if not self.is_complete:
+            self._is_found[:] = False
+            self._weight_version = weight_version
 
     @property
     def _num_found(self) -> int:

@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(self, limits: StepLimits, *, weight_version: str = "0") -> None:
         num_rows = limits.num_rows
         self._limits = limits
-        self._weight_version = weight_version
+        self.weight_version = weight_version
         self.table = RowTable(
             num_rows=num_rows * limits.num_data_ranks, max_tokens=limits.max_tokens, page_size=limits.page_size
         )
@@ -71,6 +71,12 @@ class Scheduler:
         return [sequence for rank in self.ranks for sequence in rank.running]
 
     @property
+    def unfinished(self) -> list[Sequence]:
+        """All choices that have not ended, whether they run, wait, or follow another."""
+        found = {id(choice): choice for s in (*self.running, *self.waiting) for choice in s.choices}
+        return [choice for choice in found.values() if choice.finish is None]
+
+    @property
     def caches_prefixes(self) -> bool:
         return self._limits.caches_prefixes
 
@@ -83,11 +89,14 @@ class Scheduler:
         leader, *followers = choices
         leader.followers = followers
         request = leader.request
-        scoring = PromptScoring(request) if request.score_prompt_from is not None else None
+        scoring = None
+        if request.score_prompt_from is not None:
+            scoring = PromptScoring(request, weight_version=self.weight_version)
         for sequence in choices:
             sequence.choices = choices
             sequence.namespace = self._namespace(request)
             sequence.scoring = scoring
+            sequence.note_weights(self.weight_version)
         self.waiting.append(leader)
 
     def schedule(self, *, captures_all: bool = False) -> Schedule:
@@ -162,6 +171,27 @@ class Scheduler:
         self._give_up_pages(sequence)
         self.waiting.appendleft(sequence)
 
+    def preempt_all(self) -> None:
+        """Preempt everything that runs; it waits in the order it ran in."""
+        for sequence in reversed(self.running):
+            self.preempt(sequence)
+
+    def change_weights(self, weight_version: str) -> None:
+        """Go on under other weights. Call between steps, while none is under way.
+
+        No prefix from before is found again. What has no output yet starts over, so that all it tells is of the new
+        weights; what has outputs goes on from the keys and values that it holds.
+        """
+        self.weight_version = weight_version
+        for sequence in reversed(self.running):
+            if sequence.num_outputs == 0:
+                self.preempt(sequence)
+        self.flush()
+        for sequence in self.unfinished:
+            sequence.note_weights(weight_version)
+            if sequence.scoring is not None:
+                sequence.scoring.change_weights(weight_version)
+
     def flush(self) -> None:
         """Forget all cached prefixes; what runs keeps its pages."""
         for rank in self.ranks:
@@ -220,7 +250,7 @@ class Scheduler:
         """Who finds the prefixes that a request leaves in the cache."""
         if self._is_private(request):
             return request.request_id
-        return self._weight_version, request.cache_salt
+        return (request.cache_salt,)
 
     def _is_private(self, request: GenerationRequest) -> bool:
         """Whether only its own choices share its prefixes: what routing was forced upon is for nobody else."""

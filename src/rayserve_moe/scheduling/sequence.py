@@ -41,7 +41,7 @@ class Sequence:
     `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; later ones outrank.
     `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client
     has, or does not want, the first `num_published_rows` routing rows. `sampled_rows` and `sampled_versions` are rows
-    of outputs that outlive a preemption.
+    of outputs that outlive a preemption. `weight_versions` are those of its outputs, as in `GenerationUpdate`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -71,6 +71,7 @@ class Sequence:
         self.num_published = prompt_len
         self.num_to_recompute = 0
         self.origins: tuple[tuple[int, int, str], ...] = ()
+        self.weight_versions: tuple[tuple[int, str], ...] = ()
         self.sampled_rows: np.ndarray | None = None
         self.sampled_versions = np.zeros(0, np.int32)
         self.num_published_rows = request.routed_experts_start
@@ -129,6 +130,12 @@ class Sequence:
         again = (num_cached, min(num_known, self.num_prompt_tokens), "recomputed")
         ranges = ((num_known, num_cached, "cached"), again)
         self.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
+
+    def note_weights(self, weight_version: str) -> None:
+        """Note which weights its next output is sampled under."""
+        before = tuple(known for known in self.weight_versions if known[0] < self.num_tokens)
+        if not before or before[-1][1] != weight_version:
+            self.weight_versions = (*before, (self.num_tokens, weight_version))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids at positions `[start, stop)`, int32."""

@@ -98,7 +98,8 @@ class StepPlan:
 
     `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token. A piece of
     a `rebalance` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
-    chunks, of a server that may rebalance.
+    chunks, of a server that may rebalance. `takes_staged_weights` is for a plan without chunks that follows another
+    such: every host puts the weights that it has staged in the place of those it serves.
     """
 
     step_id: int
@@ -116,6 +117,7 @@ class StepPlan:
     wants_score_top: bool = False
     rebalance: RebalancePiece | None = None
     wants_expert_counts: bool = False
+    takes_staged_weights: bool = False
 
     @property
     def has_blocks(self) -> bool:

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.openapi import answers
 
-_BY_COLLECTIVE = "weights do not arrive over NCCL collectives here: write a checkpoint and load it from disk"
-_BY_MEMORY = "weights do not arrive as CUDA memory handles here: write a checkpoint and load it from disk"
+_INSTEAD = "write a checkpoint and POST its path to /update_weights_from_disk"
+_BY_COLLECTIVE = f"weights do not arrive over NCCL collectives here: {_INSTEAD}"
+_BY_MEMORY = f"weights do not arrive as CUDA memory handles here: {_INSTEAD}"
 _MEMORY = "device memory stays with the server while it runs: stop it to have the memory"
 
 REASONS = {

@@ -11,9 +11,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control_schemas import AbortBody
+from rayserve_moe.serving.control_schemas import AbortBody, PauseBody, UpdateWeightsBody
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.json_body import read_body
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
@@ -35,7 +36,8 @@ def control_router(state: ApiState) -> APIRouter:
     @router.get("/health_generate", **answers(429, 503))
     async def health_generate() -> Response:
         state.loop.check_health()
-        await _generate_one_token(state)
+        if not state.loop.control.is_paused:
+            await _generate_one_token(state)
         return json_answer({"status": "ok"})
 
     @router.post("/abort_request", **takes(AbortBody, *COMMAND))
@@ -48,10 +50,41 @@ def control_router(state: ApiState) -> APIRouter:
             state.loop.abort_stem(body.rid)
         return json_answer({"success": True})
 
+    _add_weight_routes(router, state)
     for method in ("GET", "POST"):
         router.add_api_route("/flush_cache", _flush_route(state), methods=[method], **answers(*COMMAND))
     router.add_api_route("/reset_prefix_cache", _flush_route(state), methods=["POST"], **answers(*COMMAND))
     return router
+
+
+def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
+    """Add what trainers call between two batches of rollouts."""
+
+    @router.post("/pause_generation", **takes(PauseBody, *COMMAND))
+    async def pause_generation(request: Request) -> Response:
+        body = await read_body(request, PauseBody, ignored=state.ignored_fields)
+        await asyncio.wrap_future(state.loop.control.pause(body.mode))
+        return json_answer({"success": True, "message": "generation is paused"})
+
+    @router.post("/continue_generation", **answers(413, 503))
+    async def continue_generation() -> Response:
+        await asyncio.wrap_future(state.loop.control.resume())
+        return json_answer({"success": True, "message": "generation goes on"})
+
+    @router.post("/update_weights_from_disk", **takes(UpdateWeightsBody, *COMMAND))
+    async def update_weights_from_disk(request: Request) -> Response:
+        body = await read_body(request, UpdateWeightsBody, ignored=state.ignored_fields)
+        order = WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
+        return _update_answer(await asyncio.wrap_future(state.loop.control.update_weights(order)))
+
+
+def _update_answer(outcome: WeightOutcome) -> Response:
+    """A refusal is an error object too, for clients that look for one."""
+    told = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
+    if outcome.success:
+        return json_answer({**told, "weight_version": outcome.weight_version})
+    error = ApiError(400, outcome.message, param="model_path", code="weights_refused")
+    return json_answer({**error.body(), **told}, status=error.status)
 
 
 def _flush_route(state: ApiState) -> Callable[[], Awaitable[Response]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rayserve_moe.serving.field_types import RequestBody, fault
+
+_LONGEST_PATH = 4096
 
 
 class AbortBody(RequestBody):
@@ -20,3 +22,22 @@ class AbortBody(RequestBody):
         if not self.rid and not self.abort_all:
             raise fault("give `rid`, or `abort_all` true")
         return self
+
+
+class PauseBody(RequestBody):
+    """Body of `/pause_generation`: requests there are end, wait without their pages, or stay as they are."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class UpdateWeightsBody(RequestBody):
+    """Body of `/update_weights_from_disk`: a directory that every host sees, and the name of the weights in it.
+
+    The prefix cache is flushed whatever `flush_cache` says: what it holds is of the old weights.
+    """
+
+    model_path: Annotated[str, Field(max_length=_LONGEST_PATH, pattern=r"^/[^\x00]*$")]
+    load_format: Literal["auto", "safetensors"] = "auto"
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
+    flush_cache: bool = True
+    abort_all_requests: bool = False

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from rayserve_moe.serving.absent_routes import absent_router
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control_routes import control_router
-from rayserve_moe.serving.control_schemas import AbortBody
+from rayserve_moe.serving.control_schemas import AbortBody, PauseBody, UpdateWeightsBody
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.experts_routes import experts_router
 from rayserve_moe.serving.limits import EdgeGuard
@@ -21,7 +21,7 @@ from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.token_routes import token_router
 from rayserve_moe.serving.token_schemas import TokenBody
 
-BODIES = (CompletionBody, ChatBody, GenerateBody, TokenBody, AbortBody)
+BODIES = (CompletionBody, ChatBody, GenerateBody, TokenBody, AbortBody, PauseBody, UpdateWeightsBody)
 
 
 def create_api(state: ApiState) -> FastAPI:

@@ -80,5 +80,6 @@ def _loads(numbers: dict[str, float]) -> dict:
         "num_waiting_reqs": int(numbers["requests_waiting"]),
         "num_used_tokens": int(numbers["tokens_in_use"]),
         "token_usage": pages_in_use / max(1.0, numbers["pages_total"]),
+        "paused": bool(numbers["paused"]),
     }
     return {"timestamp": time.time(), **core, "dp_rank_count": 1, "loads": [{"dp_rank": 0, **core}]}

@@ -72,7 +72,7 @@ def _model_description(state: ApiState) -> dict:
     card = state.card
     return {
         "model_path": card.path,
-        "tokenizer_path": card.path,
+        "tokenizer_path": str(state.tokenizer.directory),
         "served_model_name": card.name,
         "is_generation": True,
         "weight_version": card.weight_version,

@@ -22,9 +22,9 @@ def to_json(answer: dict | list) -> bytes:
     return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
-def json_answer(answer: dict | list) -> Response:
+def json_answer(answer: dict | list, *, status: int = 200) -> Response:
     """Return a compact JSON response."""
-    return Response(to_json(answer), media_type="application/json")
+    return Response(to_json(answer), status, media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -35,6 +35,7 @@ class ChoiceDelta:
     stop_found: bool = False
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
+    weight_versions: tuple[tuple[int, str], ...] = ()
 
 
 class StopStringScanner:
@@ -110,6 +111,7 @@ class ChoiceText:
             stop_found=matched is not None and not was_matched and update.finish is None,
             top=_first_of(update.top, num_kept),
             prompt_scores=update.prompt_scores,
+            weight_versions=update.weight_versions,
         )
 
     def _take(self, update: GenerationUpdate) -> tuple[str, int]:

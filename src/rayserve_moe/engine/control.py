@@ -1,0 +1,173 @@
+"""What a trainer does to a running engine: pause it, let it go on, give it other weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Choices
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from rayserve_moe.engine.executor import Executor, ExecutorFailure
+from rayserve_moe.engine.inbox import EngineStoppedError, Inbox
+from rayserve_moe.engine.publication import NO_ROWS, Publication
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.requests import FinishReason, RequestError, WeightsRefusedError
+from rayserve_moe.scheduling.sequence import Sequence
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+ABORTED = FinishReason("abort")
+"""How a choice ends that was given up, whoever gave it up."""
+
+
+@dataclass(frozen=True)
+class WeightOrder:
+    """Which checkpoint to take weights from: a directory that every host sees at the same absolute path.
+
+    Without `weight_version` the number after the last one is taken. `aborts_requests` ends all there are when the
+    weights change.
+    """
+
+    model_path: str
+    weight_version: str | None = None
+    aborts_requests: bool = False
+
+
+@dataclass(frozen=True)
+class WeightOutcome:
+    """Whether the weights have changed, a sentence about it, and how many choices a pause kept waiting meanwhile.
+
+    `weight_version` is that of the weights that serve now, `gap_s` how long no step could run.
+    """
+
+    success: bool
+    message: str
+    weight_version: str
+    num_paused: int = 0
+    gap_s: float = 0.0
+
+
+class EngineControl:
+    """Commands that take effect between two steps, from any thread. Updates of weights come one after the other.
+
+    A pause lets the step that is under way finish. New requests wait until `resume`.
+    """
+
+    def __init__(self, cycle: StepCycle, executor: Executor, *, publication: Publication, inbox: Inbox) -> None:
+        self._cycle, self._executor, self._publication, self._inbox = cycle, executor, publication, inbox
+        self._updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._mode: str | None = None
+        self.num_updates = 0
+        self.model_path: str | None = None
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the next step runs under."""
+        return self._cycle.scheduler.weight_version
+
+    @property
+    def is_paused(self) -> bool:
+        return self._cycle.is_paused
+
+    def pause(self, mode: str) -> Future[None]:
+        """Run no steps until `resume`; done once none is under way.
+
+        `abort` ends all requests there are, `retract` takes their pages, so that they are computed anew, `in_place`
+        leaves them as they are. The mode that is in force changes nothing once more. RequestError for another mode.
+        """
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"`mode` must be one of {', '.join(PAUSE_MODES)}", "mode")
+        return self._inbox.call(partial(self._pause, mode))
+
+    def resume(self) -> Future[None]:
+        """Go on; nothing happens where nothing is paused."""
+        return self._inbox.call(self._resume)
+
+    def update_weights(self, order: WeightOrder) -> Future[WeightOutcome]:
+        """Have every host read and check a checkpoint while steps run on, then change to it between two steps.
+
+        Where anything is wrong the old weights serve on, and the outcome says why. With a host that is lost meanwhile
+        the engine fails, and so does the future. RequestError for a path that is not absolute.
+        """
+        if not Path(order.model_path).is_absolute():
+            raise RequestError("`model_path` must be an absolute path", "model_path")
+        self._inbox.check_open()
+        return self._updates.submit(self._update, order)
+
+    def end(self, sequences: Choices[Sequence], reason: FinishReason) -> None:
+        """End choices, in the engine thread; those that have ended already are left as they are."""
+        for sequence in sequences:
+            if sequence.finish is None:
+                self._publication.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
+
+    def close(self) -> None:
+        """Begin no further update."""
+        self._updates.shutdown(wait=False, cancel_futures=True)
+
+    def _pause(self, mode: str) -> None:
+        self._drain()
+        self._cycle.is_paused = True
+        if mode == "abort" and self._mode != mode:
+            self.end(self._cycle.scheduler.unfinished, ABORTED)
+        if mode == "retract":
+            self._cycle.retract()
+        self._mode = mode
+
+    def _resume(self) -> None:
+        self._cycle.is_paused, self._mode = False, None
+
+    def _drain(self) -> None:
+        turn = self._cycle.drain()
+        self._publication.publish(turn.rows, turn.endings, now=time.monotonic())
+
+    def _update(self, order: WeightOrder) -> WeightOutcome:
+        """In the thread of updates: stage, then swap."""
+        try:
+            expert_of_slot = self._inbox.call(self._hold_experts).result()
+            self._executor.stage_weights(order.model_path, expert_of_slot)
+            return self._inbox.call(partial(self._swap, order)).result()
+        except WeightsRefusedError as refusal:
+            return WeightOutcome(False, str(refusal), self.weight_version)
+        except ExecutorFailure as failure:
+            self._inbox.post(partial(_fail, failure))
+            raise EngineStoppedError("a host was lost while it read new weights") from failure
+        finally:
+            with suppress(EngineStoppedError):
+                self._inbox.call(self._let_experts_move)
+
+    def _swap(self, order: WeightOrder) -> WeightOutcome:
+        started = time.perf_counter()
+        self._drain()
+        unfinished = self._cycle.scheduler.unfinished
+        if order.aborts_requests:
+            self.end(unfinished, ABORTED)
+        version = self._following_version() if order.weight_version is None else order.weight_version
+        self._cycle.take_staged_weights(version)
+        self.num_updates += 1
+        self.model_path = order.model_path
+        num_paused = len(unfinished) if self._cycle.is_paused else 0
+        gap_s = time.perf_counter() - started
+        return WeightOutcome(True, "the new weights serve", version, num_paused, gap_s)
+
+    def _following_version(self) -> str:
+        """The number after the last version, or, where that is no number, how many updates there have been."""
+        last = self.weight_version
+        return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
+
+    def _hold_experts(self) -> np.ndarray | None:
+        if (rebalancing := self._cycle.rebalancing) is None:
+            return None
+        self._drain()  # what came of a piece that is under way decides where its experts are
+        return rebalancing.hold().expert_of_slot
+
+    def _let_experts_move(self) -> None:
+        if self._cycle.rebalancing is not None:
+            self._cycle.rebalancing.go_on()
+
+
+def _fail(failure: ExecutorFailure) -> None:
+    raise failure

@@ -1,0 +1,84 @@
+"""Commands to the engine thread from all others: carried out between two steps, in the order they came in."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine is shut down, has failed, or makes no progress."""
+
+
+class Inbox:
+    """Holds commands until the engine thread runs them. `lock` keeps others from adding some meanwhile."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._calls: deque[Future] = deque()
+        self._closed_because: str | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed_because is not None
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Leave a command."""
+        with self.lock:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def call(self, command: Callable[[], Result]) -> Future[Result]:
+        """Leave a command and return the future of what it returns.
+
+        It fails with EngineStoppedError where the engine stops before; a command that raises makes the engine fail.
+        """
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(command())
+
+        with self.lock:
+            self.check_open()
+            while self._calls and self._calls[0].done():
+                self._calls.popleft()
+            self._calls.append(future)
+            self.post(run)
+        return future
+
+    def run_all(self) -> None:
+        """Carry out what is there, in the engine thread."""
+        while self._commands:
+            self._commands.popleft()()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Sleep until there is a command or the inbox is closed; False where neither comes in time."""
+        with self.lock:
+            return self._changed.wait_for(lambda: bool(self._commands) or self.is_closed, timeout_s)
+
+    def check_open(self) -> None:
+        """Raise EngineStoppedError with the reason once the inbox is closed."""
+        if self._closed_because is not None:
+            raise EngineStoppedError(self._closed_because)
+
+    def close(self, reason: str) -> None:
+        """Refuse calls from now on, for the first reason that is given."""
+        with self.lock:
+            self._closed_because = self._closed_because or reason
+            self._changed.notify()
+
+    def give_up(self) -> None:
+        """Tell everybody who waits for a call that it is not carried out. The inbox is closed, its thread gone."""
+        with self.lock:
+            for future in self._calls:
+                if not future.done():
+                    future.set_exception(EngineStoppedError(self._closed_because))
+            self._calls.clear()

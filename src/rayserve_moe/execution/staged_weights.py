@@ -1,0 +1,119 @@
+"""Other weights for a running model: read and checked beside those that serve, then put in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.checkpoints.files import CheckpointError, CheckpointFiles, open_checkpoint
+from rayserve_moe.checkpoints.loader import ArrayTree, StagedParameter, StagedTree, load_parameters, stage_parameters
+from rayserve_moe.checkpoints.names import walk
+from rayserve_moe.execution.memory import spare_bytes
+from rayserve_moe.execution.step_types import ModelWeights
+from rayserve_moe.execution.weights import parameter_tree
+from rayserve_moe.model.family_table import family_of, spec_from_config
+from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.requests import WeightsRefusedError
+
+SPARE_SHARE = 1.25
+"""Free memory of a device over the bytes of its weights, from which on it holds the new ones beside the old."""
+
+
+class StagedWeights:
+    """Weights that this host has read and does not serve yet, laid out for its devices as those that it serves.
+
+    They lie on the devices where there is room for both, and `take` then costs nothing. Otherwise they wait in host
+    memory, and `take` frees one parameter on the devices before it copies the next one there.
+    """
+
+    def __init__(self, rule: ModelRule, *, dtype: str, first_placement: ExpertPlacement) -> None:
+        self._rule, self._first_placement = rule, first_placement
+        self._tree = parameter_tree(rule, dtype=dtype)
+        self._ready: ArrayTree | StagedTree | None = None
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What the weights take on one device."""
+        sharding_of = self._rule.plan.sharding
+        shards = ((spec, sharding_of(spec.axes).shard_shape(spec.shape)) for _, spec in walk(self._tree))
+        return sum(math.prod(shape) * jax.numpy.dtype(spec.dtype).itemsize for spec, shape in shards)
+
+    def read(self, directory: str, expert_of_slot: np.ndarray | None = None, *, spare: int | None = None) -> None:
+        """Read a checkpoint's share of this host, experts into the slots that `expert_of_slot` says.
+
+        None stands for where they were at the start. What was staged before is dropped. `spare` is the free memory of a
+        device, measured where it is not told. WeightsRefusedError where the checkpoint is of another model, incomplete
+        or not readable: then nothing is staged.
+        """
+        self.drop()
+        try:
+            self._ready = self._read(directory, expert_of_slot, spare)
+        except (CheckpointError, OSError) as error:
+            raise WeightsRefusedError(_without_place(str(error), directory)) from error
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            raise WeightsRefusedError("a host has no memory for the new weights beside the old ones") from error
+
+    def take(self, serving: ModelWeights) -> ModelWeights:
+        """Return the staged weights on the devices, under the maps that serve; those that served are given away."""
+        assert self._ready is not None, "nothing is staged"
+        ready, self._ready = self._ready, None
+        return dataclasses.replace(serving, params=cast(Parameters, _put(ready, serving.params)))
+
+    def drop(self) -> None:
+        """Forget what is staged."""
+        self._ready = None
+
+    def _read(self, directory: str, expert_of_slot: np.ndarray | None, spare: int | None) -> ArrayTree | StagedTree:
+        files, plan = open_checkpoint(directory), self._rule.plan
+        _check_alike(_spec_of(files), self._rule.spec)
+        free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
+        bring = load_parameters if free >= SPARE_SHARE * self.bytes_per_device else stage_parameters
+        return bring(
+            files,
+            self._tree,
+            rules=family_of(files.config).CHECKPOINT_RULES,
+            sharding_of=lambda spec: plan.sharding(spec.axes),
+            expert_of_slot=self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot,
+        )
+
+
+def _put(ready: Any, serving: Any) -> Any:
+    """The arrays of a tree, those that are still in host memory in the place of those that serve."""
+    if isinstance(ready, dict):
+        return {key: _put(node, serving[key]) for key, node in ready.items()}
+    if isinstance(ready, StagedParameter):
+        serving.delete()
+        return ready.on_devices()
+    return ready
+
+
+def _spec_of(files: CheckpointFiles) -> ModelSpec:
+    try:
+        return spec_from_config(files.config)
+    except UnsupportedModelError as error:
+        raise CheckpointError(str(error)) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError("config.json: a value is of a wrong type") from error
+
+
+def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
+    """CheckpointError names what differs; weights of another dtype are converted."""
+    fields = (field.name for field in dataclasses.fields(ModelSpec) if field.name != "checkpoint_dtype")
+    differing = [name for name in fields if getattr(found, name) != getattr(served, name)]
+    if differing:
+        raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)} differ")
+
+
+def _without_place(message: str, directory: str) -> str:
+    """A message without the path that the client gave, plain or as Python quotes it."""
+    place = str(Path(directory))
+    for spelled in (place, repr(place)[1:-1]):
+        message = message.replace(f"{spelled}/", "").replace(spelled, "the checkpoint")
+    return message

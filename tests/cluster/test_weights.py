@@ -1,0 +1,198 @@
+"""Other weights on several hosts: all of them change between the same two steps, or none does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from rayserve_moe import Engine
+from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.cluster.group_executor import GroupExecutor
+from rayserve_moe.cluster.step_graph import TRANSPORTS
+from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.control import WeightOrder
+from rayserve_moe.engine.engine_loop import EngineLoop, EngineStoppedError
+from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.text.tokenizer import Tokenizer
+from tests.cluster.conftest import SETTINGS
+from tests.cluster.test_hosts import OverTransport, assert_same, complete, loop_over, two_hosts
+from tests.support.broken_weights import broken_copy
+
+LONG = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+
+
+class OverGroup(OverTransport):
+    """A running group under another transport, or its own."""
+
+    def __init__(self, group: GroupExecutor, transport: str, num_pages: int) -> None:
+        super().__init__(TRANSPORTS[transport](group.workers, timeout_s=60.0), num_pages)
+        self._group = group
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        self._group.stage_weights(model_path, expert_of_slot)
+
+
+@pytest.fixture(scope="module")
+def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", "tiny", seed=1, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, other_checkpoint: Path) -> tuple[ModelCard, dict[Path, list[ChoiceResult]]]:
+    """What one process answers under the weights of each checkpoint."""
+    answers = {}
+    with Engine(str(checkpoint), **SETTINGS) as engine:
+        for path in (checkpoint, other_checkpoint):
+            assert engine.update_weights_from_disk(path, weight_version="0").success
+            answers[path] = complete(engine.loop, engine.tokenizer)
+        return engine.loop._card, answers
+
+
+@pytest.fixture(scope="module")
+def group(raylets: int, checkpoint: Path) -> Iterator[tuple[GroupExecutor, int]]:
+    with two_hosts(checkpoint) as running:
+        yield running
+
+
+@contextmanager
+def running_loop(group: tuple[GroupExecutor, int], card: ModelCard, transport: str) -> Iterator[EngineLoop]:
+    executor, num_pages = group
+    loop = loop_over(OverGroup(executor, transport, num_pages), card)
+    try:
+        yield loop
+    finally:
+        loop.shutdown()
+
+
+def long_request(name: str) -> GenerationRequest:
+    return GenerationRequest(name, np.arange(5, 25, dtype=np.int32), LONG, return_routed_experts=True)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_hosts_change_weights_between_the_same_two_steps(
+    transport: str, group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
+) -> None:
+    """While a request runs over steps of a compiled graph, too: reading is beside them."""
+    card, answers = expected
+    tokenizer = Tokenizer(checkpoint)
+    with running_loop(group, card, transport) as loop:
+        for number, path in enumerate((other_checkpoint, checkpoint)):
+            deltas = iter(open_stream(loop, tokenizer, request=long_request(f"{transport} {number}")))
+            result = ChoiceResult()
+            while len(result.token_ids) < 60:
+                result.add(next(deltas))
+            outcome = loop.control.update_weights(WeightOrder(str(path), f"version {number}")).result(60)
+            assert outcome.success, outcome.message
+            for delta in deltas:
+                result.add(delta)
+            assert result.finish is not None and result.finish.kind == "length"
+            versions = [version for _, version in result.weight_versions]
+            assert versions[-1] == loop.card.weight_version == f"version {number}" and len(versions) == 2
+            assert result.routing is not None and result.routing.weight_version[-1][2] == versions[-1]
+            assert_same(complete(loop, tokenizer), answers[path])
+    executor, _ = group
+    assert ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers]) == [0, 0]
+
+
+def test_a_host_that_cannot_use_the_weights_keeps_all_from_changing(
+    group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The checkpoint is whole, and then it is not: one host reads it before, the other one after."""
+    card, answers = expected
+    executor, _ = group
+    broken = broken_copy(other_checkpoint, "truncated", tmp_path / "marker")
+    with running_loop(group, card, "actor_calls") as loop:
+        outcome = loop.control.update_weights(WeightOrder(str(broken))).result(60)
+        assert not outcome.success and "truncated" in outcome.message and "marker" not in outcome.message
+        assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
+    first, second = executor.workers
+    try:
+        ray.get([first.begin_staging.remote(str(other_checkpoint), None)])
+        only_second = GroupOfPaths(executor, [str(other_checkpoint), str(broken)])
+        loop = loop_over(only_second, card)
+        outcome = loop.control.update_weights(WeightOrder(str(broken))).result(60)
+        assert not outcome.success and "host 1" in outcome.message
+        assert ray.get([worker.__ray_call__.remote(_has_staged) for worker in (first, second)]) == [False, False]
+        assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
+    finally:
+        loop.shutdown()
+
+
+def _has_staged(worker: object) -> bool:
+    return worker._runner.staged._ready is not None
+
+
+class GroupOfPaths(OverGroup):
+    """Has every host read a directory of its own, as hosts do whose disks differ."""
+
+    def __init__(self, group: GroupExecutor, paths: list[str]) -> None:
+        super().__init__(group, "actor_calls", SETTINGS["num_pages"])
+        self._paths = paths
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        workers = self._group.workers
+        self._group.workers = [_Elsewhere(worker, path) for worker, path in zip(workers, self._paths, strict=True)]
+        try:
+            super().stage_weights(model_path, expert_of_slot)
+        finally:
+            self._group.workers = workers
+
+
+class _Elsewhere:
+    """A worker that is told another path."""
+
+    def __init__(self, worker: object, path: str) -> None:
+        self._worker, self._path = worker, path
+        self.begin_staging = self
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._worker, name)
+
+    def remote(self, _: str, expert_of_slot: np.ndarray | None) -> object:
+        return self._worker.begin_staging.remote(self._path, expert_of_slot)
+
+
+def test_a_host_that_is_killed_while_it_reads_ends_the_engine_and_never_serves_the_new_weights(
+    group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Runs last: it leaves the group without a host. Who starts it again starts with the weights it was configured for.
+
+    The host hangs in a file that never comes, so that it is sure to be reading.
+    """
+    card, _ = expected
+    executor, _ = group
+    stuck = broken_copy(other_checkpoint, "config missing", tmp_path / "stuck")
+    os.mkfifo(stuck / "config.json")
+    pid = ray.get(executor.workers[1].__ray_call__.remote(lambda self: os.getpid()))
+    with running_loop(group, card, "actor_calls") as loop:
+        deltas = iter(open_stream(loop, Tokenizer(checkpoint), request=long_request("doomed")))
+        first = next(deltas)
+        assert first.finish is None
+        update = loop.control.update_weights(WeightOrder(str(stuck), "never"))
+        time.sleep(0.3)
+        assert not update.done()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineStoppedError):
+            update.result(60)
+        last = [delta for delta in deltas if delta.finish][-1]
+        assert last.finish is not None and last.finish.kind == "error"
+        assert [version for _, version in last.weight_versions] == ["0"] == [loop.card.weight_version]
+        with pytest.raises(EngineStoppedError):
+            loop.check_health()
+        threading.Thread(target=_end_fifo, args=(stuck / "config.json",), daemon=True).start()
+
+
+def _end_fifo(file: Path) -> None:
+    """Let whoever still reads come to an end."""
+    with file.open("w"):
+        pass

@@ -1,0 +1,143 @@
+"""Pausing and other weights over HTTP: in any order, while loaded, and nothing is lost when weights are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.replay.alignment import decode_answer
+from tests.http.asking import COMPLETIONS, GENERATE, ask, stream, wait_until
+from tests.http.conftest import assert_idle
+from tests.http.test_control import ENDLESS, NUM_WANTED, PROMPT, native, running
+from tests.support.broken_weights import WAYS, broken_copy
+
+UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
+SHORT = {"input_ids": PROMPT, "sampling_params": {**ENDLESS, "max_new_tokens": 6}, "return_logprob": True}
+
+
+@pytest.fixture(scope="module")
+def other_checkpoint(tmp_path_factory):
+    config = dataclasses.replace(PRESETS["tiny"], mlp_only_layers=(1,))
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", config, seed=1, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def first_weights_afterwards(http, checkpoint):
+    yield
+    ask(http, CONTINUE)
+    ask(http, UPDATE, model_path=str(checkpoint), weight_version="0")
+
+
+@contextmanager
+def asking(ask_now: Callable[[], object]) -> Iterator[Future]:
+    """Ask in another thread; yields the future of the answer at once."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(ask_now)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_pause_is_told_of_and_keeps_new_requests_waiting(http, engine, mode, unhurried):
+    with running(http, engine, GENERATE, native(rid="early")) as early:
+        for _ in range(2):
+            assert ask(http, PAUSE, mode=mode)["success"]
+        with asking(lambda: ask(http, GENERATE, **SHORT)) as late:
+            wait_until(lambda: engine.loop.statistics()["requests_live"] == (1 if mode == "abort" else 2))
+            steps = engine.loop.statistics()["steps"]
+            for path in ("/health", "/health_generate", "/v1/loads"):
+                assert http.get(path).status_code == 200
+            loads = http.get("/v1/loads").json()
+            assert loads["paused"] is True and engine.loop.statistics()["steps"] == steps
+            for _ in range(2):
+                assert ask(http, CONTINUE)["success"]
+            assert len(late.result()["output_ids"]) == 6
+        finish = early.result()["meta_info"]["finish_reason"]["type"]
+        assert finish == ("abort" if mode == "abort" else "length")
+    assert http.get("/v1/loads").json()["paused"] is False
+
+
+@pytest.mark.parametrize("mode", [None, "retract", "in_place"])
+def test_other_weights_are_told_of_everywhere(http, engine, other_checkpoint, mode, unhurried):
+    before = ask(http, GENERATE, **SHORT)
+    with running(http, engine, GENERATE, native(rid="mine")) as answer:
+        if mode:
+            ask(http, PAUSE, mode=mode)
+        done = ask(http, UPDATE, model_path=str(other_checkpoint), weight_version="step-7", flush_cache=False)
+        assert done["success"] and done["message"] and done["num_paused_requests"] == (1 if mode else 0)
+        assert done["weight_version"] == "step-7"
+        ask(http, CONTINUE)
+        told = answer.result()
+    ((first, boundary, old), (also_boundary, end, new)) = told["meta_info"]["weight_versions"]
+    assert (first, old, new) == (len(PROMPT), "0", "step-7") and boundary == also_boundary
+    assert end == len(PROMPT) + NUM_WANTED and told["meta_info"]["weight_version"] == "step-7"
+    routing = decode_answer(told, engine.loop.card.routing)
+    assert not routing.missing and routing.weight_version[-1] == (boundary - 1, end - 1, "step-7")
+    assert http.get("/get_weight_version").json() == {"weight_version": "step-7"}
+    info = http.get("/model_info").json()
+    assert (info["weight_version"], info["model_path"]) == ("step-7", str(other_checkpoint))
+    assert info["tokenizer_path"] == str(engine.tokenizer.directory)
+    assert http.get("/v1/models").json()["data"][0]["weight_version"] == "step-7"
+    after = ask(http, GENERATE, **SHORT)
+    assert after["meta_info"]["weight_version"] == "step-7" and after["output_ids"] != before["output_ids"]
+
+
+def test_an_update_may_end_what_runs(http, engine, other_checkpoint, unhurried):
+    with running(http, engine, GENERATE, native(rid="mine")) as answer:
+        ask(http, UPDATE, model_path=str(other_checkpoint), abort_all_requests=True)
+        told = answer.result()["meta_info"]
+    assert told["finish_reason"]["type"] == "abort" and told["weight_version"] == "0"
+    assert http.get("/get_weight_version").json() == {"weight_version": "1"}
+
+
+def test_streams_go_on_under_other_weights(http, other_checkpoint, unhurried):
+    """Each event tells the weights of the last token that it has."""
+    body = native(sampling_params={**ENDLESS, "max_new_tokens": 200})
+    with asking(lambda: stream(http, GENERATE, **body)) as events:
+        ask(http, UPDATE, model_path=str(other_checkpoint), weight_version="new")
+        told = [event["meta_info"]["weight_version"] for event in events.result()]
+    assert told == sorted(told) and told[-1] == "new"
+    assert len(ask(http, COMPLETIONS, prompt=PROMPT, max_tokens=3)["choices"]) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_do_not_fit_leave_the_old_ones_serving(http, engine, checkpoint, tmp_path, way):
+    before = ask(http, GENERATE, **SHORT)
+    place = tmp_path / "zq7-marker"
+    broken_copy(checkpoint, way, place)
+    answer = http.post(UPDATE, json={"model_path": str(place), "weight_version": "zq7-version"})
+    assert answer.status_code == 400 and "zq7" not in answer.text and str(tmp_path) not in answer.text
+    told = answer.json()
+    assert told["success"] is False and told["num_paused_requests"] == 0
+    assert WAYS[way][1] in told["message"] == told["error"]["message"] and told["error"]["code"] == "weights_refused"
+    assert http.get("/get_weight_version").json() == {"weight_version": "0"}
+    after = ask(http, GENERATE, **SHORT)
+    assert after["output_ids"] == before["output_ids"] and after["meta_info"]["weight_version"] == "0"
+    assert_idle(engine)
+
+
+def test_commands_come_in_any_order_while_loaded(http, engine, checkpoint, other_checkpoint, unhurried):
+    commands = [
+        (CONTINUE, {}),
+        (PAUSE, {"mode": "retract"}),
+        (UPDATE, {"model_path": str(other_checkpoint)}),
+        (PAUSE, {"mode": "in_place"}),
+        (UPDATE, {"model_path": str(checkpoint)}),
+        (CONTINUE, {}),
+        (UPDATE, {"model_path": str(other_checkpoint)}),
+        (PAUSE, {}),
+        (PAUSE, {"mode": "retract"}),
+        ("/abort_request", {"abort_all": True}),
+        (CONTINUE, {}),
+    ]
+    with running(http, engine, GENERATE, native(n=12)) as answers:
+        for path, body in commands:
+            assert ask(http, path, **body)["success"]
+            engine.loop.check_integrity()
+        for answer in answers.result():
+            assert answer["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert http.get("/get_weight_version").json() == {"weight_version": "3"}
+    assert_idle(engine)

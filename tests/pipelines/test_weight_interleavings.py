@@ -1,0 +1,183 @@
+"""Whatever happens before, between and after changes of weights, answers are of the weights that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from rayserve_moe import Engine
+from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.engine.joining import labelled_ranges
+from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.step_cycle import Ending, StepCycle
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.requests import FinishReason
+from tests.pipelines.conftest import ONE_BUCKET
+from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
+from tests.pipelines.test_weight_updates import CHANGING
+from tests.support.drive import Way, choices_of, cycle_for
+from tests.support.placements import random_placement
+from tests.support.versions import Labelled, VersionedReference
+from tests.support.workload import request_for
+
+ABORTED = FinishReason("abort")
+BALANCED = {"enable_eplb": True, "eplb_slots_per_step": 1, "num_redundant_experts": 4, "devices_per_host": 4}
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 30), st.integers(1, 3)),
+        st.tuples(st.just("turn"), st.integers(1, 9)),
+        st.tuples(st.sampled_from(["abort", "preempt"]), st.integers(0, 7)),
+        st.tuples(st.just("flush")),
+        st.tuples(st.just("stage"), st.integers(0, 1)),
+        st.tuples(st.just("swap"), st.booleans()),
+        st.tuples(st.just("move"), st.integers(0, 99)),
+    ),
+    min_size=8,
+    max_size=40,
+)
+WAYS = st.builds(
+    Way,
+    num_rows=st.integers(2, 4),
+    step_tokens=st.just(STEP_TOKENS),
+    chunk_tokens=st.sampled_from([16, STEP_TOKENS]),
+    num_pages=st.just(FEW_PAGES),
+    overlaps=st.booleans(),
+    caches_prefixes=st.booleans(),
+)
+
+
+class Interleaving:
+    """A cycle whose weights change between its steps; every ending is held against the checkpoints at once."""
+
+    def __init__(self, cycle: StepCycle, engine: Engine, reference: VersionedReference, paths: list[Path]) -> None:
+        self._cycle, self._engine, self._reference, self._paths = cycle, engine, reference, paths
+        self._num_requests = self._num_swaps = 0
+        self._staged: Path | None = None
+        reference.note("0", paths[0], is_recomputed=True)
+
+    def submit(self, prompt: int, max_new_tokens: int, n: int) -> None:
+        self._num_requests += 1
+        sampling = {"max_new_tokens": max_new_tokens, "n": n, "temperature": float(n > 1), "seed": self._num_requests}
+        request = request_for(PROMPTS[prompt], f"i{self._num_requests}", **sampling)
+        self._cycle.scheduler.add(choices_of(request, self._engine.card))
+
+    def turn(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            if self._cycle.has_work:
+                self._check_all(self._cycle.run().endings)
+
+    def abort(self, index: int) -> None:
+        if unfinished := self._cycle.scheduler.unfinished:
+            self._check_all([self._cycle.end(unfinished[index % len(unfinished)], ABORTED)])
+
+    def preempt(self, index: int) -> None:
+        if running := self._cycle.scheduler.running:
+            self._cycle.scheduler.preempt(running[index % len(running)])
+
+    def flush(self) -> None:
+        self._cycle.scheduler.flush()
+
+    def stage(self, which: int) -> None:
+        """Read weights now; steps may follow before they are put to use, and experts stay where they are."""
+        rebalancing, self._staged = self._cycle.rebalancing, self._paths[which]
+        placement = rebalancing.hold() if rebalancing is not None else self._engine.runner.placement
+        self._engine.runner.staged.read(str(self._staged), placement.expert_of_slot)
+
+    def swap(self, retracts: bool) -> None:
+        if self._staged is None:
+            return
+        self._num_swaps += 1
+        version, path, self._staged = f"swap {self._num_swaps}", self._staged, None
+        self._check_all(self._cycle.drain().endings)
+        if retracts:
+            self._cycle.retract()
+        self._cycle.take_staged_weights(version)
+        self._reference.note(version, path, is_recomputed=retracts)
+        if self._cycle.rebalancing is not None:
+            self._cycle.rebalancing.go_on()
+        self._cycle.scheduler.check_integrity()
+
+    def move(self, seed: int) -> None:
+        if self._cycle.rebalancing is not None:
+            placement = self._cycle.rebalancing.rebalance.placement
+            self._cycle.rebalancing.head_for(random_placement(placement, seed=seed))
+
+    def finish(self) -> None:
+        while self._cycle.has_work:
+            self.turn(1)
+        self._cycle.scheduler.flush()
+
+    def _check_all(self, endings: list[Ending]) -> None:
+        self._cycle.scheduler.check_integrity()
+        for ending in endings:
+            sequence, first, last = ending.sequence, ending.sequence.num_prompt_tokens, ending.sequence.num_tokens
+            ids, logprobs = (values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs))
+            ranges = list(labelled_ranges(sequence.weight_versions, last))
+            routing = ending.routing
+            assert routing is not None and (sequence.finish == ABORTED or not routing.missing)
+            self._reference.check_outputs(sequence.tokens(0, first).tolist(), Labelled(ids, logprobs, ranges, routing))
+
+
+@contextmanager
+def first_weights_afterwards(runner: HostRunner, path: Path, rebalancing: Rebalancing | None) -> Iterator[None]:
+    """Leave the runner with the weights it had before."""
+    try:
+        yield
+    finally:
+        placement = runner.placement if rebalancing is None else rebalancing.rebalance.placement
+        runner.staged.read(str(path), placement.expert_of_slot)
+        runner.weights = runner.staged.take(runner.weights)
+        if rebalancing is not None:
+            rebalancing.rebalance.restart()
+
+
+@pytest.fixture(scope="module")
+def paths(core_checkpoint: Path, other_checkpoint: Path) -> list[Path]:
+    return [core_checkpoint, other_checkpoint]
+
+
+@pytest.fixture(scope="module")
+def reference(paths: list[Path], engines: dict[str, Engine]) -> VersionedReference:
+    return VersionedReference(paths, engines["alone"].card.routing)
+
+
+@pytest.fixture(scope="module")
+def engines(engine_with: Callable[..., Engine]) -> dict[str, Engine]:
+    return {"alone": engine_with(**ONE_BUCKET, **CHANGING), "balanced": engine_with(**ONE_BUCKET, **BALANCED)}
+
+
+@pytest.fixture(scope="module")
+def rebalancing(engines: dict[str, Engine]) -> Rebalancing:
+    """Knows where the experts of the balanced runner are, from one example to the next."""
+    return Rebalancing(Rebalance(engines["balanced"].runner.placement, hosts=1, slots_per_step=1))
+
+
+@pytest.mark.parametrize("name", ["alone", "balanced"])
+@settings(
+    max_examples=20,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(events=EVENTS, way=WAYS)
+def test_answers_are_of_the_weights_that_they_name(engines, rebalancing, reference, paths, name, events, way):
+    engine, moves = engines[name], rebalancing if name == "balanced" else None
+    if moves is not None:
+        moves.go_on()
+        way = replace(way, rebalancing=moves)
+    interleaving = Interleaving(cycle_for(engine.runner, engine.card, way), engine, reference, paths)
+    with first_weights_afterwards(engine.runner, paths[0], moves):
+        for event, *arguments in events:
+            getattr(interleaving, event)(*arguments)
+        interleaving.finish()
+
+
+def test_ties_excuse_hardly_anything_and_no_law_was_idle(reference):
+    reference.tally.check()
+    assert reference.num_ranges > 50

@@ -1,0 +1,223 @@
+"""Weights change while requests run: every log-prob and row is of the weights that the answer names for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.support.versions import Answer, VersionedReference
+from tests.support.workload import draw_prompt
+
+NUM_CLIENTS, NUM_UPDATES = 6, 20
+MODES = (None, "in_place", "retract", "abort")
+CHANGING = {"max_running_requests": 4, "num_pages": 61}
+"""Settings of the engine whose weights change here; no other test uses it."""
+
+
+@pytest.fixture(scope="session")
+def changing(engine_with: EngineFactory) -> Engine:
+    """Few rows and pages: some requests wait, and some are preempted."""
+    return engine_with(**ONE_BUCKET, **CHANGING)
+
+
+@pytest.fixture
+def paths(core_checkpoint: Path, other_checkpoint: Path) -> list[Path]:
+    """Both checkpoints, the one that serves at the start first."""
+    return [core_checkpoint, other_checkpoint]
+
+
+@pytest.fixture
+def reference(changing: Engine, paths: list[Path]) -> VersionedReference:
+    """Knows the version that serves now: the first checkpoint, loaded once more under a name of this test's own."""
+    reference, version = VersionedReference(paths, changing.card.routing), f"start {time.monotonic_ns()}"
+    assert changing.update_weights_from_disk(paths[0], weight_version=version).success
+    reference.note(version, paths[0], is_recomputed=True)
+    return reference
+
+
+@dataclass
+class Load:
+    """Clients that keep an engine busy, and what they were answered."""
+
+    answers: list[tuple[list[int], Answer]]
+    errors: list[BaseException]
+
+
+@contextmanager
+def loaded(engine: Engine, *, longest: int = 90) -> Iterator[Load]:
+    """Have clients ask for one answer after the other until the block ends; then wait for the last of them."""
+    load, is_over = Load([], []), threading.Event()
+
+    def ask(seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        for i in count():
+            if is_over.is_set():
+                return
+            prompt = draw_prompt(generator, int(generator.integers(1, 60))).tolist()
+            sampling = {"temperature": float(i % 2), "max_new_tokens": int(generator.integers(1, longest))}
+            try:
+                answer = engine.generate(
+                    input_ids=prompt, ignore_eos=True, **sampling, return_logprob=True, return_routed_experts=True
+                )
+            except BaseException as error:
+                load.errors.append(error)
+                raise
+            assert isinstance(answer, dict)
+            load.answers.append((prompt, answer))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(NUM_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        is_over.set()
+        engine.continue_generation()
+        for thread in threads:
+            thread.join()
+
+
+def wait_for_tokens(engine: Engine, number: int) -> None:
+    """Let the engine sample so many more tokens."""
+    target, deadline = engine.loop.statistics()["tokens_sampled"] + number, time.monotonic() + 30
+    while engine.loop.statistics()["tokens_sampled"] < target:
+        assert time.monotonic() < deadline, "the engine stands still"
+        time.sleep(0.002)
+
+
+def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
+    changing: Engine, paths: list[Path], reference: VersionedReference
+) -> None:
+    num_compilations = changing.runner.num_compilations_since_start
+    with loaded(changing) as load:
+        for update in range(NUM_UPDATES):
+            mode, path, version = MODES[(update + update // 4) % 4], paths[(update + 1) % 2], f"v{update}"
+            wait_for_tokens(changing, 40)
+            if mode is not None:
+                changing.pause_generation(mode)
+            outcome = changing.update_weights_from_disk(path, weight_version=version)
+            assert outcome.success and outcome.weight_version == version == changing.card.weight_version
+            assert mode in (None, "abort") or outcome.num_paused > 0
+            reference.note(version, path, is_recomputed=mode in ("retract", "abort"))
+            changing.continue_generation()
+    assert not load.errors
+    for prompt, answer in load.answers:
+        assert answer["meta_info"]["finish_reason"]["type"] in ("length", "abort")
+        reference.check(prompt, answer)
+    reference.tally.check()
+    assert reference.num_ranges > len(load.answers) and reference.num_mixed > 0
+    assert changing.runner.num_compilations_since_start == num_compilations
+
+
+def test_an_answer_that_spans_versions_names_each_of_them(
+    changing: Engine, paths: list[Path], reference: VersionedReference
+) -> None:
+    """With every pause a retraction, all of it is recomputed under the new weights, and all of it is compared."""
+    with loaded(changing, longest=300) as load:
+        for update in range(6):
+            wait_for_tokens(changing, 80)
+            changing.pause_generation("retract")
+            assert changing.loop.statistics()["requests_running"] == 0
+            path, version = paths[(update + 1) % 2], f"retracted {update}"
+            assert changing.update_weights_from_disk(path, weight_version=version).success
+            reference.note(version, path, is_recomputed=True)
+            changing.continue_generation()
+    assert not load.errors
+    for prompt, answer in load.answers:
+        reference.check(prompt, answer)
+    reference.tally.check()
+    assert max(len(answer["meta_info"]["weight_versions"]) for _, answer in load.answers) > 2
+
+
+def test_scores_of_a_prompt_are_all_of_one_version(
+    changing: Engine, paths: list[Path], reference: VersionedReference
+) -> None:
+    """A prompt that was computed in part when the weights changed is computed and scored anew."""
+    other = paths[1]
+    prompt = draw_prompt(np.random.default_rng(5), 400).tolist()
+    told: list[Answer] = []
+
+    def score() -> None:
+        answer = changing.generate(input_ids=prompt, max_new_tokens=1, return_logprob=True, logprob_start_len=0)
+        assert isinstance(answer, dict)
+        told.append(answer)
+
+    thread, before = threading.Thread(target=score), changing.loop.statistics()["tokens_computed"]
+    changing.pause_generation("in_place")
+    thread.start()
+    while not changing.loop.statistics()["requests_live"]:
+        time.sleep(0.001)
+    changing.continue_generation()
+    while changing.loop.statistics()["tokens_computed"] < before + 64:
+        time.sleep(0)
+    changing.pause_generation("in_place")
+    is_partly_computed = changing.loop.statistics()["tokens_computed"] < before + len(prompt)
+    assert changing.update_weights_from_disk(other, weight_version="scored").success
+    changing.continue_generation()
+    thread.join()
+    meta = told[0]["meta_info"]
+    reference.note("scored", other, is_recomputed=True)
+    if is_partly_computed:
+        assert meta["weight_versions"] == [[1, len(prompt) + 1, "scored"]]
+    first, last, version = meta["weight_versions"][0]
+    assert first == 1 and last >= len(prompt)
+    scores = [entry[0] for entry in meta["input_token_logprobs"][1:]]
+    np.testing.assert_allclose(scores, reference.of(version).logprobs(prompt), atol=1e-5)
+
+
+def test_cached_prefixes_of_old_weights_are_never_found_again(
+    changing: Engine, paths: list[Path], reference: VersionedReference
+) -> None:
+    """Not even when weights of that name come back."""
+    prompt = draw_prompt(np.random.default_rng(6), 100).tolist()
+
+    def ask() -> Answer:
+        answer = changing.generate(
+            input_ids=prompt, max_new_tokens=4, temperature=0, return_logprob=True, return_routed_experts=True
+        )
+        assert isinstance(answer, dict)
+        return answer
+
+    ask()
+    assert ask()["meta_info"]["cached_tokens"] == 96
+    for path in (paths[1], paths[0], paths[1]):
+        assert changing.update_weights_from_disk(path, weight_version=path.name).success
+        reference.note(path.name, path, is_recomputed=True)
+        answer = ask()
+        assert answer["meta_info"]["cached_tokens"] == 0
+        reference.check(prompt, answer)
+
+
+def test_a_retraction_or_a_freeze_does_not_show_in_what_comes_out(changing: Engine) -> None:
+    """Without other weights, an answer is the same however often its engine is paused."""
+    prompts = [draw_prompt(np.random.default_rng(seed), 5 + 9 * seed).tolist() for seed in range(6)]
+    keywords = {"max_new_tokens": 120, "temperature": 0, "ignore_eos": True, "return_logprob": True}
+    wanted = changing.generate(input_ids=prompts, **keywords)
+    told: list[Answer] = []
+    thread = threading.Thread(target=lambda: told.extend(changing.generate(input_ids=prompts, **keywords)))
+    thread.start()
+    for mode in ("retract", "in_place", "retract", "retract", "in_place", "retract"):
+        wait_for_tokens(changing, 20)
+        changing.pause_generation(mode)
+        steps = changing.loop.statistics()["steps"]
+        running, waiting = (changing.loop.statistics()[f"requests_{state}"] for state in ("running", "waiting"))
+        assert (running > 0) == (mode == "in_place") and running + waiting == 6
+        changing.loop.check_health()
+        changing.loop.check_integrity()
+        assert changing.loop.statistics()["steps"] == steps
+        changing.continue_generation()
+    thread.join()
+    for ours, theirs in zip(told, wanted, strict=True):
+        assert ours["output_ids"] == theirs["output_ids"]
+        pairs = zip(*(answer["meta_info"]["output_token_logprobs"] for answer in (ours, theirs)), strict=True)
+        np.testing.assert_allclose(*zip(*((a[0], b[0]) for a, b in pairs), strict=True), atol=1e-5)

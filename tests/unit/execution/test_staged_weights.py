@@ -1,0 +1,112 @@
+"""Other weights come to lie as those that serve, whether they wait on the devices or in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.config.settings import (
+    CacheSettings,
+    ExpertSettings,
+    ModelSettings,
+    ReplaySettings,
+    SchedulerSettings,
+)
+from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.weights import load_weights
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.requests import WeightsRefusedError
+from tests.support.broken_weights import WAYS, broken_copy
+from tests.support.checkpoints import CORE_CONFIG
+from tests.support.placements import random_placement
+
+PLENTY, NOTHING = 1 << 60, 0
+
+
+def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), **experts) -> HostRunner:
+    """A runner with weights and nothing compiled."""
+    settings = RunnerSettings(
+        ModelSettings(path=str(path)),
+        SchedulerSettings(max_running_requests=2),
+        CacheSettings(num_pages=16),
+        ReplaySettings(),
+        ExpertSettings(**experts),
+    )
+    runner = HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
+    runner.load()
+    return runner
+
+
+def assert_weights(runner: HostRunner, path: Path, placement: ExpertPlacement) -> None:
+    """Bit for bit, and on the same devices, what loading the checkpoint brings."""
+    fresh = loaded(path, mesh=(runner.rule.plan.data_size, runner.rule.plan.tensor_size))
+    wanted = load_weights(fresh._files, runner.rule, dtype=runner.dtype, placement=placement)
+    for held, expected in zip(*(jax.tree.leaves(weights.params) for weights in (runner.weights, wanted)), strict=True):
+        assert (held.shape, held.dtype, held.sharding) == (expected.shape, expected.dtype, expected.sharding)
+        np.testing.assert_array_equal(np.asarray(held), np.asarray(expected))
+
+
+@pytest.mark.parametrize("spare", [PLENTY, NOTHING])
+@pytest.mark.parametrize(("mesh", "num_redundant"), [((1, 1), 0), ((2, 2), 4)])
+def test_staged_weights_lie_as_loaded_ones(core_checkpoint, other_checkpoint, mesh, num_redundant, spare):
+    runner = loaded(core_checkpoint, mesh=mesh, num_redundant=num_redundant)
+    before = jax.tree.leaves(runner.weights.params)
+    placement = random_placement(runner.placement, seed=1) if num_redundant else runner.placement
+    maps = runner.weights.maps
+    runner.staged.read(str(other_checkpoint), placement.expert_of_slot, spare=spare)
+    assert_weights(runner, core_checkpoint, runner.placement)
+    runner.weights = runner.staged.take(runner.weights)
+    assert_weights(runner, other_checkpoint, placement)
+    assert runner.weights.maps is maps
+    assert all(array.is_deleted() for array in before) == (spare == NOTHING), "both are never on a full device"
+
+
+def test_the_capacity_of_slots_is_none_of_the_weights(core_checkpoint, other_checkpoint):
+    runner = loaded(core_checkpoint, selection="balanced", capacity_factor=1.5)
+    runner.staged.read(str(other_checkpoint))
+    runner.weights = runner.staged.take(runner.weights)
+    assert float(runner.weights.capacity_factor) == 1.5
+
+
+def test_the_weights_of_a_device_are_weighed(core_checkpoint):
+    for mesh in ((1, 1), (2, 2)):
+        runner = loaded(core_checkpoint, mesh=mesh)
+        held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(runner.weights.params))
+        assert runner.staged.bytes_per_device == held
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_what_was_staged_is_gone(
+    core_checkpoint, other_checkpoint, tmp_path, way
+):
+    runner = loaded(core_checkpoint)
+    runner.staged.read(str(other_checkpoint))
+    place = tmp_path / "pla\tce"
+    broken_copy(core_checkpoint, way, place)
+    with pytest.raises(WeightsRefusedError) as refusal:
+        runner.staged.read(str(place))
+    assert WAYS[way][1] in str(refusal.value)
+    assert "pla" not in str(refusal.value) and str(tmp_path) not in str(refusal.value)
+    with pytest.raises(AssertionError, match="nothing is staged"):
+        runner.staged.take(runner.weights)
+    assert_weights(runner, core_checkpoint, runner.placement)
+
+
+def test_a_file_that_cannot_be_read_is_not_named(core_checkpoint, tmp_path):
+    with pytest.raises(WeightsRefusedError) as refusal:
+        loaded(core_checkpoint).staged.read(str(tmp_path / ("long\t" * 80)))
+    assert "long" not in str(refusal.value).replace("too long", "")
+
+
+def test_weights_of_another_dtype_are_converted(core_checkpoint, tmp_path):
+    other = write_checkpoint(tmp_path / "half", CORE_CONFIG, seed=4, dtype="bfloat16")
+    runner = loaded(core_checkpoint)
+    runner.staged.read(str(other))
+    runner.weights = runner.staged.take(runner.weights)
+    assert {array.dtype for array in jax.tree.leaves(runner.weights.params)} == {np.dtype(np.float32)}
+    assert_weights(runner, other, runner.placement)
