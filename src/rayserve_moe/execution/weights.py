@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import jax
@@ -60,18 +61,11 @@ def first_placement(rule: ModelRule) -> ExpertPlacement:
 
 
 def load_weights(
-    files: CheckpointFiles,
-    rule: ModelRule,
-    *,
-    dtype: str,
-    placement: ExpertPlacement,
-    may_change: bool = False,
-    capacity_factor: float = 1.0,
+    files: CheckpointFiles, rule: ModelRule, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
 ) -> ModelWeights:
     """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError.
 
-    There are maps where the placement needs them, and in any case where it `may_change`. The `capacity_factor` goes
-    with them where the rule limits the room of slots.
+    There are maps where the placement needs them, and in any case where it `may_change`.
     """
     plan = rule.plan
     params = load_parameters(
@@ -81,11 +75,14 @@ def load_weights(
         sharding_of=lambda p: plan.sharding(p.axes),
         expert_of_slot=placement.expert_of_slot,
     )
-    return ModelWeights(
-        cast(Parameters, params),
-        _maps_of(placement, plan, may_change=may_change),
-        jax.device_put(np.float32(capacity_factor), plan.replicated()) if rule.experts.limits_room else None,
-    )
+    return ModelWeights(cast(Parameters, params), _maps_of(placement, plan, may_change=may_change))
+
+
+def with_capacity(weights: ModelWeights, factor: float, *, rule: ModelRule) -> ModelWeights:
+    """Give the slots of weights their room, where the rule limits it."""
+    if not rule.experts.limits_room:
+        return weights
+    return replace(weights, capacity_factor=jax.device_put(np.float32(factor), rule.plan.replicated()))
 
 
 def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
