@@ -22,6 +22,7 @@ from benchmarks.figures import (
 )
 from benchmarks.markdown import markdown_table
 from benchmarks.planner_table import planner
+from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
@@ -275,5 +276,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "exchange_bytes": exchange_bytes,
     "compile_gate": compile_gate,
     "planner": planner,
+    "weight_updates": weight_updates,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""
