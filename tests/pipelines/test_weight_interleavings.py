@@ -18,6 +18,7 @@ from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling.weight_change import unfinished
 from tests.pipelines.conftest import ONE_BUCKET
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
@@ -74,8 +75,8 @@ class Interleaving:
                 self._check_all(self._cycle.run().endings)
 
     def abort(self, index: int) -> None:
-        if unfinished := self._cycle.scheduler.unfinished:
-            self._check_all([self._cycle.end(unfinished[index % len(unfinished)], ABORTED)])
+        if there := unfinished(self._cycle.scheduler):
+            self._check_all([self._cycle.end(there[index % len(there)], ABORTED)])
 
     def preempt(self, index: int) -> None:
         if running := self._cycle.scheduler.running:
