@@ -24,6 +24,7 @@ from benchmarks.figures import (
 from benchmarks.markdown import markdown_table
 from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
+from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
@@ -281,5 +282,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "planner": planner,
     "rebalance": rebalance,
     "realised_balance": realised_balance,
+    "weight_updates": weight_updates,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

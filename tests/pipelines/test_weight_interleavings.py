@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling.weight_change import unfinished
 from tests.pipelines.conftest import ONE_BUCKET
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
@@ -74,8 +74,8 @@ class Interleaving:
                 self._check_all(self._cycle.run().endings)
 
     def abort(self, index: int) -> None:
-        if unfinished := self._cycle.scheduler.unfinished:
-            self._check_all([self._cycle.end(unfinished[index % len(unfinished)], ABORTED)])
+        if there := unfinished(self._cycle.scheduler):
+            self._check_all([self._cycle.end(there[index % len(there)], ABORTED)])
 
     def preempt(self, index: int) -> None:
         if running := self._cycle.scheduler.running:
@@ -125,17 +125,14 @@ class Interleaving:
             self._reference.check_outputs(sequence.tokens(0, first).tolist(), Labelled(ids, logprobs, ranges, routing))
 
 
-@contextmanager
-def first_weights_afterwards(runner: HostRunner, path: Path, rebalancing: Rebalancing | None) -> Iterator[None]:
-    """Leave the runner with the weights it had before."""
-    try:
-        yield
-    finally:
-        placement = runner.placement if rebalancing is None else rebalancing.rebalance.placement
-        runner.staged.read(str(path), placement.expert_of_slot)
-        runner.weights = runner.staged.take(runner.weights)
-        if rebalancing is not None:
-            rebalancing.rebalance.restart()
+def serve_first_weights(runner: HostRunner, path: Path, rebalancing: Rebalancing | None) -> None:
+    """Have the runner begin with the weights of `path`, whatever it had before."""
+    placement = runner.placement if rebalancing is None else rebalancing.rebalance.placement
+    runner.staged.read(str(path), placement.expert_of_slot)
+    runner.weights = runner.staged.take(runner.weights)
+    if rebalancing is not None:
+        rebalancing.rebalance.restart()
+        rebalancing.go_on()
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +165,12 @@ def rebalancing(engines: dict[str, Engine]) -> Rebalancing:
 @given(events=EVENTS, way=WAYS)
 def test_answers_are_of_the_weights_that_they_name(engines, rebalancing, reference, paths, name, events, way):
     engine, moves = engines[name], rebalancing if name == "balanced" else None
-    if moves is not None:
-        moves.go_on()
-        way = replace(way, rebalancing=moves)
-    interleaving = Interleaving(cycle_for(engine.runner, engine.card, way), engine, reference, paths)
-    with first_weights_afterwards(engine.runner, paths[0], moves):
-        for event, *arguments in events:
-            getattr(interleaving, event)(*arguments)
-        interleaving.finish()
+    serve_first_weights(engine.runner, paths[0], moves)
+    cycle = cycle_for(engine.runner, engine.card, replace(way, rebalancing=moves))
+    interleaving = Interleaving(cycle, engine, reference, paths)
+    for event, *arguments in events:
+        getattr(interleaving, event)(*arguments)
+    interleaving.finish()
 
 
 def test_ties_excuse_hardly_anything_and_no_law_was_idle(reference):
