@@ -61,6 +61,7 @@ def every_section() -> dict:
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
     moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}
     moves = {"slots": 5, "steps": 9, "quiet_step_s": 0.25, "busy_step_s": 0.5, "longest_gap": 3, "longest_quiet_gap": 1}
+    updated = {"update_s": 2.0, "swap_s": 0.5, "step_s": 0.25, "longest_quiet_s": 0.5, "longest_s": 0.75}
     counted = {"tokens": 50_000, "realised": [1.03125, 1.0], "promised": [1.0, 1.0]}
     conversation = {"seconds": 1.0, "prompt_tokens": 900, "computed": 303, "ideal": 300, "ideal_unpaged": 250}
     return {
@@ -87,7 +88,7 @@ def every_section() -> dict:
         },
         "rollout_job": {
             "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "output_tokens": 16_384,
-            "runs": {"engine": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
+            "runs": {"engine": [{"seconds": 15.0}], "replica": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
         },
         "exchange_bytes": {
             "512": {"fused": moved}
@@ -105,6 +106,9 @@ def every_section() -> dict:
         },
         "rebalance": {
             "layers": 48, "experts": 128, "redundant": 32, "devices": 8, "slots_per_step": 8, "runs": {"all": [moves]}
+        },
+        "weight_updates": {
+            "bytes_per_device": 2_000_000, "runs": {"host": [updated]}
         },
         "realised_balance": {
             "devices": 4, "phases": {"before": counted}
@@ -208,6 +212,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("rollout_reading", "32.0 (32.0-32.0)"),
         ("rollout_job", "0.94 (0.94-0.94)"),
         ("rebalance", "0.50 (0.50-0.50)"),
+        ("weight_updates", "3.00 (3.00-3.00)"),
         ("realised_balance", "1.56% (3.12%)"),
     ],
 )
