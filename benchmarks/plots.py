@@ -65,7 +65,36 @@ def _curve(points: Mapping[str, Sequence[Run]]) -> dict[str, str]:
     }
 
 
-DRAWN: dict[str, Callable[[Any], dict[str, str]]] = {"host_us": _host_time, "curve": _curve}
+def _selection(measured: Mapping[str, Any]) -> dict[str, str]:
+    skew = measured["drawn_skew"]
+    modes = measured["balance"][skew]
+
+    def lines(value: str) -> list[Series]:
+        return [
+            Series(
+                mode,
+                [(float(f), spread(point[value] for point in points)) for f, points in by_factor.items()],
+            )
+            for mode, by_factor in modes.items()
+        ]
+
+    factor = "capacity factor"
+    return {
+        "imbalance": line_chart(
+            lines("imbalance"),
+            Axes(f"Rank loads, popularities {skew}", factor, "hottest rank / mean rank", log_y=True),
+        ),
+        "kept": line_chart(
+            lines("kept_share"), Axes(f"Picks kept, popularities {skew}", factor, "share of the top 8 that is kept")
+        ),
+    }
+
+
+DRAWN: dict[str, Callable[[Any], dict[str, str]]] = {
+    "host_us": _host_time,
+    "curve": _curve,
+    "balanced_selection": _selection,
+}
 """By the key of a result file under which the figures lie."""
 
 

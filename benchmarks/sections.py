@@ -25,6 +25,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.weight_table import weight_updates
+from benchmarks.selection_table import balanced_selection
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
@@ -283,5 +284,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "rebalance": rebalance,
     "realised_balance": realised_balance,
     "weight_updates": weight_updates,
+    "balanced_selection": balanced_selection,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -45,6 +45,7 @@ def _add_compile_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")
     parser.add_argument("--redundant-experts", type=int, default=0, help="expert slots beyond one per expert")
     parser.add_argument("--expert-backend", default=default.expert_backend, help="as the setting expert_backend")
+    parser.add_argument("--expert-selection", default=default.expert_selection, help="as the setting expert_selection")
     parser.add_argument("--context", type=int, default=default.context, help="tokens per sequence")
     parser.add_argument("--batch", type=int, default=default.batch, help="sequences per data rank")
     parser.add_argument("--prefill-tokens", type=int, default=default.prefill_tokens, help="per data rank and step")
@@ -73,6 +74,7 @@ def _compile_check(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
         capture_routing=options.return_routed_experts,
+        expert_selection=options.expert_selection,
     )
     config = read_config(options.model, num_layers=options.layers)
     names = tuple(name.strip() for name in options.programs.split(",") if name.strip())

@@ -178,3 +178,4 @@ class ModelCard:
     weight_version: str = "0"
     path: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
+    takes_forced_routing: bool = True

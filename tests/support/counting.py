@@ -31,7 +31,7 @@ class CountingExecutor:
     """Samples last token + 1. It can be held in the middle of a step, and fails from call number `fails_from` on.
 
     `num_prompt_tokens` were computed that nobody sampled just before. It stages any weights but those at REFUSED_PATH
-    and LOST_PATH, and can be held while it does.
+    and LOST_PATH, and can be held while it does. Every step brings the same `tally`, if any.
     """
 
     def __init__(self, num_pages: int = 64) -> None:
@@ -52,6 +52,7 @@ class CountingExecutor:
         self.num_steps = 0
         self.num_releases = 0
         self.num_shutdowns = 0
+        self.tally: np.ndarray | None = None
 
     def start(self) -> StartReport:
         return StartReport(self._num_pages)
@@ -91,7 +92,8 @@ class CountingExecutor:
             ids.append(self._last_tokens[row])
         count = len(ids)
         routing = RoutingRows(plan.step_id, _rows(plan)) if plan.wants_routing else None
-        return StepResult(plan.step_id, np.asarray(ids, np.int32), np.full(count, -0.5), np.ones(count, bool), routing)
+        sampled = np.asarray(ids, np.int32), np.full(count, -0.5), np.ones(count, bool)
+        return StepResult(plan.step_id, *sampled, routing, tally=self.tally)
 
     def release(self) -> None:
         self.num_releases += 1

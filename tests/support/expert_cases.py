@@ -78,11 +78,12 @@ class MoeCase:
 
 @dataclass(frozen=True)
 class MoeResult:
-    """Outputs of all data ranks: sums [W, D], ids [W, K], counts per data rank [data, E]."""
+    """Outputs of all data ranks: sums [W, D], ids [W, K], counts per data rank [data, E], their tallies if any."""
 
     out: np.ndarray
     ids: np.ndarray
     counts: np.ndarray
+    tally: np.ndarray | None = None
 
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -111,14 +112,14 @@ class MoeRun:
         )
         split, whole = PartitionSpec(DATA), PartitionSpec()
         slots = plan.partition(("layers", "expert_slots", None, None))
-        self._parts = (split, whole, split, slots, whole, whole)
+        self._parts = (split, whole, split, slots, whole, whole, whole)
         self.compiled = jax.jit(
             jax.shard_map(self._on_device, mesh=plan.mesh, in_specs=self._parts, out_specs=split, check_vma=False),
             compiler_options=None if optimized else QUICK,
         )
 
     def __call__(self, placement: ExpertPlacement | None = None, **changes) -> MoeResult:
-        """Run one layer; `changes` replace hidden, router, valid or layer."""
+        """Run one layer; `changes` replace hidden, router, valid, layer or capacity_factor."""
         return MoeResult(*map(np.asarray, self.on_devices(placement, **changes)))
 
     def on_devices(self, placement: ExpertPlacement | None = None, *, layer: int = 1, **changes) -> list[jax.Array]:
@@ -132,18 +133,24 @@ class MoeRun:
         inputs = {"hidden": case.hidden(data), "router": case.router, "valid": case.valid(data)} | changes
         hidden = inputs["hidden"].astype(jax.numpy.dtype(case.dtype))
         slots = [array.astype(hidden.dtype) for array in slots]
-        arguments = hidden, inputs["router"], inputs["valid"], slots, maps, np.int32(layer)
+        arguments = hidden, inputs["router"], inputs["valid"], slots, maps, np.int32(layer), self._factor(changes)
         return self.compiled(*(self._placed(a, part) for a, part in zip(arguments, self._parts, strict=True)))
+
+    def _factor(self, changes) -> np.ndarray | None:
+        return np.asarray(changes.get("capacity_factor", 1.0), np.float32) if self.rule.limits_room else None
 
     def _placed(self, arrays, part: PartitionSpec):
         """Each process holds all arguments and gives its devices their share."""
         sharding = NamedSharding(self.plan.mesh, part)
         return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
 
-    def _on_device(self, hidden, router, valid, stacked, maps, layer):
+    def _on_device(self, hidden, router, valid, stacked, maps, layer, factor):
         flat = ExpertWeights(*(array.reshape(-1, *array.shape[2:]) for array in stacked))
-        result = apply_experts(hidden, router, flat, layer=layer, valid_T=valid, rule=self.rule, maps=maps)
-        return *result[:2], result[2][None]
+        result = apply_experts(
+            hidden, router, flat, layer=layer, valid_T=valid, rule=self.rule, maps=maps, capacity_factor=factor
+        )
+        tally = () if result.tally_4 is None else (result.tally_4[None],)
+        return result.out_TD, result.ids_TK, result.counts_E[None], *tally
 
 
 def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:
@@ -154,17 +161,23 @@ def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:
     ids = np.argsort(-logits, axis=1, kind="stable")[:, : case.top_k]
     scores = np.exp(np.take_along_axis(logits, ids, axis=1) - logits.max(axis=1, keepdims=True))
     gates = scores / scores.sum(axis=1, keepdims=True)
-    out = np.zeros_like(hidden)
-    w_gate, w_up, w_down = (w[layer].astype(np.float64) for w in case.weights)
-    for token, pick in np.argwhere(np.broadcast_to(valid[:, None], ids.shape)):
-        expert, row = ids[token, pick], hidden[token]
-        gate = row @ w_gate[expert]
-        out[token] += gates[token, pick] * ((gate / (1 + np.exp(-gate)) * (row @ w_up[expert])) @ w_down[expert])
+    out = sums_of(case, hidden, np.where(valid[:, None], ids, -1), gates, layer=layer)
     counts = [
         np.bincount(i[v].reshape(-1), minlength=case.num_experts)
         for i, v in zip(np.split(ids, data), np.split(valid, data), strict=True)
     ]
     return MoeResult(out, ids.astype(np.int32), np.stack(counts))
+
+
+def sums_of(case: MoeCase, hidden: np.ndarray, ids: np.ndarray, gates: np.ndarray, *, layer: int = 1) -> np.ndarray:
+    """Weighted sums of the experts `ids` in float64; -1 is no expert."""
+    out, hidden = np.zeros(hidden.shape), hidden.astype(np.float64)
+    w_gate, w_up, w_down = (w[layer].astype(np.float64) for w in case.weights)
+    for token, pick in np.argwhere(ids >= 0):
+        expert, row = ids[token, pick], hidden[token]
+        gate = row @ w_gate[expert]
+        out[token] += gates[token, pick] * ((gate / (1 + np.exp(-gate)) * (row @ w_up[expert])) @ w_down[expert])
+    return out
 
 
 def placements_for(case: MoeCase, plan: ParallelPlan, num_redundant: int) -> list[ExpertPlacement]:

@@ -36,7 +36,8 @@ def is_due(tokens: np.ndarray, *, step: int, planned_at: int, rules: PlanningRul
 def rank_loads(placement: ExpertPlacement, tokens: np.ndarray, *, dispatch: str = "shares") -> np.ndarray:
     """Tokens that each rank computes of `tokens` [layers, experts] under a dispatch: float64 [layers, ranks].
 
-    `static` takes the ranks for equally busy senders.
+    `static` takes the ranks for equally busy senders. `capacity` is taken for `shares`, which it comes to where slots
+    fill up: how near slots are preferred before that, loads do not tell.
     """
     fractions = _slot_fractions(placement, dispatch)
     loads = fractions * np.take_along_axis(tokens, placement.expert_of_slot, axis=1)
@@ -62,7 +63,7 @@ def is_worth(before: np.ndarray, after: np.ndarray, *, noise: float) -> bool:
 
 def _slot_fractions(placement: ExpertPlacement, dispatch: str) -> np.ndarray:
     """The part of its expert's tokens that each slot gets: [layers, slots]."""
-    if dispatch == "shares":
+    if dispatch in ("shares", "capacity"):
         return placement.share_of_slot.astype(np.float64)
     fractions = np.zeros(placement.expert_of_slot.shape)
     layers = np.arange(placement.num_layers)[:, None]

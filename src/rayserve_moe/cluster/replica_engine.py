@@ -54,6 +54,7 @@ def start_replica_engine(
         spec_from_config(read_config(path)),
         model=model,
         replay=settings.replay,
+        experts=settings.experts,
         name=path.name,
         eos_token_ids=tokenizer.eos_token_ids,
     )

@@ -23,7 +23,9 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "transport": ("auto", "compiled_graph", "actor_calls"),
     "expert_backend": ("auto", "local", "replicated", "all_to_all", "fused"),
-    "eplb_dispatch": ("shares", "static", "first"),
+    "eplb_dispatch": ("shares", "static", "first", "capacity"),
+    "expert_selection": ("auto", "topk", "replicas_only", "balanced"),
+    "capacity_scope": ("global", "data_rank"),
 }
 LEAST = {
     "max_model_len": 0,
@@ -168,12 +170,25 @@ def _check_together(settings: Settings) -> None:
     if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
         raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
     _check_parallel(settings.parallel)
+    _check_selection(settings)
     check_slices(settings.cluster, settings.parallel)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
         raise SettingsError(
             f"precompile_bs_paddings reaches {max(scheduler.decode_batch_sizes)} rows, "
             f"max_running_requests is {scheduler.max_running_requests}: add a size that holds them all"
+        )
+
+
+def _check_selection(settings: Settings) -> None:
+    experts = settings.experts
+    if not (0.0 < experts.capacity_factor < float("inf")):
+        raise SettingsError(f"capacity_factor must be a finite number above 0, found {experts.capacity_factor!r}")
+    if experts.selection == "balanced" and settings.replay.enabled:
+        raise SettingsError(
+            "expert_selection balanced and enable_return_routed_experts exclude each other: which experts a token gets "
+            "then depends on the other tokens of its step, so a trainer that replays the rows would train another "
+            "policy than the one that answered; take expert_selection replicas_only, which balances without a change"
         )
 
 

@@ -97,7 +97,16 @@ class ExpertSettings:
     """Expert slots per layer beyond one per expert, which hold replicas of busy experts; lowered until slots divide."""
     dispatch: str = _named("shares", "eplb_dispatch")
     """Which slot of an expert a token takes: `shares` splits its tokens as planned, `static` has one slot per device,
-    `first` uses no replica, for debugging."""
+    `first` uses no replica, for debugging, `capacity` fills the nearest slots up to the capacity, then all evenly."""
+    selection: str = _named("auto", "expert_selection")
+    """`topk` takes the router's best experts, each in one slot; `replicas_only` the same experts, in the slots that
+    `eplb_dispatch` says; `balanced` sends a full slot's tokens to other experts, which changes what the model computes.
+    `auto` is `replicas_only` where there are replicas, else `topk`."""
+    capacity_factor: float = 2.0
+    """Tokens that a slot takes at most in `balanced` selection and `capacity` dispatch, in parts of the even load."""
+    capacity_scope: str = "global"
+    """Who competes for slots: `global` all tokens of a step, exactly; `data_rank` those of a data rank, for its share,
+    which spares gathering scores."""
 
 
 @dataclass(frozen=True)

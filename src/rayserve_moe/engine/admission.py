@@ -48,6 +48,12 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
     _check_sampling(sampling)
     _check_logit_bias(sampling, card)
     _check_scoring(request, most_top=min(MAX_TOP_LOGPROBS, card.vocab_size))
+    if request.forced_routing is not None and not card.takes_forced_routing:
+        raise RequestError(
+            "this server balances its selection of experts, so routing cannot be forced: start it with "
+            "expert_selection: replicas_only",
+            "forced_routed_experts",
+        )
     if request.forced_routing is not None:
         _check_forced_routing(request.forced_routing, card.routing, prompt_len=len(prompt))
 

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 def planning_rules(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningRules:
     """What the settings say of planning."""
-    return PlanningRules(balancing.interval, balancing.window, experts.dispatch)
+    dispatch = "first" if experts.selection == "topk" else experts.dispatch
+    return PlanningRules(balancing.interval, balancing.window, dispatch)
 
 
 def balance_experts(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rayserve_moe.engine.publication import Publication
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.scheduling.step_plan import StartReport
@@ -22,5 +24,22 @@ def loop_statistics(cycle: StepCycle, publication: Publication, *, start_report:
         "paused": float(cycle.is_paused),
         "preemptions": float(scheduler.num_preemptions),
         **cycle.statistics(),
+        **selection_statistics(cycle.tally, num_ranks=start_report.num_expert_ranks),
         **start_report.statistics(),
+    }
+
+
+def selection_statistics(tally: np.ndarray | None, *, num_ranks: int) -> dict[str, float]:
+    """What limits of slots did to the picks of all steps (`StepResult.tally`); nothing where there are no limits.
+
+    `rank_imbalance` is the hottest rank of each layer and step over the mean one, weighed by their picks.
+    """
+    if tally is None:
+        return {}
+    wanted, kept, filled, hottest = map(float, tally)
+    return {
+        "picks_kept_share": kept / wanted if wanted else 1.0,
+        "picks_rerouted": filled - kept,
+        "picks_unfilled": wanted - filled,
+        "rank_imbalance": hottest * num_ranks / filled if filled else 1.0,
     }

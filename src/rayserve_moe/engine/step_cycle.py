@@ -59,7 +59,8 @@ class StepCycle:
     """Drives scheduler, executor and routing capture in step; knows nothing of clients.
 
     With `overlaps` the devices run a step while the host takes over the one before it and plans the next. With
-    `rebalancing` steps take pieces of a rebalance along. While `is_paused` no step is planned.
+    `rebalancing` steps take pieces of a rebalance along. While `is_paused` no step is planned. `tally` adds up those of
+    all steps, where they bring any.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class StepCycle:
         self._overlaps = overlaps
         self._in_flight: Schedule | None = None
         self._clock = StepClock()
+        self.tally: np.ndarray | None = None
 
     @property
     def has_work(self) -> bool:
@@ -191,6 +193,8 @@ class StepCycle:
         clock.device_s += result.times.device_s
         clock.transport_s -= result.times.pack_s + result.times.device_s
         clock.commit_s += commit_s
+        if result.tally is not None:
+            self.tally = result.tally if self.tally is None else self.tally + result.tally
 
 
 def _streams_routing(request: GenerationRequest) -> bool:

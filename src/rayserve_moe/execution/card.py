@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from rayserve_moe.config.derive import max_model_len
-from rayserve_moe.config.settings import ModelSettings, ReplaySettings
+from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests import ModelCard
 
 
 def model_card(
-    spec: ModelSpec, *, model: ModelSettings, replay: ReplaySettings, name: str, eos_token_ids: tuple[int, ...]
+    spec: ModelSpec,
+    *,
+    model: ModelSettings,
+    replay: ReplaySettings,
+    name: str,
+    eos_token_ids: tuple[int, ...],
+    experts: ExpertSettings | None = None,
 ) -> ModelCard:
     """Describe a model under the settings it is served with; `name` stands in where none was given."""
     return ModelCard(
@@ -20,4 +26,5 @@ def model_card(
         routing=spec.routing_layout,
         returns_routing=replay.enabled,
         path=model.path,
+        takes_forced_routing=experts is None or experts.selection != "balanced",
     )

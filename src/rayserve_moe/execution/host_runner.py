@@ -46,7 +46,7 @@ from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepRule
 from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import StepOutput, StepShape
-from rayserve_moe.execution.weights import first_placement, load_weights, model_rule
+from rayserve_moe.execution.weights import first_placement, load_weights, model_rule, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, StepTimes
@@ -104,9 +104,10 @@ class HostRunner:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""
         started = time.perf_counter()
         spec, plan, balancing = self.rule.spec, self.rule.plan, self._settings.balancing
-        self.weights = load_weights(
+        loaded = load_weights(
             self._files, self.rule, dtype=self.dtype, placement=self.placement, may_change=balancing.enabled
         )
+        self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, rule=self.rule)
         self._mover = None
         if balancing.enabled:
             self._mover = ExpertMover(self.rule, dtype=self.dtype, slots_per_step=balancing.slots_per_step)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import jax
@@ -86,7 +87,7 @@ def expert_state(weights: ModelWeights) -> ExpertState:
 def with_experts(weights: ModelWeights, held: ExpertState) -> ModelWeights:
     """The same weights with that part of them exchanged."""
     experts = {**weights.params["experts"], **dict(zip(EXPERT_NAMES, held.weights, strict=True))}
-    return ModelWeights({**weights.params, "experts": experts}, held.maps)
+    return replace(weights, params={**weights.params, "experts": experts}, maps=held.maps)
 
 
 def run_piece(

@@ -64,7 +64,7 @@ class StagedWeights:
         """Return the staged weights on the devices, under the maps that serve; those that served are given away."""
         assert self._ready is not None, "nothing is staged"
         ready, self._ready = self._ready, None
-        return ModelWeights(cast(Parameters, _put(ready, serving.params)), serving.maps)
+        return dataclasses.replace(serving, params=cast(Parameters, _put(ready, serving.params)))
 
     def drop(self) -> None:
         """Forget what is staged."""

@@ -81,7 +81,8 @@ def run_step(
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = DeviceState(out.kv_pages, counts_ME, rows)
         scores = _scores(weights, out, step, blocks, rule.model)
-        local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], scores)
+        tally_14 = None if out.tally_4 is None else out.tally_4[None]
+        local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], scores, tally_N4=tally_14)
         output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
         if rule.capture_routing:
             dtype = rule.model.spec.routing_layout.dtype
@@ -109,7 +110,15 @@ def step_logits(
     forced_MXK: jax.Array | None = None,
 ) -> tuple[ForwardOutput, jax.Array]:
     """On one device: forward, then float32 logits [S, V] of the tokens at `sample_places_S`."""
-    out = forward(weights.params, kv_pages, batch, rule=rule, maps=weights.maps, forced_MXK=forced_MXK)
+    out = forward(
+        weights.params,
+        kv_pages,
+        batch,
+        rule=rule,
+        maps=weights.maps,
+        forced_MXK=forced_MXK,
+        capacity_factor=weights.capacity_factor,
+    )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], rule=rule)
 
 
@@ -177,4 +186,5 @@ def weight_partitions(rule: ModelRule) -> ModelWeights:
     """The tree of ModelWeights with partitions for arrays; the maps are the same on every device."""
     tree = parameter_specs(rule.spec, dtype="float32")
     params = {group: {name: rule.plan.partition(p.axes) for name, p in specs.items()} for group, specs in tree.items()}
-    return ModelWeights(cast(Parameters, params), cast(PlacementArrays, PartitionSpec()))
+    whole = PartitionSpec()
+    return ModelWeights(cast(Parameters, params), cast(PlacementArrays, whole), cast(jax.Array, whole))

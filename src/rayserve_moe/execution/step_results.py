@@ -42,6 +42,7 @@ def start_copies(output: StepOutput, wanted: WantedOutputs) -> None:
         (output.scores and output.scores.logprobs_NX, wanted.scores),
         (output.scores and output.scores.top_N2XJ, wanted.score_top),
         (output.expert_counts_ME, wanted.expert_counts),
+        (output.tally_N4, True),
     ):
         if array is not None and is_wanted:
             array.copy_to_host_async()
@@ -66,6 +67,7 @@ def step_result(
         top=_top(output.top_N2SJ, packed.sample_places) if wanted.top else None,
         scores=_scores(output, packed, wanted) if wanted.scores else None,
         expert_counts=None if output.expert_counts_ME is None else np.asarray(output.expert_counts_ME),
+        tally=None if output.tally_N4 is None else np.asarray(output.tally_N4).sum(axis=0, dtype=np.int64),
     )
 
 

@@ -30,13 +30,17 @@ class StepShape:
         return self.num_singles + self.num_blocks * self.block_tokens
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params", "maps"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "maps", "capacity_factor"], meta_fields=[])
 @dataclass(frozen=True)
 class ModelWeights:
-    """What a step reads and leaves as it is: the parameters, and where experts lie (None: expert i in slot i)."""
+    """What a step reads and leaves as it is: the parameters, and where experts lie (None: expert i in slot i).
+
+    `capacity_factor` is a float32 where the room of slots is limited.
+    """
 
     params: Parameters
     maps: PlacementArrays | None
+    capacity_factor: jax.Array | None = None
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights", "maps"], meta_fields=[])
@@ -98,7 +102,7 @@ class PromptScoreOutput(NamedTuple):
     top_N2XJ: jax.Array
 
 
-OUTPUT_ARRAYS = ["sampled_N3S", "topk_ids_MTK", "top_N2SJ", "scores", "expert_counts_ME"]
+OUTPUT_ARRAYS = ["sampled_N3S", "topk_ids_MTK", "top_N2SJ", "scores", "expert_counts_ME", "tally_N4"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=OUTPUT_ARRAYS, meta_fields=[])
@@ -110,6 +114,7 @@ class StepOutput:
     `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
     does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
     `scores` are there in shapes with prefill blocks, and `expert_counts_ME` of all data ranks after steps that want it.
+    `tally_N4` int32 tells what came of picks where slots have limited room (`LimitedPicks`).
     """
 
     sampled_N3S: jax.Array
@@ -117,3 +122,4 @@ class StepOutput:
     top_N2SJ: jax.Array
     scores: PromptScoreOutput | None
     expert_counts_ME: jax.Array | None = None
+    tally_N4: jax.Array | None = None

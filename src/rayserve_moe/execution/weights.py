@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import jax
@@ -43,6 +44,8 @@ def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) 
         num_redundant=num_redundant,
         expert_backend=experts.backend,
         slot_choice=experts.dispatch,
+        expert_selection=_selection(experts, num_redundant=num_redundant),
+        capacity_scope=experts.capacity_scope,
     )
 
 
@@ -73,6 +76,20 @@ def load_weights(
         expert_of_slot=placement.expert_of_slot,
     )
     return ModelWeights(cast(Parameters, params), _maps_of(placement, plan, may_change=may_change))
+
+
+def with_capacity(weights: ModelWeights, factor: float, *, rule: ModelRule) -> ModelWeights:
+    """Give the slots of weights their room, where the rule limits it."""
+    if not rule.experts.limits_room:
+        return weights
+    return replace(weights, capacity_factor=jax.device_put(np.float32(factor), rule.plan.replicated()))
+
+
+def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
+    """Resolve `expert_selection: auto`."""
+    if experts.selection != "auto":
+        return experts.selection
+    return "replicas_only" if num_redundant else "topk"
 
 
 def parameter_tree(rule: ModelRule, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:

@@ -4,14 +4,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import jax
 
 from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend
+from rayserve_moe.experts.balanced_layer import pick_with_room
 from rayserve_moe.experts.local import ExpertWeights
-from rayserve_moe.experts.routing import ForcedPicks, count_tokens, select_experts
+from rayserve_moe.experts.routing import ForcedPicks, best_of_scores, count_tokens, router_scores
 from rayserve_moe.experts.rule import ExpertRule
-from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
+
+
+class LayerOutput(NamedTuple):
+    """Sums [T, D], logical ids [T, K] in router order, tokens per expert [E], and a tally where slots limit room."""
+
+    out_TD: jax.Array
+    ids_TK: jax.Array
+    counts_E: jax.Array
+    tally_4: jax.Array | None
 
 
 def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keyword)
@@ -24,21 +37,36 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     rule: ExpertRule,
     maps: PlacementArrays | None = None,
     forced: ForcedPicks | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the layer's output [T, D], the logical ids [T, K] in router order, and tokens per expert [E].
+    capacity_factor: jax.Array | None = None,
+) -> LayerOutput:
+    """Select experts, compute them, and tell what was selected.
 
     Tokens are those of this device's data rank, and so are the outputs: the same on every device of a tensor group,
     the counts too. `layer` counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding
     tokens (not `valid_T`) cost no expert product and are not counted. `forced` replaces what the router selects.
-    KeyError where the rule's backend is unknown.
+    `capacity_factor` is for rules that limit room; an id of -1 then is a pick that came to nothing. KeyError where the
+    rule's backend is unknown.
     """
-    ids_TK, gates_TK = select_experts(
-        hidden_TD, router_DE, top_k=rule.top_k, renormalize=rule.renormalize, forced=forced
-    )
+    scores_TE, tally_4 = router_scores(hidden_TD, router_DE), None
+    if rule.limits_room:
+        assert capacity_factor is not None, "slots with limited room need a factor"
+        slots_TK, ids_TK, gates_TK, tally_4 = pick_with_room(
+            scores_TE,
+            valid_T,
+            maps=maps,
+            layer=layer,
+            capacity_factor=capacity_factor,
+            rule=rule,
+            forced=forced,
+        )
+        tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
+        maps, rule = None, replace(rule, slot_choice=CHOSEN_BEFORE)
+    else:
+        ids_TK, gates_TK = best_of_scores(scores_TE, top_k=rule.top_k, renormalize=rule.renormalize, forced=forced)
+        tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
     counts_E = count_tokens(ids_TK, valid_T, num_experts=rule.num_experts)
-    tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
     out_TD = EXPERT_BACKENDS[backend_for(hidden_TD, rule)](tokens, weights, layer=layer, rule=rule, maps=maps)
-    return out_TD, ids_TK, counts_E
+    return LayerOutput(out_TD, ids_TK, counts_E, tally_4)
 
 
 def backend_for(hidden_TD: jax.Array, rule: ExpertRule) -> str:

@@ -27,15 +27,25 @@ def select_experts(
 
     Forced tokens take the experts that they are told, in the order that they are told, weighted by their scores.
     """
+    scores_TE = router_scores(hidden_TD, router_DE)
+    return best_of_scores(scores_TE, top_k=top_k, renormalize=renormalize, forced=forced)
+
+
+def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
+    """What the router thinks of every expert: float32 [T, E]. Whatever limits its choice is a score of -inf."""
     logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
-    return best_experts(logits_TE, top_k=top_k, renormalize=renormalize, forced=forced)
+    return jax.nn.softmax(logits_TE, axis=-1)
 
 
-def best_experts(
-    logits_TE: jax.Array, *, top_k: int, renormalize: bool, forced: ForcedPicks | None = None
-) -> tuple[jax.Array, jax.Array]:
+def best_experts(logits_TE: jax.Array, *, top_k: int, renormalize: bool) -> tuple[jax.Array, jax.Array]:
     """Pick by float32 router logits [T, E]; returns ids and weights as `select_experts` does."""
-    scores_TE = jax.nn.softmax(logits_TE, axis=-1)
+    return best_of_scores(jax.nn.softmax(logits_TE, axis=-1), top_k=top_k, renormalize=renormalize)
+
+
+def best_of_scores(
+    scores_TE: jax.Array, *, top_k: int, renormalize: bool, forced: ForcedPicks | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Pick by `router_scores`; returns ids and weights as `select_experts` does."""
     weights_TK, ids_TK = jax.lax.top_k(scores_TE, top_k)
     if forced is not None:
         ids_XK = forced.ids_XK

@@ -12,7 +12,8 @@ class ExpertRule:
     """How experts are chosen, computed, and spread over devices.
 
     `kernel` names the grouped product, `backend` how tokens and experts meet (`auto`: by the number of tokens),
-    `slot_choice` which of an expert's slots a token takes.
+    `slot_choice` which of an expert's slots a token takes. `selection` is `topk`, `replicas_only` or `balanced`; where
+    slots have limited room, `capacity_scope` says among whom (see `balanced_layer`).
     """
 
     num_experts: int
@@ -23,11 +24,18 @@ class ExpertRule:
     num_redundant: int = 0
     backend: str = "auto"
     slot_choice: str = "shares"
+    selection: str = "replicas_only"
+    capacity_scope: str = "global"
 
     @property
     def num_slots(self) -> int:
         """Expert slots of a layer over all devices."""
         return self.num_experts + self.num_redundant
+
+    @property
+    def limits_room(self) -> bool:
+        """Whether slots take only so many tokens: then they are chosen together with experts, by all who compete."""
+        return self.selection == "balanced" or (self.selection, self.slot_choice) == ("replicas_only", "capacity")
 
     @property
     def num_local_slots(self) -> int:

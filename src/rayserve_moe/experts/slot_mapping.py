@@ -21,6 +21,7 @@ from rayserve_moe.experts.rule import ExpertRule
 
 # A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.
 WHOLE = 1 << 20
+CHOSEN_BEFORE = "chosen_before"
 GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples spread evenly over the 32-bit numbers
 
 
@@ -67,8 +68,11 @@ def choose_slots(
     """Slot of every pick, int32 [T, K], over all ranks' slots; `rule.num_slots` where the token is padding.
 
     `rank` is who dispatches a token: a number, or [T, 1]. Where several ranks choose for the same tokens, give them the
-    same `rank`. ValueError where there are redundant slots and no maps.
+    same `rank`. Where slots are chosen before, the ids are slots, and -1 is none. ValueError where there are redundant
+    slots and no maps.
     """
+    if rule.slot_choice == CHOSEN_BEFORE:
+        return jnp.where(valid_T[:, None] & (ids_TK >= 0), ids_TK, rule.num_slots)
     if maps is None and rule.num_redundant:
         raise ValueError(f"{rule.num_redundant} redundant expert slots are of no use without a placement")
     slots_TK = ids_TK
@@ -91,7 +95,7 @@ def _by_shares(
     _, num_experts, num_ranks = maps.slot_for_LER.shape
     if slots_P.size == num_experts:
         return slots_P[ids_TK]
-    index_TK, count_TK = _place_within_expert(ids_TK, valid_T, num_experts)
+    index_TK, count_TK = place_within_expert(jnp.where(valid_T[:, None], ids_TK, num_experts), num_experts)
     fraction_TK = (index_TK + _offsets(ids_TK, rank, num_ranks)) / jnp.maximum(count_TK, 1)
     # A slot without a share begins at WHOLE - 1 at the latest, and no token stands there.
     key_TK = ids_TK * WHOLE + jnp.clip((fraction_TK * WHOLE).astype(jnp.int32), 0, WHOLE - 2)
@@ -127,9 +131,9 @@ def _offsets(ids_TK: jax.Array, rank: jax.Array, num_ranks: int) -> jax.Array:
     return (turn_TK >> 8).astype(jnp.float32) / (1 << 24)
 
 
-def _place_within_expert(ids_TK: jax.Array, valid_T: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many earlier tokens chose the same expert, and how many tokens did: both [T, K]. Padding is not counted."""
-    ids_N = jnp.where(valid_T[:, None], ids_TK, num_experts).reshape(-1)
+def place_within_expert(ids_TK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many earlier picks are of the same expert, and how many picks are: both [T, K]. `num_experts` is nobody."""
+    ids_N = ids_TK.reshape(-1)
     order_N = jnp.argsort(ids_N, stable=True)
     counts_E = jnp.sum(ids_N[:, None] == jnp.arange(num_experts + 1), axis=0, dtype=jnp.int32)
     first_E = jnp.cumsum(counts_E) - counts_E

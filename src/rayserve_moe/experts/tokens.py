@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 
 class RoutedTokens(NamedTuple):
-    """Hidden states [T, D], logical expert ids [T, K] in router order, their weights [T, K]; False marks padding."""
+    """Hidden states [T, D], logical expert ids [T, K] in router order, their weights [T, K]; False marks padding.
+
+    The ids are slots where the rule says that those are chosen before.
+    """
 
     hidden_TD: jax.Array
     ids_TK: jax.Array

@@ -56,6 +56,7 @@ class Engine:
             spec_from_config(read_config(path)),
             model=model,
             replay=wanted.replay,
+            experts=wanted.experts,
             name=path.name,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )

@@ -36,7 +36,8 @@ class ModelRule:
     """All that is fixed when a step is compiled: the model, where it lies, and its kernels.
 
     A layer has `num_redundant` expert slots more than experts. `expert_backend` names how tokens and experts meet (see
-    `experts.backends`; `auto`: by the number of tokens), `slot_choice` which of an expert's slots a token takes.
+    `experts.backends`; `auto`: by the number of tokens), `slot_choice` which of an expert's slots a token takes,
+    `expert_selection` and `capacity_scope` how experts are selected (see `experts.rule`).
     """
 
     spec: ModelSpec
@@ -45,6 +46,8 @@ class ModelRule:
     num_redundant: int = 0
     expert_backend: str = "auto"
     slot_choice: str = "shares"
+    expert_selection: str = "replicas_only"
+    capacity_scope: str = "global"
 
     @property
     def attention(self) -> AttentionRule:
@@ -61,13 +64,16 @@ class ModelRule:
             self.plan,
             num_redundant=self.num_redundant,
             backend=self.expert_backend,
-            slot_choice=self.slot_choice,
+            slot_choice="first" if self.expert_selection == "topk" and self.num_redundant else self.slot_choice,
+            selection=self.expert_selection,
+            capacity_scope=self.capacity_scope,
         )
 
 
 class ForwardOutput(NamedTuple):
     """Hidden states before the final norm [T, D], the updated pool, routing [M, T, K] and counts [M, E].
 
+    Where slots have limited room, also the sum of the layers' tallies (`LimitedPicks`).
     All of this data rank's tokens alone, and the same on every device of its tensor group (but for the pool).
     """
 
@@ -75,14 +81,25 @@ class ForwardOutput(NamedTuple):
     kv_pages: jax.Array
     topk_ids_MTK: jax.Array
     expert_counts_ME: jax.Array
+    tally_4: jax.Array | None
+
+
+class _Captured(NamedTuple):
+    """What MoE layers tell of their selection: ids, counts and tally of each."""
+
+    ids_MTK: jax.Array
+    counts_ME: jax.Array
+    tally_M4: jax.Array | None
 
 
 class _StepTokens(NamedTuple):
-    """What all layers of a step share: its tokens, the slots of the experts, and what routing is forced [M, X, K]."""
+    """What all layers of a step share: its tokens, the slots of the experts, what routing is forced [M, X, K], and
+    the capacity factor."""
 
     attention: AttentionTokens
     maps: PlacementArrays | None
     forced: tuple[jax.Array, jax.Array] | None
+    capacity_factor: jax.Array | None
 
 
 class _LayerRun(NamedTuple):
@@ -94,7 +111,7 @@ class _LayerRun(NamedTuple):
     length: int
 
 
-def forward(
+def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     params: Parameters,
     kv_pages: jax.Array,
     batch: TokenBatch,
@@ -102,33 +119,36 @@ def forward(
     rule: ModelRule,
     maps: PlacementArrays | None = None,
     forced_MXK: jax.Array | None = None,
+    capacity_factor: jax.Array | None = None,
 ) -> ForwardOutput:
     """Run all layers on one device's share; call it inside the sharded step.
 
     `params` and `kv_pages` are local shares, `batch` is this data rank's: every rank comes with one of the same shape,
     padding where it has nothing to do. `maps` say in which slots experts lie, for all MoE layers and the same on every
     device; None stands for expert i in slot i. Routing is captured before any mapping to slots, in router order.
-    `forced_MXK` replaces what routers select for the tokens in prefill blocks, where it is not negative.
+    `forced_MXK` replaces what routers select for the tokens in prefill blocks, where it is not negative; a balanced
+    selection takes no orders. `capacity_factor` is a float32 for rules that limit the room of slots.
     """
     hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=rule.plan)
-    forced = None if forced_MXK is None else (forced_MXK, jnp.any(forced_MXK >= 0))
-    tokens = _StepTokens(attention_tokens(batch, rule.spec), maps, forced)
-    routing, counts = [], []
+    forced = None
+    if forced_MXK is not None and rule.expert_selection != "balanced":
+        forced = forced_MXK, jnp.any(forced_MXK >= 0)
+    tokens = _StepTokens(attention_tokens(batch, rule.spec), maps, forced, capacity_factor)
+    runs_captured = []
     for run in _layer_runs(rule.spec):
         body = _moe_layer if run.is_moe else _dense_layer
 
-        def visit(
-            carry: Carry, index: LayerIndex, body: Callable = body
-        ) -> tuple[Carry, tuple[jax.Array, jax.Array] | None]:
+        def visit(carry: Carry, index: LayerIndex, body: Callable = body) -> tuple[Carry, _Captured | None]:
             return body(params, carry, tokens, index, rule)
 
         steps = jnp.arange(run.length)
         carry, captured = jax.lax.scan(visit, (hidden_TD, kv_pages), (run.first + steps, run.first_of_kind + steps))
         hidden_TD, kv_pages = carry
         if captured is not None:
-            routing.append(captured[0])
-            counts.append(captured[1])
-    return ForwardOutput(hidden_TD, kv_pages, jnp.concatenate(routing), jnp.concatenate(counts))
+            runs_captured.append(captured)
+    captured = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *runs_captured)
+    tally_4 = None if captured.tally_M4 is None else jnp.sum(captured.tally_M4, axis=0, dtype=jnp.int32)
+    return ForwardOutput(hidden_TD, kv_pages, captured.ids_MTK, captured.counts_ME, tally_4)
 
 
 def logits_of(params: Parameters, hidden_SD: jax.Array, *, rule: ModelRule) -> jax.Array:
@@ -149,12 +169,12 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, rule: ModelRule) -> j
 
 def _moe_layer(
     params: Parameters, carry: Carry, tokens: _StepTokens, index: LayerIndex, rule: ModelRule
-) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
+) -> tuple[Carry, _Captured]:
     layer, moe_layer = index
     hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens.attention, layer, rule)
     experts = params["experts"]
     flat = ExpertWeights(*(_flatten(experts[name]) for name in ("gate_MPDF", "up_MPDF", "down_MPFD")))
-    out_TD, ids_TK, counts_E = apply_experts(
+    out = apply_experts(
         normed_TD,
         experts["router_MDE"][moe_layer],
         flat,
@@ -163,8 +183,9 @@ def _moe_layer(
         rule=rule.experts,
         maps=tokens.maps,
         forced=_forced_of_layer(tokens, moe_layer),
+        capacity_factor=tokens.capacity_factor,
     )
-    return (hidden_TD + out_TD, kv_pages), (ids_TK, counts_E)
+    return (hidden_TD + out.out_TD, kv_pages), _Captured(out.ids_TK, out.counts_E, out.tally_4)
 
 
 def _dense_layer(

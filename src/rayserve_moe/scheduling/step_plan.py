@@ -164,7 +164,9 @@ class StepResult:
     `token_ids` int32, `logprobs` float32, and `finite`: whether the logits were finite. `routing` holds the rows of
     all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
-    They wrap around: take differences. `failed_fetch` is told by every step until another rebalance begins.
+    They wrap around: take differences. `tally` int64 [4] tells, where slots have limited room, how many picks its
+    tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
+    `failed_fetch` is told by every step until another rebalance begins.
     """
 
     step_id: int
@@ -176,6 +178,7 @@ class StepResult:
     top: TopLogprobs | None = None
     scores: TokenScores | None = None
     expert_counts: np.ndarray | None = None
+    tally: np.ndarray | None = None
     failed_fetch: FailedFetch | None = None
 
 

@@ -28,6 +28,8 @@ _COUNTERS = frozenset(
         "transport_s",
         "device_s",
         "commit_s",
+        "picks_rerouted",
+        "picks_unfilled",
     }
 )
 _INCLUDE = {"parameters": [{"name": "include", "in": "query", "required": False, "schema": {"type": "string"}}]}

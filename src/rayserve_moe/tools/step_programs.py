@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +68,7 @@ class ServedSetting:
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
     capture_routing: bool = False
+    expert_selection: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,12 @@ class ServedModel:
 def lay_out(config: Mapping[str, Any], setting: ServedSetting) -> ServedModel:
     """Lay the model of a `config.json` on a topology. ValueError says what does not fit together."""
     spec, plan = spec_from_config(config), _plan(setting)
-    model = model_rule(
-        spec, plan, experts=ExpertSettings(setting.expert_backend, num_redundant=setting.redundant_experts)
+    experts = ExpertSettings(
+        setting.expert_backend, num_redundant=setting.redundant_experts, selection=setting.expert_selection
     )
+    model = model_rule(spec, plan, experts=experts)
     rule = StepRule(model, setting.page_size, setting.capture_routing)
-    weights = ModelWeights(_parameters(model, setting.dtype), _maps(model))
+    weights = ModelWeights(_parameters(model, setting.dtype), _maps(model), _capacity_factor(model))
     return ServedModel(setting, rule, weights, _state(model, setting))
 
 
@@ -178,7 +181,7 @@ def pieces_of(served: ServedModel) -> list[Piece]:
         for spec in specs.values():
             local = model.plan.sharding(spec.axes).shard_shape(spec.shape)[spec.num_stacked_dims :]
             size = jnp.dtype(spec.dtype).itemsize
-            num_elements = _product(local)
+            num_elements = math.prod(local)
             if num_elements * size >= LEAST_PIECE_BYTES:
                 pieces.append(Piece(group, _hlo_dtype(spec.dtype), local, num_elements))
     pool = served.state.kv_pages
@@ -261,6 +264,12 @@ def _maps(model: ModelRule) -> PlacementArrays | None:
     )
 
 
+def _capacity_factor(model: ModelRule) -> jax.Array | None:
+    if not model.experts.limits_room:
+        return None
+    return cast(jax.Array, jax.ShapeDtypeStruct((), jnp.float32, sharding=model.plan.replicated()))
+
+
 def _state(model: ModelRule, setting: ServedSetting) -> DeviceState:
     pages = pages_per_sequence(setting.context, setting.page_size)
     allocate = partial(
@@ -281,14 +290,7 @@ def _state(model: ModelRule, setting: ServedSetting) -> DeviceState:
 
 
 def _elements(leaf: Any) -> int:
-    return _product(leaf.sharding.shard_shape(leaf.shape))
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def _hlo_dtype(dtype: str) -> str:

@@ -21,6 +21,7 @@ from benchmarks.figures import (
     step_parts,
 )
 from benchmarks.sections import SECTIONS
+from benchmarks.selection_table import MODES
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, prompts_of
 
@@ -56,6 +57,7 @@ def every_section() -> dict:
     ratios = dict.fromkeys(("greedy", "first", "even", "shares", "worst_even"), 1.125)
     group = {"cases": 5, **ratios, "duplicates": {"greedy": 7, "planned": 0}}
     drifted = dict.fromkeys(("stale", "after", "even", "worst_layer", "moved", "most_moved"), 0.0625)
+    loads = {"imbalance": 1.25, "kept_share": 0.75, "unfilled": 0.0}
     memory = dict.fromkeys(("peak", "temporaries", "limit"), 2_500_000_000)
     compiled = {"name": "decode", "memory": memory, "collectives": [], "copied_bytes": {}, "compile_s": 1.5}
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
@@ -95,6 +97,13 @@ def every_section() -> dict:
         },
         "compile_gate": {
             "m@t": {"programs": [compiled]}
+        },
+        "balanced_selection": {
+            "load_before": 0.1, "cores": 2, "drawn_skew": "zipf 1",
+            "times": {"zipf 1": {"2.0": {"oracle_ms": [30.0], "device_ms": [5.0], "kept_share": 0.5, "unfilled": 3}}},
+            "balance": {
+                "zipf 1": {mode: {"1.0": [loads]} for mode in MODES}
+            },
         },
         "planner": {
             "load_before": 0.1, "readme": ratios, "drift": {"K2 ep64 R64": drifted | {"ms": [8.0]}},
@@ -208,6 +217,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("compile_gate", "2.50"),
         ("programs", "528"),
         ("planner", "1.0312 (worst layer 1.5000)"),
+        ("balanced_selection", "6.00 (6.00-6.00)"),
         ("host_us", "2.0 (1.0-3.0)"),
         ("rollout_reading", "32.0 (32.0-32.0)"),
         ("rollout_job", "0.94 (0.94-0.94)"),

@@ -101,6 +101,16 @@ WRONG = {
         {"precompile_bs_paddings": [1, 4], "max_running_requests": 8},
         "precompile_bs_paddings reaches 4 rows, max_running_requests is 8",
     ),
+    "selection of no known kind": (
+        {"expert_selection": "best"},
+        "expert_selection must be one of auto, topk, replicas_",
+    ),
+    "capacity of nothing": ({"capacity_factor": 0.0}, "capacity_factor must be a finite number above 0, found 0.0"),
+    "endless capacity": ({"capacity_factor": float("inf")}, "capacity_factor must be a finite number"),
+    "balanced and replayed": (
+        {"expert_selection": "balanced", "enable_return_routed_experts": True},
+        "expert_selection balanced and enable_return_routed_experts exclude each other: .* replicas_only",
+    ),
 }
 
 

@@ -127,3 +127,12 @@ def test_the_limits_themselves_are_served(accepted):
 
 def test_a_server_with_routing_serves_it():
     check_request(request(routing=True), replace(CARD, returns_routing=True), longest=LONGEST)
+
+
+def test_nobody_forces_routing_on_a_balanced_selection():
+    forced = RoutedExperts(np.zeros((3, 1, 1), np.int32))
+    wanted = replace(request(), forced_routing=forced)
+    check_request(wanted, CARD, longest=LONGEST)
+    with pytest.raises(RequestError, match="expert_selection: replicas_only") as error:
+        check_request(wanted, replace(CARD, takes_forced_routing=False), longest=LONGEST)
+    assert error.value.param == "forced_routed_experts"

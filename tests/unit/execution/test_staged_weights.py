@@ -28,14 +28,14 @@ from tests.support.placements import random_placement
 PLENTY, NOTHING = 1 << 60, 0
 
 
-def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), num_redundant: int = 0) -> HostRunner:
+def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), **experts) -> HostRunner:
     """A runner with weights and nothing compiled."""
     settings = RunnerSettings(
         ModelSettings(path=str(path)),
         SchedulerSettings(max_running_requests=2),
         CacheSettings(num_pages=16),
         ReplaySettings(),
-        ExpertSettings(num_redundant=num_redundant),
+        ExpertSettings(**experts),
     )
     runner = HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
     runner.load()
@@ -64,6 +64,13 @@ def test_staged_weights_lie_as_loaded_ones(core_checkpoint, other_checkpoint, me
     assert_weights(runner, other_checkpoint, placement)
     assert runner.weights.maps is maps
     assert all(array.is_deleted() for array in before) == (spare == NOTHING), "both are never on a full device"
+
+
+def test_the_capacity_of_slots_is_none_of_the_weights(core_checkpoint, other_checkpoint):
+    runner = loaded(core_checkpoint, selection="balanced", capacity_factor=1.5)
+    runner.staged.read(str(other_checkpoint))
+    runner.weights = runner.staged.take(runner.weights)
+    assert float(runner.weights.capacity_factor) == 1.5
 
 
 def test_the_weights_of_a_device_are_weighed(core_checkpoint):
