@@ -24,8 +24,8 @@ from benchmarks.figures import (
 from benchmarks.markdown import markdown_table
 from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
-from benchmarks.weight_table import weight_updates
 from benchmarks.selection_table import balanced_selection
+from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
