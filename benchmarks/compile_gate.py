@@ -1,6 +1,6 @@
 """Whole models, compiled for whole TPU slices: what the sizes in the contract are checked by.
 
-    python -m benchmarks.compile_gate [--only qwen3-30b-a3b@v6e:2x4] [--out FILE.json]
+    python -m benchmarks.compile_gate [--only qwen3-30b-a3b@v6e:2x4] [--only qwen3-30b-a3b@v6e:2x4+32] [--out FILE.json]
 
 Each model and topology is checked by `rayserve-moe compile-check` in a process of its own; a run takes minutes per
 program on two cores and needs no TPU.
@@ -22,8 +22,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "qwen3-30b-a3b@v5e:4x4": ("--expert-backend", "all_to_all"),
     "qwen3-235b-a22b@v5p:2x4x4": ("--expert-backend", "all_to_all"),
     "qwen3-235b-a22b@v6e:8x8": ("--expert-backend", "all_to_all", "--dp", "32", "--tp", "2"),
+    "qwen3-30b-a3b@v6e:2x4+32": ("--expert-backend", "all_to_all"),
+    "qwen3-30b-a3b@v6e:2x4+128": ("--expert-backend", "all_to_all"),
+    "qwen3-235b-a22b@v5p:2x4x4+32": ("--expert-backend", "all_to_all"),
+    "qwen3-235b-a22b@v5p:2x4x4+128": ("--expert-backend", "all_to_all"),
 }
-"""Model and topology, and what differs from 16 sequences of 4096 tokens on as many data ranks as devices."""
+"""Model, topology and redundant experts, and what differs from 16 sequences of 4096 tokens on as many data ranks as
+devices."""
 
 KEY = "compile_gate"
 RESULTS = Path(__file__).parent / "results"
@@ -31,9 +36,11 @@ RESULTS = Path(__file__).parent / "results"
 
 def check(case: str) -> dict[str, Any]:
     """Compile one case; returns the report, with the exit status."""
-    model, topology = case.split("@")
+    model, slice_and_more = case.split("@")
+    topology, _, redundant = slice_and_more.partition("+")
     command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", "--model", model, "--topology", topology]
-    run = subprocess.run([*command, *CASES[case], "--json"], capture_output=True, text=True, check=False)
+    options = [*CASES[case], "--redundant-experts", redundant or "0", "--json"]
+    run = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     if not run.stdout.strip():
         raise RuntimeError(f"{case}: {run.stderr.strip().splitlines()[-1] if run.stderr.strip() else 'no report'}")
     return {"status": run.returncode, **json.loads(run.stdout)}

@@ -15,7 +15,8 @@ class SamplingParams:
     """How the tokens of one request are chosen.
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary. `seed` None lets the engine
-    draw one. `max_new_tokens` 0 runs the prompt only. Stop strings are matched above the engine, on text.
+    draw one. `max_new_tokens` 0 runs the prompt only. Stop strings are matched above the engine, on text. With a seed,
+    the choices are those numbered from `first_choice` on among all that it stands for.
 
     Penalties change logits before everything else: `repetition_penalty` divides positive and multiplies negative logits
     of tokens seen in prompt or output, `frequency_penalty` is subtracted once per earlier output of the token,
@@ -37,6 +38,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    first_choice: int = 0
 
 
 @dataclass(frozen=True)

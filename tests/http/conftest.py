@@ -27,9 +27,10 @@ STEP_DELAY_S = 0.005
 
 
 @contextlib.contextmanager
-def served(engine, **server_settings):
+def served(engine, *, balancing=None, **server_settings):
     """Serve an engine; yields the server's address."""
-    api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings(**server_settings)))
+    state = ApiState(engine.loop, engine.tokenizer, ServerSettings(**server_settings), balancing=balancing)
+    api = create_api(state)
     config = uvicorn.Config(api, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

@@ -14,6 +14,7 @@ ROUTES = {
     "get": {
         "/health", "/health_generate", "/metrics", "/v1/loads", "/v1/models", "/v1/models/{name}", "/model_info",
         "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version", "/flush_cache",
+        "/experts", "/experts/state",
     },
     "post": {
         COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import jax
@@ -225,6 +225,35 @@ def test_maps_without_their_weights_are_noticed(runs):
     rows = ExpertPlacement(*(array[:1] for array in (before.expert_of_slot, before.share_of_slot, before.slot_for)))
     run_pieces(moving, [RebalancePiece(1, swap=replace(fault, placement=rows))])
     assert_identical(run_together(runner, runs.card, few_requests(), way=WAY), true_answers)
+
+
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fails_at, monkeypatch):
+    """For want of memory, say: answers are the same bits, and the next rebalance arrives."""
+    plain = run_together(runs.plain((2, 2), "fused"), runs.card, few_requests(), way=WAY)
+    moving = runs.moving((2, 2), "fused")
+    runner, rebalancing = moving.runner, moving.rebalancing
+    rebalance, programs = rebalancing.rebalance, moving.runner.programs.rebalance
+    assert programs is not None
+    calls = count()
+
+    def fetch(*arguments: object, **keywords: object) -> object:
+        if next(calls) == fails_at:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+        return programs.fetch(*arguments, **keywords)
+
+    monkeypatch.setattr(runner, "programs", replace(runner.programs, rebalance=programs._replace(fetch=fetch)))
+    arriving = replace(WAY, rebalancing=rebalancing)
+    rebalancing.head_for(random_placement(rebalance.placement, seed=7))
+    assert_identical(run_together(runner, runs.card, few_requests(), way=arriving), plain)
+    assert rebalance.given_up_version == rebalance.progress.version and rebalance.progress.is_done
+    assert_slots_hold(runner, rebalance.placement, moving.by_expert)
+
+    wanted = random_placement(rebalance.placement, seed=8)
+    rebalancing.head_for(wanted)
+    while rebalance.placement is not wanted:
+        assert_identical(run_together(runner, runs.card, few_requests(), way=arriving), plain)
+    assert_slots_hold(runner, wanted, moving.by_expert)
 
 
 def test_counts_leave_with_the_results_of_steps(runs):

@@ -86,6 +86,7 @@ class Interleaving:
 
     def stage(self, which: int) -> None:
         """Read weights now; steps may follow before they are put to use, and experts stay where they are."""
+        self._check_all(self._cycle.drain().endings)
         rebalancing, self._staged = self._cycle.rebalancing, self._paths[which]
         placement = rebalancing.hold() if rebalancing is not None else self._engine.runner.placement
         self._engine.runner.staged.read(str(self._staged), placement.expert_of_slot)
@@ -131,7 +132,7 @@ def serve_first_weights(runner: HostRunner, path: Path, rebalancing: Rebalancing
     runner.staged.read(str(path), placement.expert_of_slot)
     runner.weights = runner.staged.take(runner.weights)
     if rebalancing is not None:
-        rebalancing.rebalance.restart()
+        rebalancing.change_weights()
         rebalancing.go_on()
 
 

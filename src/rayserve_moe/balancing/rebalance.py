@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,13 @@ class RebalancePiece:
     swap: LayerSwap | None = None
 
 
+class FailedFetch(NamedTuple):
+    """Where a rebalance came to its end: from this layer's fetch on, nothing of that version has run."""
+
+    version: int
+    layer: int
+
+
 @dataclass(frozen=True)
 class RebalanceProgress:
     """How far the rebalance to placement `version` has come: layers that change, and slots that travel."""
@@ -77,6 +85,7 @@ class Rebalance:
         # Old placement, new one, and which layers lie as in the new: one value, for readers from other threads.
         self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
         self.progress = RebalanceProgress(0, 0, 0, 0, 0, 0)
+        self.given_up_version = 0
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -90,10 +99,10 @@ class Rebalance:
             np.where(swapped[:, None, None], new.slot_for, old.slot_for),
         )
 
-    def restart(self) -> None:
-        """Head for the same placement with all pieces anew, where it is not reached: what was fetched is void."""
-        if not self.progress.is_done:
-            self.begin(self._way[1])
+    @property
+    def target(self) -> ExpertPlacement:
+        """The placement that was headed for last."""
+        return self._way[1]
 
     def check(self, placement: ExpertPlacement) -> None:
         """Raise PlacementError where `placement` is of other layers, slots or ranks."""
@@ -122,6 +131,26 @@ class Rebalance:
         if piece is not None:
             self._account(piece)
         return piece
+
+    def give_up(self, failure: FailedFetch) -> None:
+        """Take back all that was handed out from the failed fetch on; experts stay where they are then.
+
+        Layers that were swapped before stay swapped. Nothing happens where that version was given up already.
+        """
+        version, layer = failure
+        if version <= self.given_up_version:
+            return
+        assert version == self.progress.version, "pieces of two rebalances are under way"
+        old, new, swapped = self._way
+        before = np.arange(old.num_layers) < layer
+        self._way = (old, new, swapped & before)
+        stays = self.placement
+        num_layers = int((_maps_differ(old, stays) | (old.expert_of_slot != stays.expert_of_slot).any(axis=1)).sum())
+        num_slots = int((old.expert_of_slot != stays.expert_of_slot).sum())
+        self.given_up_version, self._pieces = version, iter(())
+        self._way = (stays, stays, np.ones_like(swapped))
+        num_pieces = self.progress.num_pieces_done
+        self.progress = RebalanceProgress(version, num_layers, num_layers, num_slots, num_slots, num_pieces)
 
     def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[RebalancePiece]:
         """Each layer is planned when its turn comes, which takes a moment between two steps, not all at once."""

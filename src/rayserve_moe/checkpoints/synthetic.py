@@ -33,7 +33,8 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float
 class SyntheticConfig:
     """Sizes of a random model, under the names of `config.json`; then how its weights are drawn.
 
-    Weights are normal with deviation `scale`; norms are one plus normal noise of deviation `norm_jitter`.
+    Weights are normal with deviation `scale`; norms are one plus normal noise of deviation `norm_jitter`. The routers'
+    weights of each expert are scaled by a lognormal factor of deviation `router_skew`: some experts are chosen far more.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class SyntheticConfig:
     rms_norm_eps: float = 1e-6
     scale: float = 0.02
     norm_jitter: float = 0.0
+    router_skew: float = 0.0
 
 
 PRESETS = {
@@ -148,7 +150,7 @@ def _recipe_of(target: Path) -> dict[str, Any] | None:
 
 def _hf_config(config: SyntheticConfig, dtype: str) -> dict[str, Any]:
     sizes = asdict(config)
-    del sizes["scale"], sizes["norm_jitter"]
+    del sizes["scale"], sizes["norm_jitter"], sizes["router_skew"]
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3_moe",
@@ -209,4 +211,6 @@ def _draw(name: str, place: TensorPlace, config: SyntheticConfig, seed: int) -> 
     values = generator.standard_normal(place.spec.file_shape, dtype=np.float32)
     if place.spec.initial == "ones":
         return np.float32(1) + np.float32(config.norm_jitter) * values
+    if place.spec.role == "router" and config.router_skew:
+        values *= generator.lognormal(sigma=config.router_skew, size=(len(values), 1)).astype(np.float32)
     return np.multiply(values, np.float32(config.scale), out=values)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ray.actor import ActorHandle
+
+from rayserve_moe.balancing.advisor import PlacementAdvisor
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.checkpoints.model_path import resolve_model_path
+from rayserve_moe.cluster.balancer import ActorPlanner
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.engine.expert_balancing import ExpertBalancing, balance_experts, planning_rules
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.model.family_table import spec_from_config
@@ -19,16 +25,26 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ReplicaEngine:
-    """A running engine and the tokenizer of its model."""
+    """A running engine and the tokenizer of its model, and what balances its experts, where that is switched on."""
 
     loop: EngineLoop
     tokenizer: Tokenizer
     executor: GroupExecutor
+    balancing: ExpertBalancing | None = None
+
+    def shutdown(self) -> None:
+        """Abort what runs and stop everything. May be called twice."""
+        if self.balancing is not None:
+            self.balancing.stop()
+        self.loop.shutdown()
 
 
-def start_replica_engine(settings: Settings) -> ReplicaEngine:
+def start_replica_engine(
+    settings: Settings, *, find_balancer: Callable[[], ActorHandle] | None = None
+) -> ReplicaEngine:
     """Reserve a slice, load the model onto it and start the engine thread.
 
+    `find_balancer` finds the actor that plans placements (see `ActorPlanner`); without one this process plans itself.
     Raises what stands in the way: SettingsError, CheckpointError, TimeoutError, or a worker's error.
     """
     path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
@@ -54,18 +70,24 @@ def start_replica_engine(settings: Settings) -> ReplicaEngine:
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
-    timing = settings.cluster
-    loop = EngineLoop(
-        executor,
-        card,
-        settings=LoopSettings(
-            settings.scheduler,
-            settings.cache,
-            num_data_ranks=settings.parallel.data_parallel_size,
-            balancing=settings.balancing,
-            num_hosts=settings.parallel.num_hosts,
-            idle_release_s=timing.idle_release_s,
-            step_timeout_s=timing.step_timeout_s,
-        ),
+    loop = EngineLoop(executor, card, settings=_loop_settings(settings))
+    balancing = balance_experts(
+        loop.rebalancing,
+        PlacementAdvisor if find_balancer is None else lambda _: ActorPlanner(find_balancer),
+        rules=planning_rules(settings.balancing, settings.experts),
+        layer_ids=card.routing.layer_ids,
     )
-    return ReplicaEngine(loop, tokenizer, executor)
+    return ReplicaEngine(loop, tokenizer, executor, balancing)
+
+
+def _loop_settings(settings: Settings) -> LoopSettings:
+    timing = settings.cluster
+    return LoopSettings(
+        settings.scheduler,
+        settings.cache,
+        num_data_ranks=settings.parallel.data_parallel_size,
+        balancing=settings.balancing,
+        num_hosts=settings.parallel.num_hosts,
+        idle_release_s=timing.idle_release_s,
+        step_timeout_s=timing.step_timeout_s,
+    )

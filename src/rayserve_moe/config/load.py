@@ -23,6 +23,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "transport": ("auto", "compiled_graph", "actor_calls"),
     "expert_backend": ("auto", "local", "replicated", "all_to_all", "fused"),
+    "eplb_dispatch": ("shares", "static", "first"),
 }
 LEAST = {
     "max_model_len": 0,
@@ -37,6 +38,8 @@ LEAST = {
     "data_parallel_size": 1,
     "num_slices": 1,
     "num_redundant_experts": 0,
+    "eplb_interval": 1,
+    "eplb_window": 1,
     "eplb_slots_per_step": 1,
     "max_body_bytes": 1,
     "idle_release_s": 0,
@@ -98,6 +101,11 @@ def set_environment_defaults(variables: Mapping[str, str]) -> None:
     """Set variables of this process that the user has not set, for libraries that read them when they are loaded."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def environment_setting(name: str) -> str:
+    """What the environment says of a setting, for clients of a server; empty where it says nothing."""
+    return next((os.environ.get(variable, "") for variable, key in ENVIRONMENT_KEYS.items() if key == name), "")
 
 
 def default_cache_directory() -> Path:

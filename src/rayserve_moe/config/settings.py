@@ -23,7 +23,8 @@ class ModelSettings:
     """Which checkpoint is served, and as what."""
 
     path: str = _named("", "model_path")
-    """A Hugging Face directory, or `synthetic:<preset>` for a seeded random checkpoint made on first start."""
+    """A Hugging Face directory, `trained:calculator` for the small model that comes with this package, or
+    `synthetic:<preset>` for a seeded random checkpoint made on first start."""
     served_name: str = _named("", "served_model_name")
     """Name on the API; the checkpoint directory's name when empty."""
     dtype: str = "auto"
@@ -94,6 +95,9 @@ class ExpertSettings:
     """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all` and `fused` are fixed choices."""
     num_redundant: int = _named(0, "num_redundant_experts")
     """Expert slots per layer beyond one per expert, which hold replicas of busy experts; lowered until slots divide."""
+    dispatch: str = _named("shares", "eplb_dispatch")
+    """Which slot of an expert a token takes: `shares` splits its tokens as planned, `static` has one slot per device,
+    `first` uses no replica, for debugging."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,12 @@ class BalancingSettings:
     """Moving experts between devices while the server runs."""
 
     enabled: bool = _named(False, "enable_eplb")
-    """Compile what moves experts, keep room for one layer's slots beside the weights, and let placements change."""
-    slots_per_step: int = _named(4, "eplb_slots_per_step")
+    """Compile what moves experts, keep room for one layer's slots beside the weights, and have experts follow loads."""
+    interval: int = _named(500, "eplb_interval")
+    """Steps from one plan to the next at least; none is made while experts still move."""
+    window: int = _named(1000, "eplb_window")
+    """Steps whose tokens a plan is made from; counts are read every 16 steps, and the last reading is always used."""
+    slots_per_step: int = _named(8, "eplb_slots_per_step")
     """Expert slots that a device receives, and that it sends, with one step at most."""
 
 

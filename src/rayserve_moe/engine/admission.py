@@ -57,6 +57,7 @@ def _check_sampling(sampling: SamplingParams) -> None:
     bounds = {
         "temperature": (0.0 <= sampling.temperature < float("inf"), "a finite number, at least 0"),
         "top_k": (0 <= sampling.top_k <= MAX_TOP_K, f"in [0, {MAX_TOP_K}], 0 for the whole vocabulary"),
+        "first_choice": (0 <= sampling.first_choice <= MAX_TOP_K, f"in [0, {MAX_TOP_K}]"),
         "top_p": (0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
         "min_p": (0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
         "repetition_penalty": (0.0 < sampling.repetition_penalty < float("inf"), "a finite number above 0"),

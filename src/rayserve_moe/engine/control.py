@@ -160,8 +160,12 @@ class EngineControl:
         return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
 
     def _hold_experts(self) -> np.ndarray | None:
+        """Have experts stay where they are once no step is under way; returns where."""
         rebalancing = self._cycle.rebalancing
-        return None if rebalancing is None else rebalancing.hold().expert_of_slot
+        if rebalancing is None:
+            return None
+        self._drain()
+        return rebalancing.hold().expert_of_slot
 
     def _let_experts_move(self) -> None:
         if self._cycle.rebalancing is not None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import deque
 from dataclasses import replace
 
 import numpy as np
 
+from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
-from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.balancing.proposal import PlacementState
+from rayserve_moe.balancing.rebalance import Rebalance, RebalancePiece
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.requests import RoutingLayout
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StartReport, StepResult
+
+log = logging.getLogger(__name__)
 
 COUNTS_EVERY = 16
 """Steps from one reading of the devices' counts to the next."""
@@ -36,16 +42,37 @@ def rebalancing_for(
 class Rebalancing:
     """Hands the pieces of `rebalance` to steps, at most one each, and keeps what they tell of expert loads.
 
-    The plan of a step carries its piece, so that every host runs the same one with the same step. `head_for` and what
-    is read of `rebalance.progress` and `expert_counts` may come from any thread, all else from that of the engine.
+    The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
+    last one of the counts, and `has_news` is set when there is another. `head_for`, `state`, and what is read of
+    `rebalance.progress` and of counts may come from any thread, all else from that of the engine.
     """
 
     def __init__(self, rebalance: Rebalance, *, counts_every: int = COUNTS_EVERY) -> None:
         self.rebalance = rebalance
-        self.expert_counts: np.ndarray | None = None
+        start = rebalance.placement
+        self.reading = LoadReading(0, 0, np.zeros((start.num_layers, start.num_experts), np.int32))
+        self.has_news = threading.Event()
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
         self._counts_every, self._num_steps = counts_every, 0
+        self._steps_with_pieces = set[int]()
         self._is_held = False
+
+    @property
+    def expert_counts(self) -> np.ndarray:
+        """Tokens since the start, wrapping, as of the last reading: int32 [MoE layers, experts]."""
+        return self.reading.counts
+
+    def state(self) -> PlacementState | None:
+        """What a plan may be made from now; None while a rebalance is under way or asked for."""
+        progress = self.rebalance.progress
+        if self._wanted or not progress.is_done:
+            return None
+        return PlacementState(self.reading.epoch, progress.version, self.rebalance.placement)
+
+    def forget_counts(self) -> None:
+        """Have counts that follow not be compared with those before: after a change of weights, or of counting."""
+        self.reading = replace(self.reading, epoch=self.reading.epoch + 1, step=self._num_steps)
+        self.has_news.set()
 
     def head_for(self, placement: ExpertPlacement) -> None:
         """Have the next steps bring experts to `placement`, whatever was under way or asked for before.
@@ -56,7 +83,7 @@ class Rebalancing:
         self._wanted.append(placement)
 
     def hold(self) -> ExpertPlacement:
-        """Have experts stay where they are until `go_on`; returns where that is."""
+        """Have experts stay where they are until `go_on`; returns where that is. Call while no step is under way."""
         self._is_held = True
         return self.rebalance.placement
 
@@ -64,21 +91,41 @@ class Rebalancing:
         """Let experts move again."""
         self._is_held = False
 
+    def change_weights(self) -> None:
+        """Begin anew what is under way, and what is counted: all that was fetched or counted is of other weights."""
+        if not self.rebalance.progress.is_done:
+            self.rebalance.begin(self.rebalance.target)
+        self.forget_counts()
+
     def attach(self, schedule: Schedule) -> Schedule:
         """Give a step that computes something the next piece, and every few of them the question for counts."""
         if not schedule.plan.num_chunks:
             return schedule
         self._num_steps += 1
-        piece, wants_counts = None, self._num_steps % self._counts_every == 0
-        if not self._is_held:
-            if self._wanted:
-                self.rebalance.begin(self._wanted.pop())
-            piece = self.rebalance.next_piece()
+        piece, wants_counts = self._next_piece(), self._num_steps % self._counts_every == 0
         if piece is None and not wants_counts:
             return schedule
+        if piece is not None:
+            self._steps_with_pieces.add(schedule.plan.step_id)
         return replace(schedule, plan=replace(schedule.plan, rebalance=piece, wants_expert_counts=wants_counts))
 
     def absorb(self, result: StepResult) -> None:
-        """Take over the counts that a step brought, if any: int32 [MoE layers, experts] since the start, wrapping."""
+        """Take over what a step tells: counts, if any, and whether experts could be fetched."""
+        self._steps_with_pieces.discard(result.step_id)
+        if result.failed_fetch is not None and result.failed_fetch.version > self.rebalance.given_up_version:
+            log.error("experts could not be fetched: those of layers from %d on stay", result.failed_fetch.layer)
+            self.rebalance.give_up(result.failed_fetch)
         if result.expert_counts is not None:
-            self.expert_counts = result.expert_counts
+            self.reading = LoadReading(self.reading.epoch, self._num_steps, result.expert_counts)
+            self.has_news.set()
+
+    def _next_piece(self) -> RebalancePiece | None:
+        """The next piece; another rebalance begins once it is known what came of all pieces of the one before."""
+        if self._is_held:
+            return None
+        if not self._wanted:
+            return self.rebalance.next_piece()
+        if self._steps_with_pieces:
+            return None
+        self.rebalance.begin(self._wanted.pop())
+        return self.rebalance.next_piece()

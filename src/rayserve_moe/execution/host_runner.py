@@ -29,15 +29,14 @@ from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adj
 from rayserve_moe.execution.block_inputs import BlockInputSource
 from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import programs_on_disk
-from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, Movables, compile_programs
+from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
+from rayserve_moe.execution.expert_mover import ExpertMover
 from rayserve_moe.execution.launch import launch_for
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.rebalance import (
     RebalancePrograms,
     RebalanceVectors,
-    allocate_staging,
-    run_piece,
     vector_sizes,
     vectors_of,
     vectors_of_nothing,
@@ -108,9 +107,9 @@ class HostRunner:
         self.weights = load_weights(
             self._files, self.rule, dtype=self.dtype, placement=self.placement, may_change=balancing.enabled
         )
-        self._movables = None
+        self._mover = None
         if balancing.enabled:
-            self._movables = Movables(allocate_staging(self.rule, dtype=self.dtype), balancing.slots_per_step)
+            self._mover = ExpertMover(self.rule, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
         self._load_s = time.perf_counter() - started
         cache, devices = self._settings.cache, list(plan.mesh.local_devices)
         return memory.num_pages_that_fit(
@@ -143,7 +142,7 @@ class HostRunner:
                 layouts=self._packer.layouts,
                 rule=StepRule(self.rule, cache.page_size, self._settings.replay.enabled),
                 count=self._compilations,
-                movables=self._movables,
+                movables=None if self._mover is None else self._mover.movables,
             )
         started = time.perf_counter()
         self._block_inputs = {
@@ -233,10 +232,8 @@ class HostRunner:
         return output
 
     def _move(self, vectors: RebalanceVectors) -> None:
-        assert self._movables is not None, "placements do not change in this server"
-        staging, programs = self._movables.staging, self._rebalance_programs
-        self.weights, staging = run_piece(self.weights, staging, vectors=vectors, programs=programs)
-        self._movables = self._movables._replace(staging=staging)
+        assert self._mover is not None, "placements do not change in this server"
+        self.weights = self._mover.move(self.weights, vectors, programs=self._rebalance_programs)
 
     @property
     def _rebalance_programs(self) -> RebalancePrograms:
@@ -248,13 +245,14 @@ class HostRunner:
         output = step.output.result()
         jax.block_until_ready(output.sampled_N3S)
         times = StepTimes(step.pack_s, time.perf_counter() - started)
-        return step_result(step.step_id, output, packed=step.packed, wanted=step.wanted, times=times)
+        result = step_result(step.step_id, output, packed=step.packed, wanted=step.wanted, times=times)
+        return result if self._mover is None else replace(result, failed_fetch=self._mover.failed_fetch)
 
     def _warm_up(self) -> None:
         """Run a real step of every shape on page 0, which belongs to nobody, then forget what it counted."""
         self._state = self.programs.adjust(self._state, no_adjustment())
-        if self._movables is not None:
-            sizes = vector_sizes(self.rule, slots_per_step=self._movables.slots_per_step)
+        if self._mover is not None:
+            sizes = vector_sizes(self.rule, slots_per_step=self._mover.movables.slots_per_step)
             self._move(vectors_of_nothing(sizes))
             self._rebalance_programs.read_counts(self._state.expert_counts_ME)
         for shape in self._packer.layouts:

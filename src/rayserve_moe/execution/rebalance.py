@@ -39,6 +39,14 @@ def staging_shapes(rule: ModelRule, *, dtype: DTypeLike) -> ExpertWeights:
     return ExpertWeights(*cast(tuple[jax.Array, ...], (outer, outer, back)))
 
 
+class FetchError(RuntimeError):
+    """A fetch of slots of this layer could not be launched."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(f"the slots of layer {layer} cannot be fetched")
+        self.layer = layer
+
+
 class RebalancePrograms(NamedTuple):
     """Compiled: `fetch`, `swap` and `read_counts`. The first takes the staging area for its own, the second weights."""
 
@@ -48,10 +56,11 @@ class RebalancePrograms(NamedTuple):
 
 
 class RebalanceVectors(NamedTuple):
-    """A piece of a rebalance as the vectors of the programs that do it; None is not done."""
+    """A piece of the rebalance of a version as the vectors of the programs that do it; None is not done."""
 
     fetch: np.ndarray | None
     swap: np.ndarray | None
+    version: int = 0
 
 
 class VectorSizes(NamedTuple):
@@ -83,9 +92,16 @@ def with_experts(weights: ModelWeights, held: ExpertState) -> ModelWeights:
 def run_piece(
     weights: ModelWeights, staging: ExpertWeights, *, vectors: RebalanceVectors, programs: RebalancePrograms
 ) -> tuple[ModelWeights, ExpertWeights]:
-    """Launch the programs of a piece; the arguments are given away, whoever comes next uses what is returned."""
+    """Launch the programs of a piece; the arguments are given away, whoever comes next uses what is returned.
+
+    FetchError where the fetch cannot be launched, for want of memory say: then the staging area is void, and the
+    weights are as before.
+    """
     if vectors.fetch is not None:
-        staging = programs.fetch(expert_state(weights), staging, vector=vectors.fetch)
+        try:
+            staging = programs.fetch(expert_state(weights), staging, vector=vectors.fetch)
+        except jax.errors.JaxRuntimeError as error:
+            raise FetchError(int(vectors.fetch[0])) from error
     if vectors.swap is not None:
         weights = with_experts(weights, programs.swap(expert_state(weights), staging, vector=vectors.swap))
     return weights, staging
@@ -149,12 +165,14 @@ def read_counts(counts_ME: jax.Array, *, rule: ModelRule) -> jax.Array:
 def vectors_of(piece: RebalancePiece) -> RebalanceVectors:
     """The vectors of a piece, which share no memory with it."""
     fetch, swap = piece.fetch, piece.swap
-    return RebalanceVectors(None if fetch is None else fetch_vector(fetch), None if swap is None else swap_vector(swap))
+    return RebalanceVectors(
+        None if fetch is None else fetch_vector(fetch), None if swap is None else swap_vector(swap), piece.version
+    )
 
 
 def vectors_of_nothing(sizes: VectorSizes) -> RebalanceVectors:
     """Vectors with which both programs leave everything as it is."""
-    return RebalanceVectors(*(np.full(size, NO_LAYER, np.int32) for size in sizes))
+    return RebalanceVectors(np.full(sizes.fetch, NO_LAYER, np.int32), np.full(sizes.swap, NO_LAYER, np.int32))
 
 
 def fetch_vector(fetch: SlotFetch) -> np.ndarray:

@@ -36,7 +36,14 @@ def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) 
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
     kernels = KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
-    return ModelRule(spec, plan, kernels, num_redundant=num_redundant, expert_backend=experts.backend)
+    return ModelRule(
+        spec,
+        plan,
+        kernels,
+        num_redundant=num_redundant,
+        expert_backend=experts.backend,
+        slot_choice=experts.dispatch,
+    )
 
 
 def first_placement(rule: ModelRule) -> ExpertPlacement:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rayserve_moe.balancing.advisor import PlacementAdvisor
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory, settings_from
@@ -15,6 +16,7 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.engine.expert_balancing import balance_experts, planning_rules
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.inprocess.arguments import (
@@ -74,6 +76,12 @@ class Engine:
             LocalExecutor(self.runner),
             card,
             settings=LoopSettings(wanted.scheduler, wanted.cache, data_size, balancing=wanted.balancing),
+        )
+        self.balancing = balance_experts(
+            self.loop.rebalancing,
+            PlacementAdvisor,
+            rules=planning_rules(wanted.balancing, wanted.experts),
+            layer_ids=self.card.routing.layer_ids,
         )
 
     def generate(
@@ -171,6 +179,8 @@ class Engine:
 
     def shutdown(self) -> None:
         """Abort what runs and stop the engine thread. May be called twice."""
+        if self.balancing is not None:
+            self.balancing.stop()
         self.loop.shutdown()
 
     def __enter__(self) -> Self:

@@ -36,7 +36,7 @@ class ModelRule:
     """All that is fixed when a step is compiled: the model, where it lies, and its kernels.
 
     A layer has `num_redundant` expert slots more than experts. `expert_backend` names how tokens and experts meet (see
-    `experts.backends`; `auto`: by the number of tokens).
+    `experts.backends`; `auto`: by the number of tokens), `slot_choice` which of an expert's slots a token takes.
     """
 
     spec: ModelSpec
@@ -44,6 +44,7 @@ class ModelRule:
     kernels: KernelChoice
     num_redundant: int = 0
     expert_backend: str = "auto"
+    slot_choice: str = "shares"
 
     @property
     def attention(self) -> AttentionRule:
@@ -60,6 +61,7 @@ class ModelRule:
             self.plan,
             num_redundant=self.num_redundant,
             backend=self.expert_backend,
+            slot_choice=self.slot_choice,
         )
 
 

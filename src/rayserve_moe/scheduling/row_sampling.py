@@ -20,7 +20,7 @@ def row_sampling_of(sequences: list[Sequence]) -> RowSampling:
         (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params
     ]
     integers = [
-        (p.top_k, s.seed, s.choice_index, _adjusts(p), s.request.num_top_logprobs)
+        (p.top_k, s.seed, p.first_choice + s.choice_index, _adjusts(p), s.request.num_top_logprobs)
         for p, s in zip(params, sequences, strict=True)
     ]
     return RowSampling(

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from rayserve_moe.balancing.rebalance import RebalancePiece
+from rayserve_moe.balancing.rebalance import FailedFetch, RebalancePiece
 from rayserve_moe.requests import TopLogprobs
 
 LAST_SAMPLED = -1
@@ -164,7 +164,7 @@ class StepResult:
     `token_ids` int32, `logprobs` float32, and `finite`: whether the logits were finite. `routing` holds the rows of
     all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
-    They wrap around: take differences.
+    They wrap around: take differences. `failed_fetch` is told by every step until another rebalance begins.
     """
 
     step_id: int
@@ -176,6 +176,7 @@ class StepResult:
     top: TopLogprobs | None = None
     scores: TokenScores | None = None
     expert_counts: np.ndarray | None = None
+    failed_fetch: FailedFetch | None = None
 
 
 @dataclass(frozen=True)

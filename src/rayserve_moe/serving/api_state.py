@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.expert_balancing import ExpertBalancing
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.json_body import IgnoredFields
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -26,7 +27,8 @@ def _encoding_threads() -> ThreadPoolExecutor:
 @dataclass(frozen=True)
 class ApiState:
     """The engine and what surrounds it. Prompts are tokenized in one thread: long ones must not stop the event loop,
-    and the tokenizer is not safe to share. Large answers and routing to replay have threads of their own."""
+    and the tokenizer is not safe to share. Large answers and routing to replay have threads of their own.
+    `balancing` is there where experts move."""
 
     loop: EngineLoop
     tokenizer: Tokenizer
@@ -35,6 +37,7 @@ class ApiState:
     tokenizing: ThreadPoolExecutor = field(default_factory=_tokenizing_thread)
     encoding: ThreadPoolExecutor = field(default_factory=_encoding_threads)
     started_at: float = field(default_factory=time.time)
+    balancing: ExpertBalancing | None = None
 
     @property
     def card(self) -> ModelCard:

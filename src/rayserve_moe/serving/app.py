@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import DeploymentActorConfig
 
+from rayserve_moe.cluster.balancer import BALANCER_NAME, RemoteExpertBalancer
 from rayserve_moe.cluster.replica_engine import start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.engine.expert_balancing import planning_rules
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 
@@ -25,11 +29,12 @@ class MoeServer:
     """Engine and HTTP edge of one slice, in one process, so that a token crosses one process border on its way out."""
 
     def __init__(self, settings: Settings) -> None:
-        self._engine = start_replica_engine(settings)
+        self._engine = start_replica_engine(settings, find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME))
         self._server = settings.server
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(ApiState(self._engine.loop, self._engine.tokenizer, self._server))
+        engine = self._engine
+        return create_api(ApiState(engine.loop, engine.tokenizer, self._server, balancing=engine.balancing))
 
     def check_health(self) -> None:
         """Raise when the engine is dead or stuck; Serve then replaces the replica."""
@@ -37,7 +42,7 @@ class MoeServer:
 
     def __del__(self) -> None:
         if engine := self.__dict__.get("_engine"):
-            engine.loop.shutdown()
+            engine.shutdown()
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -51,5 +56,21 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         max_ongoing_requests=scheduler.max_running_requests + scheduler.max_waiting_requests + SPARE_REQUESTS,
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
+        deployment_actors=_actors(settings),
     )
     return deployment.bind(settings)
+
+
+def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
+    """The balancer, where experts move: Serve's controller starts it, and starts it again when it dies."""
+    if not settings.balancing.enabled:
+        return []
+    rules = planning_rules(settings.balancing, settings.experts)
+    return [
+        DeploymentActorConfig(
+            name=BALANCER_NAME,
+            actor_class=RemoteExpertBalancer,
+            init_kwargs={"rules": rules},
+            actor_options={"num_cpus": 0},
+        )
+    ]

@@ -9,6 +9,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control_routes import control_router
 from rayserve_moe.serving.control_schemas import AbortBody, PauseBody, UpdateWeightsBody
 from rayserve_moe.serving.errors import install_error_handlers
+from rayserve_moe.serving.experts_routes import experts_router
 from rayserve_moe.serving.limits import EdgeGuard
 from rayserve_moe.serving.load_routes import load_router
 from rayserve_moe.serving.model_routes import model_router, package_version
@@ -24,7 +25,7 @@ BODIES = (CompletionBody, ChatBody, GenerateBody, TokenBody, AbortBody, PauseBod
 
 
 def create_api(state: ApiState) -> FastAPI:
-    """Return the application. It describes itself at `/openapi.json`; pages with scripts from elsewhere are off."""
+    """Return the application. It describes itself at `/openapi.json`; no page loads anything from elsewhere."""
     app = FastAPI(
         title="rayserve_moe",
         version=package_version(),
@@ -35,8 +36,8 @@ def create_api(state: ApiState) -> FastAPI:
     )
     install_error_handlers(app)
     app.add_middleware(EdgeGuard, server=state.server)
-    routers = (control_router, model_router, load_router, openai_router, native_router, token_router)
-    for router in routers:
+    shown = (control_router, model_router, load_router, experts_router)
+    for router in (*shown, openai_router, native_router, token_router):
         app.include_router(router(state))
     app.include_router(absent_router())
     publish(app, BODIES)

@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/experts"})
+"""What is answered without a key: nothing there tells of requests or their numbers."""
 _DISCARDED_BODIES = 4
 """Refused bodies are read on, up to this many limits: a client still writing cannot read our answer."""
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.balancing_metrics import BalancingMetrics
 from rayserve_moe.serving.openapi import answers
 from rayserve_moe.serving.streaming import json_answer
 
@@ -37,6 +38,8 @@ def load_router(state: ApiState) -> APIRouter:
     router = APIRouter()
     registry = CollectorRegistry()
     registry.register(EngineMetrics(state.loop))
+    if state.balancing is not None:
+        registry.register(BalancingMetrics(state.balancing))
 
     @router.get("/v1/loads", **answers(), openapi_extra=_INCLUDE)
     async def loads() -> Response:

@@ -5,6 +5,7 @@ A stream sends, per event, the whole answer of a choice so far: text and ids gro
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 
 from fastapi import APIRouter
@@ -93,7 +94,7 @@ async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationReque
 
 def _sampling(state: ApiState, params: NativeSampling, prompt_len: int) -> SamplingParams:
     limit = num_new_tokens(state, params.max_new_tokens, default=_DEFAULT_NEW_TOKENS, prompt_len=prompt_len)
-    return params.sampling(limit, params.sampling_seed)
+    return dataclasses.replace(params.sampling(limit, params.sampling_seed), first_choice=params.first_choice)
 
 
 def _request_ids(body: GenerateBody) -> list[str]:

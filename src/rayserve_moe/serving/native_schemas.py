@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.serving.field_types import (
+    INT32_MAX,
     LONGEST_RID,
     CacheSalt,
     EmptyString,
@@ -47,10 +48,11 @@ Rids = Annotated[
 
 
 class NativeSampling(SamplingFields):
-    """One `sampling_params` object."""
+    """One `sampling_params` object. `first_choice` c gives choices c to c + n - 1 of all that one seed stands for."""
 
     max_new_tokens: MaxTokens | None = None
     sampling_seed: Seed | None = None
+    first_choice: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     min_new_tokens: ZeroOnly = 0
     json_schema: EmptyString = ""
     regex: EmptyString = ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from benchmarks.conversations import check_computed, fewest_computed, replay
@@ -9,6 +12,7 @@ from benchmarks.device_wait import StepSpan, StepWatch, waited_seconds
 from benchmarks.engine import check_same, routing_arrays
 from benchmarks.engine_runs import check_routing, in_turn, run_engine
 from benchmarks.load_curve import DecodeWindow, decode_together
+from benchmarks.rebalance import window
 from benchmarks.workloads import Workload
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
@@ -17,9 +21,14 @@ from tests.support.counting import CARD, CountingExecutor
 
 
 @pytest.fixture
-def counting_loop():
+def executor():
+    return CountingExecutor()
+
+
+@pytest.fixture
+def counting_loop(executor):
     settings = LoopSettings(SchedulerSettings(max_running_requests=8), CacheSettings(), idle_release_s=60)
-    loop = EngineLoop(CountingExecutor(), CARD, settings=settings)
+    loop = EngineLoop(executor, CARD, settings=settings)
     yield loop
     loop.shutdown()
 
@@ -97,11 +106,23 @@ def test_answers_and_steps_must_agree_on_what_was_computed():
 
 
 @pytest.mark.parametrize("num_sequences", [1, 5])
-def test_a_window_counts_the_steps_in_which_all_decode(counting_loop, num_sequences):
-    run = decode_together(counting_loop, num_sequences, num_new_tokens=40, seed=1)
+def test_a_window_counts_the_steps_in_which_all_decode(counting_loop, executor, num_sequences):
+    executor.may_step.clear()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(decode_together, counting_loop, num_sequences, num_new_tokens=40, seed=1)
+        while not running.done() and counting_loop.statistics()["requests_live"] < num_sequences:
+            time.sleep(0.001)
+        executor.may_step.set()
+        run = running.result()
     assert 0 < run["steps"] < 40
     assert run["tokens_sampled"] == num_sequences * run["steps"]
     assert run["seconds"] > 0
+
+
+def test_a_window_of_moves_is_held_against_the_quiet_steps_around_it():
+    moving = window([0.25, 0.75], [0.25, 0.25, 0.5], num_slots=7)
+    assert (moving["steps"], moving["slots"], moving["seconds"], moving["busy_step_s"]) == (2, 7, 1.0, 0.5)
+    assert (moving["longest_gap"], moving["longest_quiet_gap"]) == (3.0, 2.0)
 
 
 def test_sequences_that_never_ran_together_are_refused(counting_loop):

@@ -1,0 +1,76 @@
+"""Whether to plan a placement, and whether a plan is worth its moves: numbers in, decisions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.balancing.placement import ExpertPlacement
+
+LEAST_GAIN = 0.01
+"""By how much the hottest rank, as a part of the mean one, must fall for moves to be worth it; a mean over layers."""
+TOLERANCE = 0.02
+"""How far above its bound a layer's hottest rank may be."""
+SURE = 3.0
+"""Deviations of chance that a gain has to exceed."""
+LEAST_TOKENS_PER_EXPERT = 32
+
+
+@dataclass(frozen=True)
+class PlanningRules:
+    """How a server is balanced: steps between two plans, steps that count, and how tokens choose among slots."""
+
+    interval: int
+    window: int
+    dispatch: str = "shares"
+
+
+def is_due(tokens: np.ndarray, *, step: int, planned_at: int, rules: PlanningRules) -> bool:
+    """Whether it is time for a plan, and there are tokens enough [layers, experts] to make one from."""
+    if step - planned_at < rules.interval or not tokens.size:
+        return False
+    return bool(tokens.sum(axis=1).min() >= LEAST_TOKENS_PER_EXPERT * tokens.shape[1])
+
+
+def rank_loads(placement: ExpertPlacement, tokens: np.ndarray, *, dispatch: str = "shares") -> np.ndarray:
+    """Tokens that each rank computes of `tokens` [layers, experts] under a dispatch: float64 [layers, ranks].
+
+    `static` takes the ranks for equally busy senders.
+    """
+    fractions = _slot_fractions(placement, dispatch)
+    loads = fractions * np.take_along_axis(tokens, placement.expert_of_slot, axis=1)
+    return loads.reshape(placement.num_layers, placement.ep_size, -1).sum(axis=2)
+
+
+def imbalance(loads: np.ndarray) -> np.ndarray:
+    """Load of the hottest rank over the mean, by layer, of loads [layers, ranks]; 1 where there is none."""
+    means = loads.mean(axis=1)
+    return np.where(means > 0, loads.max(axis=1) / np.where(means > 0, means, 1), 1.0)
+
+
+def chance(tokens: np.ndarray, *, ep_size: int) -> float:
+    """How far a rank's load is off its mean by chance alone, as a part of it, with so many tokens: one deviation."""
+    per_rank = tokens.sum(axis=1).mean() / ep_size
+    return float(1 / np.sqrt(max(per_rank, 1.0)))
+
+
+def is_worth(before: np.ndarray, after: np.ndarray, *, noise: float) -> bool:
+    """Whether imbalances [layers] fall by more than moves cost, and by more than chance makes it look like."""
+    return bool((before - after).mean() >= max(LEAST_GAIN, SURE * noise))
+
+
+def _slot_fractions(placement: ExpertPlacement, dispatch: str) -> np.ndarray:
+    """The part of its expert's tokens that each slot gets: [layers, slots]."""
+    if dispatch == "shares":
+        return placement.share_of_slot.astype(np.float64)
+    fractions = np.zeros(placement.expert_of_slot.shape)
+    layers = np.arange(placement.num_layers)[:, None]
+    if dispatch == "first":
+        order = np.argsort(placement.expert_of_slot, axis=1, kind="stable")
+        experts = np.take_along_axis(placement.expert_of_slot, order, axis=1)
+        is_first = np.diff(experts, axis=1, prepend=-1) != 0
+        fractions[layers, order] = is_first
+        return fractions
+    np.add.at(fractions, (layers[..., None], placement.slot_for), 1 / placement.ep_size)
+    return fractions

@@ -1,0 +1,88 @@
+"""The process that plans placements: one actor for all replicas, and how a replica reaches it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.load_window import LoadReading
+from rayserve_moe.balancing.policy import PlanningRules
+from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
+
+BALANCER_NAME = "expert-balancer"
+NICENESS = 15
+ANSWER_TIMEOUT_S = 60.0
+
+
+class ExpertBalancer:
+    """Keeps the loads of every engine that reports any, and plans for each of them alone.
+
+    Engines go by names that they choose anew at each start; those that reported last are kept, `most_engines` of them.
+    """
+
+    def __init__(self, rules: PlanningRules, *, most_engines: int = 256) -> None:
+        os.nice(NICENESS)
+        self._rules, self._most_engines = rules, most_engines
+        self._advisors: dict[str, PlacementAdvisor] = {}
+
+    def observe(self, engine: str, reading: LoadReading) -> bool:
+        """Take over an engine's reading; says whether it should ask for a plan."""
+        advisor = self._advisors.pop(engine, None) or PlacementAdvisor(self._rules)
+        self._advisors[engine] = advisor
+        if len(self._advisors) > self._most_engines:
+            del self._advisors[next(iter(self._advisors))]
+        return advisor.observe(reading)
+
+    def propose(self, engine: str, state: PlacementState) -> Proposal | None:
+        """Plan for an engine; None where no plan is worth its moves, or nothing is known of the engine."""
+        advisor = self._advisors.get(engine)
+        return None if advisor is None else advisor.propose(state)
+
+
+RemoteExpertBalancer = ray.remote(ExpertBalancer)
+
+
+class ActorPlanner:
+    """The balancer actor as the `Planner` of one engine; calls come from one thread, and wait for it there.
+
+    `connect` finds the actor; ValueError where there is none now. A lost one is looked up again by the next call. One
+    that does not answer in time is killed, for whoever owns it to start it anew.
+    """
+
+    def __init__(self, connect: Callable[[], ActorHandle], *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._connect, self._answer_timeout_s = connect, answer_timeout_s
+        self._name = uuid.uuid4().hex
+        self._actor: ActorHandle | None = None
+
+    def observe(self, reading: LoadReading) -> bool:
+        return self._ask("observe", reading)
+
+    def propose(self, state: PlacementState) -> Proposal | None:
+        return self._ask("propose", state)
+
+    def _ask(self, method: str, argument: LoadReading | PlacementState) -> Any:
+        actor = self._actor = self._actor or self._find()
+        try:
+            return ray.get(getattr(actor, method).remote(self._name, argument), timeout=self._answer_timeout_s)
+        except GetTimeoutError as error:
+            self._actor = None
+            ray.kill(actor)
+            raise PlanFailure("late", f"no answer within {self._answer_timeout_s} s") from error
+        except RayTaskError as error:
+            raise PlanFailure("failed", f"planning failed: {error}") from error
+        except RayError as error:
+            self._actor = None
+            raise PlanFailure("lost", f"the balancer is gone: {type(error).__name__}") from error
+
+    def _find(self) -> ActorHandle:
+        try:
+            return self._connect()
+        except (ValueError, RayError) as error:
+            raise PlanFailure("lost", "there is no balancer now") from error

@@ -1,0 +1,151 @@
+"""Balancing an engine's experts by itself: counts go to whoever plans, and plans that hold up come to the engine.
+
+It has a thread of its own. Whatever goes wrong there, steps run on under the placement in force.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
+from rayserve_moe.balancing.policy import PlanningRules, imbalance, rank_loads
+from rayserve_moe.balancing.proposal import PlanFailure, Planner, RefusedPlanError, checked_placement
+from rayserve_moe.balancing.view import BalancingView, ProgressView
+from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
+from rayserve_moe.engine.planner_contact import PlannerContact
+from rayserve_moe.engine.rebalance_history import RebalanceHistory
+from rayserve_moe.engine.rebalancing import Rebalancing
+
+log = logging.getLogger(__name__)
+
+
+def planning_rules(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningRules:
+    """What the settings say of planning."""
+    return PlanningRules(balancing.interval, balancing.window, experts.dispatch)
+
+
+def balance_experts(
+    rebalancing: Rebalancing | None,
+    planner_for: Callable[[PlanningRules], Planner],
+    *,
+    rules: PlanningRules,
+    layer_ids: tuple[int, ...],
+) -> ExpertBalancing | None:
+    """Begin to balance an engine's experts; None where they stay where they are, and then nobody plans."""
+    if rebalancing is None:
+        return None
+    return ExpertBalancing(rebalancing, planner_for(rules), rules=rules, layer_ids=layer_ids)
+
+
+class ExpertBalancing:
+    """Feeds `planner` with the readings of `rebalancing`, and has the engine follow its plans.
+
+    A planner that fails is asked again after a pause, which doubles from one failure to the next. `layer_ids` are the
+    numbers of the layers that have experts.
+    """
+
+    def __init__(
+        self, rebalancing: Rebalancing, planner: Planner, *, rules: PlanningRules, layer_ids: tuple[int, ...]
+    ) -> None:
+        self._rebalancing, self._planner = rebalancing, planner
+        self._rules, self._layer_ids = rules, layer_ids
+        self._window = LoadWindow(rules.window)
+        self._tokens = np.zeros_like(rebalancing.reading.counts, np.float64)
+        self._before = rebalancing.rebalance.placement
+        self.history = RebalanceHistory(rebalancing.rebalance)
+        self.contact = PlannerContact()
+        self.planning_s = 0.0
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="balance-experts", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Follow no further plan; the thread ends once its planner has answered. May be called twice."""
+        self._is_stopping = True
+        self._rebalancing.has_news.set()
+
+    def view(self) -> BalancingView:
+        """Loads, placements and what was done, as of now; from any thread."""
+        tokens, rebalance = self._tokens, self._rebalancing.rebalance
+        now, before, progress = rebalance.placement, self._before, rebalance.progress
+        dispatch = self._rules.dispatch
+        loads_now, loads_before = (rank_loads(each, tokens, dispatch=dispatch) for each in (now, before))
+        return BalancingView(
+            enabled=True,
+            num_layers=now.num_layers,
+            num_experts=now.num_experts,
+            num_slots=now.num_slots,
+            ep_size=now.ep_size,
+            layer_ids=list(self._layer_ids),
+            tokens=tokens.tolist(),
+            rank_load_identity=_in_expert_order(tokens, now.ep_size).tolist(),
+            rank_load_now=loads_now.tolist(),
+            rank_load_before=loads_before.tolist(),
+            imbalance_before=imbalance(loads_before).tolist(),
+            imbalance_now=imbalance(loads_now).tolist(),
+            progress=ProgressView(
+                progress.version,
+                progress.num_layers,
+                progress.num_layers_done,
+                progress.num_slots,
+                progress.num_slots_done,
+                progress.is_done,
+            ),
+            history=self.history.records(),
+            actor=self.contact.view(is_running=self._thread.is_alive()),
+        )
+
+    def _run(self) -> None:
+        news = self._rebalancing.has_news
+        while not self._is_stopping:
+            self._turn(self._rebalancing.reading)
+            news.wait(self.contact.rest_of_pause_s)
+            news.clear()
+
+    def _turn(self, reading: LoadReading) -> None:
+        self._window.add(reading)
+        self._tokens = self._window.totals()
+        if self.contact.rest_of_pause_s:
+            return
+        try:
+            is_due = self._planner.observe(reading)
+            self.contact.note_answer()
+            if is_due:
+                self._follow_plan()
+        except PlanFailure as failure:
+            self.contact.note_failure(failure)
+
+    def _follow_plan(self) -> None:
+        """Ask for a plan, and have the engine head for it if it fits what is in force when it comes."""
+        state = self._rebalancing.state()
+        if state is None:
+            return
+        asked = time.perf_counter()
+        proposal = self._planner.propose(state)
+        self.planning_s += time.perf_counter() - asked
+        if proposal is None or self._is_stopping:
+            return
+        try:
+            now = self._rebalancing.state()
+            if now is None:
+                raise RefusedPlanError("stale", "experts are moving")
+            placement = checked_placement(proposal, now)
+        except RefusedPlanError as error:
+            self.contact.refused[error.reason] += 1
+            log.warning("a plan is refused as %s: %s", error.reason, error)
+            return
+        self._before = now.placement
+        self.history.begin(proposal, placement, step=self._rebalancing.reading.step)
+        self._rebalancing.head_for(placement)
+
+
+def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:
+    """Tokens per rank [layers, ranks] where experts lie over the ranks in their own order, without replicas."""
+    loads = np.zeros((len(tokens), ep_size))
+    np.add.at(loads.T, np.arange(tokens.shape[1]) * ep_size // tokens.shape[1], tokens.T)
+    return loads

@@ -1,0 +1,28 @@
+"""A real engine behind a real server, for what is asked of one from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayserve_moe.inprocess.engine import Engine
+from tests.http.conftest import served
+
+
+@pytest.fixture(scope="session")
+def engine(core_checkpoint):
+    with Engine(
+        model_path=str(core_checkpoint),
+        max_running_requests=1,
+        precompile_bs_paddings=[1],
+        max_step_tokens=32,
+        max_model_len=288,
+        num_pages=32,
+        enable_eplb=True,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def url(engine):
+    with served(engine, balancing=engine.balancing) as url:
+        yield url

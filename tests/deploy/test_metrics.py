@@ -1,0 +1,109 @@
+"""What Prometheus asks for is there, and the board shows metrics that the server has, each by its kind."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deploy.manifests import JOBS, ROOT, SERVED, Manifest, container_of
+
+BOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+(SCRAPE,) = yaml.safe_load((ROOT / "deploy" / "prometheus.yaml").read_text())["scrape_configs"]
+QUERIES = [
+    pytest.param(target, id=f"{panel['title']}: {target['legendFormat']}")
+    for panel in BOARD["panels"]
+    for target in panel["targets"]
+]
+
+
+@pytest.fixture(scope="module")
+def kinds(url):
+    """Counter or gauge, by the name of the sample; a counter by labels has samples once it counted something."""
+    families = list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
+    return {sample.name: family.type for family in families for sample in family.samples} | {
+        f"{family.name}_total": "counter" for family in families if family.type == "counter"
+    }
+
+
+def targets_of(manifest):
+    """What Prometheus is told of a manifest's pods, a target for each port, as far as the scrape config looks."""
+    for name, pod in manifest.pods.items():
+        labels = pod["metadata"]["labels"] | {
+            "ray.io/node-type": "head" if name == "head" else "worker",
+            "ray.io/cluster": "qwen-abcde",
+        }
+        told = {f"__meta_kubernetes_pod_label_{re.sub(r'[^a-zA-Z0-9_]', '_', key)}": labels[key] for key in labels}
+        for port in container_of(pod)["ports"]:
+            yield told | {
+                "__meta_kubernetes_namespace": "models",
+                "__meta_kubernetes_pod_container_port_name": port["name"],
+            }
+
+
+def relabelled(target):
+    """The labels that a target is left with, or None where a rule drops it."""
+    kept = {}
+    for rule in SCRAPE["relabel_configs"]:
+        value = ";".join(target.get(label, "") for label in rule["source_labels"])
+        if rule.get("action", "replace") == "keep":
+            if not re.fullmatch(rule["regex"], value):
+                return None
+        else:
+            kept[rule["target_label"]] = value
+    return kept
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_each_engine_is_asked_once_through_its_head(name):
+    asked = [labels for target in targets_of(Manifest.read(name)) if (labels := relabelled(target)) is not None]
+    assert asked == [{"namespace": "models", "cluster": "qwen-abcde"}]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_has_nothing_to_ask(name):
+    assert not any(relabelled(target) for target in targets_of(Manifest.read(name)))
+
+
+@pytest.mark.parametrize("target", QUERIES)
+def test_the_board_asks_for_metrics_that_the_server_has(target, kinds):
+    query = target["expr"]
+    names = re.findall(r"\brayserve_moe_\w+", query)
+    assert names or query.startswith("up{")
+    for name in names:
+        assert name in kinds, f"{name} is not on /metrics; nearest: {sorted(kinds)}"
+        is_rate = re.search(rf"\b(rate|increase)\({name}\b", query) is not None
+        assert is_rate == (kinds[name] == "counter"), f"{name} is a {kinds[name]}"
+
+
+def test_the_board_filters_and_names_by_labels_that_samples_have():
+    labels = {rule["target_label"] for rule in SCRAPE["relabel_configs"] if "target_label" in rule}
+    labels |= {"job", "instance", "placement", "reason"}
+    for target in (param.values[0] for param in QUERIES):
+        assert set(re.findall(r"[{,]\s*(\w+)\s*=", target["expr"])) <= labels
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
+    (cluster,) = (variable for variable in BOARD["templating"]["list"] if variable["name"] == "cluster")
+    assert cluster["query"]["query"] == "label_values(rayserve_moe_steps_total, cluster)"
+
+
+def test_panels_do_not_overlap():
+    cells = [
+        (x, y)
+        for panel in BOARD["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+
+
+def test_the_scrape_asks_the_route_that_needs_the_key_with_the_key(url):
+    assert httpx.get(f"{url}{SCRAPE['metrics_path']}").status_code == 200
+    assert SCRAPE["authorization"]["type"] == "Bearer" and SCRAPE["authorization"]["credentials_file"].endswith(
+        "/api_key"
+    )

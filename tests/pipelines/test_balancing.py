@@ -1,0 +1,64 @@
+"""An engine balances its experts by itself, and its answers are those of one whose experts stay."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.balancing.policy import imbalance, rank_loads
+from rayserve_moe.balancing.view import BalancingView
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from tests.support.checkpoints import CORE_CONFIG
+from tests.support.workload import draw_prompt
+
+WITHIN_S = 120.0
+SIZES = {
+    "devices_per_host": 4,
+    "expert_backend": "all_to_all",
+    "num_redundant_experts": 4,
+    "max_running_requests": 8,
+    "precompile_bs_paddings": [8],
+    "max_step_tokens": 64,
+    "num_pages": 128,
+}
+ASKED = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = replace(CORE_CONFIG, router_skew=1.0)
+    return write_checkpoint(tmp_path_factory.mktemp("skewed") / "model", config, seed=3, dtype="float32")
+
+
+def is_balanced(view: BalancingView, start: ExpertPlacement) -> bool:
+    """Whether experts have moved, and ranks carry about the same now, as they would not have where experts were."""
+    at_start = imbalance(rank_loads(start, np.asarray(view.tokens)))
+    is_moved = any(record.outcome == "finished" for record in view.history)
+    return is_moved and bool(np.mean(view.imbalance_now) < 1.1 < 1.2 < at_start.mean())
+
+
+def test_a_skewed_load_becomes_a_balanced_one_unasked_and_answers_stay_the_same(skewed):
+    prompts = [draw_prompt(np.random.default_rng(seed), 20).tolist() for seed in range(8)]
+    with Engine(str(skewed), **SIZES) as engine:
+        assert engine.balancing is None
+        assert "balance-experts" not in {thread.name for thread in threading.enumerate()}
+        expected = [answer["output_ids"] for answer in engine.generate(input_ids=prompts, **ASKED)]
+
+    with Engine(str(skewed), **SIZES, enable_eplb=True, eplb_interval=16, eplb_window=400) as engine:
+        assert engine.balancing is not None
+        start = engine.loop.rebalancing.rebalance.placement
+        deadline = time.monotonic() + WITHIN_S
+        while not is_balanced(engine.balancing.view(), start):
+            assert time.monotonic() < deadline
+            answers = engine.generate(input_ids=prompts, **ASKED)
+            assert [answer["output_ids"] for answer in answers] == expected
+        view = engine.balancing.view()
+        assert engine.runner.num_compilations_since_start == 0, "other engines of this process aside"
+    assert view.history[0].moved_slots > 0 and view.actor.alive and view.actor.refused == {}

@@ -1,0 +1,219 @@
+"""Experts follow loads by themselves; whatever their planner does wrong, they stay where they are, and it goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.load_window import LoadReading
+from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.policy import PlanningRules
+from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
+from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.engine.expert_balancing import ExpertBalancing, balance_experts
+from rayserve_moe.engine.rebalancing import COUNTS_EVERY, Rebalancing
+from tests.support.balancing import GARBAGE, CountedSteps
+from tests.support.placements import random_placement
+
+LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
+START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
+RULES = PlanningRules(interval=32, window=400)
+LAYER_IDS = (1, 2, 4)
+WITHIN_S = 20.0
+
+
+class Faulty:
+    """The real advisor, with something in the way of its first answers."""
+
+    def __init__(self, failures: list[PlanFailure]) -> None:
+        self._advisor = PlacementAdvisor(RULES)
+        self.failures = failures
+        self.spoil: Callable[[Proposal], object] | None = None
+        self.has_planned, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def observe(self, reading: LoadReading) -> bool:
+        if self.failures:
+            raise self.failures.pop(0)
+        return self._advisor.observe(reading)
+
+    def propose(self, state: PlacementState) -> object:
+        proposal = self._advisor.propose(state)
+        self.has_planned.set()
+        self.may_answer.wait(WITHIN_S)
+        spoil, self.spoil = self.spoil, None
+        return proposal if spoil is None or proposal is None else spoil(proposal)
+
+
+class Served:
+    """Steps with skewed loads, and the balancing that watches them."""
+
+    def __init__(self, planner: Faulty) -> None:
+        self.planner = planner
+        self.rebalancing = Rebalancing(Rebalance(START, hosts=1, slots_per_step=1))
+        odds = np.random.default_rng(1).lognormal(sigma=1.0, size=(LAYERS, EXPERTS))
+        self.steps = CountedSteps(self.rebalancing, odds)
+        self.balancing = ExpertBalancing(self.rebalancing, planner, rules=RULES, layer_ids=LAYER_IDS)
+
+    @property
+    def version(self) -> int:
+        return self.rebalancing.rebalance.progress.version
+
+    def run_until(self, condition: Callable[[], object]) -> None:
+        """Take steps, at some pace, until it holds; after each, slots hold what the placement says.
+
+        Only of a fetch that has just failed the engine does not know yet.
+        """
+        deadline = time.monotonic() + WITHIN_S
+        while not condition():
+            assert time.monotonic() < deadline, self.balancing.view()
+            self.steps.run(1)
+            if self.steps.failed_version <= self.rebalancing.rebalance.given_up_version:
+                self.steps.assert_hold(self.rebalancing.rebalance.placement)
+            time.sleep(0.001)
+
+    def run_until_balanced(self) -> None:
+        self.run_until(lambda: self.outcomes.count("finished"))
+        view = self.balancing.view()
+        assert np.mean(view.imbalance_now) < 1.05 < 1.08 < np.mean(view.imbalance_before)
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [record.outcome for record in self.balancing.view().history]
+
+
+@contextmanager
+def served(*failures: PlanFailure) -> Iterator[Served]:
+    running = Served(Faulty([*failures]))
+    try:
+        yield running
+    finally:
+        running.planner.may_answer.set()
+        running.balancing.stop()
+        running.balancing._thread.join(WITHIN_S)
+        assert not running.balancing._thread.is_alive()
+
+
+def test_experts_follow_loads_unasked_and_all_of_it_is_told():
+    with served() as running:
+        running.run_until_balanced()
+        view = running.balancing.view()
+    record, totals = view.history[0], running.balancing.history.totals
+    assert (view.num_layers, view.num_experts, view.num_slots, view.ep_size) == (LAYERS, EXPERTS, EXPERTS + 4, RANKS)
+    assert view.layer_ids == list(LAYER_IDS) and view.enabled and view.actor.alive and view.actor.refused == {}
+    assert record.moved_slots == totals["moved"] > 0 and totals["finished"] == totals["begun"] == record.version == 1
+    assert record.step % COUNTS_EVERY <= 2 and record.layers == LAYERS and abs(record.time - time.time()) < WITHIN_S
+    assert record.imbalance_after < record.imbalance_before and running.balancing.planning_s >= record.plan_seconds > 0
+    whole = np.sum(view.tokens, axis=1)
+    for loads in (view.rank_load_identity, view.rank_load_now, view.rank_load_before):
+        np.testing.assert_allclose(np.sum(loads, axis=1), whole)
+    tokens = np.array(view.tokens)
+    np.testing.assert_allclose(view.rank_load_identity, tokens.reshape(LAYERS, RANKS, -1).sum(axis=2))
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_is_refused_and_the_next_good_plan_is_followed(name):
+    spoil, reason = GARBAGE[name]
+    with served() as running:
+        running.planner.spoil = spoil
+        running.run_until(lambda: running.balancing.view().actor.refused)
+        assert running.balancing.view().actor.refused == {reason: 1}
+        assert running.version == 0 and running.rebalancing.rebalance.placement is START
+        running.run_until_balanced()
+
+
+def heads_elsewhere(running: Served) -> None:
+    running.rebalancing.head_for(random_placement(START, seed=5))
+    running.run_until(lambda: running.version == 1 and running.rebalancing.rebalance.progress.is_done)
+
+
+def is_asked_to_head_elsewhere(running: Served) -> None:
+    running.rebalancing.head_for(random_placement(START, seed=5))
+
+
+def forgets_counts(running: Served) -> None:
+    running.rebalancing.forget_counts()
+
+
+@pytest.mark.parametrize("meanwhile", [heads_elsewhere, is_asked_to_head_elsewhere, forgets_counts])
+def test_a_late_plan_is_refused_where_it_no_longer_fits(meanwhile):
+    with served() as running:
+        running.planner.may_answer.clear()
+        running.run_until(running.planner.has_planned.is_set)
+        running.run_until(lambda: running.steps.num_steps > 200)
+        assert running.version == 0, "serving does not wait, and nothing changes"
+        meanwhile(running)
+        running.planner.may_answer.set()
+        running.run_until(lambda: running.balancing.view().actor.refused)
+        assert running.balancing.view().actor.refused == {"stale": 1} and running.balancing.view().history == []
+        running.run_until_balanced()
+
+
+@pytest.mark.parametrize(
+    ("reason", "restarts", "refused"), [("lost", 1, {}), ("late", 1, {"late": 2}), ("failed", 0, {"failed": 2})]
+)
+def test_a_planner_that_fails_is_asked_again(reason, restarts, refused):
+    with served() as running:
+        running.run_until(lambda: running.balancing.view().actor.alive)
+        running.planner.failures = [PlanFailure(reason, "planted"), PlanFailure(reason, "planted")]
+        running.run_until(lambda: not running.balancing.view().actor.alive)
+        assert running.balancing.view().actor.restarts == 0
+        running.run_until_balanced()
+        actor = running.balancing.view().actor
+        assert (actor.alive, actor.restarts, actor.refused) == (True, restarts, refused)
+
+
+def test_a_planner_that_is_not_there_yet_counts_as_none_that_was_lost():
+    with served(PlanFailure("lost", "planted")) as running:
+        running.run_until_balanced()
+        assert running.balancing.view().actor.restarts == 0
+
+
+@pytest.mark.parametrize("fails_at", [1, 5])
+def test_experts_that_cannot_be_fetched_stay_and_the_next_plan_is_followed(fails_at):
+    with served() as running:
+        running.steps.fails_at = fails_at
+        running.run_until(lambda: "failed" in running.outcomes)
+        placement = running.rebalancing.rebalance.placement
+        running.steps.run(3)
+        running.steps.assert_hold(placement)
+        record = running.balancing.view().history[0]
+        moved = int((placement.expert_of_slot != START.expert_of_slot).sum())
+        assert record.moved_slots == moved and (moved > 0) == (fails_at > 1)
+        running.run_until_balanced()
+        assert running.balancing.history.totals["failed"] == 1
+
+
+def test_counts_of_other_weights_are_not_mixed_with_those_before():
+    with served() as running:
+        running.run_until(lambda: np.sum(running.balancing.view().tokens) > 0)
+        running.steps.run(2)
+        running.rebalancing.forget_counts()
+        deadline = time.monotonic() + WITHIN_S
+        while np.sum(running.balancing.view().tokens) > 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def test_a_rebalance_that_another_one_replaces_is_told_as_such():
+    with served() as running:
+        running.run_until(lambda: running.version == 1)
+        assert not running.rebalancing.rebalance.progress.is_done
+        running.rebalancing.head_for(START)
+        running.run_until(lambda: running.version == 2)
+        assert running.outcomes == ["replaced"]
+
+
+def test_where_experts_stay_nobody_plans_and_no_thread_runs():
+    def no_planner(rules: PlanningRules) -> PlacementAdvisor:
+        raise AssertionError("nothing to plan")
+
+    before = threading.active_count()
+    assert balance_experts(None, no_planner, rules=RULES, layer_ids=LAYER_IDS) is None
+    assert threading.active_count() == before

@@ -1,0 +1,80 @@
+"""Whatever is asked for between steps, and whichever fetch fails, slots hold what the engine takes them to hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.engine.rebalancing import COUNTS_EVERY, Rebalancing
+from tests.support.balancing import CountedSteps
+from tests.support.placements import random_placement
+
+START = identity_placement(3, 12, ep_size=4, num_redundant=4)
+ODDS = np.ones((3, 12))
+
+
+def moving() -> tuple[Rebalancing, CountedSteps]:
+    rebalancing = Rebalancing(Rebalance(START, hosts=2, slots_per_step=1))
+    return rebalancing, CountedSteps(rebalancing, ODDS, tokens_per_step=10)
+
+
+def arrive(rebalancing: Rebalancing, steps: CountedSteps, seed: int) -> None:
+    """Head for a placement and get there, all of it."""
+    wanted = random_placement(START, seed)
+    rebalancing.head_for(wanted)
+    steps.run(60)
+    assert rebalancing.rebalance.placement is wanted and rebalancing.state() is not None
+    steps.assert_hold(wanted)
+
+
+@pytest.mark.parametrize("fails_at", range(1, 16, 2))
+def test_a_failed_fetch_leaves_whole_layers_and_the_next_rebalance_arrives(fails_at):
+    rebalancing, steps = moving()
+    wanted, steps.fails_at = random_placement(START, seed=1), fails_at
+    rebalancing.head_for(wanted)
+    steps.run(60)
+    placement, progress = rebalancing.rebalance.placement, rebalancing.rebalance.progress
+    steps.assert_hold(placement)
+    for layer in range(3):
+        assert any(
+            (placement.expert_of_slot[layer] == whole.expert_of_slot[layer]).all()
+            and (placement.share_of_slot[layer] == whole.share_of_slot[layer]).all()
+            for whole in (START, wanted)
+        )
+    assert rebalancing.rebalance.given_up_version == 1 and progress.is_done
+    assert progress.num_slots == (placement.expert_of_slot != START.expert_of_slot).sum()
+    arrive(rebalancing, steps, seed=2)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 14))
+def test_another_rebalance_begins_only_when_it_is_known_what_came_of_the_one_before(num_steps):
+    """Asked for around the very step whose fetch fails, when the engine cannot know of it yet."""
+    rebalancing, steps = moving()
+    steps.fails_at = 6
+    rebalancing.head_for(random_placement(START, seed=1))
+    steps.run(num_steps)
+    rebalancing.head_for(random_placement(START, seed=3))
+    steps.run(60)
+    steps.assert_hold(rebalancing.rebalance.placement)
+    assert rebalancing.rebalance.given_up_version in (1, 2) and rebalancing.rebalance.progress.version == 2
+    arrive(rebalancing, steps, seed=4)
+
+
+def test_readings_tell_steps_and_counts_and_nobody_plans_from_what_moves():
+    rebalancing, steps = moving()
+    assert (rebalancing.expert_counts == 0).all() and rebalancing.state() is not None
+    steps.run(2 * COUNTS_EVERY + 1)
+    reading = rebalancing.reading
+    assert (reading.epoch, reading.step) == (0, 2 * COUNTS_EVERY + 1)
+    assert (reading.counts.sum(axis=1) == 10 * 2 * COUNTS_EVERY).all()
+    rebalancing.forget_counts()
+    assert rebalancing.reading.epoch == 1
+    rebalancing.head_for(random_placement(START, seed=1))
+    assert rebalancing.state() is None, "asked for"
+    steps.run(3)
+    assert rebalancing.state() is None, "under way"
+    steps.run(60)
+    state = rebalancing.state()
+    assert state is not None and (state.epoch, state.version) == (1, 1)

@@ -1,0 +1,64 @@
+"""What Prometheus is told of balancing is what balancing itself tells."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.policy import PlanningRules
+from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.engine.expert_balancing import ExpertBalancing
+from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.serving.balancing_metrics import BalancingMetrics
+from tests.support.balancing import CountedSteps
+
+WITHIN_S = 20.0
+LAYER_IDS = (1, 3)
+
+
+def scraped(balancing: ExpertBalancing) -> dict[tuple[str, ...], float]:
+    """Every sample by its name, without what all names begin with, and the values of its labels."""
+    registry = CollectorRegistry()
+    registry.register(BalancingMetrics(balancing))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    told = {}
+    for sample in (sample for family in families for sample in family.samples):
+        labels = (sample.labels[name] for name in ("placement", "layer", "reason") if name in sample.labels)
+        told[(sample.name.removeprefix("rayserve_moe_expert_"), *labels)] = sample.value
+    return told
+
+
+def test_metrics_are_the_numbers_of_the_view_by_layer_and_over_layers():
+    rules = PlanningRules(interval=32, window=400)
+    rebalancing = Rebalancing(
+        Rebalance(identity_placement(2, 16, ep_size=4, num_redundant=4), hosts=1, slots_per_step=2)
+    )
+    steps = CountedSteps(rebalancing, np.random.default_rng(1).lognormal(sigma=1.0, size=(2, 16)))
+    balancing = ExpertBalancing(rebalancing, PlacementAdvisor(rules), rules=rules, layer_ids=LAYER_IDS)
+    assert scraped(balancing)["imbalance_mean", "now"] == 1.0, "before anything was counted"
+    deadline = time.monotonic() + WITHIN_S
+    while not balancing.view().history or balancing.view().history[0].outcome != "finished":
+        assert time.monotonic() < deadline
+        steps.run(1)
+        time.sleep(0.001)
+    balancing.stop()
+    balancing._thread.join(WITHIN_S)
+    balancing.contact.refused["stale"] += 3
+
+    view, told = balancing.view(), scraped(balancing)
+    for placement, imbalances in (("before", view.imbalance_before), ("now", view.imbalance_now)):
+        for layer_id, imbalance in zip(LAYER_IDS, imbalances, strict=True):
+            assert told["imbalance", placement, str(layer_id)] == pytest.approx(imbalance)
+        assert told["imbalance_max", placement] == pytest.approx(max(imbalances))
+        assert told["imbalance_mean", placement] == pytest.approx(np.mean(imbalances))
+    assert told["rebalances_begun_total",] == len(view.history)
+    assert told["slots_moved_total",] == sum(record.moved_slots for record in view.history) > 0
+    assert told["plans_refused_total", "stale"] == 3
+    assert told["planning_seconds_total",] > 0
+    assert (told["balancer_up",], told["balancer_restarts_total",]) == (0, 0), "nobody asks any more"
