@@ -85,6 +85,14 @@ def every_section() -> dict:
         "compile_gate": {
             "m@t": {"programs": [compiled]}
         },
+        "weight_updates": {
+            "bytes_per_device": 8_000_000,
+            "runs": {
+                place: [{"update_s": 0.5, "swap_s": 0.004, "step_s": 0.005, "longest_quiet_s": 0.006,
+                         "longest_s": 0.0075}]
+                for place in ("devices", "host")
+            },
+        },
         "planner": {
             "load_before": 0.1, "readme": ratios, "drift": {"K2 ep64 R64": drifted | {"ms": [8.0]}},
             "quality": {
@@ -189,6 +197,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("programs", "528"),
         ("planner", "1.0312 (worst layer 1.5000)"),
         ("host_us", "2.0 (1.0-3.0)"),
+        ("weight_updates", "1.50"),
     ],
 )
 def test_the_figure_that_counts_is_in_the_table(name, figure):
