@@ -3,7 +3,8 @@
     python -m benchmarks.rollout_job [--model synthetic:small] [--prompts 64] [--n 4] [--new-tokens 64] [--repeats 5]
                                      [--devices 2] [--max-running 16] [--no-own] [--out FILE.json]
 
-All sides sample the same: prompts, seeds, log-probs and routing returned. A repeat has every side once, each time with
+The engine alone runs twice: in one process, and with its worker in another, as every server and every job has it. All
+sides sample the same: prompts, seeds, log-probs and routing returned. A repeat has every side once, each time with
 another one first. What counts is the time from when whoever samples is ready to when the last sample is there, for the
 job on disk. RuntimeError where a side's samples differ from the engine's.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import yaml
 
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, num_parameters, save
@@ -30,24 +32,28 @@ from benchmarks.serve_process import ServeProcess
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.checkpoints.model_path import resolve_model_path
-from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
+from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.inprocess.running import run_to_end
+from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.rollouts import load
 from rayserve_moe.rollouts.batch_job import main as run_job
 from rayserve_moe.rollouts.sampling import seed_of
 
 Ids = dict[tuple[str, int], list[int]]
+Side = Engine | ReplicaEngine
 
 
 class Measurement:
     """The load, and every way to run it; each gives the seconds it took and the ids that came out."""
 
     def __init__(
-        self, options: argparse.Namespace, *, directory: Path, engine: Engine, where: dict[str, list[str]]
+        self, options: argparse.Namespace, *, directory: Path, engines: dict[str, Side], where: dict[str, list[str]]
     ) -> None:
-        self._options, self._directory, self._engine, self._where = options, directory, engine, where
+        self._options, self._directory, self._engines, self._where = options, directory, engines, where
         generator = np.random.default_rng(0)
-        highest = min(engine.card.vocab_size, 256)
+        highest = min(engines["engine"].loop.card.vocab_size, 256)
         shape = (options.prompts, options.prompt_len)
         self._prompts = {
             str(i): ids for i, ids in enumerate(generator.integers(FIRST_PLAIN_ID, highest, shape).tolist())
@@ -58,30 +64,31 @@ class Measurement:
 
     def run(self, side: str, repeat: int) -> tuple[Run, Ids]:
         """Sample all prompts once, under a seed of this repeat."""
-        if side == "engine":
-            return self._run_engine(repeat)
+        if side in self._engines:
+            return self._run_engine(self._engines[side], repeat)
         return self._run_job(repeat, self._directory / f"{side}-{repeat}", self._where[side])
 
-    def _run_engine(self, repeat: int) -> tuple[Run, Ids]:
-        each = {
-            "max_new_tokens": self._options.new_tokens,
-            "n": self._options.n,
-            "temperature": 1.0,
-            "ignore_eos": True,
-        }
-        sampling = [{**each, "sampling_seed": seed_of(repeat, name, sampling={})} for name in self._prompts]
-        self._engine.loop.flush()
-        with contextlib.redirect_stderr(io.StringIO()):
-            started = time.perf_counter()
-            answers = self._engine.generate(
-                input_ids=list(self._prompts.values()),
-                sampling_params=sampling,
-                return_logprob=True,
+    def _run_engine(self, engine: Side, repeat: int) -> tuple[Run, Ids]:
+        each = {"max_new_tokens": self._options.new_tokens, "n": self._options.n, "ignore_eos": True}
+        requests = [
+            GenerationRequest(
+                f"{repeat} {name}",
+                np.asarray(ids, np.int32),
+                SamplingParams(**each, seed=seed_of(repeat, name, sampling={})),
                 return_routed_experts=True,
+                incremental=False,
             )
-            seconds = time.perf_counter() - started
-        keys = [(name, sample) for name in self._prompts for sample in range(self._options.n)]
-        return {"seconds": seconds}, {key: answer["output_ids"] for key, answer in zip(keys, answers, strict=True)}
+            for name, ids in self._prompts.items()
+        ]
+        engine.loop.flush()
+        started = time.perf_counter()
+        finished = run_to_end(engine.loop, engine.tokenizer, requests=requests, shows_progress=False)
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds}, {
+            (name, sample): result.token_ids
+            for name, one in zip(self._prompts, finished, strict=True)
+            for sample, result in enumerate(one.results)
+        }
 
     def _run_job(self, repeat: int, out: Path, where: list[str]) -> tuple[Run, Ids]:
         told = ["--prompts", str(self._file), "--out", str(out), "--n", str(self._options.n), "--seed", str(repeat)]
@@ -146,15 +153,20 @@ def main() -> None:
         "precompile_bs_paddings": [options.max_running],
         "max_step_tokens": 256,
     }
-    sides = ["engine", "server"] + ["own"] * (not options.no_own)
+    sides = ["engine", "replica", "server"] + ["own"] * (not options.no_own)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollouts-")))
         config = directory / "config.yaml"
         config.write_text(yaml.safe_dump(settings), encoding="utf-8")
         server = stack.enter_context(ServeProcess(settings))
         engine = stack.enter_context(Engine(**settings))
+        ray.init(address="local", log_to_driver=False)
+        stack.callback(ray.shutdown)
+        replica = start_replica_engine(settings_from(settings))
+        stack.callback(replica.loop.shutdown)
         where = {"server": ["--url", f"http://127.0.0.1:{server.port}"], "own": ["--config", str(config)]}
-        measurement = Measurement(options, directory=directory, engine=engine, where=where)
+        engines: dict[str, Side] = {"engine": engine, "replica": replica}
+        measurement = Measurement(options, directory=directory, engines=engines, where=where)
         runs = compare(measurement, sides, repeats=options.repeats)
         load = {"prompts": options.prompts, "prompt_len": options.prompt_len, "n": options.n}
         result: dict[str, Any] = {

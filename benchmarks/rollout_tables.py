@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.figures import paired_ratio, rate, spread
+from benchmarks.figures import paired_ratio, rate, speed_ratio, spread
 from benchmarks.markdown import markdown_table
 
 READING_TITLES = {
@@ -15,6 +15,7 @@ READING_TITLES = {
 }
 JOB_TITLES = {
     "engine": "the engine alone, in one process",
+    "replica": "the engine alone, its worker in another process",
     "server": "the job against a server",
     "own": "the job with an engine of its own",
 }
@@ -37,12 +38,16 @@ def rollout_reading(measured: Mapping[str, Any]) -> str:
 def rollout_job(measured: Mapping[str, Any]) -> str:
     """Output tokens per second of the same samples, and each side's share of the engine's."""
     runs, num_tokens = measured["runs"], measured["output_tokens"]
-    alone = [run["seconds"] for run in runs["engine"]]
     rows = [
-        [JOB_TITLES[side], rate(num_tokens, each), paired_ratio(alone, [run["seconds"] for run in each])]
+        [
+            JOB_TITLES[side],
+            rate(num_tokens, each),
+            speed_ratio(each, runs["engine"]),
+            speed_ratio(each, runs["replica"]),
+        ]
         for side, each in runs.items()
     ]
     title = (
         f"{measured['prompts']} prompts of {measured['prompt_len']}, n = {measured['n']}, {measured['new_tokens']} out"
     )
-    return markdown_table([title, "output tokens/s", "of the engine alone"], rows)
+    return markdown_table([title, "output tokens/s", "of the first", "of the second"], rows)

@@ -160,9 +160,11 @@ class EngineControl:
         return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
 
     def _hold_experts(self) -> np.ndarray | None:
-        if (rebalancing := self._cycle.rebalancing) is None:
+        """Have experts stay where they are once no step is under way; returns where."""
+        rebalancing = self._cycle.rebalancing
+        if rebalancing is None:
             return None
-        self._drain()  # what came of a piece that is under way decides where its experts are
+        self._drain()
         return rebalancing.hold().expert_of_slot
 
     def _let_experts_move(self) -> None:

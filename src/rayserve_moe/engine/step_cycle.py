@@ -119,8 +119,7 @@ class StepCycle:
         if self._capture is not None:
             self._capture.set_weight_version(weight_version)
         if self.rebalancing is not None:
-            self.rebalancing.rebalance.restart()
-            self.rebalancing.forget_counts()
+            self.rebalancing.change_weights()
 
     def streamed_routing(self, sequence: Sequence) -> RoutedExperts | None:
         """The rows of a running sequence that its client does not have yet; None where they are not streamed."""

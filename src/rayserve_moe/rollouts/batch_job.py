@@ -113,7 +113,7 @@ async def _run(
                 await driver.run(read_rows(options.prompts))
     except asyncio.CancelledError:
         return tally, INTERRUPTED, "told to stop"
-    except (Unusable, RayTaskError, RayActorError) as error:
+    except (Unusable, RayTaskError, RayActorError, OSError) as error:
         return tally, GIVEN_UP, str(error)
     return tally, COMPLETE, None
 
