@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from starlette.types import Message
 
-from rayserve_moe import Engine, extract_routed_experts_from_meta_info
+from rayserve_moe import Engine, cli, extract_routed_experts_from_meta_info
 from rayserve_moe.rollouts.driver import MOST_FAULTS
 from rayserve_moe.text.chat import encode_chat
 from tests.rollouts.conftest import PROMPTS, UnreliableRoad
@@ -71,7 +71,8 @@ def test_a_run_again_does_nothing(url: str, road: UnreliableRoad, prompts: Path,
     out = tmp_path / "out"
     assert job(prompts, out, "--url", url) == 0
     before, road.num_asked = samples_in(out), 0
-    assert job(prompts, out, "--url", url) == 0
+    told = ["--prompts", str(prompts), "--out", str(out), "--n", "3", "--max-new-tokens", str(NEW_TOKENS), "--url", url]
+    assert cli.main(["rollout", *told]) == 0
     assert road.num_asked == 0 and summary_in(out)["samples_done_before"] == len(before)
     assert_equal(samples_in(out), before)
 
