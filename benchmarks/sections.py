@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.balance_tables import realised_balance, rebalance
 from benchmarks.figures import (
     HOST_PARTS,
     OUTSIDE,
@@ -22,7 +23,9 @@ from benchmarks.figures import (
 )
 from benchmarks.markdown import markdown_table
 from benchmarks.planner_table import planner
+from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.selection_table import balanced_selection
+from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
@@ -273,9 +276,14 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "delta_turns": delta_turns,
     "http": http,
     "routing_wire": routing_wire,
+    "rollout_reading": rollout_reading,
+    "rollout_job": rollout_job,
     "exchange_bytes": exchange_bytes,
     "compile_gate": compile_gate,
     "planner": planner,
+    "rebalance": rebalance,
+    "realised_balance": realised_balance,
+    "weight_updates": weight_updates,
     "balanced_selection": balanced_selection,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

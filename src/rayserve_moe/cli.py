@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.rollouts import batch_job
 from rayserve_moe.tools.check_table import render
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, check, use_host_alone
 from rayserve_moe.tools.presets import preset_names, read_config
@@ -18,13 +19,18 @@ DOES_NOT_FIT, WRONG_USE = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 where something does not fit, 2 for wrong use."""
+    """Run a command; returns the exit status: 0, 2 for wrong use, others as the command has them.
+
+    `compile-check` ends with 1 where something does not fit, `rollout` as `rollouts.batch_job` says.
+    """
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compile_check(commands.add_parser("compile-check", help="compile a model's programs for a TPU topology"))
+    rollout = commands.add_parser("rollout", help="sample the prompts of a file into Parquet shards")
+    batch_job.add_arguments(rollout)
     options = parser.parse_args(arguments)
     try:
-        return _compile_check(options)
+        return _compile_check(options) if options.command == "compile-check" else batch_job.run(options)
     except ValueError as error:
         sys.stderr.write(f"rayserve-moe {options.command}: {error}\n")
         return WRONG_USE

@@ -70,6 +70,10 @@ def test_a_release_gives_everything_back(told: Told) -> None:
     assert told["all is given back"] and told["all is given back again"]
 
 
+def test_the_rollout_job_takes_the_slices_that_are_free(told: Told) -> None:
+    assert told["replicas"] == [2, 1] and told["replicas beside one"] == 1
+
+
 def test_a_number_of_hosts_that_the_slice_does_not_have_is_refused_before_ray_is_asked() -> None:
     with pytest.raises(SettingsError, match=r"2x4 \(8 chips\) is 2 hosts of 4 chips, .* is 3: set num_hosts to 2$"):
         reserve_slice(SETTINGS, num_hosts=3)

@@ -18,7 +18,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
-from rayserve_moe.config.settings import ClusterSettings
+from rayserve_moe.config.settings import ClusterSettings, ModelSettings, ParallelSettings, Settings
+from rayserve_moe.rollouts.replicas import num_replicas_for
 
 SETTINGS = ClusterSettings(tpu_topology="2x4", tpu_version="v6e", tpu_chips_per_host=4, start_timeout_s=60.0)
 HOSTS = (("alpha", 1), ("beta", 0), ("alpha", 0), ("beta", 1))
@@ -89,12 +90,19 @@ def refusal_of(num_slices: int) -> str:
     return "none"
 
 
+def replicas_of(num_slices: int) -> int:
+    """Engines that the rollout job would start, each over so many slices."""
+    parallel = ParallelSettings(num_hosts=2 * num_slices, num_slices=num_slices)
+    return num_replicas_for(Settings(ModelSettings("any"), cluster=SETTINGS, parallel=parallel))
+
+
 def tell_all() -> dict[str, Any]:
     """One slice, then no room for two more, everything given back, then both."""
-    told: dict[str, Any] = {"at the start": free_resources()}
+    told: dict[str, Any] = {"at the start": free_resources(), "replicas": [replicas_of(1), replicas_of(2)]}
     one = reserve_slice(SETTINGS, num_hosts=2)
     told["one slice"] = probe_hosts(one, 2)
     told["left beside one"] = wait_for(lambda: free_resources() == {"TPU": 2 * CHIPS, "TPU-v6e-8-head": 2.0})
+    told["replicas beside one"] = replicas_of(1)
     told["refusal of two more"] = refusal_of(2)
     told["left after the refusal"] = wait_for(lambda: free_resources() == {"TPU": 2 * CHIPS, "TPU-v6e-8-head": 2.0})
     one.release()

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rayserve_moe import Engine
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.engine.joining import labelled_ranges
 from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.rebalance import EXPERT_NAMES
+from rayserve_moe.execution.weights import load_weights
 from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling.weight_change import unfinished
 from tests.pipelines.conftest import ONE_BUCKET
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.drive import Way, choices_of, cycle_for
 from tests.support.placements import random_placement
+from tests.support.scheduling import one, scheduler
 from tests.support.versions import Labelled, VersionedReference
 from tests.support.workload import request_for
 
@@ -74,8 +80,8 @@ class Interleaving:
                 self._check_all(self._cycle.run().endings)
 
     def abort(self, index: int) -> None:
-        if unfinished := self._cycle.scheduler.unfinished:
-            self._check_all([self._cycle.end(unfinished[index % len(unfinished)], ABORTED)])
+        if there := unfinished(self._cycle.scheduler):
+            self._check_all([self._cycle.end(there[index % len(there)], ABORTED)])
 
     def preempt(self, index: int) -> None:
         if running := self._cycle.scheduler.running:
@@ -86,6 +92,7 @@ class Interleaving:
 
     def stage(self, which: int) -> None:
         """Read weights now; steps may follow before they are put to use, and experts stay where they are."""
+        self._check_all(self._cycle.drain().endings)
         rebalancing, self._staged = self._cycle.rebalancing, self._paths[which]
         placement = rebalancing.hold() if rebalancing is not None else self._engine.runner.placement
         self._engine.runner.staged.read(str(self._staged), placement.expert_of_slot)
@@ -125,17 +132,14 @@ class Interleaving:
             self._reference.check_outputs(sequence.tokens(0, first).tolist(), Labelled(ids, logprobs, ranges, routing))
 
 
-@contextmanager
-def first_weights_afterwards(runner: HostRunner, path: Path, rebalancing: Rebalancing | None) -> Iterator[None]:
-    """Leave the runner with the weights it had before."""
-    try:
-        yield
-    finally:
-        placement = runner.placement if rebalancing is None else rebalancing.rebalance.placement
-        runner.staged.read(str(path), placement.expert_of_slot)
-        runner.weights = runner.staged.take(runner.weights)
-        if rebalancing is not None:
-            rebalancing.rebalance.restart()
+def serve_first_weights(runner: HostRunner, path: Path, rebalancing: Rebalancing | None) -> None:
+    """Have the runner begin with the weights of `path`, whatever it had before."""
+    placement = runner.placement if rebalancing is None else rebalancing.rebalance.placement
+    runner.staged.read(str(path), placement.expert_of_slot)
+    runner.weights = runner.staged.take(runner.weights)
+    if rebalancing is not None:
+        rebalancing.change_weights()
+        rebalancing.go_on()
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +163,38 @@ def rebalancing(engines: dict[str, Engine]) -> Rebalancing:
     return Rebalancing(Rebalance(engines["balanced"].runner.placement, hosts=1, slots_per_step=1))
 
 
+def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, path: Path) -> None:
+    """Every slot has the weights that a checkpoint has for the expert that the placement names."""
+    wanted = load_weights(open_checkpoint(path), runner.rule, dtype=runner.dtype, placement=placement)
+    for name in EXPERT_NAMES:
+        held, expected = (np.asarray(weights.params["experts"][name]) for weights in (runner.weights, wanted))
+        np.testing.assert_array_equal(held, expected)
+
+
+def test_experts_that_were_fetched_before_a_change_are_fetched_anew(engines, paths):
+    """The change comes between a fetch of a layer and its swap, while its slots wait in the staging area."""
+    runner, waiting = engines["balanced"].runner, scheduler()
+    rebalancing = Rebalancing(Rebalance(runner.placement, hosts=1, slots_per_step=1))
+    rebalance = rebalancing.rebalance
+    rebalance.begin(random_placement(rebalance.placement, seed=8))
+    piece = rebalance.next_piece()
+    assert piece is not None and piece.swap is None, "the first layer takes several fetches"
+    runner.move_experts(piece)
+    assert_slots_hold(runner, rebalance.placement, paths[0])
+    runner.staged.read(str(paths[1]), rebalancing.hold().expert_of_slot)
+    waiting.add([one("a", [7], num_new=3)])
+    assert rebalancing.attach(waiting.schedule()).plan.rebalance is None, "experts stay while weights wait"
+    runner.weights = runner.staged.take(runner.weights)
+    rebalancing.change_weights()
+    for placement in (rebalance.target, runner.placement):
+        if placement is runner.placement:
+            rebalance.begin(placement)
+        while (piece := rebalance.next_piece()) is not None:
+            runner.move_experts(piece)
+        assert rebalance.placement is placement and rebalance.progress.num_slots > 0
+        assert_slots_hold(runner, placement, paths[1])
+
+
 @pytest.mark.parametrize("name", ["alone", "balanced"])
 @settings(
     max_examples=20,
@@ -168,14 +204,12 @@ def rebalancing(engines: dict[str, Engine]) -> Rebalancing:
 @given(events=EVENTS, way=WAYS)
 def test_answers_are_of_the_weights_that_they_name(engines, rebalancing, reference, paths, name, events, way):
     engine, moves = engines[name], rebalancing if name == "balanced" else None
-    if moves is not None:
-        moves.go_on()
-        way = replace(way, rebalancing=moves)
-    interleaving = Interleaving(cycle_for(engine.runner, engine.card, way), engine, reference, paths)
-    with first_weights_afterwards(engine.runner, paths[0], moves):
-        for event, *arguments in events:
-            getattr(interleaving, event)(*arguments)
-        interleaving.finish()
+    serve_first_weights(engine.runner, paths[0], moves)
+    cycle = cycle_for(engine.runner, engine.card, replace(way, rebalancing=moves))
+    interleaving = Interleaving(cycle, engine, reference, paths)
+    for event, *arguments in events:
+        getattr(interleaving, event)(*arguments)
+    interleaving.finish()
 
 
 def test_ties_excuse_hardly_anything_and_no_law_was_idle(reference):

@@ -104,11 +104,6 @@ class Rebalance:
         """The placement that was headed for last."""
         return self._way[1]
 
-    def restart(self) -> None:
-        """Head for the same placement with all pieces anew, where it is not reached: what was fetched is void."""
-        if not self.progress.is_done:
-            self.begin(self._way[1])
-
     def check(self, placement: ExpertPlacement) -> None:
         """Raise PlacementError where `placement` is of other layers, slots or ranks."""
         check_alike(self._way[0], placement)

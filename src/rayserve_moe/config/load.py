@@ -158,7 +158,9 @@ def _check_range(name: str, value: Any, key: _Key) -> None:
 
 def _check_together(settings: Settings) -> None:
     if not settings.model.path:
-        raise SettingsError("model_path is missing: give a checkpoint directory or synthetic:<preset>")
+        raise SettingsError(
+            "model_path is missing: give a checkpoint directory, trained:calculator or synthetic:<preset>"
+        )
     if not 0.0 < settings.cache.mem_fraction <= 1.0:
         raise SettingsError(f"mem_fraction must lie in (0, 1], found {settings.cache.mem_fraction!r}")
     if not settings.compile.cache:

@@ -18,6 +18,7 @@ from rayserve_moe.engine.publication import NO_ROWS, Publication
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import FinishReason, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.weight_change import unfinished
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 ABORTED = FinishReason("abort")
@@ -112,7 +113,7 @@ class EngineControl:
         self._drain()
         self._cycle.is_paused = True
         if mode == "abort" and self._mode != mode:
-            self.end(self._cycle.scheduler.unfinished, ABORTED)
+            self.end(unfinished(self._cycle.scheduler), ABORTED)
         if mode == "retract":
             self._cycle.retract()
         self._mode = mode
@@ -142,14 +143,14 @@ class EngineControl:
     def _swap(self, order: WeightOrder) -> WeightOutcome:
         started = time.perf_counter()
         self._drain()
-        unfinished = self._cycle.scheduler.unfinished
+        there = unfinished(self._cycle.scheduler)
         if order.aborts_requests:
-            self.end(unfinished, ABORTED)
+            self.end(there, ABORTED)
         version = self._following_version() if order.weight_version is None else order.weight_version
         self._cycle.take_staged_weights(version)
         self.num_updates += 1
         self.model_path = order.model_path
-        num_paused = len(unfinished) if self._cycle.is_paused else 0
+        num_paused = len(there) if self._cycle.is_paused else 0
         gap_s = time.perf_counter() - started
         return WeightOutcome(True, "the new weights serve", version, num_paused, gap_s)
 
@@ -159,9 +160,11 @@ class EngineControl:
         return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
 
     def _hold_experts(self) -> np.ndarray | None:
-        if (rebalancing := self._cycle.rebalancing) is None:
+        """Have experts stay where they are once no step is under way; returns where."""
+        rebalancing = self._cycle.rebalancing
+        if rebalancing is None:
             return None
-        self._drain()  # what came of a piece that is under way decides where its experts are
+        self._drain()
         return rebalancing.hold().expert_of_slot
 
     def _let_experts_move(self) -> None:

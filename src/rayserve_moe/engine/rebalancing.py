@@ -83,7 +83,7 @@ class Rebalancing:
         self._wanted.append(placement)
 
     def hold(self) -> ExpertPlacement:
-        """Have experts stay where they are until `go_on`; returns where that is."""
+        """Have experts stay where they are until `go_on`; returns where that is. Call while no step is under way."""
         self._is_held = True
         return self.rebalance.placement
 
@@ -91,13 +91,18 @@ class Rebalancing:
         """Let experts move again."""
         self._is_held = False
 
+    def change_weights(self) -> None:
+        """Begin anew what is under way, and what is counted: all that was fetched or counted is of other weights."""
+        if not self.rebalance.progress.is_done:
+            self.rebalance.begin(self.rebalance.target)
+        self.forget_counts()
+
     def attach(self, schedule: Schedule) -> Schedule:
         """Give a step that computes something the next piece, and every few of them the question for counts."""
         if not schedule.plan.num_chunks:
             return schedule
         self._num_steps += 1
-        piece = None if self._is_held else self._next_piece()
-        wants_counts = self._num_steps % self._counts_every == 0
+        piece, wants_counts = self._next_piece(), self._num_steps % self._counts_every == 0
         if piece is None and not wants_counts:
             return schedule
         if piece is not None:
@@ -116,6 +121,8 @@ class Rebalancing:
 
     def _next_piece(self) -> RebalancePiece | None:
         """The next piece; another rebalance begins once it is known what came of all pieces of the one before."""
+        if self._is_held:
+            return None
         if not self._wanted:
             return self.rebalance.next_piece()
         if self._steps_with_pieces:

@@ -90,11 +90,11 @@ class RoutingCapture:
                 return
 
     def retain(self, preemption: Preemption) -> None:
-        """Keep the rows of sampled tokens with a sequence that lost its pages."""
+        """Keep the rows of sampled tokens with a sequence that lost its pages, but those that no output followed on."""
         sequence = preemption.sequence
         if not sequence.request.return_routed_experts:
             return
-        first, last = sequence.num_prompt_tokens, preemption.num_computed
+        first, last = sequence.num_prompt_tokens, min(preemption.num_computed, sequence.num_tokens - 1)
         if last > first:
             pages = (preemption.page_ids, preemption.page_generations)
             places = self._places(preemption.data_rank, pages, first, last)

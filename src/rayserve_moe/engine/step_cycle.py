@@ -16,6 +16,7 @@ from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
+from rayserve_moe.scheduling.weight_change import change_weights, preempt_all
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,19 @@ class StepCycle:
 
     def retract(self) -> None:
         """Have everything that runs wait, without its pages. Call after `drain`."""
-        self.scheduler.preempt_all()
+        preempt_all(self.scheduler)
         self._retain_preempted()
 
     def take_staged_weights(self, weight_version: str) -> None:
         """Go on under the weights that every host has staged. Call after `drain`."""
         assert self._in_flight is None, "a step is under way"
         self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
-        self.scheduler.change_weights(weight_version)
+        change_weights(self.scheduler, weight_version)
         self._retain_preempted()
         if self._capture is not None:
             self._capture.set_weight_version(weight_version)
         if self.rebalancing is not None:
-            self.rebalancing.rebalance.restart()
-            self.rebalancing.forget_counts()
+            self.rebalancing.change_weights()
 
     def streamed_routing(self, sequence: Sequence) -> RoutedExperts | None:
         """The rows of a running sequence that its client does not have yet; None where they are not streamed."""

@@ -16,7 +16,7 @@ from rayserve_moe.scheduling.plan_builder import PlanBuilder, Schedule
 from rayserve_moe.scheduling.prompt_scoring import PromptScoring
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, note_weights
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_tokens
 
@@ -71,12 +71,6 @@ class Scheduler:
         return [sequence for rank in self.ranks for sequence in rank.running]
 
     @property
-    def unfinished(self) -> list[Sequence]:
-        """All choices that have not ended, whether they run, wait, or follow another."""
-        found = {id(choice): choice for s in (*self.running, *self.waiting) for choice in s.choices}
-        return [choice for choice in found.values() if choice.finish is None]
-
-    @property
     def caches_prefixes(self) -> bool:
         return self._limits.caches_prefixes
 
@@ -96,7 +90,7 @@ class Scheduler:
             sequence.choices = choices
             sequence.namespace = self._namespace(request)
             sequence.scoring = scoring
-            sequence.note_weights(self.weight_version)
+            note_weights(sequence, self.weight_version)
         self.waiting.append(leader)
 
     def schedule(self, *, captures_all: bool = False) -> Schedule:
@@ -170,27 +164,6 @@ class Scheduler:
         sequence.num_to_recompute = max(sequence.num_to_recompute, num_computed)
         self._give_up_pages(sequence)
         self.waiting.appendleft(sequence)
-
-    def preempt_all(self) -> None:
-        """Preempt everything that runs; it waits in the order it ran in."""
-        for sequence in reversed(self.running):
-            self.preempt(sequence)
-
-    def change_weights(self, weight_version: str) -> None:
-        """Go on under other weights. Call between steps, while none is under way.
-
-        No prefix from before is found again. What has no output yet starts over, so that all it tells is of the new
-        weights; what has outputs goes on from the keys and values that it holds.
-        """
-        self.weight_version = weight_version
-        for sequence in reversed(self.running):
-            if sequence.num_outputs == 0:
-                self.preempt(sequence)
-        self.flush()
-        for sequence in self.unfinished:
-            sequence.note_weights(weight_version)
-            if sequence.scoring is not None:
-                sequence.scoring.change_weights(weight_version)
 
     def flush(self) -> None:
         """Forget all cached prefixes; what runs keeps its pages."""

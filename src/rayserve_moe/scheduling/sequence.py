@@ -131,12 +131,6 @@ class Sequence:
         ranges = ((num_known, num_cached, "cached"), again)
         self.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
 
-    def note_weights(self, weight_version: str) -> None:
-        """Note which weights its next output is sampled under."""
-        before = tuple(known for known in self.weight_versions if known[0] < self.num_tokens)
-        if not before or before[-1][1] != weight_version:
-            self.weight_versions = (*before, (self.num_tokens, weight_version))
-
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids at positions `[start, stop)`, int32."""
         return self.state.token_ids[start:stop]
@@ -151,6 +145,14 @@ class Sequence:
         self.state.counters[NUM_PAGES] = 0
         self.state.counters[NUM_COMPUTED] = 0
         return pages
+
+
+def note_weights(sequence: Sequence, weight_version: str) -> None:
+    """Note which weights the next output of a sequence is sampled under."""
+    before = tuple(known for known in sequence.weight_versions if known[0] < sequence.num_tokens)
+    if not before or before[-1][1] != weight_version:
+        before = (*before, (sequence.num_tokens, weight_version))
+    sequence.weight_versions = before
 
 
 def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:

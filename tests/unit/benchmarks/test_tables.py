@@ -62,6 +62,9 @@ def every_section() -> dict:
     compiled = {"name": "decode", "memory": memory, "collectives": [], "copied_bytes": {}, "compile_s": 1.5}
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
     moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}
+    moves = {"slots": 5, "steps": 9, "quiet_step_s": 0.25, "busy_step_s": 0.5, "longest_gap": 3, "longest_quiet_gap": 1}
+    updated = {"update_s": 2.0, "swap_s": 0.5, "step_s": 0.25, "longest_quiet_s": 0.5, "longest_s": 0.75}
+    counted = {"tokens": 50_000, "realised": [1.03125, 1.0], "promised": [1.0, 1.0]}
     conversation = {"seconds": 1.0, "prompt_tokens": 900, "computed": 303, "ideal": 300, "ideal_unpaged": 250}
     return {
         "workloads": result_of([])["workloads"],
@@ -80,6 +83,14 @@ def every_section() -> dict:
         "routing_wire": {
             "rows": [1, 1, 1], "num_experts": 2, "overlap": {"skewed": 0.25}, "gather_ms": {"8192": [0.75]},
             "dialects": {"sglang": wire, "packed": wire | {"bytes": {"skewed": 1}}},
+        },
+        "rollout_reading": {
+            "rows": [1000, 8, 2], "rollouts": 10_000, "bytes": {"shards": 2_000_000, "json": 9_000_000},
+            "seconds": {"routing": [0.0625], "everything": [0.25], "json": [2.0]},
+        },
+        "rollout_job": {
+            "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "output_tokens": 16_384,
+            "runs": {"engine": [{"seconds": 15.0}], "replica": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
         },
         "exchange_bytes": {
             "512": {"fused": moved}
@@ -101,6 +112,15 @@ def every_section() -> dict:
                 "realised": {"hot": {"cases": 3, "mean": 1.03125, "worst_layer": 1.5}},
             },
             "seconds": {"K2 ep64 R64": {"ratio": 1.0, "first_ms": [3.0], "plan_ms": [5.0], "greedy_ms": [9.0]}},
+        },
+        "rebalance": {
+            "layers": 48, "experts": 128, "redundant": 32, "devices": 8, "slots_per_step": 8, "runs": {"all": [moves]}
+        },
+        "weight_updates": {
+            "bytes_per_device": 2_000_000, "runs": {"host": [updated]}
+        },
+        "realised_balance": {
+            "devices": 4, "phases": {"before": counted}
         },
         "http": {
             **w2,
@@ -199,6 +219,11 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("planner", "1.0312 (worst layer 1.5000)"),
         ("balanced_selection", "6.00 (6.00-6.00)"),
         ("host_us", "2.0 (1.0-3.0)"),
+        ("rollout_reading", "32.0 (32.0-32.0)"),
+        ("rollout_job", "0.94 (0.94-0.94)"),
+        ("rebalance", "0.50 (0.50-0.50)"),
+        ("weight_updates", "3.00 (3.00-3.00)"),
+        ("realised_balance", "1.56% (3.12%)"),
     ],
 )
 def test_the_figure_that_counts_is_in_the_table(name, figure):

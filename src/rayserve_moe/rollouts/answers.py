@@ -1,0 +1,153 @@
+"""From what a server or an engine answered to rollouts; whatever does not add up is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe.engine.joining import joined_routing
+from rayserve_moe.replay.encoding import decode_rollout, routing_until
+from rayserve_moe.replay.encoding.description import described_layout
+from rayserve_moe.replay.encoding.rollout import routing_of_rollout
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts.schema import Rollout
+
+
+class Unavailable(Exception):
+    """Nobody answers just now, or too much is asked; another try may succeed after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Faulty(Exception):
+    """An answer that is wrong, or failed on this request; another try may succeed, but not many will."""
+
+
+class Refused(ValueError):
+    """What was asked for cannot be answered, however often it is asked for; `status` is that of HTTP."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unusable(Exception):
+    """Nothing that is asked for will be answered: by this server with this key, or by engines that do not start."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Samples `first` to `first + count - 1` of a prompt, drawn under one seed of 32 bits: all of it, or some.
+
+    `sampling` has SGLang's names, without `n` and seed.
+    """
+
+    prompt_id: str
+    prompt_ids: Sequence[int]
+    sampling: Mapping[str, Any]
+    seed: int
+    first: int = 0
+    count: int = 1
+    returns_routing: bool = True
+
+
+def rollouts_in(body: bytes, request: SampleRequest, *, started_at: float) -> list[Rollout]:
+    """Read the container that a request was answered with. Faulty where it is not what was asked for."""
+    try:
+        header, rows = decode_rollout(body)
+        answers = header.get("answers", [header])
+        if not isinstance(answers, list) or len(answers) != request.count:
+            raise ValueError("the answer has another number of samples than were asked for")
+        routings, layout = (
+            _routings(answers, rows, request) if request.returns_routing else ([None] * len(answers), None)
+        )
+        pairs = zip(answers, routings, strict=True)
+        return [
+            rollout_of(answer, request, index=index, routing=routing, layout=layout, started_at=started_at)
+            for index, (answer, routing) in enumerate(pairs)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Faulty(f"not an answer to this request: {error}") from error
+
+
+def rollout_of(
+    answer: Mapping[str, Any],
+    request: SampleRequest,
+    *,
+    index: int,
+    routing: RoutedExperts | None,
+    layout: RoutingLayout | None,
+    started_at: float,
+) -> Rollout:
+    """One sample from its native answer and its routing from position 0 on; ValueError where they do not add up."""
+    told, version = answer["meta_info"], str(answer["meta_info"]["weight_version"])
+    output_ids = np.asarray(answer["output_ids"], np.int32)
+    logprobs = np.asarray([entry[0] for entry in told["output_token_logprobs"]], np.float32)
+    first, last = len(request.prompt_ids), len(request.prompt_ids) + len(output_ids)
+    if len(logprobs) != len(output_ids) or not np.isfinite(logprobs).all():
+        raise ValueError("there is not a finite log-prob per token")
+    if told["prompt_tokens"] != first:
+        raise ValueError("it is the answer to another prompt")
+    if routing is not None and len(output_ids) and len(routing.rows) != last - 1:
+        raise ValueError("there is not a row of routing per token but the last")
+    return Rollout(
+        request.prompt_id,
+        request.first + index,
+        version,
+        request.seed,
+        prompt_ids=np.asarray(request.prompt_ids, np.int32),
+        output_ids=output_ids,
+        logprobs=logprobs,
+        logprob_versions=tuple((a, b, v) for a, b, v in told.get("weight_versions", [(first, last, version)])),
+        text=str(answer["text"]),
+        finish_reason=str(told["finish_reason"]["type"]),
+        routing=routing,
+        layout=None if routing is None else layout,
+        num_cached_tokens=int(told["cached_tokens"]),
+        started_at=started_at,
+        elapsed_s=float(told["e2e_latency"]),
+    )
+
+
+def _routings(
+    answers: Sequence[Mapping[str, Any]], rows: Sequence[np.ndarray], request: SampleRequest
+) -> tuple[list[RoutedExperts | None], RoutingLayout | None]:
+    """Rows of every sample from position 0 on; those of the prompt may have come with one of them only."""
+    if len(rows) != len(answers):
+        raise ValueError("the answer has not the rows of every sample")
+    descriptions = [answer["meta_info"]["routed_experts_info"] for answer in answers]
+    layouts = [described_layout(description) for description in descriptions if description is not None]
+    layout = layouts[0] if layouts else None
+    routings = [
+        None if description is None else routing_of_rollout(each, description, layout=layout)
+        for each, description in zip(rows, descriptions, strict=True)
+    ]
+    return [_whole(routing, routings, len(request.prompt_ids)) for routing in routings], layout
+
+
+def _whole(
+    routing: RoutedExperts | None, others: Sequence[RoutedExperts | None], prompt_len: int
+) -> RoutedExperts | None:
+    """Put the prompt's rows before those of a sample that came without; they are those of any other's prompt.
+
+    ValueError where weights changed right there: nothing says then whose rows they are.
+    """
+    if routing is None or routing.start == 0:
+        return routing
+    bearers = (other for other in others if other is not None and other.start == 0 and len(other.rows) >= prompt_len)
+    bearer = next(bearers, None)
+    if bearer is None or routing.start != prompt_len:
+        raise ValueError("the answer lacks rows of the prompt")
+    prompt = routing_until(bearer, prompt_len)
+    if (
+        routing.weight_version
+        and prompt.weight_version[-1:]
+        and routing.weight_version[0][2] != prompt.weight_version[-1][2]
+    ):
+        raise ValueError("weights changed between a prompt and its sample")
+    return joined_routing(prompt, routing)

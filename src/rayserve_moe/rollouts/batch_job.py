@@ -1,0 +1,198 @@
+"""The rollout job: samples every prompt of a file into Parquet shards, and goes on where an earlier run has stopped.
+
+    python -m rayserve_moe.rollouts.batch_job --prompts FILE --out DIR --n 8 --url http://127.0.0.1:8000
+    python -m rayserve_moe.rollouts.batch_job --prompts FILE --out DIR --n 8 --config configs/x.yaml
+
+With `--url` a running server samples; with `--config` engines that the job starts in its Ray cluster. Ends with 0 when
+nothing is missing, with 1 when nobody answered any more, with 2 for wrong use, and with 3 when it was told to stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from tqdm import tqdm
+
+from rayserve_moe.config.load import environment_setting, settings_from_yaml
+from rayserve_moe.rollouts.answers import Unusable
+from rayserve_moe.rollouts.client import RolloutClient
+from rayserve_moe.rollouts.driver import Driver, JobSettings, Source
+from rayserve_moe.rollouts.patience import patiently
+from rayserve_moe.rollouts.prompts import count_rows, read_rows
+from rayserve_moe.rollouts.replicas import ReplicaPool, num_replicas_for
+from rayserve_moe.rollouts.sampling import check_sampling
+from rayserve_moe.rollouts.shards import RolloutDirectory
+from rayserve_moe.rollouts.summary import Tally, as_text, summary_of
+from rayserve_moe.text.tokenizer import Tokenizer, TokenizerError
+
+COMPLETE, GIVEN_UP, WRONG_USE, INTERRUPTED = 0, 1, 2, 3
+DEFAULT_NEW_TOKENS, DEFAULT_IN_FLIGHT = 256, 256
+TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
+ANY_VERSION = "any"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="rollout", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except ValueError as error:
+        sys.stderr.write(f"rollout: {error}\n")
+        return WRONG_USE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a job is told on its command line."""
+    default = JobSettings(1)
+    add = parser.add_argument
+    add("--prompts", type=Path, required=True, help="JSONL or Parquet: `text`, `messages` or `input_ids` per row")
+    add("--out", type=Path, required=True, help="directory of the shards; an earlier run's is gone on with")
+    add("--n", type=int, default=1, help="samples per prompt")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="a running server; its key in RAYSERVE_MOE_API_KEY")
+    where.add_argument("--config", type=Path, help="settings of engines to start in the job's Ray cluster")
+    add("--replicas", type=int, default=0, help="engines to start (default: as many as there are slices)")
+    add("--seed", type=int, default=default.seed, help="of the job; samples follow from it and their prompts' ids")
+    add("--max-new-tokens", type=int, default=DEFAULT_NEW_TOKENS)
+    add("--temperature", type=float, default=1.0)
+    add("--sampling", default="{}", help="further sampling parameters, as a JSON object; rows outrank them")
+    add("--no-routing", action="store_true", help="leave routed experts out")
+    add("--weight-version", default=ANY_VERSION, help="count and keep only samples of these weights")
+    add("--retry-errors", action="store_true", help="try prompts again that an earlier run gave up")
+    add("--tokenizer", type=Path, help="the checkpoint's directory (default: where the server has it)")
+    add("--in-flight", type=int, default=0, help="samples under way at once")
+    add("--shard-mib", type=int, default=default.shard_bytes >> 20, help="samples in memory before a shard is written")
+    add("--flush-s", type=float, default=default.flush_s, help="longest time until a sample is on disk")
+    add("--give-up-s", type=float, default=default.give_up_s, help="longest time without any answer")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the job under a lock on its directory. ValueError for wrong use, told before anything is sampled."""
+    settings = _job_settings(options)
+    num_rows = count_rows(options.prompts)
+    with RolloutDirectory(options.out) as directory:
+        started = time.perf_counter()
+        tally, status, reason = asyncio.run(_run(options, settings, directory=directory, num_rows=num_rows))
+        summary = summary_of(tally, directory, seconds=time.perf_counter() - started, status=status, reason=reason)
+        directory.write_json("summary.json", summary)
+    sys.stdout.write(as_text(summary) + "\n")
+    return status
+
+
+async def _run(
+    options: argparse.Namespace, settings: JobSettings, *, directory: RolloutDirectory, num_rows: int
+) -> tuple[Tally, int, str | None]:
+    """Sample until all is done, nobody answers, or the process is told to stop."""
+    tally, this_task = Tally(), asyncio.current_task()
+    assert this_task is not None, "a coroutine runs in a task"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
+    try:
+        async with _source(options) as source:
+            facts = await patiently(source.model_info, give_up_s=settings.give_up_s)
+            settings = _suited(settings, options, facts=facts)
+            directory.agree(_binding(settings, facts))
+            tokenizer = await asyncio.to_thread(_tokenizer, options.tokenizer, facts)
+            with _bar(num_rows * settings.num_samples) as bar:
+                driver = Driver(source, directory, settings=settings, tokenizer=tokenizer, progress=bar)
+                tally = driver.tally
+                await driver.run(read_rows(options.prompts))
+    except asyncio.CancelledError:
+        return tally, INTERRUPTED, "told to stop"
+    except (Unusable, RayTaskError, RayActorError, OSError) as error:
+        return tally, GIVEN_UP, str(error)
+    return tally, COMPLETE, None
+
+
+@contextlib.asynccontextmanager
+async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
+    """Connect to a server, or start engines, in a Ray cluster that is joined for them unless this process is in one."""
+    if options.url:
+        async with RolloutClient(options.url, api_key=environment_setting("api_key")) as client:
+            yield client
+        return
+    wanted, joins = settings_from_yaml(options.config), not ray.is_initialized()
+    if joins:
+        ray.init()
+    try:
+        async with ReplicaPool(wanted, options.replicas or num_replicas_for(wanted)) as pool:
+            yield pool
+    finally:
+        if joins:
+            ray.shutdown()
+
+
+def _job_settings(options: argparse.Namespace) -> JobSettings:
+    for name in ("n", "shard_mib", "flush_s", "give_up_s"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0")
+    if min(options.in_flight, options.replicas) < 0:
+        raise ValueError("--in-flight and --replicas must not be negative")
+    try:
+        further = json.loads(options.sampling)
+    except ValueError as error:
+        raise ValueError(f"--sampling is not JSON: {error}") from error
+    basic = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
+    return JobSettings(
+        options.n,
+        options.seed,
+        sampling={**basic, **check_sampling(further)},
+        returns_routing=not options.no_routing,
+        weight_version=None if options.weight_version == ANY_VERSION else options.weight_version,
+        retries_failed=options.retry_errors,
+        in_flight=options.in_flight,
+        shard_bytes=options.shard_mib << 20,
+        flush_s=options.flush_s,
+        give_up_s=options.give_up_s,
+    )
+
+
+def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[str, Any]) -> JobSettings:
+    """Fit the settings to who answers: twice as many samples under way as run at once, where that is known."""
+    if settings.returns_routing and not facts.get("enable_return_routed_experts"):
+        raise ValueError("routing is not captured: set enable_return_routed_experts: true, or give --no-routing")
+    wanted, served = settings.weight_version, str(facts.get("weight_version"))
+    if wanted not in (None, served):
+        raise Unusable(f"weights of version {served} answer, {wanted} is wanted")
+    in_flight = options.in_flight or 2 * int(facts.get("max_running", DEFAULT_IN_FLIGHT // 2))
+    return dataclasses.replace(settings, in_flight=in_flight)
+
+
+def _binding(settings: JobSettings, facts: dict[str, Any]) -> dict[str, Any]:
+    """What all samples of a directory depend on."""
+    named = {"model": str(facts.get("served_model_name")), "seed": settings.seed, "sampling": settings.sampling}
+    return {**named, "routing": settings.returns_routing}
+
+
+def _tokenizer(told: Path | None, facts: dict[str, Any]) -> Tokenizer | None:
+    """Load the tokenizer that was told, or the server's where this machine has it: ids need none."""
+    if told is not None:
+        return Tokenizer(told)
+    try:
+        return Tokenizer(str(facts.get("tokenizer_path") or facts.get("model_path")))
+    except TokenizerError:
+        return None
+
+
+def _bar(total: int) -> tqdm:
+    """A bar on a terminal, a line now and then in a log."""
+    interval_s = TERMINAL_INTERVAL_S if sys.stderr.isatty() else LOG_INTERVAL_S
+    return tqdm(total=total, unit="sample", mininterval=interval_s, maxinterval=interval_s, dynamic_ncols=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

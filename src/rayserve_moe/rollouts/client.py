@@ -1,0 +1,193 @@
+"""A trainer's view of a server: sample, pause, bring other weights, go on. Async, and blocking on top of it.
+
+All calls raise `Unavailable` where another try may help, `Faulty` where it rather will not, `Refused` where what is
+asked for cannot be done, and `Unusable` where nothing can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+
+from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE
+from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable, rollouts_in
+from rayserve_moe.rollouts.schema import Rollout
+
+REQUEST_TIMEOUT_S = 1800.0
+CONNECT_TIMEOUT_S = 30.0
+_TRANSIENT = frozenset({404, 408, 425, 429, 502, 503, 504})
+"""404 too: a proxy answers so while its application is being deployed."""
+_FAULTS = frozenset({422, 500})
+_UNUSABLE = frozenset({401, 403, 405, 501})
+"""The key is wrong, or this is another kind of server."""
+_Result = TypeVar("_Result")
+
+
+class RolloutClient:
+    """One server, many requests at once. An async context manager."""
+
+    def __init__(self, url: str, *, api_key: str = "", timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, request: SampleRequest) -> list[Rollout]:
+        """Sample a prompt and wait for all samples, in their order. Also raises Faulty."""
+        started_at = time.time()
+        sampling = {
+            **request.sampling,
+            "n": request.count,
+            "sampling_seed": request.seed,
+            "first_choice": request.first,
+        }
+        body = {
+            "input_ids": [int(token_id) for token_id in request.prompt_ids],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_routed_experts": request.returns_routing,
+        }
+        raw = await self._ask("POST", "/generate", body=body, accept=ROLLOUT_MEDIA_TYPE)
+        return rollouts_in(raw, request, started_at=started_at)
+
+    async def model_info(self) -> dict[str, Any]:
+        """What is served: `model_path`, `served_model_name`, `weight_version`, `vocab_size`, ..."""
+        return await self._json("GET", "/model_info")
+
+    async def weight_version(self) -> str:
+        """The version that is served now."""
+        return str((await self._json("GET", "/get_weight_version"))["weight_version"])
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop generating: what runs is ended (`abort`), put back (`retract`), or waits as it is (`in_place`)."""
+        await self._json("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self._json("POST", "/continue_generation", {})
+
+    async def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
+        """Serve the weights of another checkpoint of the same model, which every host reads from `model_path`.
+
+        `options` are `flush_cache` and `abort_all_requests`. Refused where the server keeps its old weights.
+        """
+        body = {"model_path": model_path, "weight_version": weight_version, **options}
+        answer = await self._json("POST", "/update_weights_from_disk", body)
+        if not answer.get("success"):
+            raise Refused(str(answer.get("message")))
+        return answer
+
+    async def flush(self) -> None:
+        """Forget all cached prefixes. Refused while requests run."""
+        await self._json("POST", "/flush_cache", {})
+
+    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        raw = await self._ask(method, path, body=body, accept="application/json")
+        try:
+            answer = json.loads(raw)
+        except ValueError as error:
+            raise Faulty(f"the answer of {path} is not JSON") from error
+        if not isinstance(answer, dict):
+            raise Faulty(f"the answer of {path} is no object")
+        return answer
+
+    async def _ask(self, method: str, path: str, *, body: Mapping[str, Any] | None, accept: str) -> bytes:
+        assert self._session is not None, "enter the client first"
+        try:
+            async with self._session.request(
+                method, self._url + path, json=body, headers={"Accept": accept}
+            ) as response:
+                raw = await response.read()
+        except aiohttp.ClientError as error:
+            raise Unavailable(f"the server does not answer: {type(error).__name__}") from error
+        except TimeoutError as error:
+            raise Faulty("the answer took too long") from error
+        if response.status == 200:
+            return raw
+        raise _failure_of(response.status, raw, response.headers.get("Retry-After", ""))
+
+
+class BlockingRolloutClient:
+    """The same for a program without an event loop. A context manager."""
+
+    def __init__(self, url: str, *, api_key: str = "", timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        self._client = RolloutClient(url, api_key=api_key, timeout_s=timeout_s)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        self._run(self._client.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._client.__aexit__(None, None, None))
+        self._runner.close()
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
+        """Sample prompts all at once; the samples of each, in order."""
+        return self._run(self._gathered(requests))
+
+    def model_info(self) -> dict[str, Any]:
+        """As `RolloutClient.model_info`."""
+        return self._run(self._client.model_info())
+
+    def weight_version(self) -> str:
+        """As `RolloutClient.weight_version`."""
+        return self._run(self._client.weight_version())
+
+    def pause(self, mode: str = "abort") -> None:
+        """As `RolloutClient.pause`."""
+        self._run(self._client.pause(mode))
+
+    def resume(self) -> None:
+        """As `RolloutClient.resume`."""
+        self._run(self._client.resume())
+
+    def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
+        """As `RolloutClient.update_weights`."""
+        return self._run(self._client.update_weights(model_path, weight_version=weight_version, **options))
+
+    def flush(self) -> None:
+        """As `RolloutClient.flush`."""
+        self._run(self._client.flush())
+
+    async def _gathered(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
+        return list(await asyncio.gather(*map(self._client.generate, requests)))
+
+    def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+        return self._runner.run(call)
+
+
+def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:
+    """What an answer other than 200 means; a server error that is not in our words comes from what lies between."""
+    message = _message_in(raw)
+    if status in _TRANSIENT or (status == 500 and message is None):
+        return Unavailable(f"status {status}: {message}", float(retry_after) if retry_after.isdigit() else 0.0)
+    if status in _UNUSABLE:
+        return Unusable(message or f"status {status}")
+    if status in _FAULTS:
+        return Faulty(f"status {status}: {message}")
+    return Refused(message or f"status {status}", status)
+
+
+def _message_in(raw: bytes) -> str | None:
+    try:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -1,0 +1,224 @@
+"""Driving a job: rows in, samples out, a bounded number of them under way, each asked for until it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
+from rayserve_moe.rollouts.patience import Pause
+from rayserve_moe.rollouts.prompts import Row, prompt_ids_of
+from rayserve_moe.rollouts.sampling import BadRow, seed_of
+from rayserve_moe.rollouts.schema import Failure, Rollout
+from rayserve_moe.rollouts.shards import RolloutDirectory
+from rayserve_moe.rollouts.summary import Tally
+from rayserve_moe.text.tokenizer import Tokenizer
+
+MOST_FAULTS = 8
+LARGEST_REQUEST = 128
+"""Samples that one request may ask for."""
+
+
+class Source(Protocol):
+    """Whoever samples: a server, or engines of our own."""
+
+    async def generate(self, request: SampleRequest) -> list[Rollout]:
+        """Sample a prompt. Raises Unavailable, Faulty, Refused, Unusable."""
+        ...
+
+    async def model_info(self) -> dict[str, Any]:
+        """What is served, in the words of the route `/model_info`; `max_running` samples run at once, where known."""
+        ...
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What a job asks for, and how it goes about it.
+
+    `weight_version` None takes samples of any weights for done. A shard is written once `shard_bytes` have come
+    together, or `flush_s` have gone by. Without any answer for `give_up_s` the job ends.
+    """
+
+    num_samples: int
+    seed: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    returns_routing: bool = True
+    weight_version: str | None = None
+    retries_failed: bool = False
+    in_flight: int = 256
+    shard_bytes: int = 64 * 2**20
+    flush_s: float = 20.0
+    give_up_s: float = 900.0
+
+
+class Driver:
+    """One run of a job. `run` may be cancelled at any time: what has come by then is written."""
+
+    def __init__(
+        self,
+        source: Source,
+        directory: RolloutDirectory,
+        *,
+        settings: JobSettings,
+        tokenizer: Tokenizer | None = None,
+        progress: tqdm | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self._source, self._directory, self._settings = source, directory, settings
+        self._tokenizer, self._progress = tokenizer, progress
+        self._rollouts: list[Rollout] = []
+        self._failures: list[Failure] = []
+        self._num_bytes = 0
+        self._writing = asyncio.Lock()
+        self._started_s = self._last_answer_s = time.monotonic()
+
+    async def run(self, rows: Iterable[Row]) -> None:
+        """Sample every row that is not done. Raises Unusable where nobody will answer."""
+        slots = asyncio.Semaphore(max(1, self._settings.in_flight // self._settings.num_samples))
+        try:
+            async with asyncio.TaskGroup() as writing:
+                flushing = writing.create_task(self._flush_now_and_then())
+                async with asyncio.TaskGroup() as prompts:
+                    for row in rows:
+                        await slots.acquire()
+                        task = prompts.create_task(self._complete(row))
+                        task.add_done_callback(lambda _: slots.release())
+                flushing.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first_of(errors) from errors
+        finally:
+            await asyncio.shield(self._flush())
+            self.tally.sampling_s = time.monotonic() - self._started_s
+
+    async def _flush_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.flush_s)
+            await asyncio.shield(self._flush())
+
+    async def _complete(self, row: Row) -> None:
+        """Bring what is missing of a prompt, or note why it cannot be had."""
+        self.tally.prompts += 1
+        if row.prompt_id in self._directory.failed and not self._settings.retries_failed:
+            self.tally.prompts_failed_before += 1
+            self._advance(self._settings.num_samples)
+            return
+        done = self._directory.samples_of(row.prompt_id, self._settings.weight_version)
+        missing = set(range(self._settings.num_samples)) - done
+        self.tally.samples_done_before += self._settings.num_samples - len(missing)
+        self._advance(self._settings.num_samples - len(missing))
+        if not missing:
+            return
+        try:
+            if row.fault is not None:
+                raise BadRow(row.fault)
+            prompt_ids = prompt_ids_of(row, self._tokenizer)
+            await self._sample(row, prompt_ids, missing)
+        except (BadRow, Refused, Faulty) as error:
+            self._failures.append(Failure(row.prompt_id, row.position, str(error), time.time()))
+            self.tally.prompts_failed += 1
+            self._advance(len(missing))
+
+    async def _sample(self, row: Row, prompt_ids: list[int], missing: set[int]) -> None:
+        """Ask for the samples in `missing` until it is empty: aborted ones, too, are asked for again."""
+        sampling = {**self._settings.sampling, **row.sampling}
+        seed = seed_of(self._settings.seed, row.prompt_id, sampling=sampling)
+        sampling.pop("sampling_seed", None)
+        pause = Pause()
+        while missing:
+            for first, count in _runs(sorted(missing)):
+                request = SampleRequest(
+                    row.prompt_id, prompt_ids, sampling, seed, first, count, self._settings.returns_routing
+                )
+                rollouts = [each for each in await self._answer(request) if each.finish_reason != "abort"]
+                self._check_versions(rollouts)
+                missing.difference_update(each.sample_index for each in rollouts)
+                await self._keep(rollouts)
+            if missing:
+                self.tally.retries += 1
+                await pause.wait()
+
+    async def _answer(self, request: SampleRequest) -> list[Rollout]:
+        """Ask until there is an answer; Faulty where answers stay wrong, Unusable where none comes from anybody."""
+        pause, num_faults, unavailable_since_s = Pause(), 0, math.inf
+        while True:
+            try:
+                rollouts = await self._source.generate(request)
+            except Unavailable as error:
+                unavailable_since_s = min(unavailable_since_s, time.monotonic())
+                self._check_patience(max(unavailable_since_s, self._last_answer_s), error)
+                least_s = error.retry_after_s
+            except Faulty:
+                num_faults, least_s = num_faults + 1, 0.0
+                if num_faults == MOST_FAULTS:
+                    raise
+            else:
+                self._last_answer_s = time.monotonic()
+                return rollouts
+            self.tally.retries += 1
+            await pause.wait(least_s)
+
+    def _check_patience(self, since_s: float, error: Unavailable) -> None:
+        if time.monotonic() - since_s > self._settings.give_up_s:
+            raise Unusable(f"no answer for {self._settings.give_up_s:.0f} s; the last try: {error}") from error
+
+    def _check_versions(self, rollouts: list[Rollout]) -> None:
+        wanted = self._settings.weight_version
+        others = {each.weight_version for each in rollouts} - {wanted}
+        if wanted is not None and others:
+            raise Unusable(f"weights of version {min(others)} answer, {wanted} is wanted")
+
+    async def _keep(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            self._rollouts.append(rollout)
+            self._num_bytes += rollout.num_bytes
+            self.tally.prompt_tokens += len(rollout.prompt_ids)
+            self.tally.output_tokens += len(rollout.output_ids)
+            self.tally.finish_reasons[rollout.finish_reason] += 1
+            self.tally.weight_versions[rollout.weight_version] += 1
+        self._advance(len(rollouts))
+        if self._num_bytes >= self._settings.shard_bytes:
+            await asyncio.shield(self._flush())
+
+    async def _flush(self) -> None:
+        """Write what has come. Whoever brings more meanwhile waits: memory stays bounded."""
+        async with self._writing:
+            rollouts, failures = self._rollouts, self._failures
+            self._rollouts, self._failures, self._num_bytes = [], [], 0
+            try:
+                if rollouts:
+                    await asyncio.to_thread(self._directory.write_rollouts, rollouts)
+                    self.tally.samples_written += len(rollouts)
+                    rollouts = []
+                if failures:
+                    await asyncio.to_thread(self._directory.write_failures, failures)
+            except OSError:
+                self._rollouts[:0], self._failures[:0] = rollouts, failures
+                raise
+
+    def _advance(self, num_samples: int) -> None:
+        if self._progress is not None:
+            rate = self.tally.output_tokens / max(time.monotonic() - self._started_s, 1e-9)
+            self._progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            self._progress.update(num_samples)
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """First and count of the runs of neighbours among rising numbers, none longer than one request may be."""
+    blocks = [list(run) for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return [
+        (run[start][1], len(run[start : start + LARGEST_REQUEST]))
+        for run in blocks
+        for start in range(0, len(run), LARGEST_REQUEST)
+    ]
+
+
+def _first_of(errors: BaseExceptionGroup) -> BaseException:
+    first = errors.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

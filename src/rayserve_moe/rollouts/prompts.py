@@ -1,0 +1,167 @@
+"""The prompts of a job: rows of a JSONL or Parquet file, each read by itself, so that a bad one harms no other.
+
+A row has `text`, `messages` (OpenAI's, for the checkpoint's chat template) or `input_ids`, one of them; it may have an
+`id` and `sampling_params` in SGLang's names, which outrank the job's. What else it has is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayserve_moe.rollouts.sampling import INT32_MAX, BadRow, check_sampling
+from rayserve_moe.text.chat import encode_chat
+from rayserve_moe.text.tokenizer import Tokenizer
+
+FORMS = ("text", "messages", "input_ids")
+LONGEST_ID = 256
+_BATCH_ROWS = 256
+
+
+class PromptsError(ValueError):
+    """A file of prompts that cannot be read at all."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the file: its place from 0, its id, and what it holds, or the reason why it cannot be used."""
+
+    position: int
+    prompt_id: str
+    content: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    fault: str | None = None
+
+
+def count_rows(path: Path) -> int:
+    """Rows of the file, blank lines not counted. PromptsError where it cannot be read."""
+    try:
+        if path.suffix == ".parquet":
+            return pq.read_metadata(path).num_rows
+        with path.open("rb") as lines:
+            return sum(not line.isspace() for line in lines)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise PromptsError(f"{path}: {error}") from error
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield every row, a batch in memory at a time. An id that an earlier row has is a fault of the later one."""
+    seen: set[str] = set()
+    for position, raw in enumerate(_parquet_rows(path) if path.suffix == ".parquet" else _lines(path)):
+        row = _read_row(raw, position)
+        if row.prompt_id in seen:
+            row = Row(position, _own_id(raw, position), fault="`id` is that of an earlier row")
+        seen.add(row.prompt_id)
+        yield row
+
+
+def prompt_ids_of(row: Row, tokenizer: Tokenizer | None) -> list[int]:
+    """Turn a row without fault into token ids; BadRow where it has none, or where text lacks a tokenizer."""
+    if (ids := row.content.get("input_ids")) is not None:
+        return ids
+    if tokenizer is None:
+        raise BadRow("text and messages need the checkpoint's tokenizer: tell its directory with --tokenizer")
+    try:
+        messages = row.content.get("messages")
+        ids = tokenizer.encode(row.content["text"]) if messages is None else encode_chat(tokenizer, messages)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadRow("neither the tokenizer nor the chat template takes this prompt") from error
+    if not ids:
+        raise BadRow("the prompt has no tokens")
+    return ids
+
+
+def _read_row(raw: Any, position: int) -> Row:
+    own_id = _own_id(raw, position)
+    try:
+        content = _parsed(raw)
+        own_id = _given_id(content) or own_id
+        sampling = check_sampling(content.get("sampling_params", {}))
+        _check_prompt(content)
+    except BadRow as fault:
+        return Row(position, own_id, fault=str(fault))
+    return Row(position, own_id, {name: content[name] for name in FORMS if name in content}, sampling)
+
+
+def _parsed(raw: Any) -> dict[str, Any]:
+    """A line's JSON, or a row of Parquet, without nulls."""
+    try:
+        content = json.loads(raw) if isinstance(raw, bytes) else raw
+    except (ValueError, RecursionError) as error:
+        raise BadRow("not JSON") from error
+    if not isinstance(content, Mapping):
+        raise BadRow("not a JSON object")
+    content = {name: value for name, value in content.items() if value is not None}
+    if not isinstance(raw, bytes):
+        content = _from_columns(content)
+    return content
+
+
+def _from_columns(content: dict[str, Any]) -> dict[str, Any]:
+    """Parquet gives a struct every field that any row has: absent ones are null. JSON may stand in a string."""
+    for name in ("sampling_params", "messages"):
+        if isinstance(content.get(name), str):
+            try:
+                content[name] = json.loads(content[name])
+            except (ValueError, RecursionError) as error:
+                raise BadRow(f"`{name}` is a string that is not JSON") from error
+    return {name: _without_nulls(value) for name, value in content.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _given_id(content: Mapping[str, Any]) -> str | None:
+    given = content.get("id")
+    if given is None:
+        return None
+    if type(given) not in (str, int):
+        raise BadRow("`id` should be a whole number or a string")
+    text = str(given)
+    if not 0 < len(text) <= LONGEST_ID or not text.isprintable():
+        raise BadRow(f"`id` should have 1 to {LONGEST_ID} printable characters")
+    return text
+
+
+def _own_id(raw: Any, position: int) -> str:
+    """An id for a row that has none: its place, and a hash of what it holds."""
+    text = raw if isinstance(raw, bytes) else json.dumps(raw, sort_keys=True, default=str).encode()
+    return f"{position:08d}-{hashlib.sha256(text.strip()).hexdigest()[:16]}"
+
+
+def _check_prompt(content: Mapping[str, Any]) -> None:
+    given = [form for form in FORMS if form in content]
+    if len(given) != 1:
+        raise BadRow(f"a row should have one of {', '.join(FORMS)}")
+    value = content[given[0]]
+    if given[0] == "text":
+        if not isinstance(value, str) or not value:
+            raise BadRow("`text` should be a string, and not empty")
+    elif not isinstance(value, list) or not value:
+        raise BadRow(f"`{given[0]}` should be a list, and not empty")
+    elif given[0] == "messages":
+        if not all(isinstance(message, Mapping) for message in value):
+            raise BadRow("`messages` should be a list of objects")
+    elif not all(type(one) is int and 0 <= one <= INT32_MAX for one in value):
+        raise BadRow("`input_ids` should be a list of token ids")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as lines:
+        yield from (line for line in lines if not line.isspace())
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(_BATCH_ROWS):
+            yield from batch.to_pylist()

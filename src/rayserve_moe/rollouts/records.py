@@ -1,0 +1,132 @@
+"""Reading rollouts for a trainer: columns of numpy views into what was read, one view per sample."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayserve_moe.replay.encoding.description import checksum
+from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.rollouts.shards import ROLLOUTS, shard_files
+
+_ROUTING = ("routing", "routing_shape", "routing_dtype")
+
+
+def load(path: str | Path, *, columns: Sequence[str] | None = None) -> Rollouts:
+    """Read the rollouts of a job's directory, or of one shard; `columns` of the schema, all of them by default.
+
+    `columns=["routing"]` brings what its shape takes, too. ValueError where there is no shard.
+    """
+    path = Path(path)
+    files = [path] if path.is_file() else shard_files(path / ROLLOUTS) or shard_files(path)
+    if not files:
+        raise ValueError(f"{path}: there are no shards of rollouts")
+    wanted = None if columns is None else list(columns)
+    if wanted is not None and "routing" in wanted:
+        wanted += [name for name in _ROUTING if name not in wanted]
+    return Rollouts(pa.concat_tables([_read(file, wanted) for file in files]))
+
+
+class Rollouts:
+    """Samples in the order they were written, by column; a column is made when it is first asked for.
+
+    Lists have one entry per sample, and their arrays are views: none may be written to. `table` is what was read.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    @cached_property
+    def prompt_id(self) -> list[str]:
+        return self.table["prompt_id"].to_pylist()
+
+    @cached_property
+    def sample_index(self) -> np.ndarray:
+        """int32 [samples]."""
+        return self.table["sample_index"].to_numpy()
+
+    @cached_property
+    def weight_version(self) -> list[str]:
+        """Versions that samples were answered under; rows of routing know their own, in `routed_experts`."""
+        return self.table["weight_version"].to_pylist()
+
+    @cached_property
+    def prompt_ids(self) -> list[np.ndarray]:
+        """int32 [prompt tokens] each."""
+        return list(_list_views(self.table["prompt_ids"]))
+
+    @cached_property
+    def output_ids(self) -> list[np.ndarray]:
+        """int32 [output tokens] each."""
+        return list(_list_views(self.table["output_ids"]))
+
+    @cached_property
+    def logprobs(self) -> list[np.ndarray]:
+        """float32 [output tokens] each."""
+        return list(_list_views(self.table["logprobs"]))
+
+    @cached_property
+    def routing(self) -> list[np.ndarray | None]:
+        """Expert ids, uint8 or uint16 [prompt + output tokens - 1, MoE layers, k] each; None without routing.
+
+        A row that `routing_missing` names holds nothing.
+        """
+        shapes, dtypes = _list_views(self.table["routing_shape"]), self.table["routing_dtype"].to_pylist()
+        views = zip(_binary_views(self.table["routing"]), shapes, dtypes, strict=True)
+        return [
+            None if raw is None else raw.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
+            for raw, shape, dtype in views
+        ]
+
+    @cached_property
+    def routing_missing(self) -> list[tuple[tuple[int, int], ...]]:
+        """Ranges [first, last) of rows that are missing, per sample."""
+        return [_ranges(entries) for entries in self.table["routing_missing"].to_pylist()]
+
+    def routed_experts(self, sample: int) -> RoutedExperts | None:
+        """All that is known of one sample's routing, under the checksum; ValueError where the rows were altered."""
+        rows = self.routing[sample]
+        if rows is None:
+            return None
+        names = ("routing_crc32", "routing_missing", "routing_source", "routing_weight_version")
+        crc32, missing, source, version = (self.table[name][sample].as_py() for name in names)
+        if crc32 is not None and checksum(rows) != crc32:
+            raise ValueError(f"sample {sample}: rows of routing were altered")
+        return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version))
+
+
+def _read(file: Path, columns: list[str] | None) -> pa.Table:
+    with pq.ParquetFile(file, memory_map=True) as opened:
+        return opened.read(columns)
+
+
+def _list_views(column: pa.ChunkedArray) -> Iterator[np.ndarray]:
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy()
+        offsets = chunk.offsets.to_pylist()
+        yield from (values[first:last] for first, last in itertools.pairwise(offsets))
+
+
+def _binary_views(column: pa.ChunkedArray) -> Iterator[np.ndarray | None]:
+    for chunk in column.chunks:
+        _, offset_bytes, value_bytes = chunk.buffers()
+        offsets = np.frombuffer(offset_bytes, np.int64, len(chunk) + 1, chunk.offset * 8).tolist()
+        values = np.frombuffer(value_bytes or b"", np.uint8)
+        values.flags.writeable = False
+        present = chunk.is_valid().to_pylist()
+        for first, last, is_present in zip(offsets, offsets[1:], present, strict=False):
+            yield values[first:last] if is_present else None
+
+
+def _ranges(entries: list[dict[str, Any]] | None) -> tuple[Any, ...]:
+    return tuple(tuple(entry.values()) for entry in entries or ())

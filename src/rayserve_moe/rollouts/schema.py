@@ -1,0 +1,151 @@
+"""One sample as a row of a Parquet shard: what it holds, and its Arrow schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayserve_moe.replay.encoding.description import checksum
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+
+_LABELLED = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32()), ("label", pa.string())]))
+_RANGES = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32())]))
+
+SCHEMA = pa.schema(
+    [
+        # The key: no two rows of a directory have the same three.
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("weight_version", pa.string(), nullable=False),
+        # What was sampled. `seed` and `sample_index` together repeat it: `sampling_seed`, `first_choice`.
+        pa.field("seed", pa.uint32(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("output_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("logprob_weight_version", _LABELLED, nullable=False),  # by position, the prompt's first token is 0
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        # Rows of routing, one per token but the last, C order, little-endian; all of these null without routing.
+        pa.field("routing", pa.large_binary()),
+        pa.field("routing_shape", pa.list_(pa.int32())),  # [rows, MoE layers, k]
+        pa.field("routing_dtype", pa.string()),  # uint8, or uint16 above 256 experts
+        pa.field("routing_crc32", pa.uint32()),  # null where a row is missing
+        pa.field("routing_missing", _RANGES),  # [first, last) of rows that hold nothing, whatever their bytes
+        pa.field("routing_source", _LABELLED),  # computed, cached, recomputed
+        pa.field("routing_weight_version", _LABELLED),
+        pa.field("layer_ids", pa.list_(pa.int32())),
+        pa.field("num_experts", pa.int32()),
+        # How it came about.
+        pa.field("num_cached_tokens", pa.int32(), nullable=False),
+        pa.field("started_at", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("elapsed_s", pa.float32(), nullable=False),
+    ]
+)
+"""One row per sample."""
+
+ERRORS_SCHEMA = pa.schema(
+    [
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("position", pa.int64(), nullable=False),  # of the row in the prompts, from 0
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("failed_at", pa.timestamp("us", tz="UTC"), nullable=False),
+    ]
+)
+"""One row per prompt that was given up."""
+
+UNCOMPRESSED = ("routing", "logprobs")
+"""Columns that compression hardly shrinks."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample of a prompt: token ids int32, log-probs float32 of the output, routing from position 0 on.
+
+    `logprob_versions` has ranges (first, last, weight version) of positions. `started_at` is in seconds since 1970.
+    Without routing `layout` is None too.
+    """
+
+    prompt_id: str
+    sample_index: int
+    weight_version: str
+    seed: int
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    logprob_versions: tuple[tuple[int, int, str], ...]
+    text: str
+    finish_reason: str
+    routing: RoutedExperts | None = None
+    layout: RoutingLayout | None = None
+    num_cached_tokens: int = 0
+    started_at: float = 0.0
+    elapsed_s: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """About as many as it takes in memory."""
+        rows = 0 if self.routing is None else self.routing.rows.nbytes
+        return rows + 8 * (len(self.prompt_ids) + 2 * len(self.output_ids)) + 1024
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A prompt that was given up, and why; `position` counts the rows of the prompts."""
+
+    prompt_id: str
+    position: int
+    reason: str
+    failed_at: float
+
+
+def rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
+    """Rollouts as rows of `SCHEMA`, in their order."""
+    rows = [_row(rollout) for rollout in rollouts]
+    columns = [pa.array([row[field.name] for row in rows], field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def failure_table(failures: Sequence[Failure]) -> pa.Table:
+    """Failures as rows of `ERRORS_SCHEMA`."""
+    rows = [{**vars(failure), "failed_at": _moment(failure.failed_at)} for failure in failures]
+    return pa.Table.from_pylist(rows, schema=ERRORS_SCHEMA)
+
+
+def _row(rollout: Rollout) -> dict[str, Any]:
+    names = ("prompt_id", "sample_index", "weight_version", "seed", "text", "finish_reason")
+    others = ("prompt_ids", "output_ids", "logprobs", "num_cached_tokens", "elapsed_s")
+    row = {name: getattr(rollout, name) for name in names + others}
+    row["logprob_weight_version"] = _labelled(rollout.logprob_versions)
+    return {**row, "started_at": _moment(rollout.started_at), **_routing_columns(rollout)}
+
+
+def _routing_columns(rollout: Rollout) -> dict[str, Any]:
+    routing, layout = rollout.routing, rollout.layout
+    if routing is None or layout is None:
+        return {field.name: None for field in SCHEMA if field.name.startswith(("routing", "layer_ids", "num_experts"))}
+    assert routing.start == 0, "a rollout has its routing from the first position on"
+    rows = np.ascontiguousarray(routing.rows, layout.dtype.newbyteorder("<"))
+    return {
+        "routing": rows.reshape(-1).view(np.uint8).data,
+        "routing_shape": list(rows.shape),
+        "routing_dtype": layout.dtype.name,
+        "routing_crc32": None if routing.missing else checksum(rows),
+        "routing_missing": [{"first": first, "last": last} for first, last in routing.missing],
+        "routing_source": _labelled(routing.source),
+        "routing_weight_version": _labelled(routing.weight_version),
+        "layer_ids": list(layout.layer_ids),
+        "num_experts": layout.num_experts,
+    }
+
+
+def _labelled(ranges: tuple[tuple[int, int, str], ...]) -> list[dict[str, Any]]:
+    return [{"first": first, "last": last, "label": label} for first, last, label in ranges]
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

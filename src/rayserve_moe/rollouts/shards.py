@@ -1,0 +1,177 @@
+"""The directory that a job writes: Parquet shards that appear whole or not at all, and what they say is done.
+
+    DIR/job.json              what all samples depend on
+    DIR/rollouts/*.parquet    samples, rows of `SCHEMA`
+    DIR/errors/*.parquet      prompts that were given up, rows of `ERRORS_SCHEMA`
+    DIR/summary.json          of the last run
+
+A shard is written beside its place under a name with a dot, synced, and renamed. Nothing is ever changed or removed,
+but for what a killed job left half-written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from rayserve_moe.rollouts.schema import (
+    ERRORS_SCHEMA,
+    SCHEMA,
+    UNCOMPRESSED,
+    Failure,
+    Rollout,
+    failure_table,
+    rollout_table,
+)
+
+ROLLOUTS, ERRORS = "rollouts", "errors"
+_SUFFIX, _UNFINISHED = ".parquet", ".unfinished-"
+_COMPRESSION = {name: "NONE" if name in UNCOMPRESSED else "ZSTD" for name in (*SCHEMA.names, *ERRORS_SCHEMA.names)}
+_REPETITIVE = ["weight_version", "finish_reason", "routing_dtype"]
+
+
+class ShardError(ValueError):
+    """A directory that this job must not write to, or shards that cannot be read."""
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """Finished shards, in the order they were written."""
+    return sorted(file for file in directory.glob(f"*{_SUFFIX}") if not file.name.startswith("."))
+
+
+class RolloutDirectory:
+    """The one writer of a directory. Enter it to lock it; a lock dies with its process.
+
+    `done` has the samples that are there, by prompt, then by weight version; `failed` the prompts that were given up.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.done: dict[str, dict[str, set[int]]] = {}
+        self.failed: set[str] = set()
+        self.num_shards = {ROLLOUTS: 0, ERRORS: 0}
+        self._lock = FileLock(directory / ".lock")
+
+    def __enter__(self) -> Self:
+        for part in (ROLLOUTS, ERRORS):
+            (self.directory / part).mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ShardError(f"{self.directory}: another job writes here") from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock.release)
+            self._take_stock()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Note what all samples depend on. ShardError names what differs from what an earlier run has noted."""
+        file = self.directory / "job.json"
+        if not file.exists():
+            self.write_json(file.name, facts)
+            return
+        try:
+            noted = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ShardError(f"{file}: not JSON") from error
+        differing = [name for name in facts if not isinstance(noted, dict) or noted.get(name) != facts[name]]
+        if differing:
+            raise ShardError(
+                f"{self.directory}: an earlier run has written samples with another {', '.join(differing)} "
+                "(see job.json): use another directory"
+            )
+
+    def samples_of(self, prompt_id: str, version: str | None) -> set[int]:
+        """Which samples of a prompt are there, under one weight version or, for None, under any."""
+        by_version = self.done.get(prompt_id, {})
+        return set().union(*by_version.values()) if version is None else set(by_version.get(version, ()))
+
+    def write_rollouts(self, rollouts: list[Rollout]) -> None:
+        """Add a shard; when this returns, it is on disk and its samples are done."""
+        self._write(ROLLOUTS, rollout_table(rollouts))
+        for rollout in rollouts:
+            is_new = self._note(rollout.prompt_id, rollout.weight_version, rollout.sample_index)
+            assert is_new, "a sample was written twice"
+
+    def write_failures(self, failures: list[Failure]) -> None:
+        """Add a shard of prompts that were given up."""
+        self._write(ERRORS, failure_table(failures))
+        self.failed.update(failure.prompt_id for failure in failures)
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a small file of the directory, whole or not at all."""
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        _replace(self.directory / name, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+
+    def _note(self, prompt_id: str, version: str, sample: int) -> bool:
+        """Count a sample as done; False where it was already."""
+        samples = self.done.setdefault(prompt_id, {}).setdefault(version, set())
+        is_new = sample not in samples
+        samples.add(sample)
+        return is_new
+
+    def _take_stock(self) -> None:
+        for part in (ROLLOUTS, ERRORS):
+            for leftover in (self.directory / part).glob(f"{_UNFINISHED}*"):
+                leftover.unlink()
+        shards = {part: shard_files(self.directory / part) for part in (ROLLOUTS, ERRORS)}
+        self.num_shards = {part: len(files) for part, files in shards.items()}
+        for file in shards[ROLLOUTS]:
+            keys = _read(file, ["prompt_id", "weight_version", "sample_index"])
+            for key in zip(*(column.to_pylist() for column in keys.columns), strict=True):
+                if not self._note(*key):
+                    raise ShardError(f"{file}: holds a sample that another shard has, too: remove one of them")
+        for file in shards[ERRORS]:
+            self.failed.update(_read(file, ["prompt_id"])["prompt_id"].to_pylist())
+
+    def _write(self, part: str, table: pa.Table) -> None:
+        """Name it by number, so that names sort, and by chance, so that none is taken."""
+        name = f"{part}-{self.num_shards[part]:06d}-{uuid.uuid4().hex[:8]}{_SUFFIX}"
+        _replace(
+            self.directory / part / name,
+            lambda unfinished: pq.write_table(
+                table,
+                unfinished,
+                compression={column: _COMPRESSION[column] for column in table.column_names},
+                use_dictionary=[column for column in _REPETITIVE if column in table.column_names],
+            ),
+        )
+        self.num_shards[part] += 1
+
+
+def _replace(place: Path, write: Callable[[Path], Any]) -> None:
+    """Have `write` make a file beside `place`, and move it there once the disk has it."""
+    unfinished = place.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+    try:
+        write(unfinished)
+        with unfinished.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(unfinished, place)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    directory = os.open(place.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _read(file: Path, columns: list[str]) -> pa.Table:
+    try:
+        with pq.ParquetFile(file) as opened:
+            return opened.read(columns)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ShardError(f"{file}: not a shard that can be read: {error}") from error

@@ -1,0 +1,57 @@
+"""What a run of the job has come to, as JSON and as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayserve_moe.rollouts.shards import ERRORS, ROLLOUTS, RolloutDirectory
+
+
+@dataclass
+class Tally:
+    """What this run of the job has come to."""
+
+    prompts: int = 0
+    samples_done_before: int = 0
+    samples_written: int = 0
+    prompts_failed: int = 0
+    prompts_failed_before: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retries: int = 0
+    sampling_s: float = 0.0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    weight_versions: Counter[str] = field(default_factory=Counter)
+
+
+def summary_of(
+    tally: Tally, directory: RolloutDirectory, *, seconds: float, status: int, reason: str | None
+) -> dict[str, Any]:
+    """All counts of a run, with its rate; `status` 0 says that nothing is missing, else `reason` says why not.
+
+    Of its `seconds`, `sampling_s` have gone by since whoever samples was ready.
+    """
+    return {
+        "status": status,
+        "reason": reason,
+        **{name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()},
+        "seconds": round(seconds, 3),
+        "sampling_s": round(tally.sampling_s, 3),
+        "output_tokens_per_s": round(tally.output_tokens / max(tally.sampling_s, 1e-9), 1),
+        "shards": directory.num_shards[ROLLOUTS],
+        "error_shards": directory.num_shards[ERRORS],
+    }
+
+
+def as_text(summary: dict[str, Any]) -> str:
+    """A few lines for a log."""
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(summary["finish_reasons"].items())) or "none"
+    lines = [
+        "complete" if summary["status"] == 0 else "not complete: {reason}",
+        "{samples_written} samples written, {samples_done_before} were there; ended by: {ends}",
+        "{prompts} prompts, {prompts_failed} of them given up, {prompts_failed_before} earlier",
+        "{output_tokens} output tokens in {sampling_s:.1f} s: {output_tokens_per_s:.0f} per second; {retries} retries",
+    ]
+    return "\n".join(lines).format(**summary, ends=ends)

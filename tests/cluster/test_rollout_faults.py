@@ -1,0 +1,100 @@
+"""The rollout job against a Serve application, while drivers, a worker and the replica itself are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from ray import serve
+
+from rayserve_moe.serving.app import build
+from tests.cluster.conftest import SETTINGS
+from tests.rollouts.support import NEW_TOKENS, assert_equal, errors_in, job, samples_in
+from tests.support.processes import descendants
+
+NUM_PROMPTS, NUM_SAMPLES = 300, 4
+MALFORMED = {10: "not json", 150: '{"text": 5}', 302: '{"input_ids": [1000000]}'}
+"""Lines by their positions in the file."""
+
+
+@pytest.fixture
+def url(raylets: int, checkpoint: Path) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    sizes = {"max_running_requests": 16, "precompile_bs_paddings": [16], "num_pages": 200}
+    settings = {**SETTINGS, **sizes, "drain_timeout_s": 1.0}
+    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="rollouts")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    chance = random.Random(0)
+    rows = [{"id": i, "input_ids": [chance.randrange(5, 500) for _ in range(8 + i % 40)]} for i in range(NUM_PROMPTS)]
+    lines = [json.dumps(row) for row in rows]
+    for position, line in MALFORMED.items():
+        lines.insert(position, line)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def start(prompts: Path, out: Path, url: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "rayserve_moe.rollouts.batch_job", "--prompts", str(prompts), "--out", str(out)]
+    command += ["--n", str(NUM_SAMPLES), "--max-new-tokens", str(NEW_TOKENS), "--url", url]
+    return subprocess.Popen([*command, "--flush-s", "0.2", "--in-flight", "32"])
+
+
+def wait_for_samples(out: Path, driver: subprocess.Popen[bytes], count: int) -> int:
+    """Wait until so many samples are there, or the driver has ended; returns how many there are."""
+    deadline = time.monotonic() + 300
+    while True:
+        found = len(samples_in(out)) if list(out.glob("rollouts/[!.]*")) else 0
+        if found >= count or driver.poll() is not None:
+            return found
+        assert time.monotonic() < deadline, f"{found} of {count} samples came"
+        time.sleep(0.1)
+
+
+def kill(title: str) -> None:
+    """Kill the actors with this title: the one there is, and one that is on its way out."""
+    pids = descendants(title)
+    assert pids, "there is nothing to kill"
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_every_sample_comes_once(url: str, prompts: Path, tmp_path: Path) -> None:
+    """Three drivers, a worker and the replica are killed; the samples equal those of an undisturbed run."""
+    out = tmp_path / "out"
+    for count in (150, 350, 550):
+        with start(prompts, out, url) as driver:
+            wait_for_samples(out, driver, count)
+            assert driver.poll() is None, "the driver ended before it could be killed"
+            driver.kill()
+    with start(prompts, out, url) as driver:
+        wait_for_samples(out, driver, 700)
+        kill("ray::HostWorker")
+        wait_for_samples(out, driver, 900)
+        kill("ray::ServeReplica:rollouts:")
+        assert driver.wait(timeout=300) == 0
+    found = samples_in(out)
+    assert found.keys() == {(str(i), sample) for i in range(NUM_PROMPTS) for sample in range(NUM_SAMPLES)}
+    assert sorted(errors_in(out)) == sorted(MALFORMED)
+    assert job(prompts, tmp_path / "undisturbed", "--url", url, n=NUM_SAMPLES) == 0
+    assert_equal(found, samples_in(tmp_path / "undisturbed"))

@@ -1,0 +1,98 @@
+"""The rollout job with engines of its own in a Ray cluster, and its shards read by Ray Data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray.data
+import yaml
+
+from tests.cluster.conftest import SETTINGS
+from tests.http.asking import wait_until
+from tests.rollouts.support import assert_equal, errors_in, job, samples_in, summary_in
+from tests.support.processes import descendants
+
+NUM_PROMPTS = 12
+
+
+@pytest.fixture
+def config(checkpoint: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"model_path": str(checkpoint), **SETTINGS}), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"id": i, "input_ids": list(range(5 + i, 30 + 2 * i))} for i in range(NUM_PROMPTS)]
+    lines = [*(json.dumps(row) for row in rows), json.dumps({"input_ids": [10**6]}), "{}"]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def kill_worker(out: Path, killed: list[int]) -> None:
+    """Once a first shard is there, kill the worker of the job's engine."""
+    deadline = time.monotonic() + 120
+    while not list(out.glob("rollouts/[!.]*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in descendants("ray::HostWorker"):
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
+def test_engines_of_the_job_and_the_loss_of_one(raylets: int, config: Path, prompts: Path, tmp_path: Path) -> None:
+    """A worker is killed on the way: another engine takes over, and every sample equals an undisturbed run's."""
+    out, killed = tmp_path / "out", []
+    killer = threading.Thread(target=kill_worker, args=(out, killed))
+    killer.start()
+    assert job(prompts, out, "--config", str(config), "--in-flight", "4", "--flush-s", "0.05", n=2) == 0
+    killer.join()
+    assert len(killed) == 1 and summary_in(out)["retries"] > 0
+    assert (
+        sorted(errors_in(out)) == [NUM_PROMPTS, NUM_PROMPTS + 1] and "vocabulary" not in errors_in(out)[NUM_PROMPTS + 1]
+    )
+    found = samples_in(out)
+    assert len(found) == 2 * NUM_PROMPTS
+    assert job(prompts, tmp_path / "undisturbed", "--config", str(config), n=2) == 0
+    assert_equal(found, samples_in(tmp_path / "undisturbed"))
+    wait_until(lambda: not descendants("ray::HostWorker"))
+    check_ray_data(out, found)
+
+
+def check_ray_data(out: Path, samples: dict) -> None:
+    """Ray Data reads the same files, with the routing of every sample."""
+    rows = ray.data.read_parquet(str(out / "rollouts")).take_all()
+    assert len(rows) == len(samples)
+    for row in rows:
+        wanted = samples[row["prompt_id"], row["sample_index"]]
+        routing = np.frombuffer(row["routing"], row["routing_dtype"]).reshape(row["routing_shape"])
+        assert np.array_equal(routing, wanted["rows"]) and list(row["output_ids"]) == wanted["output_ids"]
+
+
+def test_engines_that_do_not_start_end_the_job(raylets: int, config: Path, prompts: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    config.write_text(yaml.safe_dump({**settings, "model_path": str(tmp_path)}), encoding="utf-8")
+    assert job(prompts, tmp_path / "out", "--config", str(config)) == 1
+    assert str(tmp_path) in summary_in(tmp_path / "out")["reason"]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_submitted(config: Path, prompts: Path, tmp_path: Path) -> None:
+    """Ray's job server runs it with its own engines in the same cluster."""
+    command = [sys.executable, "-m", "tests.cluster.rollout_submission", str(tmp_path)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    report = json.loads(printed.splitlines()[-1])
+    assert report["succeeded"], report["log"]
+    assert "24 samples written" in report["log"]
+    assert len(samples_in(tmp_path / "out")) == 2 * NUM_PROMPTS and len(errors_in(tmp_path / "out")) == 2

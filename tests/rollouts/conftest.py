@@ -1,0 +1,126 @@
+"""A real server over a real engine, and the road to it, which may be bad."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayserve_moe import Engine
+from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+
+KEY = "only for us"
+PROMPTS = [
+    *({"id": f"text {i}", "text": f"{i}+{i}="} for i in range(4)),
+    *({"id": f"ids {i}", "input_ids": list(range(5, 40 + i))} for i in range(4)),
+    {"id": "few", "input_ids": [7, 8, 9], "sampling_params": {"max_new_tokens": 1}},
+    {"id": "own", "input_ids": [7, 8, 9], "sampling_params": {"sampling_seed": 5, "temperature": 0.5}},
+]
+
+Road = Callable[[int, dict[str, Any], list[Message]], list[Message] | None]
+"""Given the number of a request to `/generate`, its body and its answer: what arrives of it, None for a broken
+connection."""
+
+
+class UnreliableRoad:
+    """ASGI wrapper that lets everything through, but for what `road` makes of answers to `/generate`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self.num_asked = app, 0
+        self.road: Road | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/generate":
+            await self._app(scope, receive, send)
+            return
+        number, self.num_asked = self.num_asked, self.num_asked + 1
+        messages: list[Message] = []
+        asked = bytearray()
+
+        async def note() -> Message:
+            message = await receive()
+            asked.extend(message.get("body", b""))
+            return message
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        await self._app(scope, note, keep)
+        arriving = messages if self.road is None else self.road(number, json.loads(asked), messages)
+        for message in arriving or ():
+            await send(message)
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_checkpoint(tmp_path_factory.mktemp("rollouts") / "tiny", "tiny", dtype="float32")
+
+
+@pytest.fixture(scope="package")
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(
+        str(checkpoint),
+        enable_return_routed_experts=True,
+        max_running_requests=8,
+        max_step_tokens=64,
+        precompile_bs_paddings=[8],
+        max_model_len=256,
+        num_pages=200,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package")
+def server(engine: Engine) -> Iterator[tuple[str, UnreliableRoad]]:
+    road = UnreliableRoad(create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings(api_key=KEY))))
+    with running(road) as url:
+        yield url, road
+
+
+@pytest.fixture
+def road(server: tuple[str, UnreliableRoad]) -> Iterator[UnreliableRoad]:
+    """The road, as good as new again after the test."""
+    server[1].num_asked = 0
+    yield server[1]
+    server[1].road = None
+
+
+@pytest.fixture
+def url(server: tuple[str, UnreliableRoad], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server's address; its key is in the environment."""
+    monkeypatch.setenv("RAYSERVE_MOE_API_KEY", KEY)
+    return server[0]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS), encoding="utf-8")
+    return file
+
+
+@contextlib.contextmanager
+def running(app: ASGIApp) -> Iterator[str]:
+    """Serve an application in a thread; yields its address."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

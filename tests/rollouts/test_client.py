@@ -1,0 +1,147 @@
+"""A trainer's client against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.rollouts import Rollout
+from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
+from rayserve_moe.rollouts.client import BlockingRolloutClient, RolloutClient
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from tests.rollouts.conftest import KEY, UnreliableRoad, running
+
+SAMPLING = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+REQUEST = SampleRequest("a", [5, 6, 7], SAMPLING, seed=11, count=3)
+
+
+def outputs(rollouts: list[Rollout]) -> list[list[int]]:
+    return [rollout.output_ids.tolist() for rollout in rollouts]
+
+
+def test_parts_of_the_samples_are_those_samples(url: str) -> None:
+    """Samples asked for alone, or some of them, are the same, with the same rows."""
+    first = SampleRequest("a", [5, 6, 7], SAMPLING, seed=11)
+    last = SampleRequest("a", [5, 6, 7], SAMPLING, seed=11, first=1, count=2)
+    with BlockingRolloutClient(url, api_key=KEY) as client:
+        assert client.model_info()["weight_version"] == client.weight_version() == "0"
+        whole, alone, rest = client.generate([REQUEST, first, last])
+    assert outputs(whole) == outputs(alone + rest) and len({*map(tuple, outputs(whole))}) == 3
+    for one, other in zip(whole, alone + rest, strict=True):
+        assert one.sample_index == other.sample_index
+        assert one.routing is not None and other.routing is not None
+        assert one.routing.rows.shape == (10, 4, 2) and np.array_equal(one.routing.rows, other.routing.rows)
+        assert one.routing.weight_version == other.routing.weight_version == ((0, 10, "0"),)
+        assert one.logprob_versions == ((3, 11, "0"),)
+
+
+def test_samples_without_routing(url: str) -> None:
+    with BlockingRolloutClient(url, api_key=KEY) as client:
+        ((rollout,),) = client.generate([SampleRequest("a", [5], SAMPLING, seed=0, returns_routing=False)])
+    assert rollout.routing is None and rollout.layout is None and len(rollout.logprobs) == 8
+
+
+def test_prompts_alone_have_rows(url: str) -> None:
+    """Nothing is sampled: every prompt position has its row, for both samples."""
+    with BlockingRolloutClient(url, api_key=KEY) as client:
+        ((one, other),) = client.generate([SampleRequest("a", [5, 6], {"max_new_tokens": 0}, seed=0, count=2)])
+    for rollout in (one, other):
+        assert len(rollout.output_ids) == 0 and rollout.routing is not None and len(rollout.routing.rows) == 2
+
+
+def test_what_is_refused_is_told(url: str) -> None:
+    with BlockingRolloutClient(url, api_key=KEY) as client:
+        with pytest.raises(Refused, match="vocabulary") as refusal:
+            client.generate([SampleRequest("a", [10**6], SAMPLING, seed=0)])
+        assert refusal.value.status == 400
+    with BlockingRolloutClient(url, api_key="wrong") as client, pytest.raises(Unusable, match="key"):
+        client.weight_version()
+    with BlockingRolloutClient("http://127.0.0.1:9") as client, pytest.raises(Unavailable, match="does not answer"):
+        client.weight_version()
+
+
+def test_an_answer_that_takes_too_long(url: str, road: UnreliableRoad) -> None:
+    long = SampleRequest("a", [5], {"max_new_tokens": 200, "ignore_eos": True}, seed=0)
+    with BlockingRolloutClient(url, api_key=KEY, timeout_s=0.01) as client, pytest.raises(Faulty, match="too long"):
+        client.generate([long])
+
+
+def test_an_answer_to_something_else_is_noticed(url: str, road: UnreliableRoad) -> None:
+    """The answer to another prompt, or to fewer samples, is none to this request."""
+    kept: list = []
+    road.road = lambda _, asked, messages: kept.append(messages) or kept[0]
+    with BlockingRolloutClient(url, api_key=KEY) as client:
+        client.generate([REQUEST])
+        for other in (
+            SampleRequest("b", [5, 6], SAMPLING, seed=11, count=3),
+            SampleRequest("a", [5, 6, 7], SAMPLING, 11),
+        ):
+            with pytest.raises(Faulty, match="not an answer"):
+                client.generate([other])
+
+
+def test_flush(url: str) -> None:
+    with BlockingRolloutClient(url, api_key=KEY) as client:
+        client.generate([REQUEST])
+        client.flush()
+        ((first, *_),) = client.generate([REQUEST])
+    assert first.num_cached_tokens == 0
+
+
+@pytest.fixture
+def updatable(checkpoint: Path):
+    """An engine and a server of its own: its weights change."""
+    with Engine(
+        str(checkpoint),
+        enable_return_routed_experts=True,
+        max_running_requests=8,
+        max_step_tokens=64,
+        precompile_bs_paddings=[8],
+        max_model_len=256,
+        num_pages=200,
+    ) as engine:
+        from_engine = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
+        with running(from_engine) as url:
+            yield url
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_sample_update_sample(updatable: str, tmp_path: Path, mode: str) -> None:
+    """Weights change while samples run: each is of the version that it names, and those after it of the new one."""
+    other = write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=9, dtype="float32")
+    requests = [
+        SampleRequest(str(i), [5 + i, 6], {**SAMPLING, "max_new_tokens": 60}, seed=i, count=4) for i in range(6)
+    ]
+
+    async def rounds() -> tuple[list[list[Rollout]], ...]:
+        async with RolloutClient(updatable) as client:
+            before = await asyncio.gather(*map(client.generate, requests))
+            under_way = asyncio.gather(*map(client.generate, requests))
+            await client.pause(mode)
+            await client.pause(mode)
+            with pytest.raises(Refused):
+                await client.update_weights(str(tmp_path), weight_version="bad")
+            assert await client.weight_version() == "0"
+            await client.update_weights(str(other), weight_version="1")
+            await client.resume()
+            assert await client.weight_version() == "1"
+            return before, await under_way, await asyncio.gather(*map(client.generate, requests))
+
+    before, meanwhile, after = asyncio.run(rounds())
+    assert versions(before) == {"0"} and versions(after) == {"1"} and versions(meanwhile) <= {"0", "1"}
+    assert outputs(before[0]) != outputs(after[0])
+    for samples in (before, meanwhile, after):
+        for rollout in (rollout for same_prompt in samples for rollout in same_prompt):
+            assert rollout.routing is not None or rollout.finish_reason == "abort"
+            assert rollout.finish_reason == "abort" or rollout.logprob_versions[-1][1] == 62
+
+
+def versions(samples: list[list[Rollout]]) -> set[str]:
+    return {rollout.weight_version for same_prompt in samples for rollout in same_prompt}
