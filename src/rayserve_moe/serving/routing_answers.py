@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.replay.encoding import DIALECTS, encode_nested, rollout_rows, routed_experts_info, routing_from
+from rayserve_moe.replay.encoding import (
+    DIALECTS,
+    encode_nested,
+    rollout_rows,
+    routed_experts_info,
+    routing_from,
+    routing_until,
+)
 from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout
 
 
@@ -37,6 +44,7 @@ class RoutingWriter:
         self._layout = layout
         self._request_of_choice = request_of_choice
         self._choice_with_prompt: dict[str, int] = {}
+        self._prompt_rows: dict[str, RoutedExperts] = {}
 
     def is_due(self, choice: int, routing: RoutedExperts | None, *, has_ended: bool) -> bool:
         """Whether there is anything to write: at the end always, before it when rows have come."""
@@ -77,7 +85,7 @@ class RoutingWriter:
             self.raw_rows.append(np.zeros((0, *self._layout.row_shape), self._layout.dtype))
             return {"routed_experts_info": None}
         wanted = routing_from(routing, self.form.start)
-        if not self._brings_prompt(choice, wanted):
+        if not self._brings_prompt(choice, wanted) and self._agrees_on_prompt(choice, wanted):
             wanted = routing_from(wanted, len(self._request_of_choice[choice].prompt_ids))
         self.raw_rows.append(rollout_rows(wanted, self._layout))
         return {"routed_experts_info": routed_experts_info(wanted, self._layout)}
@@ -88,6 +96,13 @@ class RoutingWriter:
         if not self.form.shares_prompt_rows or request.sampling.n == 1:
             return True
         is_whole = not routing.missing and routing.start + len(routing.rows) >= len(request.prompt_ids)
-        if is_whole:
-            self._choice_with_prompt.setdefault(request.request_id, choice)
+        if is_whole and request.request_id not in self._choice_with_prompt:
+            self._choice_with_prompt[request.request_id] = choice
+            self._prompt_rows[request.request_id] = routing_until(routing, len(request.prompt_ids))
         return self._choice_with_prompt.get(request.request_id, choice) == choice
+
+    def _agrees_on_prompt(self, choice: int, routing: RoutedExperts) -> bool:
+        """Whether the prompt's rows of this choice are those sent already: a change of weights lets them differ."""
+        request = self._request_of_choice[choice]
+        sent, own = self._prompt_rows[request.request_id], routing_until(routing, len(request.prompt_ids))
+        return bool(own.missing) or (own.weight_version == sent.weight_version and np.array_equal(own.rows, sent.rows))
