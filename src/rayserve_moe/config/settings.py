@@ -114,6 +114,10 @@ class CompileSettings:
     """Directory that keeps compiled programs for later starts; `auto` is one in the user's cache directory, `off` none.
     Several hosts need one that all of them see: only the first writes. Who can write to it can run code in the server.
     """
+    cpu_kernels: str = "auto"
+    """On a CPU: `native` computes in bfloat16 with kernels that a C++ compiler of this machine builds on first use; `off`
+    leaves all to XLA; `auto` is native for one device that has bfloat16 products, where there is a compiler.
+    """
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.loader import load_parameters
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
+from rayserve_moe.execution.native_weights import pack_weights
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, KernelChoice
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
@@ -21,9 +22,12 @@ from rayserve_moe.model.transformer import ModelRule, Parameters
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
-def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) -> ModelRule:
+def model_rule(
+    spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings, kernels: KernelChoice | None = None
+) -> ModelRule:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread.
 
+    Without `kernels`, with those of the platform.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
     """
     _check_divisible(spec, plan)
@@ -35,7 +39,7 @@ def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) 
         )
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
-    kernels = KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
+    kernels = kernels or KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
     return ModelRule(spec, plan, kernels, num_redundant=num_redundant, expert_backend=experts.backend)
 
 
@@ -72,6 +76,8 @@ def load_weights(
         sharding_of=lambda p: plan.sharding(p.axes),
         expert_of_slot=placement.expert_of_slot,
     )
+    if rule.kernels.is_native:
+        params = pack_weights(cast(Parameters, params), is_tied=rule.spec.tie_embeddings)
     return ModelWeights(cast(Parameters, params), _maps_of(placement, plan, may_change=may_change))
 
 

@@ -1,0 +1,87 @@
+"""Whether a model is computed by the native CPU kernels, and its weights laid out for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import jax
+
+from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
+from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
+from rayserve_moe.kernels.cpu_native.layout import PANEL, pack, pack_columns
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.transformer import Parameters
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+log = logging.getLogger(__name__)
+
+NATIVE_DTYPE = "bfloat16"
+MOST_HEAD_WIDTH = 256
+PACKED = {
+    "attention": ("q_LDH", "k_LDG", "v_LDG", "o_LHD"),
+    "experts": ("gate_MPDF", "up_MPDF", "down_MPFD"),
+    "dense": ("gate_NDI", "up_NDI", "down_NID"),
+    "embedding": ("head_DV",),
+}
+"""What the kernels read as the right side of a product."""
+
+
+def choose_kernels(
+    spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, compiling: CompileSettings
+) -> KernelChoice:
+    """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had."""
+    wanted, platform = compiling.cpu_kernels, plan.mesh.devices.flat[0].platform
+    of_platform = KERNELS_OF_PLATFORM[platform]
+    if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
+        return of_platform
+    try:
+        if reason := _why_not(spec, plan, dtype=model.dtype, is_asked_for=wanted == "native"):
+            raise NativeKernelsUnavailable(reason)
+        register_native_kernels()
+    except NativeKernelsUnavailable as error:
+        if wanted == "native":
+            raise SettingsError(f"cpu_kernels native: {error}; take auto") from error
+        log.info("native CPU kernels are not used: %s", error)
+        return of_platform
+    return NATIVE_CPU
+
+
+def pack_weights(params: Parameters, *, is_tied: bool) -> Parameters:
+    """Lay out every weight for the native kernels, shard by shard; each array is dropped once it is packed."""
+    packed = {group: dict(arrays) for group, arrays in params.items()}
+    for group, names in PACKED.items():
+        for name in names:
+            if name in packed.get(group, {}):
+                packed[group][name] = _shard_by_shard(packed[group].pop(name), pack)
+                params[group].pop(name)
+    if is_tied:
+        packed["embedding"]["table_VD"] = _shard_by_shard(packed["embedding"].pop("table_VD"), pack_columns)
+    return packed
+
+
+def _shard_by_shard(array: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`change` what each device holds of an array, and keeps the shape of."""
+    shards = [change(shard.data) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: bool) -> str | None:
+    """What about a model the kernels cannot do, None where there is nothing."""
+    if plan.mesh.devices.flat[0].platform != "cpu":
+        return "the devices are no CPUs"
+    if dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for):
+        return "they compute in bfloat16, and the model in float32"
+    head_width = spec.attention.head_dim
+    if head_width > MOST_HEAD_WIDTH:
+        return f"head_dim {head_width} exceeds {MOST_HEAD_WIDTH}"
+    sizes = {
+        "hidden_size": spec.hidden_size,
+        "head_dim": head_width,
+        "moe_intermediate_size": spec.experts.intermediate_size,
+        "intermediate_size of a device": spec.dense_intermediate_size // plan.tensor_size if spec.dense_layer_ids else 0,
+        "vocabulary of a device": -(-spec.vocab_size // plan.mesh.size),
+    }
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % PANEL]
+    return f"{', '.join(wrong)} does not divide by {PANEL}" if wrong else None

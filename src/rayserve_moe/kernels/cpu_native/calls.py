@@ -1,0 +1,96 @@
+"""The native CPU kernels as functions of arrays: bfloat16 rows, packed bfloat16 weights (see `layout`).
+
+`execution.native_library` registers what they call. A row's result depends on that row alone, to the last bit.
+"""
+
+# T tokens   D model width   K depth, and experts per token   N columns   F expert width   X expert slots of all layers
+# L layers   H query heads * h   G KV heads * h   h head width   B blocks   P page-table width
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PREFIX = "rayserve_moe_"
+TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in ("Attention", "Experts", "Product")}
+"""Name of each kernel as programs call it, and its symbol in the library."""
+
+
+class AttentionInputs(NamedTuple):
+    """What attention takes besides weights: see `model.token_batch`. cos and sin are float32 [T, h / 2]."""
+
+    cos_Th: jax.Array
+    sin_Th: jax.Array
+    kv_slots_T: jax.Array
+    positions_T: jax.Array
+    page_table_BP: jax.Array
+    num_singles: int
+
+
+def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
+    """Rows times packed weights, float32 [T, N]."""
+    shape = jax.ShapeDtypeStruct((left_TK.shape[0], right_KN.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(f"{PREFIX}product", shape)(left_TK, right_KN)
+
+
+def expert_sums(
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    gates_TK: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    first_slot: jax.Array | int,
+    num_slots: int,
+) -> jax.Array:
+    """Sums over picks, in their order, of gates times the SiLU-gated product of their slot: float32 [T, D].
+
+    `weights` are gate and up [X, D, F] and down [X, F, D]. A pick of slot `num_slots` or beyond adds nothing. Inner
+    rows and the result of each pick are rounded to bfloat16.
+    """
+    call = jax.ffi.ffi_call(f"{PREFIX}experts", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
+    first = jnp.asarray(first_slot, jnp.int32)
+    return call(hidden_TD, slots_TK, gates_TK, *weights, first, num_slots=np.int64(num_slots))
+
+
+def attend_layer(
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    kv_pages: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    layer: jax.Array,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one layer, from normed tokens to the output product: float32 [T, D], and the pool, written in place.
+
+    `weights` are those of all layers under the names of `model.parameters`, projections packed; norms of heads and
+    biases may be absent. `kv_pages` is [L * pages, page, 2 * KV heads, h]. Rounds where `model.attention` does.
+    """
+    nothing = jnp.zeros((0, 0), jnp.bfloat16)
+    optional = ("q_norm_Lh", "k_norm_Lh", "q_bias_LH", "k_bias_LG", "v_bias_LG")
+    call = jax.ffi.ffi_call(
+        f"{PREFIX}attention",
+        (
+            jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32),
+            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        ),
+        input_output_aliases={16: 1},
+    )
+    return call(
+        normed_TD,
+        *(weights[name] for name in ("q_LDH", "k_LDG", "v_LDG", "o_LHD")),
+        *(weights.get(name, nothing) for name in optional),
+        inputs.cos_Th,
+        inputs.sin_Th,
+        inputs.kv_slots_T,
+        inputs.positions_T,
+        inputs.page_table_BP,
+        jnp.asarray(layer, jnp.int32),
+        kv_pages,
+        num_singles=np.int64(inputs.num_singles),
+        eps=np.float32(eps),
+    )
