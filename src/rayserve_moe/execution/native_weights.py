@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import jax
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 NATIVE_DTYPE = "bfloat16"
 MOST_HEAD_WIDTH = 256
+KNOWN = {"qk_norm": ("none", "head")}
+"""Values of a knob that the kernels know, where that is more than its default."""
 PACKED = {
     "attention": ("q_LDH", "k_LDG", "v_LDG", "o_LHD"),
     "experts": ("gate_MPDF", "up_MPDF", "down_MPFD"),
@@ -67,12 +71,24 @@ def _shard_by_shard(array: jax.Array, change: Callable[[jax.Array], jax.Array]) 
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
+def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:
+    """Knobs of a model at a value that the kernels were not written for: of those that name values, all but the first."""
+    for knob in fields(spec):
+        value, name = getattr(spec, knob.name), f"{path}.{knob.name}"
+        if is_dataclass(value):
+            yield from _unknown_knobs(name, value)
+        elif "computed" in knob.metadata and value not in KNOWN.get(knob.name, knob.metadata["computed"][:1]):
+            yield f"{name} = {value!r}"
+
+
 def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: bool) -> str | None:
     """What about a model the kernels cannot do, None where there is nothing."""
     if plan.mesh.devices.flat[0].platform != "cpu":
         return "the devices are no CPUs"
     if dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for):
         return "they compute in bfloat16, and the model in float32"
+    if unknown := list(_unknown_knobs(spec.family, spec)):
+        return f"they do not know {', '.join(unknown)}"
     head_width = spec.attention.head_dim
     if head_width > MOST_HEAD_WIDTH:
         return f"head_dim {head_width} exceeds {MOST_HEAD_WIDTH}"
