@@ -93,8 +93,10 @@ class HostRunner:
         self.rule = model_rule(spec, plan, experts=settings.experts, kernels=kernels)
         self.placement = first_placement(self.rule)
         platform = plan.mesh.devices.flat[0].platform
-        self.dtype = NATIVE_DTYPE if kernels.is_native else derive.compute_dtype(
-            settings.model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype
+        self.dtype = (
+            NATIVE_DTYPE
+            if kernels.is_native
+            else derive.compute_dtype(settings.model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype)
         )
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
         self._compilations = CompilationCount()

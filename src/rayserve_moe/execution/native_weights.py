@@ -72,7 +72,7 @@ def _shard_by_shard(array: jax.Array, change: Callable[[jax.Array], jax.Array]) 
 
 
 def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:
-    """Knobs of a model at a value that the kernels were not written for: of those that name values, all but the first."""
+    """Knobs at a value that the kernels were not written for: of the values that are computed, all but the first."""
     for knob in fields(spec):
         value, name = getattr(spec, knob.name), f"{path}.{knob.name}"
         if is_dataclass(value):
@@ -96,7 +96,9 @@ def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: b
         "hidden_size": spec.hidden_size,
         "head_dim": head_width,
         "moe_intermediate_size": spec.experts.intermediate_size,
-        "intermediate_size of a device": spec.dense_intermediate_size // plan.tensor_size if spec.dense_layer_ids else 0,
+        "intermediate_size of a device": spec.dense_intermediate_size // plan.tensor_size
+        if spec.dense_layer_ids
+        else 0,
         "vocabulary of a device": -(-spec.vocab_size // plan.mesh.size),
     }
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % PANEL]

@@ -52,12 +52,14 @@ def attend_natively(
     """`attend_layer` by the native CPU kernel; `weights` are those of all layers, packed."""
     batch, rotation = tokens
     inputs = calls.AttentionInputs(
-        rotation.cos[:, 0], rotation.sin[:, 0], batch.kv_slots_T, batch.positions_T, batch.page_table_BP,
+        rotation.cos[:, 0],
+        rotation.sin[:, 0],
+        batch.kv_slots_T,
+        batch.positions_T,
+        batch.page_table_BP,
         batch.num_singles,
     )
-    out_TD, kv_pages = calls.attend_layer(
-        hidden_TD, weights, kv_pages, inputs, layer=layer, eps=rule.spec.norm_eps
-    )
+    out_TD, kv_pages = calls.attend_layer(hidden_TD, weights, kv_pages, inputs, layer=layer, eps=rule.spec.norm_eps)
     out_TD = rule.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
     return (out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD), kv_pages
 

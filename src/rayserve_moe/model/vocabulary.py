@@ -23,9 +23,7 @@ GATHERED_BYTES = 64 << 20
 """Most bytes of the rows of all data ranks that a device holds at once; more tokens are looked up in chunks."""
 
 
-def look_up(
-    table_VD: jax.Array, token_ids_T: jax.Array, *, plan: ParallelPlan, is_packed: bool = False
-) -> jax.Array:
+def look_up(table_VD: jax.Array, token_ids_T: jax.Array, *, plan: ParallelPlan, is_packed: bool = False) -> jax.Array:
     """Rows [T, D] of this data rank's tokens, the same on every device of its tensor group.
 
     `is_packed`: the table is laid out for the native head (`kernels.cpu_native.layout`).
