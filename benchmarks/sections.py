@@ -21,6 +21,7 @@ from benchmarks.figures import (
     steps_per_second,
 )
 from benchmarks.markdown import markdown_table
+from benchmarks.peers.tables import peers
 from benchmarks.planner_table import planner
 from benchmarks.workloads import Workload
 
@@ -275,5 +276,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "exchange_bytes": exchange_bytes,
     "compile_gate": compile_gate,
     "planner": planner,
+    "peers": peers,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.parallel.mesh import plan_for
 from tests.pipelines.conftest import ONE_BUCKET
 from tests.support.checkpoints import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, preempt_every, run_alone, run_together
+from tests.support.logits import prompt_logits_of
 from tests.support.native import need_native_kernels
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.workload import mixed_workload
@@ -21,6 +26,7 @@ from tests.support.workload import mixed_workload
 CONFIG = replace(CORE_CONFIG, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=32, scale=0.1)
 """The core model in widths that the kernels take: one dense layer, then two with experts."""
 
+LONGEST = 64
 STEP = {"step_tokens": 64}
 WAYS = {
     "company": Way(chunk_tokens=64, **STEP),
@@ -62,19 +68,27 @@ def test_outputs_do_not_depend_on_scheduling(native: Engine, alone: Outcomes, wa
     assert_all_same(run_together(native.runner, native.card, mixed_workload(), way=way), alone)
 
 
-def test_log_probs_are_those_of_xla_within_bfloat16(path: Path, native: Engine):
-    """Each of three layers rounds its stream to 8 bits: logits of about one differ by a few hundredths at most."""
-    prompts = [request.prompt_ids.tolist() for request in mixed_workload()[:6]]
-    asked = {"max_new_tokens": 0, "temperature": 0.0}
-    with engine_at(path, cpu_kernels="off", dtype="bfloat16") as xla:
-        assert not xla.runner.rule.kernels.is_native
-        answers = [
-            engine.generate(input_ids=prompts, sampling_params=asked, return_logprob=True, logprob_start_len=0)
-            for engine in (native, xla)
-        ]
-    for ours, theirs in zip(*answers, strict=True):
-        pair = [[entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (ours, theirs)]
-        np.testing.assert_allclose(*pair, rtol=0, atol=0.1)
+def test_logits_are_as_near_to_float32_as_those_of_xla(path: Path, native: Engine):
+    """The two round sums at different places. Their streams have 8 bits, so logits differ by some 1 % of their spread;
+    where a router is within that of a tie, it may turn. So it is the root of the mean square that is held."""
+    prompts = [request.prompt_ids.tolist() for request in mixed_workload() if len(request.prompt_ids) <= LONGEST]
+    runners = native.runner, loaded(path, dtype="bfloat16", cpu_kernels="off"), loaded(path, dtype="float32")
+    ours, xla, exact = (np.concatenate([*map(prompt_logits_of(each, longest=LONGEST), prompts)]) for each in runners)
+    assert rms(ours - exact) <= 1.25 * rms(xla - exact)
+    assert rms(ours - xla) <= 2**-5 * rms(exact)
+
+
+def loaded(path: Path, **settings: object) -> HostRunner:
+    found = settings_from({"model_path": str(path), **settings})
+    sections = RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts, found.compile)
+    runner = HostRunner(sections, plan_for(jax.devices()[:1]))
+    assert not runner.rule.kernels.is_native
+    runner.load()
+    return runner
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
 @pytest.mark.slow

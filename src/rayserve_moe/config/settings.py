@@ -115,9 +115,8 @@ class CompileSettings:
     Several hosts need one that all of them see: only the first writes. Who can write to it can run code in the server.
     """
     cpu_kernels: str = "auto"
-    """On a CPU: `native` computes in bfloat16 with kernels that a C++ compiler of this machine builds on first use; `off`
-    leaves all to XLA; `auto` is native for one device that has bfloat16 products, where there is a compiler.
-    """
+    """On a CPU: `native` computes in bfloat16, by kernels that a C++ compiler of the machine builds on first use; `off`
+    leaves everything to XLA. `auto` is native for a bfloat16 model on one device, where the machine can do it."""
 
 
 @dataclass(frozen=True)
