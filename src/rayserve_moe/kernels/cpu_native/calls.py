@@ -80,7 +80,7 @@ def attend_layer(
         ),
         input_output_aliases={16: 1},
     )
-    return call(
+    out_TD, kv_pages = call(
         normed_TD,
         *(weights[name] for name in ("q_LDH", "k_LDG", "v_LDG", "o_LHD")),
         *(weights.get(name, nothing) for name in optional),
@@ -94,3 +94,4 @@ def attend_layer(
         num_singles=np.int64(inputs.num_singles),
         eps=np.float32(eps),
     )
+    return out_TD, kv_pages
