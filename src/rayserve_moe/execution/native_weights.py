@@ -1,20 +1,18 @@
-"""Whether a model is computed by the native CPU kernels, and its weights laid out for them."""
+"""Whether a model is computed by the native CPU kernels, and how its weights lie then."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
-
-import jax
 
 from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
 from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
-from rayserve_moe.kernels.cpu_native.layout import PANEL, pack, pack_columns
+from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
+from rayserve_moe.model.parameters import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.transformer import Parameters
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 log = logging.getLogger(__name__)
@@ -23,12 +21,12 @@ NATIVE_DTYPE = "bfloat16"
 MOST_HEAD_WIDTH = 256
 KNOWN = {"qk_norm": ("none", "head")}
 """Values of a knob that the kernels know, where that is more than its default."""
-PACKED = {
-    "attention": ("q_LDH", "k_LDG", "v_LDG", "o_LHD"),
-    "experts": ("gate_MPDF", "up_MPDF", "down_MPFD"),
-    "dense": ("gate_NDI", "up_NDI", "down_NID"),
-    "embedding": ("head_DV",),
-}
+PACKED = (
+    *("q_LDH", "k_LDG", "v_LDG", "o_LHD"),
+    *("gate_MPDF", "up_MPDF", "down_MPFD"),
+    *("gate_NDI", "up_NDI", "down_NID"),
+    "head_DV",
+)
 """What the kernels read as the right side of a product."""
 
 
@@ -52,23 +50,13 @@ def choose_kernels(
     return NATIVE_CPU
 
 
-def pack_weights(params: Parameters, *, is_tied: bool) -> Parameters:
-    """Lay out every weight for the native kernels, shard by shard; each array is dropped once it is packed."""
-    packed = {group: dict(arrays) for group, arrays in params.items()}
-    for group, names in PACKED.items():
-        for name in names:
-            if name in packed.get(group, {}):
-                packed[group][name] = _shard_by_shard(packed[group].pop(name), pack)
-                params[group].pop(name)
-    if is_tied:
-        packed["embedding"]["table_VD"] = _shard_by_shard(packed["embedding"].pop("table_VD"), pack_columns)
-    return packed
-
-
-def _shard_by_shard(array: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`change` what each device holds of an array, and keeps the shape of."""
-    shards = [change(shard.data) for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+def packed_specs(tree: Mapping[str, Mapping[str, ParamSpec]], *, is_tied: bool) -> dict[str, dict[str, ParamSpec]]:
+    """The same parameters, laid out for the native kernels where those multiply with them."""
+    layouts = dict.fromkeys(PACKED, "packed") | ({"table_VD": "packed_columns"} if is_tied else {})
+    return {
+        group: {name: replace(spec, layout=layouts.get(name, "")) for name, spec in specs.items()}
+        for group, specs in tree.items()
+    }
 
 
 def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.loader import load_parameters
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
-from rayserve_moe.execution.native_weights import pack_weights
+from rayserve_moe.execution.native_weights import packed_specs
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, KernelChoice
@@ -69,6 +69,8 @@ def load_weights(
         num_devices=plan.mesh.size,
         num_redundant=rule.num_redundant,
     )
+    if rule.kernels.is_native:
+        tree = packed_specs(tree, is_tied=rule.spec.tie_embeddings)
     params = load_parameters(
         files,
         tree,
@@ -76,8 +78,6 @@ def load_weights(
         sharding_of=lambda p: plan.sharding(p.axes),
         expert_of_slot=placement.expert_of_slot,
     )
-    if rule.kernels.is_native:
-        params = pack_weights(cast(Parameters, params), is_tied=rule.spec.tie_embeddings)
     return ModelWeights(cast(Parameters, params), _maps_of(placement, plan, may_change=may_change))
 
 

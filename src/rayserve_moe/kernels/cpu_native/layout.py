@@ -8,6 +8,9 @@ dimensions is not concerned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +18,10 @@ PANEL = 32
 
 
 def pack(weights_KN: jax.Array) -> jax.Array:
-    """Lay out [..., K, N] for the kernels; K has to be even, and N a multiple of 32. The shape stays."""
+    """Lay out [..., K, N] for the kernels; K has to be even, and N a multiple of 32. The shape stays.
+
+    Arrays of numpy become such, here and in `pack_columns`.
+    """
     *outer, depth, columns = weights_KN.shape
     places = len(outer)
     cut = weights_KN.reshape(*outer, depth // 2, 2, columns // PANEL, PANEL)
@@ -25,6 +31,14 @@ def pack(weights_KN: jax.Array) -> jax.Array:
 def pack_columns(table_VD: jax.Array) -> jax.Array:
     """Lay out a table whose rows are the columns of a product, as that of tied embeddings; the shape stays."""
     return pack(table_VD.T).reshape(table_VD.shape)
+
+
+def _plain(array: jax.Array) -> jax.Array:
+    return array
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {"": _plain, "packed": pack, "packed_columns": pack_columns}
+"""What is done to a device's share of a parameter before it gets there, by `ParamSpec.layout`."""
 
 
 def take_columns(packed_VD: jax.Array, ids_T: jax.Array) -> jax.Array:

@@ -9,15 +9,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings, SettingsError
 from rayserve_moe.execution import native_library, native_weights
 from rayserve_moe.execution.native_library import CPU_FLAGS, NativeKernelsUnavailable, build, check_cpu
-from rayserve_moe.execution.native_weights import choose_kernels
+from rayserve_moe.execution.native_weights import PACKED, choose_kernels
+from rayserve_moe.execution.weights import first_placement, load_weights, model_rule
+from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.native import need_native_kernels
@@ -150,3 +155,26 @@ def test_a_knob_they_do_not_know_is_left_to_xla(monkeypatch):
 
 def test_a_float32_checkpoint_stays_float32_unless_asked():
     assert chosen("auto", spec_with(dtype="float32")) == JAX
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loaded_weights_lie_as_the_kernels_want_them_on_every_device(tmp_path, tied):
+    config = replace(PRESETS["tiny"], tie_word_embeddings=tied, mlp_only_layers=(1,))
+    files = open_checkpoint(write_checkpoint(tmp_path / "model", config, seed=1))
+    plan, spec = plan_for(jax.devices()[:2]), spec_from_config(files.config)
+    plain, packed = (
+        load_weights(
+            files,
+            rule := model_rule(spec, plan, experts=ExpertSettings(), kernels=kernels),
+            dtype="bfloat16",
+            placement=first_placement(rule),
+        ).params
+        for kernels in (JAX, NATIVE_CPU)
+    )
+    layouts = dict.fromkeys(PACKED, pack) | ({"table_VD": pack_columns} if tied else {})
+    for group, arrays in plain.items():
+        for name, array in arrays.items():
+            lay_out = layouts.get(name, lambda values: values)
+            for ours, theirs in zip(packed[group][name].addressable_shards, array.addressable_shards, strict=True):
+                assert ours.device == theirs.device
+                np.testing.assert_array_equal(ours.data, lay_out(theirs.data), err_msg=name)
