@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,3 +131,22 @@ def test_slots_beyond_the_weights_are_refused(first_slot):
         jax.block_until_ready(
             calls.expert_sums(hidden, slots, gates, tuple(weights), first_slot=first_slot, num_slots=3)
         )
+
+
+def test_no_item_is_lost_or_done_twice_when_calls_follow_each_other():
+    """Calls of few and of many items in turn, with more threads that compute than there are cores."""
+    generator = np.random.default_rng(6)
+    left = draw(generator, 1, 2)
+    rights = [pack(draw(generator, 2, size)) for size in (64, 4096, 96, 1024)]
+    multiply = jax.jit(calls.product)
+    expected = [np.asarray(multiply(left, right)) for right in rights]
+
+    def run(_: int) -> bool:
+        return all(
+            np.array_equal(multiply(left, right), out)
+            for _ in range(150)
+            for right, out in zip(rights, expected, strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))

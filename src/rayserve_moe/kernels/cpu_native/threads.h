@@ -16,6 +16,7 @@
 namespace native {
 
 constexpr int kMostThreads = 64;
+constexpr uint64_t kNoItem = 0xffffffff;
 constexpr int kSpins = 4000;  // pauses of a helper before it sleeps: longer than what lies between two calls of a step
 
 class Crew {
@@ -32,11 +33,13 @@ class Crew {
       for (int64_t item = 0; item < num_items; ++item) run(context, item);
       return;
     }
+    // Nobody may claim anything while the next turn is described: a late helper still holds the last claim it has read.
+    const uint64_t turn = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
+    claims_.store((turn - 1) << 32 | kNoItem, std::memory_order_seq_cst);
     run_.store(run, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
     num_items_.store(num_items, std::memory_order_relaxed);
     finished_.store(0, std::memory_order_relaxed);
-    const uint64_t turn = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
     claims_.store(turn << 32, std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst) > 0) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -62,7 +65,7 @@ class Crew {
       if (claims >> 32 != turn) return;
       auto run = run_.load(std::memory_order_relaxed);
       void* context = context_.load(std::memory_order_relaxed);
-      const int64_t item = claims & 0xffffffff;
+      const int64_t item = claims & kNoItem;
       if (item >= num_items_.load(std::memory_order_relaxed)) return;
       if (!claims_.compare_exchange_weak(claims, claims + 1, std::memory_order_acq_rel)) continue;
       run(context, item);
