@@ -36,7 +36,8 @@ inline void add_bias(__m512& value, const bf16* bias) {
 }
 
 // Normalises (where there is a scale) and rotates one head in place, rounding where the definition rounds.
-inline void norm_and_rotate(bf16* head, const bf16* scale, const float* cos, const float* sin, int64_t width, float eps) {
+inline void norm_and_rotate(bf16* head, const bf16* scale, const float* cos, const float* sin, int64_t width,
+                            float eps) {
   if (scale) {
     __m512 squares = _mm512_setzero_ps();
     for (int64_t i = 0; i < width; i += 16) {
@@ -195,7 +196,8 @@ inline void attend(const QueryRows& rows, const int32_t* pages, int64_t kv_head,
         });
   }
   for (int64_t r = 0; r < num_rows; ++r) {
-    const __m512 weight = _mm512_set1_ps(1.0f / std::max(_mm512_reduce_add_ps(_mm512_loadu_ps(b.sums.data() + r * 16)), 1.0f));
+    const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(b.sums.data() + r * 16));
+    const __m512 weight = _mm512_set1_ps(1.0f / std::max(sum, 1.0f));
     bf16* target = out + (rows.at(r, s) - rows.queries);
     for (int64_t d = 0; d < s.head_width; d += 16)
       store(target + d, _mm512_mul_ps(_mm512_loadu_ps(b.totals.data() + r * s.head_width + d), weight));

@@ -30,7 +30,8 @@ const native::bf16* of_layer(Bf16& stacked, int64_t layer) {
 
 ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, Bf16 k_norm, Bf16 q_bias, Bf16 k_bias,
                      Bf16 v_bias, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table, S32 layer, Bf16 pool,
-                     int64_t num_singles, float eps, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
+                     int64_t num_singles, float eps, ffi::ResultBuffer<ffi::F32> out,
+                     ffi::ResultBuffer<ffi::BF16> pool_out) {
   native::AttentionShapes s;
   const int64_t at = layer.typed_data()[0], num_layers = size_of(q, 0);
   s.num_tokens = size_of(hidden, 0), s.width = size_of(hidden, 1);

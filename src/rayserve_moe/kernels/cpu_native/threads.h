@@ -1,7 +1,7 @@
 // One loop over independent items, shared by the calling thread and helpers that outlive it.
 //
-// A caller never waits for a helper that has not begun: it claims items itself until none is left, then waits for those
-// that helpers have claimed. So a helper whose core is taken away, or that a fork has lost, costs time and nothing else.
+// A caller never waits for a helper that has not begun: it claims items itself until none is left, then waits for
+// those that helpers have claimed. So a helper whose core is taken away, or that a fork has lost, costs time alone.
 #pragma once
 
 #include <immintrin.h>
@@ -33,7 +33,7 @@ class Crew {
       for (int64_t item = 0; item < num_items; ++item) run(context, item);
       return;
     }
-    // Nobody may claim anything while the next turn is described: a late helper still holds the last claim it has read.
+    // Nobody may claim anything while the next turn is described: a late helper still holds the claim it read last.
     const uint64_t turn = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
     claims_.store((turn - 1) << 32 | kNoItem, std::memory_order_seq_cst);
     run_.store(run, std::memory_order_relaxed);
