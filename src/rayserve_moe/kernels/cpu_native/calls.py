@@ -33,6 +33,7 @@ class AttentionInputs(NamedTuple):
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
     """Rows times packed weights, float32 [T, N]."""
+    assert left_TK.shape[1] == right_KN.shape[0], f"{left_TK.shape} times {right_KN.shape}"
     shape = jax.ShapeDtypeStruct((left_TK.shape[0], right_KN.shape[1]), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}product", shape)(left_TK, right_KN)
 
@@ -51,6 +52,10 @@ def expert_sums(
     `weights` are gate and up [X, D, F] and down [X, F, D]. A pick of slot `num_slots` or beyond adds nothing. Inner
     rows and the result of each pick are rounded to bfloat16.
     """
+    (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights[0].shape
+    shapes = [(num_all_slots, width, inner)] * 2 + [(num_all_slots, inner, width)]
+    assert [array.shape for array in weights] == shapes, f"weights are no experts of tokens {hidden_TD.shape}"
+    assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"picks {slots_TK.shape}"
     call = jax.ffi.ffi_call(f"{PREFIX}experts", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(first_slot, jnp.int32)
     return call(hidden_TD, slots_TK, gates_TK, *weights, first, num_slots=np.int64(num_slots))
@@ -70,6 +75,10 @@ def attend_layer(
     `weights` are those of all layers under the names of `model.parameters`, projections packed; norms of heads and
     biases may be absent. `kv_pages` is [L * pages, page, 2 * KV heads, h]. Rounds where `model.attention` does.
     """
+    of_tokens = (*inputs[:2], inputs.kv_slots_T, inputs.positions_T)
+    assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
+    assert inputs.cos_Th.shape == inputs.sin_Th.shape == (len(normed_TD), kv_pages.shape[3] // 2), "whole heads rotate"
+    assert weights["q_LDH"].shape[1] == weights["o_LHD"].shape[2] == normed_TD.shape[1], "weights of another width"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
     optional = ("q_norm_Lh", "k_norm_Lh", "q_bias_LH", "k_bias_LG", "v_bias_LG")
     call = jax.ffi.ffi_call(

@@ -58,7 +58,7 @@ class Crew {
     for (int i = 0; i < num_helpers_; ++i) std::thread([this] { help(); }).detach();
   }
 
-  // Claims and runs items of `turn`. A claim succeeds only while that turn has items left, so what was read of it holds.
+  // Claims and runs items of `turn`. A claim succeeds only while that turn has items left: what was read of it holds.
   void work(uint64_t turn) {
     for (;;) {
       uint64_t claims = claims_.load(std::memory_order_acquire);
