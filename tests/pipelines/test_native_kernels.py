@@ -23,7 +23,7 @@ from tests.support.native import need_native_kernels
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.workload import mixed_workload
 
-CONFIG = replace(CORE_CONFIG, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=32, scale=0.1)
+CONFIG = replace(CORE_CONFIG, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, head_dim=32, scale=0.1)
 """The core model in widths that the kernels take: one dense layer, then two with experts."""
 
 LONGEST = 64

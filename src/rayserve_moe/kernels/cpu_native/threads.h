@@ -15,7 +15,7 @@
 
 namespace native {
 
-constexpr int kMostThreads = 64;
+constexpr int kMostThreads = 16;  // more would wait for memory, and for each other
 constexpr uint64_t kNoItem = 0xffffffff;
 constexpr int kSpins = 4000;  // pauses of a helper before it sleeps: longer than what lies between two calls of a step
 
