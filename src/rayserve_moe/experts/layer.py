@@ -33,7 +33,12 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     KeyError where the rule's backend is unknown.
     """
     ids_TK, gates_TK = select_experts(
-        hidden_TD, router_DE, top_k=rule.top_k, renormalize=rule.renormalize, forced=forced
+        hidden_TD,
+        router_DE,
+        top_k=rule.top_k,
+        renormalize=rule.renormalize,
+        forced=forced,
+        is_native=rule.kernel == "native",
     )
     counts_E = count_tokens(ids_TK, valid_T, num_experts=rule.num_experts)
     tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.cpu_native.calls import router_scores
+
 
 class ForcedPicks(NamedTuple):
     """Experts that the last X tokens of a step are to take: ids [X, K] in the order wanted, -1: the router is free.
@@ -21,12 +23,22 @@ class ForcedPicks(NamedTuple):
 
 
 def select_experts(
-    hidden_TD: jax.Array, router_DE: jax.Array, *, top_k: int, renormalize: bool, forced: ForcedPicks | None = None
+    hidden_TD: jax.Array,
+    router_DE: jax.Array,
+    *,
+    top_k: int,
+    renormalize: bool,
+    forced: ForcedPicks | None = None,
+    is_native: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Pick `top_k` experts per token: ids int32 [T, K] by descending score, ties to the smaller id; weights float32.
 
     Forced tokens take the experts that they are told, in the order that they are told, weighted by their scores.
+    `is_native`: scores come from the native CPU kernel.
     """
+    if is_native:
+        scores_TE = router_scores(hidden_TD, router_DE)
+        return _best_by_score(scores_TE, top_k=top_k, renormalize=renormalize, forced=forced)
     logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
     return best_experts(logits_TE, top_k=top_k, renormalize=renormalize, forced=forced)
 
@@ -36,6 +48,12 @@ def best_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """Pick by float32 router logits [T, E]; returns ids and weights as `select_experts` does."""
     scores_TE = jax.nn.softmax(logits_TE, axis=-1)
+    return _best_by_score(scores_TE, top_k=top_k, renormalize=renormalize, forced=forced)
+
+
+def _best_by_score(
+    scores_TE: jax.Array, *, top_k: int, renormalize: bool, forced: ForcedPicks | None
+) -> tuple[jax.Array, jax.Array]:
     weights_TK, ids_TK = jax.lax.top_k(scores_TE, top_k)
     if forced is not None:
         ids_XK = forced.ids_XK

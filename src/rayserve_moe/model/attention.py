@@ -35,8 +35,11 @@ class AttentionTokens(NamedTuple):
     rotation: Rotation
 
 
-def attention_tokens(batch: TokenBatch, spec: ModelSpec) -> AttentionTokens:
-    """Prepare the tokens of a step for all attention layers of a model."""
+def attention_tokens(batch: TokenBatch, spec: ModelSpec, *, is_native: bool = False) -> AttentionTokens:
+    """Prepare the tokens of a step for all attention layers of a model; `is_native`: by the native CPU kernel."""
+    if is_native:
+        angles = calls.rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
+        return AttentionTokens(batch, Rotation(*(each_Th[:, None] for each_Th in angles)))
     return AttentionTokens(batch, rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta))
 
 

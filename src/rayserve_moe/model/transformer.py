@@ -19,6 +19,7 @@ from rayserve_moe.experts.routing import ForcedPicks
 from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.cpu_native.calls import expert_sums, product
+from rayserve_moe.kernels.cpu_native.calls import rms_norm as native_rms_norm
 from rayserve_moe.kernels.registry import KernelChoice
 from rayserve_moe.model.attention import (
     AttentionRule,
@@ -118,7 +119,7 @@ def forward(
     is_packed = rule.kernels.is_native and rule.spec.tie_embeddings
     hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=rule.plan, is_packed=is_packed)
     forced = None if forced_MXK is None else (forced_MXK, jnp.any(forced_MXK >= 0))
-    tokens = _StepTokens(attention_tokens(batch, rule.spec), maps, forced)
+    tokens = _StepTokens(attention_tokens(batch, rule.spec, is_native=rule.kernels.is_native), maps, forced)
     routing, counts = [], []
     for run in _layer_runs(rule.spec):
         body = _moe_layer if run.is_moe else _dense_layer
@@ -143,7 +144,8 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, rule: ModelRule) -> j
     They are the same on every device of a tensor group, so that all of them sample the same tokens.
     """
     embedding = params["embedding"]
-    normed_SD = rms_norm(hidden_SD, embedding["final_norm_D"], rule.spec.norm_eps)
+    norm = native_rms_norm if rule.kernels.is_native else rms_norm
+    normed_SD = norm(hidden_SD, embedding["final_norm_D"], rule.spec.norm_eps)
 
     def score_my_part(hidden_WD: jax.Array) -> jax.Array:
         if rule.kernels.is_native:
@@ -203,14 +205,15 @@ def _attention_block(
     """Attention with its norm and residual; returns the stream, the stream normed for the MLP, and the pool."""
     hidden_TD, kv_pages = carry
     weights, eps = _of_layer(params["attention"], layer), rule.spec.norm_eps
-    normed_TD = rms_norm(hidden_TD, weights["norm_LD"], eps)
+    norm = native_rms_norm if rule.kernels.is_native else rms_norm
+    normed_TD = norm(hidden_TD, weights["norm_LD"], eps)
     if rule.kernels.is_native:
         attend, weights = attend_natively, params["attention"]
     else:
         attend = attend_layer
     out_TD, kv_pages = attend(normed_TD, weights, kv_pages, tokens, layer=layer, rule=rule.attention)
     hidden_TD = hidden_TD + out_TD
-    return hidden_TD, rms_norm(hidden_TD, params["mlp_norm"]["scale"][layer], eps), kv_pages
+    return hidden_TD, norm(hidden_TD, params["mlp_norm"]["scale"][layer], eps), kv_pages
 
 
 def _forced_of_layer(tokens: _StepTokens, moe_layer: jax.Array) -> ForcedPicks | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights, ProductRule
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import PANEL, pack, pack_columns, take_columns
+from rayserve_moe.model.layers import rms_norm, rotation_of
 from tests.support.native import need_native_kernels
 
 TOKENS = st.integers(1, 40)
@@ -63,6 +64,34 @@ def test_packed_tables_give_back_their_rows():
     hidden = draw(np.random.default_rng(1), 3, 32)
     found = calls.product(hidden, pack_columns(table).reshape(32, 96))
     np.testing.assert_array_equal(found, calls.product(hidden, pack(table.T)))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 8), (7, 32), (40, 200)])
+def test_norms_and_scores_are_those_of_jax_row_by_row(num_tokens, num_experts):
+    generator = np.random.default_rng(num_tokens)
+    rows, scale = draw(generator, num_tokens, 96), draw(generator, 96)
+    router = jnp.asarray(generator.standard_normal((96, num_experts)), jnp.float32)
+    normed, scores = calls.rms_norm(rows, scale, 1e-6), calls.router_scores(rows, router)
+    np.testing.assert_allclose(wide(normed), wide(rms_norm(rows, scale, 1e-6)), rtol=2**-7)
+    expected = jax.nn.softmax(jnp.matmul(rows.astype(jnp.float32), router, precision="highest"), axis=-1)
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-7)
+    row = num_tokens // 2
+    np.testing.assert_array_equal(calls.rms_norm(rows[row:][:1], scale, 1e-6)[0], normed[row])
+    np.testing.assert_array_equal(calls.router_scores(rows[row:][:1], router)[0], scores[row])
+    poisoned = calls.router_scores(rows.at[row, 3].set(jnp.nan), router)
+    assert np.isnan(poisoned[row]).all() and np.isfinite(np.delete(poisoned, row, axis=0)).all()
+
+
+def test_angles_are_those_of_jax_position_by_position():
+    positions = jnp.asarray([-1, 0, 1, 127, 4095, 40_000], jnp.int32)
+    expected = rotation_of(positions, width=64, theta=1e6)
+    found = calls.rotation_of(positions, width=64, theta=1e6)
+    for ours, theirs in zip(found, expected, strict=True):
+        # Frequencies are rounded to float32 from a more exact power: at position 40,000 an angle may be off by 0.01.
+        np.testing.assert_allclose(ours, theirs[:, 0], atol=1e-2)
+        np.testing.assert_allclose(ours[:4], theirs[:4, 0], atol=5e-5)
+    alone = calls.rotation_of(positions[3:4], width=64, theta=1e6)
+    np.testing.assert_array_equal(alone[1][0], found[1][3])
 
 
 def expert_case(generator: np.random.Generator, num_tokens: int, top_k: int, num_slots: int):

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "products.h"
+#include "rows.h"
 #include "threads.h"
 
 namespace native {
@@ -38,16 +39,7 @@ inline void add_bias(__m512& value, const bf16* bias) {
 // Normalises (where there is a scale) and rotates one head in place, rounding where the definition rounds.
 inline void norm_and_rotate(bf16* head, const bf16* scale, const float* cos, const float* sin, int64_t width,
                             float eps) {
-  if (scale) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < width; i += 16) {
-      const __m512 x = wide(head + i);
-      squares = _mm512_fmadd_ps(x, x, squares);
-    }
-    const __m512 shrink = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / width + eps));
-    for (int64_t i = 0; i < width; i += 16)
-      store(head + i, _mm512_mul_ps(rounded(_mm512_mul_ps(wide(head + i), shrink)), wide(scale + i)));
-  }
+  if (scale) norm_row(head, scale, head, width, eps);
   const int64_t half = width / 2;
   for (int64_t i = 0; i < half; i += 16) {
     const __m512 first = wide(head + i), second = wide(head + half + i);

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 PREFIX = "rayserve_moe_"
-TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in ("Attention", "Experts", "Product")}
+NAMES = ("Attention", "Experts", "Product", "Norm", "Scores", "Rotation")
+TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
 
 
@@ -29,6 +30,28 @@ class AttentionInputs(NamedTuple):
     positions_T: jax.Array
     page_table_BP: jax.Array
     num_singles: int
+
+
+def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """`model.layers.rms_norm` of bfloat16 rows."""
+    assert rows_TD.shape[1:] == scale_D.shape, f"{scale_D.shape} scales for {rows_TD.shape}"
+    shape = jax.ShapeDtypeStruct(rows_TD.shape, rows_TD.dtype)
+    return jax.ffi.ffi_call(f"{PREFIX}norm", shape)(rows_TD, scale_D, eps=np.float32(eps))
+
+
+def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
+    """Softmax of rows times the float32 router, all in float32: [T, E]."""
+    assert hidden_TD.shape[1] == router_DE.shape[0], f"{hidden_TD.shape} times {router_DE.shape}"
+    shape = jax.ShapeDtypeStruct((hidden_TD.shape[0], router_DE.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(f"{PREFIX}scores", shape)(hidden_TD, router_DE)
+
+
+def rotation_of(positions_T: jax.Array, *, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of `model.layers.rotation_of`, float32 [T, h / 2] each."""
+    frequencies = (theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
+    shape = jax.ShapeDtypeStruct((len(positions_T), width // 2), jnp.float32)
+    cos_Th, sin_Th = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))(positions_T, frequencies)
+    return cos_Th, sin_Th
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:

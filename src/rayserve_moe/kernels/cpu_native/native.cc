@@ -83,8 +83,47 @@ ffi::Error Product(Bf16 left, Bf16 right, ffi::ResultBuffer<ffi::F32> out) {
   return ffi::Error::Success();
 }
 
+ffi::Error Norm(Bf16 rows, Bf16 scale, float eps, ffi::ResultBuffer<ffi::BF16> out) {
+  const int64_t width = size_of(rows, 1);
+  if (width % 32) return wrong("the width of a norm must divide by 32");
+  auto* target = reinterpret_cast<native::bf16*>(out->untyped_data());
+  native::for_pieces(size_of(rows, 0), 32, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      native::norm_row(numbers(rows) + t * width, numbers(scale), target + t * width, width, eps);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error Scores(Bf16 rows, F32 router, ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t width = size_of(rows, 1), experts = size_of(router, 1);
+  native::for_pieces(size_of(rows, 0), 4, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      float* target = out->typed_data() + t * experts;
+      native::score_row(numbers(rows) + t * width, router.typed_data(), target, width, experts);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Cosine and sine of position * frequency, as `rotation_of` of `model/layers.py`.
+ffi::Error Rotation(S32 positions, F32 frequencies, ffi::ResultBuffer<ffi::F32> cos, ffi::ResultBuffer<ffi::F32> sin) {
+  const int64_t half = size_of(frequencies, 0);
+  native::for_pieces(size_of(positions, 0), 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * half; i < end * half; ++i) {
+      const float angle = float(positions.typed_data()[i / half]) * frequencies.typed_data()[i % half];
+      cos->typed_data()[i] = std::cos(angle), sin->typed_data()[i] = std::sin(angle);
+    }
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,
+                              ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Attr<float>("eps").Ret<Bf16>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeScores, Scores, ffi::Ffi::Bind().Arg<Bf16>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeRotation, Rotation,
+                              ffi::Ffi::Bind().Arg<S32>().Arg<F32>().Ret<F32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                               ffi::Ffi::Bind()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
