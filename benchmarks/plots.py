@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.chart import Axes, Series, line_chart
 from benchmarks.figures import HOST_PARTS, Run, Spread, milliseconds_per_step, spread
+from benchmarks.peers.tables import peers_chart
 
 RESULTS = Path(__file__).parent / "results"
 RUNNING = "running sequences"
@@ -94,6 +95,7 @@ DRAWN: dict[str, Callable[[Any], dict[str, str]]] = {
     "host_us": _host_time,
     "curve": _curve,
     "balanced_selection": _selection,
+    "peers": peers_chart,
 }
 """By the key of a result file under which the figures lie."""
 

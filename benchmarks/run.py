@@ -1,6 +1,6 @@
 """Throughput of the in-process engine, in turn with transformers' `generate` on the same checkpoint and prompts.
 
-    python -m benchmarks.run [--size small] [--devices 2] [--workloads W1,W2] [--repeats 5]
+    python -m benchmarks.run [--size small] [--devices 1] [--workloads W1,W2] [--repeats 5]
                              [--no-transformers] [--transformers-dtype float32] [--out FILE.json]
 
 Transformers computes in the checkpoint's dtype unless told otherwise. On a processor without bfloat16 products float32
@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--devices", type=int, default=2, help="devices of our engine; on a CPU, emulated ones")
+    parser.add_argument("--devices", type=int, default=1, help="devices of our engine; on a CPU, emulated ones")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--transformers-dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/SIZE.json")

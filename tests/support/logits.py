@@ -31,7 +31,7 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> jax.Array:
         everywhere = jnp.arange(shape.num_tokens)
         return step_logits(
-            weights, jnp.zeros(pool, jnp.float32), batch=batch, sample_places_S=everywhere, rule=runner.rule
+            weights, jnp.zeros(pool, runner.dtype), batch=batch, sample_places_S=everywhere, rule=runner.rule
         )[1]
 
     parts = PartitionSpec()

@@ -17,6 +17,7 @@ import numpy as np
 
 from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, verify, walk
+from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.model.parameters import ParamSpec
 
 KEPT_BYTES = 4 << 30
@@ -182,7 +183,7 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
 
 
 def read_region(source: WeightSource, spec: ParamSpec, *, region: Region) -> np.ndarray:
-    """Read one block of a parameter, `[from, to)` per dimension, in the spec's dtype and orientation."""
+    """Read one block of a parameter, `[from, to)` per dimension, in the spec's dtype, orientation and layout."""
     wanted = (piece for _, piece in _pieces(source, spec, region))
     return _fill(source, spec, region, PieceReader(source.files, wanted))
 
@@ -197,7 +198,7 @@ def _fill(source: WeightSource, spec: ParamSpec, region: Region, reader: PieceRe
         read = reader.take(piece)
         held = read.T if spec.transposed else read
         values[place + within] = held if spec.repeats == 1 else held[..., columns - columns[0]]
-    return values
+    return LAYOUTS[spec.layout](values)
 
 
 def _pieces(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[tuple[tuple[int, ...], Piece]]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.config.settings import SchedulerSettings
-from rayserve_moe.execution.shape_choice import CPU, SMALL_MODEL, TPUS, Device, StepCost, choose_sizes
+from rayserve_moe.execution.shape_choice import CPU, CPU_NATIVE, SMALL_MODEL, TPUS, Device, StepCost, choose_sizes
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ModelRule
@@ -70,7 +70,7 @@ def step_cost(rule: ModelRule, *, dtype: str) -> StepCost:
     experts = elements["experts"]
     router = experts.pop("router_MDE")
     return StepCost(
-        device_of(plan.mesh.devices.flat[0], num_devices=plan.mesh.size),
+        device_of(plan.mesh.devices.flat[0], num_devices=plan.mesh.size, is_native=rule.kernels.is_native),
         spec.num_layers,
         dense_weights=sum(elements["attention"].values()) + sum(elements.get("dense", {}).values()) + router,
         head_weights=spec.vocab_size * spec.hidden_size,
@@ -83,8 +83,9 @@ def step_cost(rule: ModelRule, *, dtype: str) -> StepCost:
     )
 
 
-def device_of(device: jax.Device, *, num_devices: int) -> Device:
+def device_of(device: jax.Device, *, num_devices: int, is_native: bool = False) -> Device:
     """What a device can do; a kind that is not in the table counts as a v5e. Emulated devices share one CPU."""
     if device.platform == "cpu":
-        return replace(CPU, bytes_per_s=CPU.bytes_per_s / num_devices, flops=CPU.flops / num_devices)
+        cpu = CPU_NATIVE if is_native else CPU
+        return replace(cpu, bytes_per_s=cpu.bytes_per_s / num_devices, flops=cpu.flops / num_devices)
     return TPUS[TPU_OF_KIND.get(device.device_kind, "v5e")]

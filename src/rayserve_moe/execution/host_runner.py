@@ -33,6 +33,7 @@ from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpda
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.expert_mover import ExpertMover
 from rayserve_moe.execution.launch import launch_for
+from rayserve_moe.execution.native_weights import NATIVE_DTYPE, choose_kernels
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.rebalance import (
     RebalancePrograms,
@@ -88,11 +89,14 @@ class HostRunner:
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
         self._settings, self._files = settings, open_checkpoint(settings.model.path)
         spec = spec_from_config(self._files.config)
-        self.rule = model_rule(spec, plan, experts=settings.experts)
+        kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
+        self.rule = model_rule(spec, plan, experts=settings.experts, kernels=kernels)
         self.placement = first_placement(self.rule)
         platform = plan.mesh.devices.flat[0].platform
-        self.dtype = derive.compute_dtype(
-            settings.model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype
+        self.dtype = (
+            NATIVE_DTYPE
+            if kernels.is_native
+            else derive.compute_dtype(settings.model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype)
         )
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
         self._compilations = CompilationCount()

@@ -12,9 +12,10 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.loader import load_parameters
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
+from rayserve_moe.execution.native_weights import packed_specs
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, KernelChoice
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
@@ -22,9 +23,12 @@ from rayserve_moe.model.transformer import ModelRule, Parameters
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
-def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) -> ModelRule:
+def model_rule(
+    spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings, kernels: KernelChoice | None = None
+) -> ModelRule:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread.
 
+    Without `kernels`, with those of the platform.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
     """
     _check_divisible(spec, plan)
@@ -36,7 +40,7 @@ def model_rule(spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings) 
         )
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
-    kernels = KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
+    kernels = kernels or KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
     return ModelRule(
         spec,
         plan,
@@ -94,13 +98,14 @@ def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
 
 def parameter_tree(rule: ModelRule, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
     """Every parameter of a model as it lies on the devices of its mesh."""
-    return parameter_specs(
+    tree = parameter_specs(
         rule.spec,
         dtype=dtype,
         tensor_size=rule.plan.tensor_size,
         num_devices=rule.plan.mesh.size,
         num_redundant=rule.num_redundant,
     )
+    return packed_specs(tree, is_tied=rule.spec.tie_embeddings) if rule.kernels.is_native else tree
 
 
 def _maps_of(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:

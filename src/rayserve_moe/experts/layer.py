@@ -47,7 +47,8 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     `capacity_factor` is for rules that limit room; an id of -1 then is a pick that came to nothing. KeyError where the
     rule's backend is unknown.
     """
-    scores_TE, tally_4 = router_scores(hidden_TD, router_DE), None
+    is_native, tally_4 = rule.kernel == "native", None
+    scores_TE = router_scores(hidden_TD, router_DE, is_native=is_native)
     if rule.limits_room:
         assert capacity_factor is not None, "slots with limited room need a factor"
         slots_TK, ids_TK, gates_TK, tally_4 = pick_with_room(

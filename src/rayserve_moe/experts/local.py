@@ -18,6 +18,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.cpu_native import calls
+
 
 class ExpertWeights(NamedTuple):
     """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D]."""
@@ -115,6 +117,26 @@ def apply_by_ragged_dot(
     return rows_P[inverse(order_P)].reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
 
 
+def apply_natively(
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    weights: ExpertWeights,
+    *,
+    first_slot: jax.Array | int,
+    rule: ProductRule,
+) -> jax.Array:
+    """Multiply by the native CPU kernel, pick by pick: packed bfloat16 weights. Returns [T, K, D]."""
+    assert rule.activation == "silu", "the native kernel knows no other activation"
+    num_tokens, num_picks = slots_TK.shape
+    rows_PD = jnp.repeat(hidden_TD.reshape(num_tokens, -1), num_picks, axis=0)
+    slots_P1 = slots_TK.reshape(-1, 1)
+    ones = jnp.ones(slots_P1.shape, jnp.float32)
+    picked_PD = calls.expert_sums(
+        rows_PD, slots_P1, ones, tuple(weights), first_slot=first_slot, num_slots=rule.num_slots
+    )
+    return picked_PD.astype(hidden_TD.dtype).reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
+
+
 def product_rows(num_rows: int) -> int:
     """Rows that a `ragged_dot` of `num_rows` is given: a power of two up to `TILE_ROWS`, then a multiple of it.
 
@@ -156,4 +178,8 @@ def _block_rows(mean: float) -> int:
 
 ExpertKernel = Callable[..., jax.Array]
 
-LOCAL_EXPERTS: dict[str, ExpertKernel] = {"blocks": apply_in_blocks, "ragged_dot": apply_by_ragged_dot}
+LOCAL_EXPERTS: dict[str, ExpertKernel] = {
+    "blocks": apply_in_blocks,
+    "ragged_dot": apply_by_ragged_dot,
+    "native": apply_natively,
+}

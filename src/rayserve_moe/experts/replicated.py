@@ -16,6 +16,7 @@ from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights, ProductRule
 from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import PlacementArrays, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, cut_into_chunks
+from rayserve_moe.kernels.cpu_native.calls import expert_sums
 from rayserve_moe.parallel.sharding import DATA
 
 RESULT_BYTES = 4 * SEND_BYTES
@@ -63,6 +64,10 @@ def _sums_of_my_slots(
     num_local = rule.num_local_slots
     local_TK = slots_TK - rule.plan.expert_rank() * num_local
     here_TK = (local_TK >= 0) & (local_TK < num_local) & valid_T[:, None]
+    if rule.kernel == "native":
+        local_TK = jnp.where(here_TK, local_TK, num_local)
+        first = layer * num_local
+        return expert_sums(hidden_TD, local_TK, gates_TK, tuple(weights), first_slot=first, num_slots=num_local)
     results_TKD = LOCAL_EXPERTS[rule.kernel](
         hidden_TD,
         jnp.where(here_TK, local_TK, num_local),

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.cpu_native import calls
+
 
 class ForcedPicks(NamedTuple):
     """Experts that the last X tokens of a step are to take: ids [X, K] in the order wanted, -1: the router is free.
@@ -21,7 +23,12 @@ class ForcedPicks(NamedTuple):
 
 
 def select_experts(
-    hidden_TD: jax.Array, router_DE: jax.Array, *, top_k: int, renormalize: bool, forced: ForcedPicks | None = None
+    hidden_TD: jax.Array,
+    router_DE: jax.Array,
+    *,
+    top_k: int,
+    renormalize: bool,
+    forced: ForcedPicks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Pick `top_k` experts per token: ids int32 [T, K] by descending score, ties to the smaller id; weights float32.
 
@@ -31,8 +38,13 @@ def select_experts(
     return best_of_scores(scores_TE, top_k=top_k, renormalize=renormalize, forced=forced)
 
 
-def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
-    """What the router thinks of every expert: float32 [T, E]. Whatever limits its choice is a score of -inf."""
+def router_scores(hidden_TD: jax.Array, router_DE: jax.Array, *, is_native: bool = False) -> jax.Array:
+    """What the router thinks of every expert: float32 [T, E]. Whatever limits its choice is a score of -inf.
+
+    `is_native`: they come from the native CPU kernel.
+    """
+    if is_native:
+        return calls.router_scores(hidden_TD, router_DE)
     logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
     return jax.nn.softmax(logits_TE, axis=-1)
 

@@ -23,14 +23,25 @@ ATTENTION: dict[str, AttentionKernel] = {
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernels a step is built from: for single-token chunks, for prefill blocks, for experts."""
+    """The kernels a step is built from: for single-token chunks, for prefill blocks, for experts.
+
+    `products` says who multiplies with all other weights: `jax`, or `native` (see `cpu_native`), which does all of
+    attention too and wants every weight packed.
+    """
 
     decode_attention: str = "reference"
     prefill_attention: str = "reference"
     experts: str = "blocks"
+    products: str = "jax"
+
+    @property
+    def is_native(self) -> bool:
+        return self.products == "native"
 
 
 KERNELS_OF_PLATFORM: dict[str, KernelChoice] = {
     "cpu": KernelChoice(experts="blocks"),
     "tpu": KernelChoice("ragged_decode", "ragged_prefill", "ragged_dot"),
 }
+NATIVE_CPU = KernelChoice(experts="native", products="native")
+"""The kernels of `cpu_native`, for bfloat16 on a CPU that has products of them."""

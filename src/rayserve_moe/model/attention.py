@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.kv_update import write_kv
 from rayserve_moe.kernels.registry import ATTENTION, KernelChoice
 from rayserve_moe.model.layers import Rotation, project, rms_norm, rotate, rotation_of
@@ -34,9 +35,36 @@ class AttentionTokens(NamedTuple):
     rotation: Rotation
 
 
-def attention_tokens(batch: TokenBatch, spec: ModelSpec) -> AttentionTokens:
-    """Prepare the tokens of a step for all attention layers of a model."""
+def attention_tokens(batch: TokenBatch, spec: ModelSpec, *, is_native: bool = False) -> AttentionTokens:
+    """Prepare the tokens of a step for all attention layers of a model; `is_native`: by the native CPU kernel."""
+    if is_native:
+        angles = calls.rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
+        return AttentionTokens(batch, Rotation(*(each_Th[:, None] for each_Th in angles)))
     return AttentionTokens(batch, rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta))
+
+
+def attend_natively(
+    hidden_TD: jax.Array,
+    weights: dict[str, jax.Array],
+    kv_pages: jax.Array,
+    tokens: AttentionTokens,
+    *,
+    layer: jax.Array,
+    rule: AttentionRule,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_layer` by the native CPU kernel; `weights` are those of all layers, packed."""
+    batch, rotation = tokens
+    inputs = calls.AttentionInputs(
+        rotation.cos[:, 0],
+        rotation.sin[:, 0],
+        batch.kv_slots_T,
+        batch.positions_T,
+        batch.page_table_BP,
+        batch.num_singles,
+    )
+    out_TD, kv_pages = calls.attend_layer(hidden_TD, weights, kv_pages, inputs, layer=layer, eps=rule.spec.norm_eps)
+    out_TD = rule.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
+    return (out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD), kv_pages
 
 
 def attend_layer(

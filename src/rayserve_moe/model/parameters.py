@@ -26,7 +26,7 @@ class ParamSpec:
     `repeats` > 1 holds every `repeat_width` columns of the file's last dimension (as we hold it) that many times in
     a row: KV heads, where there are fewer of them than devices. The last `num_padding` entries of the vocabulary are
     zeros that no file holds: so it divides over the devices. `initial` is `normal` or `ones`, for synthetic
-    checkpoints.
+    checkpoints. `layout` says how a device's share lies in memory (`kernels.cpu_native.layout.LAYOUTS`).
     """
 
     shape: tuple[int, ...]
@@ -37,6 +37,7 @@ class ParamSpec:
     num_experts: int = 0
     transposed: bool = False
     initial: str = "normal"
+    layout: str = ""
     repeats: int = 1
     repeat_width: int = 1
     num_padding: int = 0

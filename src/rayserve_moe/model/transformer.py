@@ -18,8 +18,16 @@ from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.routing import ForcedPicks
 from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.cpu_native.calls import expert_sums, product
+from rayserve_moe.kernels.cpu_native.calls import rms_norm as native_rms_norm
 from rayserve_moe.kernels.registry import KernelChoice
-from rayserve_moe.model.attention import AttentionRule, AttentionTokens, attend_layer, attention_tokens
+from rayserve_moe.model.attention import (
+    AttentionRule,
+    AttentionTokens,
+    attend_layer,
+    attend_natively,
+    attention_tokens,
+)
 from rayserve_moe.model.layers import gated_mlp, rms_norm
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.token_batch import TokenBatch
@@ -129,11 +137,14 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     `forced_MXK` replaces what routers select for the tokens in prefill blocks, where it is not negative; a balanced
     selection takes no orders. `capacity_factor` is a float32 for rules that limit the room of slots.
     """
-    hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=rule.plan)
+    is_native = rule.kernels.is_native
+    is_packed = is_native and rule.spec.tie_embeddings
+    hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=rule.plan, is_packed=is_packed)
     forced = None
     if forced_MXK is not None and rule.expert_selection != "balanced":
         forced = forced_MXK, jnp.any(forced_MXK >= 0)
-    tokens = _StepTokens(attention_tokens(batch, rule.spec), maps, forced, capacity_factor)
+    of_attention = attention_tokens(batch, rule.spec, is_native=is_native)
+    tokens = _StepTokens(of_attention, maps, forced, capacity_factor)
     runs_captured = []
     for run in _layer_runs(rule.spec):
         body = _moe_layer if run.is_moe else _dense_layer
@@ -157,9 +168,13 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, rule: ModelRule) -> j
     They are the same on every device of a tensor group, so that all of them sample the same tokens.
     """
     embedding = params["embedding"]
-    normed_SD = rms_norm(hidden_SD, embedding["final_norm_D"], rule.spec.norm_eps)
+    norm = native_rms_norm if rule.kernels.is_native else rms_norm
+    normed_SD = norm(hidden_SD, embedding["final_norm_D"], rule.spec.norm_eps)
 
     def score_my_part(hidden_WD: jax.Array) -> jax.Array:
+        if rule.kernels.is_native:
+            table_VD = embedding["table_VD"]
+            return product(hidden_WD, embedding.get("head_DV", table_VD.reshape(table_VD.shape[::-1])))
         if "head_DV" in embedding:
             return jnp.matmul(hidden_WD, embedding["head_DV"], preferred_element_type=jnp.float32)
         return jnp.einsum("SD,VD->SV", hidden_WD, embedding["table_VD"], preferred_element_type=jnp.float32)
@@ -193,9 +208,20 @@ def _dense_layer(
 ) -> tuple[Carry, None]:
     layer, dense_layer = index
     hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, tokens.attention, layer, rule)
-    weights = _of_layer(params["dense"], dense_layer)
-    out_TD = gated_mlp(normed_TD, weights["gate_NDI"], weights["up_NDI"], weights["down_NID"])
+    if rule.kernels.is_native:
+        out_TD = _gated_natively(normed_TD, params["dense"], dense_layer)
+    else:
+        weights = _of_layer(params["dense"], dense_layer)
+        out_TD = gated_mlp(normed_TD, weights["gate_NDI"], weights["up_NDI"], weights["down_NID"])
     return (hidden_TD + rule.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype), kv_pages), None
+
+
+def _gated_natively(normed_TD: jax.Array, dense: dict[str, jax.Array], dense_layer: jax.Array) -> jax.Array:
+    """`gated_mlp` by the native CPU kernel: every token takes the one expert that there is."""
+    slots_T1 = jnp.zeros((len(normed_TD), 1), jnp.int32)
+    weights = dense["gate_NDI"], dense["up_NDI"], dense["down_NID"]
+    ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
+    return expert_sums(normed_TD, slots_T1, ones_T1, weights, first_slot=dense_layer, num_slots=1)
 
 
 def _attention_block(
@@ -204,10 +230,15 @@ def _attention_block(
     """Attention with its norm and residual; returns the stream, the stream normed for the MLP, and the pool."""
     hidden_TD, kv_pages = carry
     weights, eps = _of_layer(params["attention"], layer), rule.spec.norm_eps
-    normed_TD = rms_norm(hidden_TD, weights["norm_LD"], eps)
-    out_TD, kv_pages = attend_layer(normed_TD, weights, kv_pages, tokens, layer=layer, rule=rule.attention)
+    norm = native_rms_norm if rule.kernels.is_native else rms_norm
+    normed_TD = norm(hidden_TD, weights["norm_LD"], eps)
+    if rule.kernels.is_native:
+        attend, weights = attend_natively, params["attention"]
+    else:
+        attend = attend_layer
+    out_TD, kv_pages = attend(normed_TD, weights, kv_pages, tokens, layer=layer, rule=rule.attention)
     hidden_TD = hidden_TD + out_TD
-    return hidden_TD, rms_norm(hidden_TD, params["mlp_norm"]["scale"][layer], eps), kv_pages
+    return hidden_TD, norm(hidden_TD, params["mlp_norm"]["scale"][layer], eps), kv_pages
 
 
 def _forced_of_layer(tokens: _StepTokens, moe_layer: jax.Array) -> ForcedPicks | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks import plots
 from benchmarks.chart import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axes, Series, line_chart, nice_ticks
 from benchmarks.engine_runs import CLOCK
 from benchmarks.figures import Spread
+from benchmarks.workloads import WORKLOADS
 
 AXES = Axes("Speed <of it>", "running & waiting", "tokens/s")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -82,9 +84,11 @@ def test_files_with_curves_are_drawn_beside_themselves_and_others_left_alone(tmp
     run = {"seconds": 2.0, "tokens_sampled": 100.0, **dict.fromkeys(CLOCK, 0.1), "steps": 10}
     median = {"median": 2.0, "min": 1.0, "max": 3.0}
     parts = dict.fromkeys(("schedule", "pack", "commit", "host"), median)
+    w1 = {"workload": asdict(WORKLOADS["W1"]), "runs": {"ours": [{"seconds": 2.0}]}}
     results = {
         "curve": {"curve": {"1": [run, run], "16": [run, run]}},
         "scheduler": {"host_us": {"1": parts, "16": parts}},
+        "peers": {"peers": {"facts": {}, "limits": {"1": 9.0, "16": 90.0}, "workloads": {"W1": w1}}},
         "other": {"workloads": {}},
     }
     for name, result in results.items():
@@ -93,7 +97,7 @@ def test_files_with_curves_are_drawn_beside_themselves_and_others_left_alone(tmp
     monkeypatch.setattr("sys.argv", ["plots"])
     plots.main()
     drawn = {file.name for file in tmp_path.glob("*.svg")}
-    assert drawn == {"curve-tokens.svg", "curve-steps.svg", "curve-host.svg", "scheduler-host.svg"}
+    assert drawn == {"curve-tokens.svg", "curve-steps.svg", "curve-host.svg", "scheduler-host.svg", "peers-streams.svg"}
     assert {line.rpartition("/")[2] for line in capsys.readouterr().out.split()} == drawn
     for file in tmp_path.glob("*.svg"):
         ElementTree.parse(file)

@@ -122,6 +122,16 @@ def every_section() -> dict:
         "realised_balance": {
             "devices": 4, "phases": {"before": counted}
         },
+        "peers": {
+            "facts": {"vllm": {"version": "1.2"}}, "read_bytes_per_s": 25e9, "limits": {"1": 700.0, "16": 4000.0},
+            "workloads": {
+                name: {
+                    "workload": asdict(WORKLOADS[name]),
+                    "runs": {"ours": [{"seconds": 2.0}], "vllm": [{"seconds": 3.0}]},
+                }
+                for name in ("W1", "W3")
+            },
+        },
         "http": {
             **w2,
             "runs": {
@@ -216,6 +226,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("exchange_bytes", "0.875"),
         ("compile_gate", "2.50"),
         ("programs", "528"),
+        ("peers", "1.50 (1.50-1.50)"),
         ("planner", "1.0312 (worst layer 1.5000)"),
         ("balanced_selection", "6.00 (6.00-6.00)"),
         ("host_us", "2.0 (1.0-3.0)"),

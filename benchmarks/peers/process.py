@@ -1,0 +1,86 @@
+"""A peer in a process of its own, stopped while it is not asked: engines that wait by spinning cost nobody a core.
+
+A JSON line asks for a run, a JSON line answers:
+
+    {"prompts": [[id, ...], ...], "num_new_tokens": 8, "n": 1, "seed": 0}  ->  {"seconds": 1.2, "num_new_tokens": 128}
+
+The first line out says what is running. A run may add `first_token_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.engine_runs import check_complete
+from benchmarks.workloads import Workload
+
+HERE = Path(__file__).parent
+CLOSING_S = 20.0
+
+
+class PeerProcess:
+    """The child process that runs a peer; `facts` is what it says of itself. RuntimeError where it ends early."""
+
+    def __init__(self, python: Path, script: str, model: Path, *, environment: dict[str, str]) -> None:
+        command = [str(python), str(HERE / script), str(model)]
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            self.facts = self._read()
+        except RuntimeError:
+            self._close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def run(self, workload: Workload, prompts: list[list[int]], *, seed: int) -> dict[str, float]:
+        """Let it generate, and check that it did all of the work."""
+        request = {"prompts": prompts, "num_new_tokens": workload.num_new_tokens, "n": workload.n, "seed": seed}
+        self._signal(signal.SIGCONT)
+        try:
+            self._child.stdin.write(json.dumps(request) + "\n")
+            self._child.stdin.flush()
+            answer = self._read()
+        finally:
+            self._signal(signal.SIGSTOP)
+        check_complete(answer.pop("num_new_tokens"), workload)
+        return answer
+
+    def _read(self) -> dict[str, Any]:
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError("the peer's process has ended; its last words are above")
+        return json.loads(line)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._child.poll() is None:
+            os.killpg(self._child.pid, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._child.stdin.close()
+        try:
+            self._child.wait(CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._child.wait()
+        self._child.stdout.close()

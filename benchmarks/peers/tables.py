@@ -1,0 +1,60 @@
+"""What a comparison with peers looks like as a table, and as a chart against the machine's bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.chart import Axes, Series, line_chart
+from benchmarks.figures import rate, speed_ratio, spread
+from benchmarks.markdown import markdown_table
+from benchmarks.workloads import Workload
+
+OURS = "ours"
+NAMES = {"ours": "ours", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+DECODING = {"W1": 1.0, "W2": 16.0}
+"""Workloads that mostly decode, with their streams."""
+PREFILLING = "W3"
+
+
+def peers(measured: Mapping[str, Any]) -> str:
+    """Rates of every side, W3 in prompt tokens; how many times as fast as each peer; and what bandwidth allows."""
+    sides = [OURS, *measured["facts"]]
+    others = sides[1:]
+    rows = []
+    for name, each in measured["workloads"].items():
+        workload, runs = Workload(**each["workload"]), each["runs"]
+        count = workload.total_prompt_tokens if name == PREFILLING else workload.total_new_tokens
+        limit = measured["limits"].get(f"{DECODING[name]:.0f}") if name in DECODING else None
+        row = [name, workload, "prompt" if name == PREFILLING else "output"]
+        row += [rate(count, runs[side]) for side in sides]
+        row += [speed_ratio(runs[OURS], runs[side]) for side in others]
+        rows.append([*row, f"{limit:,.0f}" if limit else ""])
+    heading = ["", "requests", "tokens/s of"]
+    heading += [_title(side, measured["facts"]) for side in sides] + [f"ours / {NAMES[side]}" for side in others]
+    bandwidth = measured["read_bytes_per_s"] / 1e9
+    return markdown_table([*heading, f"if reading weights at {bandwidth:.1f} GB/s were all"], rows)
+
+
+def peers_chart(measured: Mapping[str, Any]) -> dict[str, str]:
+    """Output tokens a second of 1 and 16 streams on every side, under the line that bandwidth draws."""
+    workloads = {name: each for name, each in measured["workloads"].items() if name in DECODING}
+    if not workloads:
+        return {}
+    series = [
+        Series(
+            NAMES[side],
+            [
+                (DECODING[name], rate(Workload(**each["workload"]).total_new_tokens, each["runs"][side]))
+                for name, each in workloads.items()
+            ],
+        )
+        for side in [OURS, *measured["facts"]]
+    ]
+    limit = [(float(count), spread([value])) for count, value in measured["limits"].items()]
+    axes = Axes("Decoding in bfloat16 on two cores", "streams", "output tokens/s", log_x=True, log_y=True)
+    return {"streams": line_chart([*series, Series("memory bandwidth", limit)], axes)}
+
+
+def _title(side: str, facts: Mapping[str, Any]) -> str:
+    return f"{NAMES[side]} {facts[side]['version']}" if side in facts else NAMES[side]

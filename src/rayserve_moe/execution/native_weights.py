@@ -1,0 +1,93 @@
+"""Whether a model is computed by the native CPU kernels, and how its weights lie then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
+from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
+from rayserve_moe.kernels.cpu_native.layout import PANEL
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
+from rayserve_moe.model.parameters import ParamSpec
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+log = logging.getLogger(__name__)
+
+NATIVE_DTYPE = "bfloat16"
+MOST_HEAD_WIDTH = 256
+KNOWN = {"qk_norm": ("none", "head")}
+"""Values of a knob that the kernels know, where that is more than its default."""
+PACKED = (
+    *("q_LDH", "k_LDG", "v_LDG", "o_LHD"),
+    *("gate_MPDF", "up_MPDF", "down_MPFD"),
+    *("gate_NDI", "up_NDI", "down_NID"),
+    "head_DV",
+)
+"""What the kernels read as the right side of a product."""
+
+
+def choose_kernels(
+    spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, compiling: CompileSettings
+) -> KernelChoice:
+    """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had."""
+    wanted, platform = compiling.cpu_kernels, plan.mesh.devices.flat[0].platform
+    of_platform = KERNELS_OF_PLATFORM[platform]
+    if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
+        return of_platform
+    try:
+        if reason := _why_not(spec, plan, dtype=model.dtype, is_asked_for=wanted == "native"):
+            raise NativeKernelsUnavailable(reason)
+        register_native_kernels()
+    except NativeKernelsUnavailable as error:
+        if wanted == "native":
+            raise SettingsError(f"cpu_kernels native: {error}; take auto") from error
+        log.info("native CPU kernels are not used: %s", error)
+        return of_platform
+    return NATIVE_CPU
+
+
+def packed_specs(tree: Mapping[str, Mapping[str, ParamSpec]], *, is_tied: bool) -> dict[str, dict[str, ParamSpec]]:
+    """The same parameters, laid out for the native kernels where those multiply with them."""
+    layouts = dict.fromkeys(PACKED, "packed") | ({"table_VD": "packed_columns"} if is_tied else {})
+    return {
+        group: {name: replace(spec, layout=layouts.get(name, "")) for name, spec in specs.items()}
+        for group, specs in tree.items()
+    }
+
+
+def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:
+    """Knobs at a value that the kernels were not written for: of the values that are computed, all but the first."""
+    for knob in fields(spec):
+        value, name = getattr(spec, knob.name), f"{path}.{knob.name}"
+        if is_dataclass(value):
+            yield from _unknown_knobs(name, value)
+        elif "computed" in knob.metadata and value not in KNOWN.get(knob.name, knob.metadata["computed"][:1]):
+            yield f"{name} = {value!r}"
+
+
+def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: bool) -> str | None:
+    """What about a model the kernels cannot do, None where there is nothing."""
+    if plan.mesh.devices.flat[0].platform != "cpu":
+        return "the devices are no CPUs"
+    if dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for):
+        return "they compute in bfloat16, and the model in float32"
+    if unknown := list(_unknown_knobs(spec.family, spec)):
+        return f"they do not know {', '.join(unknown)}"
+    head_width = spec.attention.head_dim
+    if head_width > MOST_HEAD_WIDTH:
+        return f"head_dim {head_width} exceeds {MOST_HEAD_WIDTH}"
+    sizes = {
+        "hidden_size": spec.hidden_size,
+        "head_dim": head_width,
+        "moe_intermediate_size": spec.experts.intermediate_size,
+        "intermediate_size of a device": spec.dense_intermediate_size // plan.tensor_size
+        if spec.dense_layer_ids
+        else 0,
+        "vocabulary of a device": -(-spec.vocab_size // plan.mesh.size),
+    }
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % PANEL]
+    return f"{', '.join(wrong)} does not divide by {PANEL}" if wrong else None

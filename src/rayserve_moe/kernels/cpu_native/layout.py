@@ -1,0 +1,48 @@
+"""How the native CPU kernels want weights to lie: [K, N] as panels of 32 columns, in each the pairs of neighbouring k.
+
+`products.h` says why. A packed array keeps its shape, so whatever moves, shards or counts weights by their leading
+dimensions is not concerned.
+"""
+
+# K depth   N columns   V vocabulary   D model width   T tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PANEL = 32
+
+
+def pack(weights_KN: jax.Array) -> jax.Array:
+    """Lay out [..., K, N] for the kernels; K has to be even, and N a multiple of 32. The shape stays.
+
+    Arrays of numpy become such, here and in `pack_columns`.
+    """
+    *outer, depth, columns = weights_KN.shape
+    places = len(outer)
+    cut = weights_KN.reshape(*outer, depth // 2, 2, columns // PANEL, PANEL)
+    return cut.transpose(*range(places), places + 2, places, places + 3, places + 1).reshape(weights_KN.shape)
+
+
+def pack_columns(table_VD: jax.Array) -> jax.Array:
+    """Lay out a table whose rows are the columns of a product, as that of tied embeddings; the shape stays."""
+    return pack(table_VD.T).reshape(table_VD.shape)
+
+
+def _plain(array: jax.Array) -> jax.Array:
+    return array
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {"": _plain, "packed": pack, "packed_columns": pack_columns}
+"""What is done to a device's share of a parameter before it gets there, by `ParamSpec.layout`."""
+
+
+def take_columns(packed_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
+    """Rows [T, D] of a table that `pack_columns` has laid out."""
+    num_words, width = packed_VD.shape
+    panels = packed_VD.reshape(num_words // PANEL, width // 2, PANEL, 2)
+    return jnp.asarray(panels[ids_T // PANEL, :, ids_T % PANEL, :]).reshape(len(ids_T), width)

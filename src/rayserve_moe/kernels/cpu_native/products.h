@@ -1,0 +1,128 @@
+// Products of bfloat16 rows with packed bfloat16 matrices, accumulated in float32.
+//
+// A packed [K, N] matrix is N / 32 panels of 32 columns, each [K / 2][32][2]: the pair of weights that one lane of
+// VDPBF16PS takes lies together, and a panel is read from front to back. Every element of a result is one chain of such
+// steps over k = 0, 2, 4, ..., so it has the same bits however many rows are multiplied together.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace native {
+
+using bf16 = uint16_t;
+constexpr int64_t kPanel = 32;
+constexpr int kMostRows = 12;
+
+struct Pair {  // 32 neighbouring columns
+  __m512 low, high;
+};
+
+inline __m512 wide(const bf16* source) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+inline __m512 rounded(__m512 value) {
+  const __m256i bits = (__m256i)_mm512_cvtneps_pbh(value);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+inline void store(bf16* target, __m512 value) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+inline __m512bh both(const bf16* pair) {  // the same two numbers in every lane
+  int32_t bits;
+  std::memcpy(&bits, pair, sizeof bits);
+  return (__m512bh)_mm512_set1_epi32(bits);
+}
+
+inline __m512bh lanes(const bf16* source) { return (__m512bh)_mm512_loadu_si512(source); }
+
+// e to the `x`, to about one unit in the last place; NaN stays NaN. Cody and Waite's reduction, Cephes' polynomial.
+inline __m512 exponential(__m512 x) {
+  x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+inline __m512 silu(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+// `Rows` rows times one panel of each of `Panels` matrices; `row(i)` is where row i of the left side begins.
+template <int Rows, int Panels, class Row, class Done>
+inline void tile(int64_t first, int64_t depth, const bf16* const (&panels)[Panels], Row&& row, Done&& done) {
+  const bf16* left[Rows];
+  __m512 low[Rows][Panels], high[Rows][Panels];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+    left[r] = row(first + r);
+#pragma GCC unroll 2
+    for (int p = 0; p < Panels; ++p) low[r][p] = high[r][p] = _mm512_setzero_ps();
+  }
+  for (int64_t k = 0; k < depth; k += 2) {
+    __m512bh weights[Panels][2];
+#pragma GCC unroll 2
+    for (int p = 0; p < Panels; ++p) {
+      weights[p][0] = lanes(panels[p] + k * kPanel);
+      weights[p][1] = lanes(panels[p] + k * kPanel + 32);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const __m512bh value = both(left[r] + k);
+#pragma GCC unroll 2
+      for (int p = 0; p < Panels; ++p) {
+        low[r][p] = _mm512_dpbf16_ps(low[r][p], value, weights[p][0]);
+        high[r][p] = _mm512_dpbf16_ps(high[r][p], value, weights[p][1]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+    Pair results[Panels];
+#pragma GCC unroll 2
+    for (int p = 0; p < Panels; ++p) results[p] = {low[r][p], high[r][p]};
+    done(first + r, results);
+  }
+}
+
+// Rows `begin` to `end` times one panel of each matrix, `depth` long: `done(row, results)` gets 32 columns of each.
+template <int Panels, class Row, class Done>
+inline void multiply(int64_t begin, int64_t end, int64_t depth, const bf16* const (&panels)[Panels], Row&& row,
+                     Done&& done) {
+  constexpr int kRows = kMostRows / Panels;
+  for (; end - begin >= kRows; begin += kRows) tile<kRows>(begin, depth, panels, row, done);
+  switch (end - begin) {
+#define NATIVE_TILE(n) \
+  case n:              \
+    if constexpr (n < kRows) tile<n>(begin, depth, panels, row, done); \
+    break;
+    NATIVE_TILE(1) NATIVE_TILE(2) NATIVE_TILE(3) NATIVE_TILE(4) NATIVE_TILE(5) NATIVE_TILE(6)
+    NATIVE_TILE(7) NATIVE_TILE(8) NATIVE_TILE(9) NATIVE_TILE(10) NATIVE_TILE(11)
+#undef NATIVE_TILE
+    default:
+      break;
+  }
+}
+
+// One panel of a plain product: rows of `left` [rows, depth] times a panel, into columns of `out` [rows, width].
+template <class Store>
+inline void multiply_panel(const bf16* left, int64_t num_rows, int64_t depth, const bf16* panel, Store&& put) {
+  const bf16* panels[1] = {panel};
+  multiply<1>(
+      0, num_rows, depth, panels, [&](int64_t r) { return left + r * depth; },
+      [&](int64_t r, const Pair(&result)[1]) { put(r, result[0]); });
+}
+
+}  // namespace native

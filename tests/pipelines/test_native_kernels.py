@@ -1,0 +1,100 @@
+"""What a request gets from the native CPU kernels does not depend on how, when and next to whom it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.parallel.mesh import plan_for
+from tests.pipelines.conftest import ONE_BUCKET
+from tests.support.checkpoints import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
+from tests.support.drive import Way, preempt_every, run_alone, run_together
+from tests.support.logits import prompt_logits_of
+from tests.support.native import need_native_kernels
+from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.workload import mixed_workload
+
+CONFIG = replace(CORE_CONFIG, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, head_dim=32, scale=0.1)
+"""The core model in widths that the kernels take: one dense layer, then two with experts."""
+
+LONGEST = 64
+STEP = {"step_tokens": 64}
+WAYS = {
+    "company": Way(chunk_tokens=64, **STEP),
+    "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
+    "few rows, one step after the other": Way(num_rows=3, overlaps=False, **STEP),
+    "preemption every 8 steps, all forgotten": Way(intervene=preempt_every(8, forgets=True), **STEP),
+    "pages for two long sequences": Way(num_pages=29, **STEP),
+}
+
+
+def engine_at(path: Path, **settings: object) -> Engine:
+    wanted = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, **ONE_BUCKET}
+    return Engine(str(path), **{**wanted, **settings})
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, id="head"), pytest.param(True, id="tied", marks=pytest.mark.slow)]
+)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_native_kernels()
+    config = replace(CONFIG, tie_word_embeddings=request.param)
+    return write_checkpoint(tmp_path_factory.mktemp("native") / "model", config, seed=3)
+
+
+@pytest.fixture(scope="module")
+def native(path: Path) -> Iterator[Engine]:
+    with engine_at(path) as engine:
+        assert engine.runner.rule.kernels.is_native and engine.runner.dtype == "bfloat16"
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(native: Engine) -> Outcomes:
+    return run_alone(native.runner, native.card, mixed_workload(), way=Way(chunk_tokens=64, **STEP))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_outputs_do_not_depend_on_scheduling(native: Engine, alone: Outcomes, way: Way):
+    assert_all_same(run_together(native.runner, native.card, mixed_workload(), way=way), alone)
+
+
+def test_logits_are_as_near_to_float32_as_those_of_xla(path: Path, native: Engine):
+    """The two round sums at different places. Their streams have 8 bits, so logits differ by some 1 % of their spread;
+    where a router is within that of a tie, it may turn. So it is the root of the mean square that is held."""
+    prompts = [request.prompt_ids.tolist() for request in mixed_workload() if len(request.prompt_ids) <= LONGEST]
+    runners = native.runner, loaded(path, dtype="bfloat16", cpu_kernels="off"), loaded(path, dtype="float32")
+    ours, xla, exact = (np.concatenate([*map(prompt_logits_of(each, longest=LONGEST), prompts)]) for each in runners)
+    assert rms(ours - exact) <= 1.25 * rms(xla - exact)
+    assert rms(ours - xla) <= 2**-5 * rms(exact)
+
+
+def loaded(path: Path, **settings: object) -> HostRunner:
+    found = settings_from({"model_path": str(path), **settings})
+    sections = RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts, found.compile)
+    runner = HostRunner(sections, plan_for(jax.devices()[:1]))
+    assert not runner.rule.kernels.is_native
+    runner.load()
+    return runner
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+@pytest.mark.slow
+def test_two_devices_have_kernels_of_their_own(path: Path):
+    """Partial sums of two devices round otherwise than one sum, so only the laws are the same."""
+    with engine_at(path, cpu_kernels="native", devices_per_host=2) as engine:
+        way = Way(chunk_tokens=64, **STEP)
+        alone = run_alone(engine.runner, engine.card, mixed_workload(), way=way)
+        assert_all_same(run_together(engine.runner, engine.card, mixed_workload(), way=way), alone)

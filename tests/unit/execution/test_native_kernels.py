@@ -1,0 +1,180 @@
+"""The native CPU kernels are built where that is possible; elsewhere the reason is said, and XLA computes."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import stat
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings, SettingsError
+from rayserve_moe.execution import native_library, native_weights
+from rayserve_moe.execution.native_library import CPU_FLAGS, NativeKernelsUnavailable, build, check_cpu
+from rayserve_moe.execution.native_weights import PACKED, choose_kernels
+from rayserve_moe.execution.weights import first_placement, load_weights, model_rule
+from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
+from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.mesh import plan_for
+from tests.support.native import need_native_kernels
+
+JAX = KERNELS_OF_PLATFORM["cpu"]
+
+
+def spec_with(**changes: object) -> ModelSpec:
+    return spec_from_hf({**asdict(PRESETS["tiny"]), "dtype": "bfloat16", **changes})
+
+
+def chosen(setting: str, spec: ModelSpec | None = None, *, dtype: str = "auto", num_devices: int = 1) -> KernelChoice:
+    plan = plan_for(jax.devices()[:num_devices])
+    settings = {"model": ModelSettings(dtype=dtype), "compiling": CompileSettings(cpu_kernels=setting)}
+    return choose_kernels(spec or spec_with(), plan, **settings)
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A machine without a compiler that has built nothing before."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(native_library, "default_cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(native_library, "check_cpu", lambda cpuinfo: None)
+    monkeypatch.setattr(native_weights, "register_native_kernels", native_library.register_native_kernels.__wrapped__)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler_xla_computes(caplog):
+    with caplog.at_level(logging.INFO):
+        assert chosen("auto") == JAX
+    assert "no C++ compiler" in caplog.text
+    with pytest.raises(SettingsError, match=r"cpu_kernels native: there is no C\+\+ compiler .*; take auto"):
+        chosen("native")
+
+
+def test_what_was_built_needs_no_compiler(monkeypatch, tmp_path):
+    need_native_kernels()
+    built = build(native_library.default_cache_directory() / "native")
+    (tmp_path / "native").mkdir()
+    shutil.copy(built, tmp_path / "native")
+    monkeypatch.setenv("PATH", "")
+    assert build(tmp_path / "native") == tmp_path / "native" / built.name
+
+
+def fake_compiler(directory: Path, script: str) -> None:
+    compiler = directory / "c++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_path):
+    fake_compiler(tmp_path, "echo 'unknown option -mavx512bf16' >&2; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NativeKernelsUnavailable, match="fails: unknown option -mavx512bf16"):
+        build(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch, tmp_path):
+    fake_compiler(tmp_path, "exec /bin/sleep 60")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(native_library, "BUILD_TIMEOUT_S", 0.2)
+    with pytest.raises(NativeKernelsUnavailable, match="takes longer"):
+        build(tmp_path / "cache")
+
+
+def test_a_directory_that_cannot_be_written_is_no_disaster(monkeypatch, tmp_path):
+    fake_compiler(tmp_path, "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(NativeKernelsUnavailable, match="cannot be written"):
+        build(tmp_path / "cache")
+
+
+def test_a_library_that_is_none_is_no_disaster(monkeypatch, tmp_path):
+    (tmp_path / "broken.so").write_text("not a library")
+    monkeypatch.setattr(native_library, "check_cpu", lambda cpuinfo: None)
+    monkeypatch.setattr(native_library, "build", lambda directory: tmp_path / "broken.so")
+    with pytest.raises(NativeKernelsUnavailable, match="cannot be loaded"):
+        native_library.register_native_kernels.__wrapped__()
+
+
+@pytest.mark.parametrize("missing", [*CPU_FLAGS, "all"])
+def test_a_processor_without_the_instructions_is_refused(tmp_path, missing):
+    cpuinfo = tmp_path / "cpuinfo"
+    if missing != "all":
+        cpuinfo.write_text("flags\t\t: " + " ".join(flag for flag in CPU_FLAGS if flag != missing) + "\n")
+    with pytest.raises(NativeKernelsUnavailable, match=CPU_FLAGS[0] if missing == "all" else missing):
+        check_cpu(cpuinfo)
+
+
+def test_a_processor_with_the_instructions_passes(tmp_path):
+    (tmp_path / "cpuinfo").write_text("model name: x\nflags\t\t: sse " + " ".join(CPU_FLAGS) + "\n")
+    check_cpu(tmp_path / "cpuinfo")
+
+
+def test_they_are_chosen_where_they_help():
+    need_native_kernels()
+    assert chosen("auto") == chosen("native") == NATIVE_CPU
+    assert chosen("off") == JAX
+    assert chosen("auto", num_devices=2) == JAX, "all hosts of a group have to agree"
+    assert chosen("native", num_devices=2) == NATIVE_CPU
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "reason"),
+    [
+        (spec_with(), "float32", "in bfloat16, and the model in float32"),
+        (spec_with(moe_intermediate_size=48), "auto", "moe_intermediate_size 48 does not divide by 32"),
+        (spec_with(hidden_size=144, head_dim=16), "auto", "hidden_size 144, head_dim 16 does not divide"),
+        (spec_with(vocab_size=500), "auto", "vocabulary of a device 500 does not divide"),
+        (spec_with(head_dim=512), "auto", "head_dim 512 exceeds 256"),
+    ],
+)
+def test_models_they_cannot_do_are_left_to_xla(spec, dtype, reason):
+    assert chosen("auto", spec, dtype=dtype) == JAX
+    with pytest.raises(SettingsError, match=reason):
+        chosen("native", spec, dtype=dtype)
+
+
+def test_a_knob_they_do_not_know_is_left_to_xla(monkeypatch):
+    spec = spec_with()
+    odd = replace(spec.attention)
+    object.__setattr__(odd, "windows", (128,))
+    object.__setattr__(spec, "attention", odd)
+    assert chosen("auto", spec) == JAX
+    with pytest.raises(SettingsError, match=r"do not know qwen3_moe\.attention\.windows = \(128,\)"):
+        chosen("native", spec)
+
+
+def test_a_float32_checkpoint_stays_float32_unless_asked():
+    assert chosen("auto", spec_with(dtype="float32")) == JAX
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loaded_weights_lie_as_the_kernels_want_them_on_every_device(tmp_path, tied):
+    config = replace(PRESETS["tiny"], tie_word_embeddings=tied, mlp_only_layers=(1,))
+    files = open_checkpoint(write_checkpoint(tmp_path / "model", config, seed=1))
+    plan, spec = plan_for(jax.devices()[:2]), spec_from_config(files.config)
+    plain, packed = (
+        load_weights(
+            files,
+            rule := model_rule(spec, plan, experts=ExpertSettings(), kernels=kernels),
+            dtype="bfloat16",
+            placement=first_placement(rule),
+        ).params
+        for kernels in (JAX, NATIVE_CPU)
+    )
+    layouts = dict.fromkeys(PACKED, pack) | ({"table_VD": pack_columns} if tied else {})
+    for group, arrays in plain.items():
+        for name, array in arrays.items():
+            lay_out = layouts.get(name, lambda values: values)
+            for ours, theirs in zip(packed[group][name].addressable_shards, array.addressable_shards, strict=True):
+                assert ours.device == theirs.device
+                np.testing.assert_array_equal(ours.data, lay_out(theirs.data), err_msg=name)

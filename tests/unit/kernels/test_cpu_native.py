@@ -1,0 +1,181 @@
+"""The native CPU kernels compute what the pure JAX path computes, each row by itself."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights, ProductRule
+from rayserve_moe.kernels.cpu_native import calls
+from rayserve_moe.kernels.cpu_native.layout import PANEL, pack, pack_columns, take_columns
+from rayserve_moe.model.layers import rms_norm, rotation_of
+from tests.support.native import need_native_kernels
+
+TOKENS = st.integers(1, 40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels():
+    need_native_kernels()
+
+
+def draw(generator: np.random.Generator, *shape: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(generator.standard_normal(shape) * scale, jnp.bfloat16)
+
+
+def wide(array: jax.Array) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+@given(TOKENS, st.integers(1, 48), st.integers(1, 3), st.integers(0, 2**16))
+@settings(max_examples=10)
+def test_a_product_is_the_product(num_tokens, half_depth, num_panels, number):
+    generator = np.random.default_rng(number)
+    left, right = draw(generator, num_tokens, 2 * half_depth), draw(generator, 2 * half_depth, num_panels * PANEL)
+    found = np.asarray(calls.product(left, pack(right)))
+    # Products of bfloat16 are exact in float32; a chain of K sums rounds by no more than K half steps of its bound.
+    bound = 2 * half_depth * 2.0**-23 * (np.abs(wide(left)) @ np.abs(wide(right)))
+    assert (np.abs(found - wide(left) @ wide(right)) <= bound).all()
+
+
+@given(TOKENS, st.integers(0, 2**16))
+@settings(max_examples=10)
+def test_a_row_of_a_product_is_its_own(num_tokens, number):
+    generator = np.random.default_rng(number)
+    left, right = draw(generator, num_tokens, 96), pack(draw(generator, 96, 64))
+    together = np.asarray(calls.product(left, right))
+    row = int(generator.integers(num_tokens))
+    np.testing.assert_array_equal(together[row], np.asarray(calls.product(left[row : row + 1], right))[0])
+    poisoned = left.at[(row + 1) % num_tokens].set(jnp.nan)
+    if num_tokens > 1:
+        np.testing.assert_array_equal(together[row], np.asarray(calls.product(poisoned, right))[row])
+
+
+def test_packed_tables_give_back_their_rows():
+    table = draw(np.random.default_rng(0), 96, 32)
+    ids = jnp.asarray([0, 95, 31, 32, 5, 5])
+    np.testing.assert_array_equal(take_columns(pack_columns(table), ids), table[ids])
+    hidden = draw(np.random.default_rng(1), 3, 32)
+    found = calls.product(hidden, pack_columns(table).reshape(32, 96))
+    np.testing.assert_array_equal(found, calls.product(hidden, pack(table.T)))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 8), (7, 32), (40, 200)])
+def test_norms_and_scores_are_those_of_jax_row_by_row(num_tokens, num_experts):
+    generator = np.random.default_rng(num_tokens)
+    rows, scale = draw(generator, num_tokens, 96), draw(generator, 96)
+    router = jnp.asarray(generator.standard_normal((96, num_experts)), jnp.float32)
+    normed, scores = calls.rms_norm(rows, scale, 1e-6), calls.router_scores(rows, router)
+    np.testing.assert_allclose(wide(normed), wide(rms_norm(rows, scale, 1e-6)), rtol=2**-7)
+    expected = jax.nn.softmax(jnp.matmul(rows.astype(jnp.float32), router, precision="highest"), axis=-1)
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-7)
+    row = num_tokens // 2
+    np.testing.assert_array_equal(calls.rms_norm(rows[row:][:1], scale, 1e-6)[0], normed[row])
+    np.testing.assert_array_equal(calls.router_scores(rows[row:][:1], router)[0], scores[row])
+    poisoned = calls.router_scores(rows.at[row, 3].set(jnp.nan), router)
+    assert np.isnan(poisoned[row]).all() and np.isfinite(np.delete(poisoned, row, axis=0)).all()
+
+
+def test_angles_are_those_of_jax_position_by_position():
+    positions = jnp.asarray([-1, 0, 1, 127, 4095, 40_000], jnp.int32)
+    expected = rotation_of(positions, width=64, theta=1e6)
+    found = calls.rotation_of(positions, width=64, theta=1e6)
+    for ours, theirs in zip(found, expected, strict=True):
+        # Frequencies are rounded to float32 from a more exact power: at position 40,000 an angle may be off by 0.01.
+        np.testing.assert_allclose(ours, theirs[:, 0], atol=1e-2)
+        np.testing.assert_allclose(ours[:4], theirs[:4, 0], atol=5e-5)
+    alone = calls.rotation_of(positions[3:4], width=64, theta=1e6)
+    np.testing.assert_array_equal(alone[1][0], found[1][3])
+
+
+def expert_case(generator: np.random.Generator, num_tokens: int, top_k: int, num_slots: int):
+    width, inner, num_layers = 64, 96, 2
+    shapes = [(width, inner), (width, inner), (inner, width)]
+    weights = ExpertWeights(*(draw(generator, num_layers * num_slots, *shape, scale=0.2) for shape in shapes))
+    slots = np.stack([generator.permutation(num_slots + 2)[:top_k] for _ in range(num_tokens)])
+    gates = generator.random((num_tokens, top_k)).astype(np.float32)
+    return draw(generator, num_tokens, width), jnp.asarray(np.minimum(slots, num_slots), jnp.int32), gates, weights
+
+
+@given(TOKENS, st.sampled_from([(1, 1), (2, 4), (4, 9)]), st.integers(0, 2**16))
+@settings(max_examples=4)
+def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
+    (top_k, num_slots), generator = sizes, np.random.default_rng(number)
+    hidden, slots, gates, weights = expert_case(generator, num_tokens, top_k, num_slots)
+    rule = ProductRule(num_slots, num_tokens * top_k / num_slots)
+    picked = LOCAL_EXPERTS["blocks"](hidden, slots, weights, first_slot=num_slots, rule=rule)
+    here = np.asarray(slots) < num_slots
+    expected = np.einsum("TK,TKD->TD", np.where(here, gates, 0), np.where(here[..., None], wide(picked), 0))
+    packed = ExpertWeights(*map(pack, weights))
+    found = calls.expert_sums(hidden, slots, gates, tuple(packed), first_slot=num_slots, num_slots=num_slots)
+    # Both round 96 inner numbers and the result to 8 bits, by chance to different sides: a few steps of the largest.
+    np.testing.assert_allclose(found, expected, atol=2**-6 * max(1.0, np.abs(expected).max()))
+    native = LOCAL_EXPERTS["native"](hidden, slots, packed, first_slot=num_slots, rule=rule)
+    np.testing.assert_allclose(
+        wide(native)[here], wide(picked)[here], atol=2**-6 * max(1.0, np.abs(wide(picked)[here]).max(initial=0.0))
+    )
+
+
+def test_the_sum_of_a_token_is_its_own():
+    generator = np.random.default_rng(3)
+    hidden, slots, gates, weights = expert_case(generator, 37, 4, 9)
+    packed = tuple(map(pack, weights))
+
+    def sums(places: np.ndarray, hidden: jax.Array = hidden) -> np.ndarray:
+        return np.asarray(
+            calls.expert_sums(hidden[places], slots[places], gates[places], packed, first_slot=9, num_slots=9)
+        )
+
+    together = sums(np.arange(37))
+    for places in (np.array([5]), np.array([36, 5, 7]), np.arange(36, -1, -1)):
+        np.testing.assert_array_equal(sums(places), together[places])
+    poisoned = sums(np.arange(37), hidden.at[7].set(jnp.nan))
+    others = np.arange(37) != 7
+    np.testing.assert_array_equal(poisoned[others], together[others])
+
+
+def test_picks_of_other_devices_add_nothing():
+    hidden, slots, gates, weights = expert_case(np.random.default_rng(4), 5, 2, 3)
+    elsewhere = jnp.full_like(slots, 3)
+    packed = tuple(map(pack, weights))
+    assert not np.asarray(calls.expert_sums(hidden, elsewhere, gates, packed, first_slot=0, num_slots=3)).any()
+
+
+@pytest.mark.parametrize("columns", [48, 16])
+def test_widths_that_are_no_panels_are_refused(columns):
+    with pytest.raises(Exception, match="must divide by 32"):
+        jax.block_until_ready(calls.product(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, columns), jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("first_slot", [-1, 4])
+def test_slots_beyond_the_weights_are_refused(first_slot):
+    hidden, slots, gates, weights = expert_case(np.random.default_rng(5), 2, 1, 3)
+    with pytest.raises(Exception, match="no such expert slots"):
+        jax.block_until_ready(
+            calls.expert_sums(hidden, slots, gates, tuple(weights), first_slot=first_slot, num_slots=3)
+        )
+
+
+def test_no_item_is_lost_or_done_twice_when_calls_follow_each_other():
+    """Calls of few and of many items in turn, with more threads that compute than there are cores."""
+    generator = np.random.default_rng(6)
+    left = draw(generator, 1, 2)
+    rights = [pack(draw(generator, 2, size)) for size in (64, 4096, 96, 1024)]
+    multiply = jax.jit(calls.product)
+    expected = [np.asarray(multiply(left, right)) for right in rights]
+
+    def run(_: int) -> bool:
+        return all(
+            np.array_equal(multiply(left, right), out)
+            for _ in range(40)
+            for right, out in zip(rights, expected, strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
