@@ -33,7 +33,7 @@ from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpda
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.expert_mover import ExpertMover
 from rayserve_moe.execution.launch import launch_for
-from rayserve_moe.execution.native_weights import NATIVE_DTYPE, choose_kernels
+from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.rebalance import (
     RebalancePrograms,
@@ -92,12 +92,7 @@ class HostRunner:
         kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
         self.rule = model_rule(spec, plan, experts=settings.experts, kernels=kernels)
         self.placement = first_placement(self.rule)
-        platform = plan.mesh.devices.flat[0].platform
-        self.dtype = (
-            NATIVE_DTYPE
-            if kernels.is_native
-            else derive.compute_dtype(settings.model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype)
-        )
+        self.dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
         self._compilations = CompilationCount()
         self._launch = launch_for(list(plan.mesh.local_devices))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from rayserve_moe.config import derive
 from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
 from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
 from rayserve_moe.kernels.cpu_native.layout import PANEL
@@ -48,6 +49,14 @@ def choose_kernels(
         log.info("native CPU kernels are not used: %s", error)
         return of_platform
     return NATIVE_CPU
+
+
+def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kernels: KernelChoice) -> str:
+    """What a model is computed in: where kernels are native, in theirs."""
+    if kernels.is_native:
+        return NATIVE_DTYPE
+    platform = plan.mesh.devices.flat[0].platform
+    return derive.compute_dtype(model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype)
 
 
 def packed_specs(tree: Mapping[str, Mapping[str, ParamSpec]], *, is_tied: bool) -> dict[str, dict[str, ParamSpec]]:
