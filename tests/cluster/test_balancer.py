@@ -282,7 +282,7 @@ def test_a_replica_answers_without_any_balancer(replica: Replica, load: Load) ->
 @pytest.mark.parametrize(
     "name",
     [
-        "other slots",
+        pytest.param("other slots", marks=pytest.mark.slow),
         pytest.param("an expert twice on a rank", marks=pytest.mark.slow),
         pytest.param("a share that is no number", marks=pytest.mark.slow),
         pytest.param("an old version", marks=pytest.mark.slow),
@@ -296,6 +296,7 @@ def test_garbage_changes_nothing(replica: Replica, load: Load, name: str) -> Non
     assert replica.placement is replica.start
 
 
+@pytest.mark.slow
 def test_a_plan_that_comes_too_late_changes_nothing(replica: Replica, load: Load) -> None:
     num_refused = replica.num_refused("stale")
     elsewhere = random_placement(replica.start, seed=1)

@@ -50,6 +50,7 @@ def kill_worker(out: Path, killed: list[int]) -> None:
         killed.append(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 def test_engines_of_the_job_and_the_loss_of_one(raylets: int, config: Path, prompts: Path, tmp_path: Path) -> None:
     """A worker is killed on the way: another engine takes over, and every sample equals an undisturbed run's."""

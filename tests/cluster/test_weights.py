@@ -78,7 +78,9 @@ def long_request(name: str) -> GenerationRequest:
     return GenerationRequest(name, np.arange(5, 25, dtype=np.int32), LONG, return_routed_experts=True)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport", [pytest.param(name, marks=pytest.mark.slow if name == "compiled_graph" else ()) for name in TRANSPORTS]
+)
 def test_all_hosts_change_weights_between_the_same_two_steps(
     transport: str, group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
 ) -> None:

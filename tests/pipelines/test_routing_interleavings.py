@@ -130,7 +130,7 @@ def tally() -> Tally:
     return Tally()
 
 
-@pytest.mark.parametrize("num_data_ranks", [1, 2])
+@pytest.mark.parametrize("num_data_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @settings(
     max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -76,7 +76,13 @@ def test_an_answer_that_takes_too_long(url: str, road: UnreliableRoad) -> None:
 def test_an_answer_to_something_else_is_noticed(url: str, road: UnreliableRoad) -> None:
     """The answer to another prompt, or to fewer samples, is none to this request."""
     kept: list = []
-    road.road = lambda _, asked, messages: kept.append(messages) or kept[0]
+
+    def answer_first(_: int, asked: dict, messages: list) -> list:
+        """What is left of a request that an earlier client gave up is none of ours."""
+        kept.extend([messages] if messages[0]["status"] == 200 else [])
+        return kept[0] if kept else messages
+
+    road.road = answer_first
     with BlockingRolloutClient(url, api_key=KEY) as client:
         client.generate([REQUEST])
         for other in (
