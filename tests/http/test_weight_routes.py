@@ -40,7 +40,7 @@ def asking(ask_now: Callable[[], object]) -> Iterator[Future]:
         yield pool.submit(ask_now)
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("mode", ["abort", "retract", pytest.param("in_place", marks=pytest.mark.slow)])
 def test_a_pause_is_told_of_and_keeps_new_requests_waiting(http, engine, mode, unhurried):
     with running(http, engine, GENERATE, native(rid="early")) as early:
         for _ in range(2):
@@ -60,7 +60,9 @@ def test_a_pause_is_told_of_and_keeps_new_requests_waiting(http, engine, mode, u
     assert http.get("/v1/loads").json()["paused"] is False
 
 
-@pytest.mark.parametrize("mode", [None, "retract", "in_place"])
+@pytest.mark.parametrize(
+    "mode", ["retract", *(pytest.param(mode, marks=pytest.mark.slow) for mode in (None, "in_place"))]
+)
 def test_other_weights_are_told_of_everywhere(http, engine, other_checkpoint, mode, unhurried):
     before = ask(http, GENERATE, **SHORT)
     with running(http, engine, GENERATE, native(rid="mine")) as answer:

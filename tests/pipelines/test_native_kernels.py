@@ -35,6 +35,7 @@ WAYS = {
     "preemption every 8 steps, all forgotten": Way(intervene=preempt_every(8, forgets=True), **STEP),
     "pages for two long sequences": Way(num_pages=29, **STEP),
 }
+QUICK = ("chunks that cut pages", "preemption every 8 steps, all forgotten")
 
 
 def engine_at(path: Path, **settings: object) -> Engine:
@@ -63,7 +64,10 @@ def alone(native: Engine) -> Outcomes:
     return run_alone(native.runner, native.card, mixed_workload(), way=Way(chunk_tokens=64, **STEP))
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, way in WAYS.items()],
+)
 def test_outputs_do_not_depend_on_scheduling(native: Engine, alone: Outcomes, way: Way):
     assert_all_same(run_together(native.runner, native.card, mixed_workload(), way=way), alone)
 

@@ -118,7 +118,9 @@ def updatable(checkpoint: Path):
             yield url
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize(
+    "mode", ["in_place", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("abort", "retract"))]
+)
 def test_sample_update_sample(updatable: str, tmp_path: Path, mode: str) -> None:
     """Weights change while samples run: each is of the version that it names, and those after it of the new one."""
     other = write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=9, dtype="float32")
