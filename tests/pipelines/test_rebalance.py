@@ -157,11 +157,16 @@ def few_requests() -> list[GenerationRequest]:
     return [request for request in mixed_workload() if len(request.prompt_ids) < 70][::2]
 
 
+def crowd() -> list[GenerationRequest]:
+    """32 requests, each of the mixed workload twice."""
+    return [replace(request, request_id=f"{request.request_id} {i}") for i in range(2) for request in mixed_workload()]
+
+
 CASES = [
     ((2, 2), "all_to_all", few_requests),
     ((2, 2), "fused", few_requests),
     *(
-        pytest.param(mesh, backend, mixed_workload, marks=pytest.mark.slow)
+        pytest.param(mesh, backend, crowd, marks=pytest.mark.slow)
         for mesh in [(2, 2), (4, 1), (4, 2), (8, 1)]
         for backend in ("all_to_all", "fused")
     ),
