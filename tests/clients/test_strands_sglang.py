@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from tests.clients.conftest import NUM_LAYERS, TOP_K, client_package, logprobs_of, uncached_rows
 
 strands_sglang = client_package("strands_sglang")
@@ -91,3 +94,28 @@ def test_what_is_refused_reaches_the_client_as_its_own_error(url: str) -> None:
 
     with pytest.raises(strands_sglang.SGLangClientError, match="exceed"):
         asyncio.run(ask())
+
+
+def test_generate_update_generate(url: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A trainer brings other weights between two rounds, and then the first ones again."""
+    other = write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=1, dtype="float32")
+    answers = asyncio.run(rounds(url, [other, checkpoint]))
+    assert [answer["meta_info"]["weight_version"] for answer in answers] == ["0", "after 1", "after 2"]
+    first, second, third = ((answer["output_ids"], answer["meta_info"]["routed_experts"]) for answer in answers)
+    assert first == third and first[0] != second[0] and first[1] != second[1]
+
+
+async def rounds(url: str, checkpoints: list[Path]) -> list[dict]:
+    """The same prompt under the weights there are, and under those of every checkpoint."""
+    greedy = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    asked = {"input_ids": [10, 11, 12], "sampling_params": greedy, "return_routed_experts": True}
+    async with strands_sglang.SGLangClient(url, max_retries=0) as client, httpx.AsyncClient(base_url=url) as control:
+        answers = [await client.generate(**asked)]
+        for number, path in enumerate(checkpoints, 1):
+            (await control.post("/pause_generation", json={"mode": "retract"})).raise_for_status()
+            wanted = {"model_path": str(path), "weight_version": f"after {number}"}
+            told = await control.post("/update_weights_from_disk", json=wanted, timeout=60)
+            assert told.json()["success"], told.text
+            (await control.post("/continue_generation", json={})).raise_for_status()
+            answers.append(await client.generate(**asked))
+    return answers
