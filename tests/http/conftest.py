@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import time
 
 import httpx
 import numpy as np
 import openai
 import pytest
-import uvicorn
 from safetensors.numpy import load_file, save_file
 
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
@@ -19,6 +17,7 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from tests.support.serving import running
 
 POISONED_TOKEN_ID = 300
 """Its embedding is NaN in the poisoned checkpoint."""
@@ -30,18 +29,8 @@ STEP_DELAY_S = 0.005
 def served(engine, *, balancing=None, **server_settings):
     """Serve an engine; yields the server's address."""
     state = ApiState(engine.loop, engine.tokenizer, ServerSettings(**server_settings), balancing=balancing)
-    api = create_api(state)
-    config = uvicorn.Config(api, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with running(create_api(state)) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

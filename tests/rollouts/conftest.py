@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe import Engine
@@ -19,8 +15,18 @@ from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from tests.support.serving import running
 
 KEY = "only for us"
+SIZES = {
+    "enable_return_routed_experts": True,
+    "max_running_requests": 8,
+    "max_step_tokens": 64,
+    "precompile_bs_paddings": [8],
+    "max_model_len": 256,
+    "num_pages": 200,
+}
+"""Settings of every engine here: few shapes to compile."""
 PROMPTS = [
     *({"id": f"text {i}", "text": f"{i}+{i}="} for i in range(4)),
     *({"id": f"ids {i}", "input_ids": list(range(5, 40 + i))} for i in range(4)),
@@ -69,15 +75,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def engine(checkpoint: Path) -> Iterator[Engine]:
-    with Engine(
-        str(checkpoint),
-        enable_return_routed_experts=True,
-        max_running_requests=8,
-        max_step_tokens=64,
-        precompile_bs_paddings=[8],
-        max_model_len=256,
-        num_pages=200,
-    ) as engine:
+    with Engine(str(checkpoint), **SIZES) as engine:
         yield engine
 
 
@@ -108,19 +106,3 @@ def prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS), encoding="utf-8")
     return file
-
-
-@contextlib.contextmanager
-def running(app: ASGIApp) -> Iterator[str]:
-    """Serve an application in a thread; yields its address."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()

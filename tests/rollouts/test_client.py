@@ -16,7 +16,8 @@ from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavai
 from rayserve_moe.rollouts.client import BlockingRolloutClient, RolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.rollouts.conftest import KEY, UnreliableRoad, running
+from tests.rollouts.conftest import KEY, SIZES, UnreliableRoad
+from tests.support.serving import running
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
 REQUEST = SampleRequest("a", [5, 6, 7], SAMPLING, seed=11, count=3)
@@ -104,15 +105,7 @@ def test_flush(url: str) -> None:
 @pytest.fixture
 def updatable(checkpoint: Path):
     """An engine and a server of its own: its weights change."""
-    with Engine(
-        str(checkpoint),
-        enable_return_routed_experts=True,
-        max_running_requests=8,
-        max_step_tokens=64,
-        precompile_bs_paddings=[8],
-        max_model_len=256,
-        num_pages=200,
-    ) as engine:
+    with Engine(str(checkpoint), **SIZES) as engine:
         from_engine = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
         with running(from_engine) as url:
             yield url
