@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.narrow import NARROW, NUM_REDUNDANT, narrow_engine, num_ended, rebalancing_of, submit_all
 from benchmarks.table import tables
+from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.policy import imbalance, rank_loads
 from rayserve_moe.experts import all_to_all
@@ -79,7 +80,7 @@ def run_prompts(engine: Engine, tap: SlotTap, prompts: np.ndarray) -> np.ndarray
 def measure(engine: Engine, tap: SlotTap, *, num_prompts: int) -> dict[str, Any]:
     """Imbalances by layer, realised and promised, before a rebalance and after, for the same prompts and for others."""
     rebalancing, generator = rebalancing_of(engine), np.random.default_rng(0)
-    first, others = generator.integers(3, NARROW.vocab_size, (2, num_prompts, PROMPT_TOKENS), np.int32)
+    first, others = generator.integers(FIRST_PLAIN_ID, NARROW.vocab_size, (2, num_prompts, PROMPT_TOKENS), np.int32)
     old = rebalancing.rebalance.placement
 
     def realised(tokens: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from benchmarks.figures import Run
 from benchmarks.narrow import NARROW, NUM_REDUNDANT, narrow_engine, num_ended, rebalancing_of, submit_all
 from benchmarks.planner_loads import drift
 from benchmarks.table import tables
+from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.config.settings import BalancingSettings
@@ -43,7 +44,7 @@ class Decoding:
         self._engine, self._watch = engine, watch
         self._num_ended, self._all_ended = 0, threading.Event()
         shape = (NUM_SEQUENCES, PROMPT_TOKENS)
-        prompts = np.random.default_rng(seed).integers(3, NARROW.vocab_size, shape, np.int32)
+        prompts = np.random.default_rng(seed).integers(FIRST_PLAIN_ID, NARROW.vocab_size, shape, np.int32)
         submit_all(engine.loop, list(prompts), num_new_tokens=MAX_NEW_TOKENS, sink=self._receive)
 
     def run_steps(self, count: int) -> list[float]:

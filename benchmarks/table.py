@@ -43,7 +43,7 @@ def _conditions(result: dict[str, Any]) -> str:
     devices = f"{ours['devices']} {machine['device']} {'device' if ours['devices'] == 1 else 'devices'}"
     peer = f"; {_peer(result['theirs'], versions)}" if "theirs" in result else ""
     return (
-        f"`{result['size']}` synthetic checkpoint ({size}), {machine['cpu']}, {machine['cores']} cores; "
+        f"`{result['size']}` checkpoint ({size}), {machine['cpu']}, {machine['cores']} cores; "
         f"ours computes in {ours['dtype']} on {devices} (jax {versions['jax']}){peer}. "
         f"Medians of {result['repeats']} repeats (min-max); "
         f"load average before the start {machine['load_before']:.1f}."

@@ -25,12 +25,12 @@ from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_befor
 from benchmarks.engine_runs import in_turn, run_engine
 from benchmarks.peers.bandwidth import most_tokens_per_s, read_bytes_per_s
 from benchmarks.peers.process import PeerProcess
+from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.inprocess.engine import Engine
 
-OURS = "ours"
 SCRIPTS = {"vllm": "vllm_peer.py", "llamacpp": "llamacpp_peer.py"}
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",

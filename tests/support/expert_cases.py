@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
+from rayserve_moe.experts.balanced_layer import room_of
 from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.rule import ExpertRule
@@ -146,9 +147,8 @@ class MoeRun:
 
     def _on_device(self, hidden, router, valid, stacked, maps, layer, factor):
         flat = ExpertWeights(*(array.reshape(-1, *array.shape[2:]) for array in stacked))
-        result = apply_experts(
-            hidden, router, flat, layer=layer, valid_T=valid, rule=self.rule, maps=maps, capacity_factor=factor
-        )
+        room = None if factor is None else room_of(valid, factor, rule=self.rule)
+        result = apply_experts(hidden, router, flat, layer=layer, valid_T=valid, rule=self.rule, maps=maps, room=room)
         tally = () if result.tally_4 is None else (result.tally_4[None],)
         return result.out_TD, result.ids_TK, result.counts_E[None], *tally
 

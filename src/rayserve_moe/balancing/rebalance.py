@@ -115,8 +115,8 @@ class Rebalance:
         """
         self.check(placement)
         old = self.placement
-        is_moved = old.expert_of_slot != placement.expert_of_slot
-        layers = np.flatnonzero(is_moved.any(axis=1) | _maps_differ(old, placement))
+        is_moved, is_changed = _changes(old, placement)
+        layers = np.flatnonzero(is_changed)
         is_swapped = np.ones(old.num_layers, np.bool_)
         is_swapped[layers] = False
         self._way = (old, placement, is_swapped)
@@ -135,18 +135,17 @@ class Rebalance:
     def give_up(self, failure: FailedFetch) -> None:
         """Take back all that was handed out from the failed fetch on; experts stay where they are then.
 
-        Layers that were swapped before stay swapped. Nothing happens where that version was given up already.
+        Layers that were swapped before stay swapped. A version is given up once.
         """
         version, layer = failure
-        if version <= self.given_up_version:
-            return
+        assert version > self.given_up_version, "that version was given up already"
         assert version == self.progress.version, "pieces of two rebalances are under way"
         old, new, swapped = self._way
         before = np.arange(old.num_layers) < layer
         self._way = (old, new, swapped & before)
         stays = self.placement
-        num_layers = int((_maps_differ(old, stays) | (old.expert_of_slot != stays.expert_of_slot).any(axis=1)).sum())
-        num_slots = int((old.expert_of_slot != stays.expert_of_slot).sum())
+        is_moved, is_changed = _changes(old, stays)
+        num_layers, num_slots = int(is_changed.sum()), int(is_moved.sum())
         self.given_up_version, self._pieces = version, iter(())
         self._way = (stays, stays, np.ones_like(swapped))
         num_pieces = self.progress.num_pieces_done
@@ -201,10 +200,11 @@ def fetches_of(source_of_slot: np.ndarray, *, layer: int, num_ranks: int, most: 
         yield SlotFetch(layer, sources, places)
 
 
-def _maps_differ(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:
-    """Layers whose maps are not the same: bool [layers]."""
+def _changes(old: ExpertPlacement, new: ExpertPlacement) -> tuple[np.ndarray, np.ndarray]:
+    """Slots that get another expert, bool [layers, slots], and layers of which anything changes, bool [layers]."""
+    is_moved = old.expert_of_slot != new.expert_of_slot
     shares = (old.share_of_slot != new.share_of_slot).any(axis=1)
-    return shares | (old.slot_for != new.slot_for).any(axis=(1, 2))
+    return is_moved, is_moved.any(axis=1) | shares | (old.slot_for != new.slot_for).any(axis=(1, 2))
 
 
 def _layer_of(placement: ExpertPlacement, layer: int) -> ExpertPlacement:

@@ -57,10 +57,9 @@ class GroupExecutor:
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         try:
             ray.get([worker.begin_staging.remote(model_path, expert_of_slot) for worker in self.workers])
-            outcomes = [worker.staging_outcome.remote() for worker in self.workers]
-            while None in (told := ray.get(outcomes, timeout=self._cluster.step_timeout_s)):
+            timeout_s = self._cluster.step_timeout_s
+            while None in (told := ray.get([w.staging_outcome.remote() for w in self.workers], timeout=timeout_s)):
                 time.sleep(POLL_S)
-                outcomes = [worker.staging_outcome.remote() for worker in self.workers]
             refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(told) if refusal]
             if refusals:
                 ray.get([worker.drop_staged.remote() for worker in self.workers])

@@ -13,8 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.dag import InputNode, MultiOutputNode
 
-from rayserve_moe.requests import TopLogprobs
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult, TokenScores
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 BUFFER_BYTES = 4 * 1024 * 1024
 BUSY_STEPS = 32
@@ -90,20 +89,12 @@ class CompiledGraph:
 TRANSPORTS: dict[str, Callable[..., StepTransport]] = {"compiled_graph": CompiledGraph, "actor_calls": ActorCalls}
 
 
-def _owned(result: StepResult) -> StepResult:
-    """Copy the arrays out of the channel's buffer, which the next execution needs."""
-    routing, scores, counts = result.routing, result.scores, result.expert_counts
-    return dataclasses.replace(
-        result,
-        token_ids=np.array(result.token_ids),
-        logprobs=np.array(result.logprobs),
-        finite=np.array(result.finite),
-        routing=routing and RoutingRows(routing.step_id, np.array(routing.rows)),
-        top=_owned_top(result.top),
-        scores=scores and TokenScores(np.array(scores.logprobs), _owned_top(scores.top)),
-        expert_counts=None if counts is None else np.array(counts),
-    )
-
-
-def _owned_top(top: TopLogprobs | None) -> TopLogprobs | None:
-    return top and TopLogprobs(np.array(top.token_ids), np.array(top.logprobs))
+def _owned(value: Any) -> Any:
+    """Copy all arrays of a result out of the channel's buffer, which the next execution needs."""
+    if isinstance(value, np.ndarray):
+        return np.array(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{field.name: _owned(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        )
+    return value

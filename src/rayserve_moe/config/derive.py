@@ -48,7 +48,7 @@ def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:
 
 
 def compute_dtype(setting: str, *, platform: str, checkpoint_dtype: str) -> str:
-    """Resolve `dtype: auto`: the checkpoint's own on an accelerator; float32 on a CPU, where it is the faster one."""
+    """Resolve `dtype: auto`: the checkpoint's own on an accelerator; float32 where XLA computes on a CPU."""
     if setting != "auto":
         return setting
     if platform == "cpu":

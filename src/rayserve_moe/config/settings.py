@@ -28,7 +28,7 @@ class ModelSettings:
     served_name: str = _named("", "served_model_name")
     """Name on the API; the checkpoint directory's name when empty."""
     dtype: str = "auto"
-    """`float32`, `bfloat16`, or `auto`: the checkpoint's on an accelerator, float32 on a CPU."""
+    """`float32`, `bfloat16`, or `auto`: the checkpoint's on an accelerator or by native CPU kernels, else float32."""
     max_model_len: int = 0
     """Longest prompt plus output, tokens; 0 takes the checkpoint's own limit."""
 
@@ -164,7 +164,7 @@ class ServerSettings:
     """The HTTP edge."""
 
     api_key: str = ""
-    """Bearer token that every route but health asks for; empty for none."""
+    """Bearer token that every route but `/health` and the empty page `/experts` asks for; empty for none."""
     max_body_bytes: int = 16 * 1024 * 1024
     """Longest request body."""
     drain_timeout_s: float = 120.0

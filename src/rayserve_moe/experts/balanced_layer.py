@@ -29,8 +29,14 @@ from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import WHOLE, PlacementArrays, place_within_expert
 from rayserve_moe.parallel.sharding import DATA
 
-TALLY_SIZE = 4
 OWN_RANK, OWN_HOST, ELSEWHERE = range(3)
+
+
+class Room(NamedTuple):
+    """What all layers of a step share: which of the tokens that compete are no padding, and the room of a slot."""
+
+    valid_W: jax.Array
+    capacity: jax.Array
 
 
 class LimitedPicks(NamedTuple):
@@ -46,20 +52,25 @@ class LimitedPicks(NamedTuple):
     tally_4: jax.Array
 
 
+def room_of(valid_T: jax.Array, capacity_factor: jax.Array, *, rule: ExpertRule) -> Room:
+    """The room there is in a step; all ranks take part in finding it."""
+    valid_W = _compete(valid_T, rule)
+    return Room(valid_W, capacity_of(capacity_factor, valid_W, k=rule.top_k, num_slots=rule.num_slots))
+
+
 def pick_with_room(  # noqa: PLR0913 (what differs from call to call is by keyword)
     scores_TE: jax.Array,
     valid_T: jax.Array,
     *,
     maps: PlacementArrays | None,
     layer: jax.Array,
-    capacity_factor: jax.Array,
+    room: Room,
     rule: ExpertRule,
     forced: ForcedPicks | None = None,
 ) -> LimitedPicks:
     """Pick experts by `scores_TE` and slots by their room; `forced` is for `replicas_only`."""
-    valid_W = _compete(valid_T, rule)
+    valid_W, capacity = room
     order = order_of_placement(maps, layer, num_tokens=len(valid_T), rule=rule)
-    capacity = capacity_of(capacity_factor, valid_W, k=rule.top_k, num_slots=rule.num_slots)
     if rule.selection == "balanced":
         scores_WE = _compete(scores_TE, rule)
         everyones = take_best_open(sortable(scores_WE, valid_W), order, k=rule.top_k, capacity=capacity)

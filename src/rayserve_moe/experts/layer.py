@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend
-from rayserve_moe.experts.balanced_layer import pick_with_room
+from rayserve_moe.experts.balanced_layer import Room, pick_with_room
 from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.routing import ForcedPicks, best_of_scores, count_tokens, router_scores
 from rayserve_moe.experts.rule import ExpertRule
@@ -37,26 +37,26 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     rule: ExpertRule,
     maps: PlacementArrays | None = None,
     forced: ForcedPicks | None = None,
-    capacity_factor: jax.Array | None = None,
+    room: Room | None = None,
 ) -> LayerOutput:
     """Select experts, compute them, and tell what was selected.
 
     Tokens are those of this device's data rank, and so are the outputs: the same on every device of a tensor group,
     the counts too. `layer` counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding
     tokens (not `valid_T`) cost no expert product and are not counted. `forced` replaces what the router selects.
-    `capacity_factor` is for rules that limit room; an id of -1 then is a pick that came to nothing. KeyError where the
+    `room` is for rules that limit it; an id of -1 then is a pick that came to nothing. KeyError where the
     rule's backend is unknown.
     """
     is_native, tally_4 = rule.kernel == "native", None
     scores_TE = router_scores(hidden_TD, router_DE, is_native=is_native)
     if rule.limits_room:
-        assert capacity_factor is not None, "slots with limited room need a factor"
+        assert room is not None, "slots with limited room need to know it"
         slots_TK, ids_TK, gates_TK, tally_4 = pick_with_room(
             scores_TE,
             valid_T,
             maps=maps,
             layer=layer,
-            capacity_factor=capacity_factor,
+            room=room,
             rule=rule,
             forced=forced,
         )

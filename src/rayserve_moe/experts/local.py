@@ -131,9 +131,7 @@ def apply_natively(
     rows_PD = jnp.repeat(hidden_TD.reshape(num_tokens, -1), num_picks, axis=0)
     slots_P1 = slots_TK.reshape(-1, 1)
     ones = jnp.ones(slots_P1.shape, jnp.float32)
-    picked_PD = calls.expert_sums(
-        rows_PD, slots_P1, ones, tuple(weights), first_slot=first_slot, num_slots=rule.num_slots
-    )
+    picked_PD = calls.expert_sums(rows_PD, slots_P1, ones, weights, first_slot=first_slot, num_slots=rule.num_slots)
     return picked_PD.astype(hidden_TD.dtype).reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
 
 

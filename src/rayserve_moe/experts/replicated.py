@@ -67,7 +67,7 @@ def _sums_of_my_slots(
     if rule.kernel == "native":
         local_TK = jnp.where(here_TK, local_TK, num_local)
         first = layer * num_local
-        return expert_sums(hidden_TD, local_TK, gates_TK, tuple(weights), first_slot=first, num_slots=num_local)
+        return expert_sums(hidden_TD, local_TK, gates_TK, weights, first_slot=first, num_slots=num_local)
     results_TKD = LOCAL_EXPERTS[rule.kernel](
         hidden_TD,
         jnp.where(here_TK, local_TK, num_local),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.experts.balanced_layer import Room, room_of
 from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.routing import ForcedPicks
@@ -102,12 +103,12 @@ class _Captured(NamedTuple):
 
 class _StepTokens(NamedTuple):
     """What all layers of a step share: its tokens, the slots of the experts, what routing is forced [M, X, K], and
-    the capacity factor."""
+    the room of slots where that is limited."""
 
     attention: AttentionTokens
     maps: PlacementArrays | None
     forced: tuple[jax.Array, jax.Array] | None
-    capacity_factor: jax.Array | None
+    room: Room | None
 
 
 class _LayerRun(NamedTuple):
@@ -144,7 +145,11 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     if forced_MXK is not None and rule.expert_selection != "balanced":
         forced = forced_MXK, jnp.any(forced_MXK >= 0)
     of_attention = attention_tokens(batch, rule.spec, is_native=is_native)
-    tokens = _StepTokens(of_attention, maps, forced, capacity_factor)
+    room = None
+    if rule.experts.limits_room:
+        assert capacity_factor is not None, "slots with limited room need a factor"
+        room = room_of(batch.valid_T, capacity_factor, rule=rule.experts)
+    tokens = _StepTokens(of_attention, maps, forced, room)
     runs_captured = []
     for run in _layer_runs(rule.spec):
         body = _moe_layer if run.is_moe else _dense_layer
@@ -198,7 +203,7 @@ def _moe_layer(
         rule=rule.experts,
         maps=tokens.maps,
         forced=_forced_of_layer(tokens, moe_layer),
-        capacity_factor=tokens.capacity_factor,
+        room=tokens.room,
     )
     return (hidden_TD + out.out_TD, kv_pages), _Captured(out.ids_TK, out.counts_E, out.tally_4)
 

@@ -50,7 +50,7 @@ class RolloutClient:
             await self._session.close()
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
-        """Sample a prompt and wait for all samples, in their order. Also raises Faulty."""
+        """Sample a prompt and wait for all samples, in their order."""
         started_at = time.time()
         sampling = {
             **request.sampling,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
-from rayserve_moe.rollouts.patience import Pause
+from rayserve_moe.rollouts.patience import Pause, check_patience
 from rayserve_moe.rollouts.prompts import Row, prompt_ids_of
 from rayserve_moe.rollouts.sampling import BadRow, seed_of
 from rayserve_moe.rollouts.schema import Failure, Rollout
@@ -152,7 +152,8 @@ class Driver:
                 rollouts = await self._source.generate(request)
             except Unavailable as error:
                 unavailable_since_s = min(unavailable_since_s, time.monotonic())
-                self._check_patience(max(unavailable_since_s, self._last_answer_s), error)
+                since_s = max(unavailable_since_s, self._last_answer_s)
+                check_patience(since_s, error, give_up_s=self._settings.give_up_s)
                 least_s = error.retry_after_s
             except Faulty:
                 num_faults, least_s = num_faults + 1, 0.0
@@ -163,10 +164,6 @@ class Driver:
                 return rollouts
             self.tally.retries += 1
             await pause.wait(least_s)
-
-    def _check_patience(self, since_s: float, error: Unavailable) -> None:
-        if time.monotonic() - since_s > self._settings.give_up_s:
-            raise Unusable(f"no answer for {self._settings.give_up_s:.0f} s; the last try: {error}") from error
 
     def _check_versions(self, rollouts: list[Rollout]) -> None:
         wanted = self._settings.weight_version

@@ -21,9 +21,14 @@ async def patiently(call: Callable[[], Awaitable[_Result]], *, give_up_s: float)
         try:
             return await call()
         except (Unavailable, Faulty) as error:
-            if time.monotonic() - started > give_up_s:
-                raise Unusable(f"no answer for {give_up_s:.0f} s; the last try: {error}") from error
+            check_patience(started, error, give_up_s=give_up_s)
         await pause.wait()
+
+
+def check_patience(since_s: float, error: Exception, *, give_up_s: float) -> None:
+    """Raise Unusable where nobody has answered since `since_s` of the monotonic clock, which is too long."""
+    if time.monotonic() - since_s > give_up_s:
+        raise Unusable(f"no answer for {give_up_s:.0f} s; the last try: {error}") from error
 
 
 class Pause:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 
@@ -49,7 +50,8 @@ def load_router(state: ApiState) -> APIRouter:
 
     @router.get("/metrics", **answers(kinds=("text/plain",)))
     async def metrics() -> Response:
-        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        text = await asyncio.get_running_loop().run_in_executor(state.encoding, generate_latest, registry)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
 

@@ -170,6 +170,7 @@ inline void attend(const QueryRows& rows, const int32_t* pages, int64_t kv_head,
   int64_t last = -1;
   for (int64_t i = 0; i < rows.num_queries; ++i) last = std::max<int64_t>(last, rows.positions[rows.first_token + i]);
   const bf16* keys[kSpan];
+  int64_t first_row = 0;  // rows before it end ahead of the span
   for (int64_t start = 0; start <= last; start += kSpan) {
     const int64_t num_keys = std::min(kSpan, last + 1 - start);
     for (int64_t i = 0; i < num_keys; ++i) {
@@ -177,7 +178,6 @@ inline void attend(const QueryRows& rows, const int32_t* pages, int64_t kv_head,
       keys[i] = pool + (slot * s.num_kv_heads + kv_head) * 2 * s.head_width;
     }
     load_span(keys, num_keys, s, b);
-    int64_t first_row = 0;  // rows before it end ahead of this span
     while (first_row < num_rows && rows.positions[rows.first_token + first_row / rows.group] < start) ++first_row;
     const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
     multiply<1>(

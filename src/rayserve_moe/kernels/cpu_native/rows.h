@@ -1,11 +1,10 @@
-// What is computed row by row between the products: norms, router scores, and rotary angles. A row's bits are its own.
+// What is computed row by row between the products: norms and router scores. A row's bits are its own.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
 #include "products.h"
-#include "threads.h"
 
 namespace native {
 
