@@ -20,7 +20,7 @@ from tests.cluster.conftest import SETTINGS
 
 PORT = 18431
 URL = f"http://127.0.0.1:{PORT}"
-IDLE_SECONDS = 4.0
+IDLE_SECONDS = 2.0
 ACTORS = ("ray::HostWorker", "ray::ServeReplica:moe:", "ray::DAGDriverProxyActor")
 
 
@@ -72,7 +72,7 @@ def test_stream_equals_the_whole(app: httpx.Client) -> None:
 def test_idle_costs_next_to_nothing(app: httpx.Client, foreign: set[int]) -> None:
     """After a graph-compiling load and a moment of rest, replica and workers use less than 0.05 core together."""
     assert complete(app, max_tokens=150).status_code == 200
-    time.sleep(3.0)
+    time.sleep(1.5)
     pids = [pid for pid in pids_of(*ACTORS) if pid not in foreign]
     assert len(pids) >= 2
     before = cpu_seconds(pids)

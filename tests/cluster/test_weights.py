@@ -28,7 +28,7 @@ from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_same, complete, loop_over, two_hosts
 from tests.support.broken_weights import broken_copy
 
-LONG = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=90, temperature=0.0, ignore_eos=True)
 
 
 class OverGroup(OverTransport):
@@ -91,7 +91,7 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
         for number, path in enumerate((other_checkpoint, checkpoint)):
             deltas = iter(open_stream(loop, tokenizer, request=long_request(f"{transport} {number}")))
             result = ChoiceResult()
-            while len(result.token_ids) < 60:
+            while len(result.token_ids) < 25:
                 result.add(next(deltas))
             outcome = loop.control.update_weights(WeightOrder(str(path), f"version {number}")).result(60)
             assert outcome.success, outcome.message

@@ -64,6 +64,7 @@ def test_a_token_sees_only_earlier_ones_of_its_segment(logits_of):
     np.testing.assert_allclose(apart[0], joined[2, :6], rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_expert_leaves_out_what_exceeds_its_places_and_padding_takes_none(logits_of):
     ids = ids_of(b"37+45=82\n", b"\n" * 9, b"\n" * 9)
     segments = np.repeat(np.array([[0], [-1], [-1]], np.int32), 9, axis=1)
@@ -72,6 +73,7 @@ def test_an_expert_leaves_out_what_exceeds_its_places_and_padding_takes_none(log
     assert np.abs(logits_of(ids, segments, places=1)[0] - wanted).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(small_spec, capsys):
     weights = train(small_spec, RECIPE, report_every=1)
     losses = [float(line.split("answers")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]

@@ -15,11 +15,11 @@ from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 RULES = {
     "full": FULL_CAUSAL,
-    "window": ScoreRule(window=20),
-    "chunk": ScoreRule(chunk=48),
     "all": ScoreRule(window=33, chunk=64, scale=-0.2, soft_cap=0.5),
 }
 MORE_RULES = {
+    "window": ScoreRule(window=20),
+    "chunk": ScoreRule(chunk=48),
     "window_of_one": ScoreRule(window=1),
     "long_window": ScoreRule(window=KEYS_PER_SPAN + 40),
     "long_chunk": ScoreRule(chunk=KEYS_PER_SPAN + 64),
@@ -33,7 +33,12 @@ RULE = pytest.mark.parametrize("rule", [*(pytest.param(rule, id=name) for name, 
 @KERNEL
 @pytest.mark.parametrize(
     ("page_size", "num_heads", "num_kv_heads"),
-    [(1, 4, 4), (3, 6, 2), (16, 3, 1), (16, 6, 2), (KEYS_PER_SPAN, 4, 4), (KEYS_PER_SPAN + 32, 6, 2)],
+    [
+        (3, 6, 2),
+        (16, 6, 2),
+        (KEYS_PER_SPAN + 32, 6, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 4, 4), (16, 3, 1), (KEYS_PER_SPAN, 4, 4))),
+    ],
 )
 def test_it_is_dense_attention(kernel, page_size, num_heads, num_kv_heads):
     blocks = [(0, 1), (0, 5), (KEYS_PER_SPAN - 2, 5), (2 * KEYS_PER_SPAN + 9, 4)]

@@ -18,6 +18,8 @@ from rayserve_moe.model.layers import rms_norm, rotation_of
 from tests.support.native import need_native_kernels
 
 TOKENS = st.integers(1, 40)
+FEW_COUNTS = st.sampled_from([1, 3, 37])
+"""Counts of tokens where each is compiled anew by XLA, for what is compared with."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -103,8 +105,8 @@ def expert_case(generator: np.random.Generator, num_tokens: int, top_k: int, num
     return draw(generator, num_tokens, width), jnp.asarray(np.minimum(slots, num_slots), jnp.int32), gates, weights
 
 
-@given(TOKENS, st.sampled_from([(1, 1), (2, 4), (4, 9)]), st.integers(0, 2**16))
-@settings(max_examples=4)
+@given(FEW_COUNTS, st.sampled_from([(1, 1), (4, 9)]), st.integers(0, 2**16))
+@settings(max_examples=6)
 def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
     (top_k, num_slots), generator = sizes, np.random.default_rng(number)
     hidden, slots, gates, weights = expert_case(generator, num_tokens, top_k, num_slots)
