@@ -17,6 +17,7 @@ from rayserve_moe.rollouts.client import BlockingRolloutClient, RolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.rollouts.conftest import KEY, SIZES, UnreliableRoad
+from tests.support.guide import GUIDE, guide_snippets
 from tests.support.serving import running
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
@@ -109,6 +110,21 @@ def updatable(checkpoint: Path):
         from_engine = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
         with running(from_engine) as url:
             yield url
+
+
+def test_the_client_of_the_guide_runs(updatable: str, tmp_path: Path) -> None:
+    """All of the guide's Python that asks a server: what it samples is of the old weights, and new ones serve then."""
+    write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=9, dtype="float32")
+    _, (snippet,) = guide_snippets()
+    for written, ours in (("http://127.0.0.1:8000", updatable), ("/checkpoints/step-8", str(tmp_path / "other"))):
+        assert snippet.count(f'"{written}"') == 1
+        snippet = snippet.replace(f'"{written}"', repr(ours))
+    names: dict = {"prompt_ids": [5, 6, 7]}
+    exec(compile(snippet, str(GUIDE), "exec"), names)
+    assert [sample.sample_index for sample in names["samples"]] == list(range(8))
+    assert versions([names["samples"]]) == {"0"}
+    with BlockingRolloutClient(updatable) as client:
+        assert client.weight_version() == "8"
 
 
 @pytest.mark.parametrize(
