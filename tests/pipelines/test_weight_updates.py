@@ -16,7 +16,7 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
-from tests.support.steps import WITHIN_S, held_steps
+from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
 from tests.support.versions import Answer, VersionedReference
 from tests.support.workload import draw_prompt
 
@@ -90,14 +90,6 @@ def loaded(engine: Engine, *, longest: int = 90) -> Iterator[Load]:
         assert not any(thread.is_alive() for thread in threads), "an answer does not come"
 
 
-def wait_for_tokens(engine: Engine, number: int) -> None:
-    """Let the engine sample so many more tokens."""
-    target, deadline = engine.loop.statistics()["tokens_sampled"] + number, time.monotonic() + WITHIN_S
-    while engine.loop.statistics()["tokens_sampled"] < target:
-        assert time.monotonic() < deadline, "the engine stands still"
-        time.sleep(0.002)
-
-
 def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
     changing: Engine, paths: list[Path], reference: VersionedReference
 ) -> None:
@@ -105,7 +97,7 @@ def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
     with loaded(changing) as load:
         for update in range(NUM_UPDATES):
             mode, path, version = MODES[(update + update // 4) % 4], paths[(update + 1) % 2], f"v{update}"
-            wait_for_tokens(changing, 40)
+            wait_for_tokens(changing.loop, 40)
             if mode is not None:
                 changing.pause_generation(mode)
             outcome = changing.update_weights_from_disk(path, weight_version=version)
@@ -128,7 +120,7 @@ def test_an_answer_that_spans_versions_names_each_of_them(
     """With every pause a retraction, all of it is recomputed under the new weights, and all of it is compared."""
     with loaded(changing, longest=300) as load:
         for update in range(6):
-            wait_for_tokens(changing, 80)
+            wait_for_tokens(changing.loop, 80)
             changing.pause_generation("retract")
             assert changing.loop.statistics()["requests_running"] == 0
             path, version = paths[(update + 1) % 2], f"retracted {update}"
@@ -205,7 +197,7 @@ def test_a_retraction_or_a_freeze_does_not_show_in_what_comes_out(changing: Engi
     thread = threading.Thread(target=lambda: told.extend(changing.generate(input_ids=prompts, **keywords)), daemon=True)
     thread.start()
     for mode in ("retract", "in_place", "retract", "retract", "in_place", "retract"):
-        wait_for_tokens(changing, 20)
+        wait_for_tokens(changing.loop, 20)
         changing.pause_generation(mode)
         steps = changing.loop.statistics()["steps"]
         running, waiting = (changing.loop.statistics()[f"requests_{state}"] for state in ("running", "waiting"))

@@ -1,4 +1,4 @@
-"""Slowing down the steps of a running engine, or holding them, so that a test meets it in the middle of its work."""
+"""Meeting a running engine in the middle of its work: its steps are awaited, slowed down, or held."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def unhurried(loop: EngineLoop, *, delay_s: float = 0.005) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop._cycle, "run", run_later)
         yield
+
+
+def wait_for_tokens(loop: EngineLoop, number: int) -> None:
+    """Let an engine sample so many more tokens."""
+    target, deadline = loop.statistics()["tokens_sampled"] + number, time.monotonic() + WITHIN_S
+    while loop.statistics()["tokens_sampled"] < target:
+        assert time.monotonic() < deadline, "the engine stands still"
+        time.sleep(0.002)
 
 
 class StepGate:
