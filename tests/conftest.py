@@ -38,10 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--cpu-kernels") == "native":
-        for item in items:
-            if marker := item.get_closest_marker("float32"):
-                item.add_marker(pytest.mark.skip(reason=f"float32 only: {marker.args[0]}"))
+    """With the native kernels only tests over the core model run: what they compute, no other test sees."""
+    if config.getoption("--cpu-kernels") != "native":
+        return
+    others = [item for item in items if "is_native" not in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+    for item in items:
+        if marker := item.get_closest_marker("float32"):
+            item.add_marker(pytest.mark.skip(reason=f"float32 only: {marker.args[0]}"))
 
 
 @pytest.fixture(scope="session")
