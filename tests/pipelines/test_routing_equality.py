@@ -14,7 +14,7 @@ from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.engine.streams import GenerationStream, open_stream
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
-from tests.pipelines.conftest import ONE_BUCKET
+from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.outcomes import Outcome, Outcomes
@@ -61,8 +61,8 @@ WAYS: dict[str, Run] = {
 
 
 @pytest.fixture(scope="module")
-def reference(core_checkpoint: Path) -> RouterReference:
-    return RouterReference(core_checkpoint)
+def reference(core_checkpoint: Path, reference_for: ReferenceFactory) -> RouterReference:
+    return reference_for(core_checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.pipelines.conftest import ONE_BUCKET, EngineFactory, ReferenceFactory
 from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
 from tests.support.versions import Answer, VersionedReference
 from tests.support.workload import draw_prompt
@@ -39,9 +39,10 @@ def paths(core_checkpoint: Path, other_checkpoint: Path) -> list[Path]:
 
 
 @pytest.fixture
-def reference(changing: Engine, paths: list[Path]) -> VersionedReference:
+def reference(changing: Engine, paths: list[Path], reference_for: ReferenceFactory) -> VersionedReference:
     """Knows the version that serves now: the first checkpoint, loaded once more under a name of this test's own."""
-    reference, version = VersionedReference(paths, changing.card.routing), f"start {time.monotonic_ns()}"
+    reference = VersionedReference({path: reference_for(path) for path in paths}, changing.card.routing)
+    version = f"start {time.monotonic_ns()}"
     assert changing.update_weights_from_disk(paths[0], weight_version=version).success
     reference.note(version, paths[0], is_recomputed=True)
     return reference
