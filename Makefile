@@ -44,6 +44,7 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/pytest -m "not parity"
+	$(BIN)/pytest --cpu-kernels native tests/pipelines
 
 parity: $(TORCH)
 	$(BIN)/pytest -m parity tests/parity

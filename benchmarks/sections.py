@@ -22,7 +22,7 @@ from benchmarks.figures import (
     steps_per_second,
 )
 from benchmarks.markdown import markdown_table
-from benchmarks.peers.tables import peers
+from benchmarks.peers.tables import expert_reading, peers
 from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.selection_table import balanced_selection
@@ -287,5 +287,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "weight_updates": weight_updates,
     "balanced_selection": balanced_selection,
     "peers": peers,
+    "expert_reading": expert_reading,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.chart import Axes, Series, line_chart
-from benchmarks.figures import rate, speed_ratio, spread
+from benchmarks.figures import paired_ratio, rate, speed_ratio, spread
 from benchmarks.markdown import markdown_table
 from benchmarks.workloads import Workload
 
@@ -34,6 +34,21 @@ def peers(measured: Mapping[str, Any]) -> str:
     heading += [_title(side, measured["facts"]) for side in sides] + [f"ours / {NAMES[side]}" for side in others]
     bandwidth = measured["read_bytes_per_s"] / 1e9
     return markdown_table([*heading, f"if reading weights at {bandwidth:.1f} GB/s were all"], rows)
+
+
+def expert_reading(measured: Mapping[str, Any]) -> str:
+    """Gigabytes of experts that steps read each second, and its share of what the machine reads."""
+    bandwidth = measured["read_bytes_per_s"]
+    rows = []
+    for count, each in measured["streams"].items():
+        speeds = [each["bytes"] / seconds for seconds in each["seconds"]]
+        milliseconds = spread(1e3 * seconds / measured["steps"] for seconds in each["seconds"])
+        megabytes = f"{each['bytes'] / measured['steps'] / 1e6:,.0f}"
+        rows.append(
+            [count, megabytes, milliseconds, spread(each / 1e9 for each in speeds), paired_ratio(speeds, bandwidth)]
+        )
+    machine = spread(each / 1e9 for each in bandwidth)
+    return markdown_table(["streams", "MB a step", "ms a step", "GB/s", f"of the machine's {machine}"], rows)
 
 
 def peers_chart(measured: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,14 @@ from ray import serve
 
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.rollouts.support import NEW_TOKENS, assert_equal, errors_in, job, samples_in
+from tests.rollouts.support import NEW_TOKENS, assert_equal, errors_in, job, samples_in, summary_in
 from tests.support.processes import descendants
 
 NUM_PROMPTS, NUM_SAMPLES = 300, 4
 MALFORMED = {10: "not json", 150: '{"text": 5}', 302: '{"input_ids": [1000000]}'}
 """Lines by their positions in the file."""
+TOLD_TO_STOP = 3
+"""Status of a job that was told to stop."""
 
 
 @pytest.fixture
@@ -52,21 +54,27 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def start(prompts: Path, out: Path, url: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def start(prompts: Path, out: Path, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the job as a process, for as long as the block at most."""
     command = [sys.executable, "-m", "rayserve_moe.rollouts.batch_job", "--prompts", str(prompts), "--out", str(out)]
     command += ["--n", str(NUM_SAMPLES), "--max-new-tokens", str(NEW_TOKENS), "--url", url]
-    return subprocess.Popen([*command, "--flush-s", "0.2", "--in-flight", "32"])
+    with subprocess.Popen([*command, "--flush-s", "0.2", "--in-flight", "32"]) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
 
 
-def wait_for_samples(out: Path, driver: subprocess.Popen[bytes], count: int) -> int:
-    """Wait until so many samples are there, or the driver has ended; returns how many there are."""
+def wait_for_samples(out: Path, driver: subprocess.Popen[bytes], count: int) -> None:
+    """Wait until so many samples are there, and some are still to come from a driver that runs."""
     deadline = time.monotonic() + 300
-    while True:
-        found = len(samples_in(out)) if list(out.glob("rollouts/[!.]*")) else 0
-        if found >= count or driver.poll() is not None:
-            return found
+    found = 0
+    while found < count:
         assert time.monotonic() < deadline, f"{found} of {count} samples came"
         time.sleep(0.1)
+        found = len(samples_in(out)) if list(out.glob("rollouts/[!.]*")) else 0
+    assert driver.poll() is None, f"the driver ended before {count} samples were seen"
 
 
 def kill(title: str) -> None:
@@ -85,14 +93,18 @@ def test_whatever_is_killed_every_sample_comes_once(url: str, prompts: Path, tmp
     for count in (150, 350, 550):
         with start(prompts, out, url) as driver:
             wait_for_samples(out, driver, count)
-            assert driver.poll() is None, "the driver ended before it could be killed"
-            driver.kill()
     with start(prompts, out, url) as driver:
-        wait_for_samples(out, driver, 700)
+        wait_for_samples(out, driver, 650)
         kill("ray::HostWorker")
-        wait_for_samples(out, driver, 900)
+        wait_for_samples(out, driver, 850)
+        driver.terminate()
+        assert driver.wait(timeout=60) == TOLD_TO_STOP
+    assert summary_in(out)["retries"] > 0, "nobody asked for anything while there was no worker"
+    with start(prompts, out, url) as driver:
+        wait_for_samples(out, driver, 950)
         kill("ray::ServeReplica:rollouts:")
         assert driver.wait(timeout=300) == 0
+    assert summary_in(out)["retries"] > 0, "nobody asked for anything while there was no replica"
     found = samples_in(out)
     assert found.keys() == {(str(i), sample) for i in range(NUM_PROMPTS) for sample in range(NUM_SAMPLES)}
     assert sorted(errors_in(out)) == sorted(MALFORMED)

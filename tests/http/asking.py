@@ -19,11 +19,20 @@ def ask(http, path, **body):
 
 def stream(http, path, **body):
     """Post a body with `stream`; returns the events."""
+    return list(events_of(http, path, **body))
+
+
+def events_of(http, path, **body):
+    """Post a body with `stream`; yields each event as it comes."""
     with http.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+        is_done = False
+        for line in filter(None, answer.iter_lines()):
+            assert not is_done, "something follows the end"
+            is_done = line == "data: [DONE]"
+            if not is_done:
+                yield json.loads(line.removeprefix("data: "))
+    assert is_done
 
 
 def wait_until(condition, within_s=20.0):

@@ -17,12 +17,12 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from tests.support import steps
 from tests.support.serving import running
 
 POISONED_TOKEN_ID = 300
 """Its embedding is NaN in the poisoned checkpoint."""
 MAX_MODEL_LEN = 512
-STEP_DELAY_S = 0.005
 
 
 @contextlib.contextmanager
@@ -103,15 +103,10 @@ def small_http(small_url, small_engine):
 
 
 @pytest.fixture
-def unhurried(engine, monkeypatch):
-    """Steps take so much longer that what is to be met while it runs still runs, however busy the machine is."""
-    run = engine.loop._cycle.run
-
-    def run_later():
-        time.sleep(STEP_DELAY_S)
-        return run()
-
-    monkeypatch.setattr(engine.loop._cycle, "run", run_later)
+def unhurried(engine):
+    """What is to be met while it runs still runs, however busy the machine is."""
+    with steps.unhurried(engine.loop):
+        yield
 
 
 @pytest.fixture

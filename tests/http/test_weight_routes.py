@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.replay.alignment import decode_answer
-from tests.http.asking import COMPLETIONS, GENERATE, ask, stream, wait_until
+from tests.http.asking import COMPLETIONS, GENERATE, ask, events_of, wait_until
 from tests.http.conftest import assert_idle
 from tests.http.test_control import ENDLESS, NUM_WANTED, PROMPT, native, running
+from tests.support import steps
 from tests.support.broken_weights import WAYS, broken_copy
 
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
@@ -95,13 +97,21 @@ def test_an_update_may_end_what_runs(http, engine, other_checkpoint, unhurried):
     assert http.get("/get_weight_version").json() == {"weight_version": "1"}
 
 
-def test_streams_go_on_under_other_weights(http, other_checkpoint, unhurried):
-    """Each event tells the weights of the last token that it has."""
-    body = native(sampling_params={**ENDLESS, "max_new_tokens": 200})
-    with asking(lambda: stream(http, GENERATE, **body)) as events:
-        ask(http, UPDATE, model_path=str(other_checkpoint), weight_version="new")
-        told = [event["meta_info"]["weight_version"] for event in events.result()]
-    assert told == sorted(told) and told[-1] == "new"
+def test_streams_go_on_under_other_weights(http, engine, other_checkpoint):
+    """Each event tells the weights of the last token that it has: the old ones at first, the new ones in the end."""
+    arrived = SimpleQueue()
+
+    def read():
+        for event in events_of(http, GENERATE, **native()):
+            arrived.put(event["meta_info"]["weight_version"])
+
+    with asking(read) as end:
+        with steps.unhurried(engine.loop):
+            told = [arrived.get(timeout=steps.WITHIN_S)]
+            ask(http, UPDATE, model_path=str(other_checkpoint), weight_version="new")
+        end.result(steps.WITHIN_S)
+    told += [arrived.get() for _ in range(arrived.qsize())]
+    assert (told[0], told[-1]) == ("0", "new") and told == sorted(told)
     assert len(ask(http, COMPLETIONS, prompt=PROMPT, max_tokens=3)["choices"]) == 1
 
 

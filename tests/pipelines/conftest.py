@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 from rayserve_moe import Engine
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import run_alone
+from tests.support.native import NativeReference
 from tests.support.outcomes import Outcomes
+from tests.support.router_reference import RouterReference
 from tests.support.workload import mixed_workload
 
 EngineFactory = Callable[..., Engine]
+ReferenceFactory = Callable[[Path], RouterReference]
 
 ONE_BUCKET = {"max_step_tokens": 64, "precompile_bs_paddings": [16]}
 """The fewest compiled shapes: one for decoding, one for prompts."""
@@ -28,21 +32,40 @@ def started() -> list[Engine]:
 
 
 @pytest.fixture(scope="session")
-def engine_with(core_checkpoint: Path, started: list[Engine]) -> Iterator[EngineFactory]:
+def engine_with(
+    core_checkpoint: Path, started: list[Engine], kernel_settings: dict[str, str]
+) -> Iterator[EngineFactory]:
     """Start an engine with the given settings, or return the one that was started with them."""
+    always: dict[str, Any] = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
+    always |= kernel_settings
     by_settings: dict[str, Engine] = {}
     with ExitStack() as running:
 
         def start(**settings: Any) -> Engine:
             key = repr(sorted(settings.items()))
             if key not in by_settings:
-                wanted = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
-                engine = Engine(str(core_checkpoint), **{**wanted, **settings})
+                engine = Engine(str(core_checkpoint), **{**always, **settings})
+                assert engine.runner.rule.kernels.is_native == bool(kernel_settings)
                 by_settings[key] = running.enter_context(engine)
                 started.append(engine)
             return by_settings[key]
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]:
+    """What a checkpoint comes to on its own: in numpy, or where kernels are native in an engine that is idle."""
+    with ExitStack() as running:
+
+        @cache
+        def of(checkpoint: Path) -> RouterReference:
+            if not kernel_settings:
+                return RouterReference(checkpoint)
+            settings = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, **ONE_BUCKET, **kernel_settings}
+            return NativeReference(running.enter_context(Engine(str(checkpoint), **settings)))
+
+        yield of
 
 
 @pytest.fixture(scope="session")

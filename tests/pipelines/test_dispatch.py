@@ -54,10 +54,10 @@ def card(core_checkpoint: Path) -> ModelCard:
 
 
 @pytest.fixture(scope="module")
-def runners(core_checkpoint: Path) -> dict[str, HostRunner]:
+def runners(core_checkpoint: Path, kernel_settings: dict[str, str]) -> dict[str, HostRunner]:
     def prepared(dispatch: str) -> HostRunner:
-        found = settings_from({"model_path": core_checkpoint, "eplb_dispatch": dispatch, **SIZES})
-        settings = RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts)
+        found = settings_from({"model_path": core_checkpoint, "eplb_dispatch": dispatch, **SIZES, **kernel_settings})
+        settings = RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts, found.compile)
         runner = HostRunner(settings, plan_for(jax.devices()[:4], data_size=2))
         runner.prepare(runner.load())
         return runner

@@ -28,7 +28,10 @@ def test_scheduling_does_not_show(engine, alone: Outcomes, num_rows, chunk_token
 
 @pytest.mark.parametrize("batch", [4, 16])
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_devices",
+    [1, *(pytest.param(count, marks=pytest.mark.float32("devices add up parts of sums")) for count in (2, 4))],
+)
 def test_devices_pages_and_buckets_do_not_show(
     engine_with: EngineFactory, alone: Outcomes, num_devices: int, page_size: int, batch: int
 ):

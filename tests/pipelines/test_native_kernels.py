@@ -16,15 +16,12 @@ from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
 from tests.pipelines.conftest import ONE_BUCKET
-from tests.support.checkpoints import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
+from tests.support.checkpoints import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, preempt_every, run_alone, run_together
 from tests.support.logits import prompt_logits_of
 from tests.support.native import need_native_kernels
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.workload import mixed_workload
-
-CONFIG = replace(CORE_CONFIG, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, head_dim=32, scale=0.1)
-"""The core model in widths that the kernels take: one dense layer, then two with experts."""
 
 LONGEST = 64
 STEP = {"step_tokens": 64}
@@ -48,7 +45,7 @@ def engine_at(path: Path, **settings: object) -> Engine:
 )
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()
-    config = replace(CONFIG, tie_word_embeddings=request.param)
+    config = replace(NATIVE_CORE_CONFIG, tie_word_embeddings=request.param)
     return write_checkpoint(tmp_path_factory.mktemp("native") / "model", config, seed=3)
 
 

@@ -62,7 +62,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(core_checkpoint: Path) -> Runs:
+def runs(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runs:
     def prepared(mesh: Mesh, backend: str, *, is_balanced: bool) -> HostRunner:
         found = settings_from(
             {
@@ -77,11 +77,11 @@ def runs(core_checkpoint: Path) -> Runs:
                 "page_size": PAGE_SIZE,
                 "num_pages": NUM_PAGES,
                 "enable_return_routed_experts": True,
+                **kernel_settings,
             }
         )
-        settings = RunnerSettings(
-            found.model, found.scheduler, found.cache, found.replay, found.experts, balancing=found.balancing
-        )
+        sections = found.model, found.scheduler, found.cache, found.replay, found.experts
+        settings = RunnerSettings(*sections, compile=found.compile, balancing=found.balancing)
         runner = HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
         runner.prepare(runner.load())
         return runner
@@ -269,11 +269,11 @@ def test_counts_leave_with_the_results_of_steps(runs):
     assert told.expert_counts.sum() > 0
 
 
-def test_an_engine_moves_experts_while_it_answers(core_checkpoint):
+def test_an_engine_moves_experts_while_it_answers(core_checkpoint, kernel_settings):
     """Asked for from another thread, between one token and the next; other placements are refused."""
     settings = {"enable_eplb": True, "num_redundant_experts": 5, "devices_per_host": 4, "max_running_requests": 2}
     few_shapes = {"precompile_bs_paddings": [2], "max_step_tokens": 32, "num_pages": 64}
-    with Engine(str(core_checkpoint), **settings, **few_shapes) as engine:
+    with Engine(str(core_checkpoint), **settings, **few_shapes, **kernel_settings) as engine:
         rebalancing = engine.loop.rebalancing
         assert rebalancing is not None and rebalancing.rebalance.placement.num_redundant == 4, "lowered until it fits"
         asked = {"input_ids": [5, 6, 7], "temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}

@@ -14,7 +14,7 @@ from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.engine.streams import GenerationStream, open_stream
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
-from tests.pipelines.conftest import ONE_BUCKET
+from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.outcomes import Outcome, Outcomes
@@ -31,13 +31,20 @@ def together(**way: object) -> Run:
     return lambda engine, requests: run_together(engine.runner, engine.card, requests, way=Way(**way))
 
 
-def found_cached(engine: Engine, requests: list[GenerationRequest]) -> Outcomes:
-    cycle = cycle_for(engine.runner, engine.card, Way())
-    run_on(cycle, engine.card, requests)
-    again = run_on(cycle, engine.card, requests)
-    cycle.scheduler.flush()
-    assert any(outcome.num_cached for outcome in again.values())
-    return again
+def found_cached(**way: object) -> Run:
+    """Run twice on one cycle; the second time all prompts of more than a page are found, from where they lie."""
+
+    def run(engine: Engine, requests: list[GenerationRequest]) -> Outcomes:
+        cycle = cycle_for(engine.runner, engine.card, Way(**way))
+        run_on(cycle, engine.card, requests)
+        again = run_on(cycle, engine.card, requests)
+        cycle.scheduler.flush()
+        for request in requests:
+            if len(request.prompt_ids) > PAGE_SIZE:
+                assert again[request.request_id, 0].num_cached > 0
+        return again
+
+    return run
 
 
 WAYS: dict[str, Run] = {
@@ -45,7 +52,7 @@ WAYS: dict[str, Run] = {
     "chunks of a page": together(chunk_tokens=16),
     "ragged chunks": together(chunk_tokens=7, num_rows=3),
     "without overlap": together(overlaps=False),
-    "prefix hit": found_cached,
+    "prefix hit": found_cached(),
     "prefix miss": together(caches_prefixes=False),
     "preempted, pages found again": together(intervene=preempt_every(5)),
     "preempted, pages lost": together(intervene=preempt_every(5, forgets=True)),
@@ -54,8 +61,8 @@ WAYS: dict[str, Run] = {
 
 
 @pytest.fixture(scope="module")
-def reference(core_checkpoint: Path) -> RouterReference:
-    return RouterReference(core_checkpoint)
+def reference(core_checkpoint: Path, reference_for: ReferenceFactory) -> RouterReference:
+    return reference_for(core_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +104,7 @@ def test_an_isolated_run_chooses_what_plain_numpy_chooses(uncached: Outcomes, re
 
 @pytest.mark.parametrize("name", WAYS)
 def test_the_way_does_not_show(name: str, engine: Engine, uncached: Outcomes):
-    found = WAYS[name](engine, workload())
-    assert found.keys() == uncached.keys()
-    for key, outcome in found.items():
-        assert outcome.ids == uncached[key].ids
-        assert routing_of(outcome).rows.tobytes() == routing_of(uncached[key]).rows.tobytes()
+    assert_same_routing(WAYS[name](engine, workload()), uncached)
 
 
 @pytest.fixture(scope="module")
@@ -109,28 +112,25 @@ def two_ranks(engine_with: Callable[..., Engine]) -> Engine:
     return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2)
 
 
-@pytest.mark.parametrize("name", ["batched", "prefix hit", "preempted, pages lost"])
+STEP = {"step_tokens": 64, "chunk_tokens": 64}
+WAYS_ON_TWO_RANKS: dict[str, Run] = {
+    "batched": together(**STEP),
+    "prefix hit": found_cached(**STEP),
+    "preempted, pages lost": together(**STEP, intervene=preempt_every(5, forgets=True)),
+}
+
+
+@pytest.mark.parametrize("name", WAYS_ON_TWO_RANKS)
 def test_two_data_ranks_do_not_show(name: str, two_ranks: Engine, uncached: Outcomes):
-    step = {"step_tokens": 64, "chunk_tokens": 64}
-    ways: dict[str, Run] = {
-        "batched": together(**step),
-        "preempted, pages lost": together(**step, intervene=preempt_every(5, forgets=True)),
-    }
-    found = ways.get(name, found_cached_within(**step))(two_ranks, workload())
+    assert_same_routing(WAYS_ON_TWO_RANKS[name](two_ranks, workload()), uncached)
+
+
+def assert_same_routing(found: Outcomes, wanted: Outcomes) -> None:
+    """Assert that every choice is there, with the same tokens and rows."""
+    assert found.keys() == wanted.keys()
     for key, outcome in found.items():
-        assert outcome.ids == uncached[key].ids
-        assert routing_of(outcome).rows.tobytes() == routing_of(uncached[key]).rows.tobytes()
-
-
-def found_cached_within(**way: object) -> Run:
-    def run(engine: Engine, requests: list[GenerationRequest]) -> Outcomes:
-        cycle = cycle_for(engine.runner, engine.card, Way(**way))
-        run_on(cycle, engine.card, requests)
-        again = run_on(cycle, engine.card, requests)
-        cycle.scheduler.flush()
-        return again
-
-    return run
+        assert outcome.ids == wanted[key].ids
+        assert routing_of(outcome).rows.tobytes() == routing_of(wanted[key]).rows.tobytes()
 
 
 @pytest.mark.parametrize("choice", range(4))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rayserve_moe import Engine
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.requests import FinishReason
-from tests.pipelines.conftest import ONE_BUCKET
+from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, choices_of, cycle_for, run_on
 from tests.support.router_reference import RouterReference, Tally
@@ -121,8 +121,8 @@ def engines(engine: Engine, engine_with: Callable[..., Engine]) -> dict[int, Eng
 
 
 @pytest.fixture(scope="module")
-def reference(core_checkpoint: Path) -> RouterReference:
-    return RouterReference(core_checkpoint)
+def reference(core_checkpoint: Path, reference_for: ReferenceFactory) -> RouterReference:
+    return reference_for(core_checkpoint)
 
 
 @pytest.fixture(scope="module")

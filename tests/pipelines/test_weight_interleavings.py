@@ -23,7 +23,7 @@ from rayserve_moe.execution.rebalance import EXPERT_NAMES
 from rayserve_moe.execution.weights import load_weights
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.weight_change import unfinished
-from tests.pipelines.conftest import ONE_BUCKET
+from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.drive import Way, choices_of, cycle_for
@@ -148,8 +148,8 @@ def paths(core_checkpoint: Path, other_checkpoint: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def reference(paths: list[Path], engines: dict[str, Engine]) -> VersionedReference:
-    return VersionedReference(paths, engines["alone"].card.routing)
+def reference(paths: list[Path], engines: dict[str, Engine], reference_for: ReferenceFactory) -> VersionedReference:
+    return VersionedReference({path: reference_for(path) for path in paths}, engines["alone"].card.routing)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,10 @@ def test_experts_that_were_fetched_before_a_change_are_fetched_anew(engines, pat
         assert_slots_hold(runner, placement, paths[1])
 
 
-@pytest.mark.parametrize("name", ["alone", "balanced"])
+SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the reference has one device")
+
+
+@pytest.mark.parametrize("name", ["alone", pytest.param("balanced", marks=SUMMED_APART)])
 @settings(
     max_examples=20,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -14,14 +15,15 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.pipelines.conftest import ONE_BUCKET, EngineFactory, ReferenceFactory
+from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
 from tests.support.versions import Answer, VersionedReference
 from tests.support.workload import draw_prompt
 
 NUM_CLIENTS, NUM_UPDATES = 6, 20
 MODES = (None, "in_place", "retract", "abort")
 CHANGING = {"max_running_requests": 4, "num_pages": 61}
-"""Settings of the engine whose weights change here; no other test uses it."""
+"""Settings of the engine whose weights change; others may have changed them: a test that compares loads its own."""
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +39,10 @@ def paths(core_checkpoint: Path, other_checkpoint: Path) -> list[Path]:
 
 
 @pytest.fixture
-def reference(changing: Engine, paths: list[Path]) -> VersionedReference:
+def reference(changing: Engine, paths: list[Path], reference_for: ReferenceFactory) -> VersionedReference:
     """Knows the version that serves now: the first checkpoint, loaded once more under a name of this test's own."""
-    reference, version = VersionedReference(paths, changing.card.routing), f"start {time.monotonic_ns()}"
+    reference = VersionedReference({path: reference_for(path) for path in paths}, changing.card.routing)
+    version = f"start {time.monotonic_ns()}"
     assert changing.update_weights_from_disk(paths[0], weight_version=version).success
     reference.note(version, paths[0], is_recomputed=True)
     return reference
@@ -75,7 +78,7 @@ def loaded(engine: Engine, *, longest: int = 90) -> Iterator[Load]:
             assert isinstance(answer, dict)
             load.answers.append((prompt, answer))
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(NUM_CLIENTS)]
+    threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(NUM_CLIENTS)]
     for thread in threads:
         thread.start()
     try:
@@ -84,15 +87,8 @@ def loaded(engine: Engine, *, longest: int = 90) -> Iterator[Load]:
         is_over.set()
         engine.continue_generation()
         for thread in threads:
-            thread.join()
-
-
-def wait_for_tokens(engine: Engine, number: int) -> None:
-    """Let the engine sample so many more tokens."""
-    target, deadline = engine.loop.statistics()["tokens_sampled"] + number, time.monotonic() + 30
-    while engine.loop.statistics()["tokens_sampled"] < target:
-        assert time.monotonic() < deadline, "the engine stands still"
-        time.sleep(0.002)
+            thread.join(WITHIN_S)
+        assert not any(thread.is_alive() for thread in threads), "an answer does not come"
 
 
 def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
@@ -102,7 +98,7 @@ def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
     with loaded(changing) as load:
         for update in range(NUM_UPDATES):
             mode, path, version = MODES[(update + update // 4) % 4], paths[(update + 1) % 2], f"v{update}"
-            wait_for_tokens(changing, 40)
+            wait_for_tokens(changing.loop, 40)
             if mode is not None:
                 changing.pause_generation(mode)
             outcome = changing.update_weights_from_disk(path, weight_version=version)
@@ -125,7 +121,7 @@ def test_an_answer_that_spans_versions_names_each_of_them(
     """With every pause a retraction, all of it is recomputed under the new weights, and all of it is compared."""
     with loaded(changing, longest=300) as load:
         for update in range(6):
-            wait_for_tokens(changing, 80)
+            wait_for_tokens(changing.loop, 80)
             changing.pause_generation("retract")
             assert changing.loop.statistics()["requests_running"] == 0
             path, version = paths[(update + 1) % 2], f"retracted {update}"
@@ -145,34 +141,29 @@ def test_scores_of_a_prompt_are_all_of_one_version(
     """A prompt that was computed in part when the weights changed is computed and scored anew."""
     other = paths[1]
     prompt = draw_prompt(np.random.default_rng(5), 400).tolist()
-    told: list[Answer] = []
 
-    def score() -> None:
+    def score() -> Answer:
         answer = changing.generate(input_ids=prompt, max_new_tokens=1, return_logprob=True, logprob_start_len=0)
         assert isinstance(answer, dict)
-        told.append(answer)
+        return answer
 
-    thread, before = threading.Thread(target=score), changing.loop.statistics()["tokens_computed"]
-    changing.pause_generation("in_place")
-    thread.start()
-    while not changing.loop.statistics()["requests_live"]:
-        time.sleep(0.001)
-    changing.continue_generation()
-    while changing.loop.statistics()["tokens_computed"] < before + 64:
-        time.sleep(0)
-    changing.pause_generation("in_place")
-    is_partly_computed = changing.loop.statistics()["tokens_computed"] < before + len(prompt)
-    assert changing.update_weights_from_disk(other, weight_version="scored").success
-    changing.continue_generation()
-    thread.join()
-    meta = told[0]["meta_info"]
-    reference.note("scored", other, is_recomputed=True)
-    if is_partly_computed:
-        assert meta["weight_versions"] == [[1, len(prompt) + 1, "scored"]]
-    first, last, version = meta["weight_versions"][0]
-    assert first == 1 and last >= len(prompt)
+    before = changing.loop.statistics()["tokens_computed"]
+    with ThreadPoolExecutor(1) as pool, held_steps(changing.loop) as steps:
+        told = pool.submit(score)
+        steps.let_run(3)
+        steps.meet()
+        paused = changing.loop.control.pause("in_place")
+        steps.let_run()
+        paused.result(WITHIN_S)
+        assert 0 < changing.loop.statistics()["tokens_computed"] - before < len(prompt)
+        assert changing.update_weights_from_disk(other, weight_version="scored").success
+        reference.note("scored", other, is_recomputed=True)
+        steps.open()
+        changing.continue_generation()
+        meta = told.result(WITHIN_S)["meta_info"]
+    assert meta["weight_versions"] == [[1, len(prompt) + 1, "scored"]]
     scores = [entry[0] for entry in meta["input_token_logprobs"][1:]]
-    np.testing.assert_allclose(scores, reference.of(version).logprobs(prompt), atol=1e-5)
+    np.testing.assert_allclose(scores, reference.of("scored").logprobs(prompt), atol=1e-5)
 
 
 def test_cached_prefixes_of_old_weights_are_never_found_again(
@@ -204,10 +195,10 @@ def test_a_retraction_or_a_freeze_does_not_show_in_what_comes_out(changing: Engi
     keywords = {"max_new_tokens": 120, "temperature": 0, "ignore_eos": True, "return_logprob": True}
     wanted = changing.generate(input_ids=prompts, **keywords)
     told: list[Answer] = []
-    thread = threading.Thread(target=lambda: told.extend(changing.generate(input_ids=prompts, **keywords)))
+    thread = threading.Thread(target=lambda: told.extend(changing.generate(input_ids=prompts, **keywords)), daemon=True)
     thread.start()
     for mode in ("retract", "in_place", "retract", "retract", "in_place", "retract"):
-        wait_for_tokens(changing, 20)
+        wait_for_tokens(changing.loop, 20)
         changing.pause_generation(mode)
         steps = changing.loop.statistics()["steps"]
         running, waiting = (changing.loop.statistics()[f"requests_{state}"] for state in ("running", "waiting"))
@@ -216,7 +207,8 @@ def test_a_retraction_or_a_freeze_does_not_show_in_what_comes_out(changing: Engi
         changing.loop.check_integrity()
         assert changing.loop.statistics()["steps"] == steps
         changing.continue_generation()
-    thread.join()
+    thread.join(WITHIN_S)
+    assert not thread.is_alive(), "an answer does not come"
     for ours, theirs in zip(told, wanted, strict=True):
         assert ours["output_ids"] == theirs["output_ids"]
         pairs = zip(*(answer["meta_info"]["output_token_logprobs"] for answer in (ours, theirs)), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from rayserve_moe.rollouts.client import BlockingRolloutClient, RolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.rollouts.conftest import KEY, SIZES, UnreliableRoad
+from tests.support.guide import GUIDE, guide_snippets
 from tests.support.serving import running
+from tests.support.steps import unhurried, wait_for_tokens
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
 REQUEST = SampleRequest("a", [5, 6, 7], SAMPLING, seed=11, count=3)
@@ -103,29 +106,54 @@ def test_flush(url: str) -> None:
 
 
 @pytest.fixture
-def updatable(checkpoint: Path):
-    """An engine and a server of its own: its weights change."""
+def own_engine(checkpoint: Path) -> Iterator[Engine]:
+    """An engine of which the weights may change."""
     with Engine(str(checkpoint), **SIZES) as engine:
-        from_engine = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
-        with running(from_engine) as url:
-            yield url
+        yield engine
+
+
+@pytest.fixture
+def updatable(own_engine: Engine) -> Iterator[str]:
+    """A server over it."""
+    with running(create_api(ApiState(own_engine.loop, own_engine.tokenizer, ServerSettings()))) as url:
+        yield url
+
+
+def test_the_client_of_the_guide_runs(updatable: str, tmp_path: Path) -> None:
+    """All of the guide's Python that asks a server: what it samples is of the old weights, and new ones serve then."""
+    write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=9, dtype="float32")
+    _, (snippet,) = guide_snippets()
+    for written, ours in (("http://127.0.0.1:8000", updatable), ("/checkpoints/step-8", str(tmp_path / "other"))):
+        assert snippet.count(f'"{written}"') == 1
+        snippet = snippet.replace(f'"{written}"', repr(ours))
+    names: dict = {"prompt_ids": [5, 6, 7]}
+    exec(compile(snippet, str(GUIDE), "exec"), names)
+    assert [sample.sample_index for sample in names["samples"]] == list(range(8))
+    assert versions(names["samples"]) == {"0"}
+    with BlockingRolloutClient(updatable) as client:
+        assert client.weight_version() == "8"
 
 
 @pytest.mark.parametrize(
     "mode", ["in_place", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("abort", "retract"))]
 )
-def test_sample_update_sample(updatable: str, tmp_path: Path, mode: str) -> None:
-    """Weights change while samples run: each is of the version that it names, and those after it of the new one."""
+def test_sample_update_sample(own_engine: Engine, updatable: str, tmp_path: Path, mode: str) -> None:
+    """Weights change while samples run: each is of the versions that it names, and those after it of the new one.
+
+    What runs when it is paused is ended by `abort`, with what it has of the old version, and spans both otherwise.
+    """
     other = write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=9, dtype="float32")
     requests = [
         SampleRequest(str(i), [5 + i, 6], {**SAMPLING, "max_new_tokens": 60}, seed=i, count=4) for i in range(6)
     ]
 
-    async def rounds() -> tuple[list[list[Rollout]], ...]:
+    async def rounds() -> tuple[list[Rollout], ...]:
         async with RolloutClient(updatable) as client:
-            before = await asyncio.gather(*map(client.generate, requests))
-            under_way = asyncio.gather(*map(client.generate, requests))
-            await client.pause(mode)
+            before = await sampled_by(client, requests)
+            with unhurried(own_engine.loop, delay_s=0.02):
+                under_way = asyncio.create_task(sampled_by(client, requests))
+                await asyncio.to_thread(wait_for_tokens, own_engine.loop, 20)
+                await client.pause(mode)
             await client.pause(mode)
             with pytest.raises(Refused):
                 await client.update_weights(str(tmp_path), weight_version="bad")
@@ -133,16 +161,28 @@ def test_sample_update_sample(updatable: str, tmp_path: Path, mode: str) -> None
             await client.update_weights(str(other), weight_version="1")
             await client.resume()
             assert await client.weight_version() == "1"
-            return before, await under_way, await asyncio.gather(*map(client.generate, requests))
+            return before, await under_way, await sampled_by(client, requests)
 
     before, meanwhile, after = asyncio.run(rounds())
-    assert versions(before) == {"0"} and versions(after) == {"1"} and versions(meanwhile) <= {"0", "1"}
-    assert outputs(before[0]) != outputs(after[0])
-    for samples in (before, meanwhile, after):
-        for rollout in (rollout for same_prompt in samples for rollout in same_prompt):
-            assert rollout.routing is not None or rollout.finish_reason == "abort"
-            assert rollout.finish_reason == "abort" or rollout.logprob_versions[-1][1] == 62
+    assert versions(before) == {"0"} and versions(after) == {"1"}
+    assert outputs(before[:4]) != outputs(after[:4])
+    ended = [rollout for rollout in meanwhile if rollout.finish_reason == "abort"]
+    spanning = [rollout for rollout in meanwhile if versions([rollout]) == {"0", "1"}]
+    if mode == "abort":
+        assert versions(ended) == {"0"} and not spanning
+        assert any(len(rollout.output_ids) for rollout in ended)
+    else:
+        assert spanning and not ended
+    for rollout in (*before, *meanwhile, *after):
+        if rollout.finish_reason != "abort":
+            assert rollout.routing is not None and rollout.logprob_versions[-1][1] == 62
 
 
-def versions(samples: list[list[Rollout]]) -> set[str]:
-    return {rollout.weight_version for same_prompt in samples for rollout in same_prompt}
+async def sampled_by(client: RolloutClient, requests: list[SampleRequest]) -> list[Rollout]:
+    """All samples of all requests, asked for at once."""
+    return [rollout for rollouts in await asyncio.gather(*map(client.generate, requests)) for rollout in rollouts]
+
+
+def versions(rollouts: list[Rollout]) -> set[str]:
+    """Those that log-probs are of."""
+    return {version for rollout in rollouts for *_, version in rollout.logprob_versions}

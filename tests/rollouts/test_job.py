@@ -177,7 +177,8 @@ def test_aborted_samples_are_asked_for_again(
         stop.set()
         aborting.join()
     assert_equal(samples_in(tmp_path / "out"), undisturbed)
-    assert set(summary_in(tmp_path / "out")["finish_reasons"]) <= {"length", "stop"}
+    summary = summary_in(tmp_path / "out")
+    assert summary["retries"] > 0 and set(summary["finish_reasons"]) <= {"length", "stop"}
 
 
 def test_messages_become_prompts_by_the_chat_template(url: str, tmp_path: Path, engine: Engine) -> None:

@@ -1,6 +1,8 @@
-"""The tiny float32 model that the tests of the core share."""
+"""The tiny model that the tests of the core share, and its twin for the native CPU kernels."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from rayserve_moe.checkpoints.synthetic import SyntheticConfig
 
@@ -22,6 +24,11 @@ CORE_CONFIG = SyntheticConfig(
 )
 """One dense layer, then two with experts; fewer KV heads than the four devices of the test process. Its weights are
 large enough that neither attention nor routing is flat."""
+
+NATIVE_CORE_CONFIG = replace(
+    CORE_CONFIG, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, head_dim=32, scale=0.1
+)
+"""The core model in widths that the native kernels take, on one device and on four."""
 
 NUM_PAGES = 200
 PAGE_SIZE = 16

@@ -50,7 +50,7 @@ class CountingExecutor:
         self.num_calls = 0
         self.num_prompt_tokens = 0
         self.num_steps = 0
-        self.num_releases = 0
+        self.released = threading.Event()
         self.num_shutdowns = 0
         self.tally: np.ndarray | None = None
 
@@ -61,6 +61,7 @@ class CountingExecutor:
         self.num_calls += 1
         self.in_step.set()
         self.may_step.wait()
+        self.in_step.clear()
         if self.num_calls >= self.fails_from:
             raise ExecutorFailure("host 1 is gone")
         if plan.takes_staged_weights:
@@ -73,6 +74,7 @@ class CountingExecutor:
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         self.in_stage.set()
         self.may_stage.wait()
+        self.in_stage.clear()
         if model_path == LOST_PATH:
             raise ExecutorFailure("host 1 is gone")
         if model_path == REFUSED_PATH:
@@ -96,7 +98,7 @@ class CountingExecutor:
         return StepResult(plan.step_id, *sampled, routing, tally=self.tally)
 
     def release(self) -> None:
-        self.num_releases += 1
+        self.released.set()
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1

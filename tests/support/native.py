@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
+from rayserve_moe import Engine
 from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
+from rayserve_moe.replay.alignment import decode_answer
+from tests.support.router_reference import RouterReference
 
 
 def need_native_kernels() -> None:
@@ -13,3 +19,34 @@ def need_native_kernels() -> None:
         register_native_kernels()
     except NativeKernelsUnavailable as error:
         pytest.skip(f"no native CPU kernels: {error}")
+
+
+class NativeReference(RouterReference):
+    """A model as the native kernels compute it, each sequence as one prompt, alone, with nothing cached: no row ties.
+
+    The engine is the caller's, and serves nothing else.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._answers: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+
+    def rows(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of every token, which are right or wrong."""
+        rows, _ = self._answer(tuple(token_ids))
+        return rows, np.full(rows.shape[:2], np.inf)
+
+    def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Log-probs as the scores of a prompt."""
+        return self._answer(tuple(token_ids))[1]
+
+    def _answer(self, token_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        if token_ids not in self._answers:
+            self._engine.loop.flush()
+            asked = {"return_logprob": True, "logprob_start_len": 0, "return_routed_experts": True}
+            answer = self._engine.generate(input_ids=list(token_ids), max_new_tokens=0, **asked)
+            scores = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+            routing = decode_answer(answer, self._engine.card.routing)
+            assert routing.missing == () and len(routing.rows) == len(token_ids) == len(scores) + 1
+            self._answers[token_ids] = routing.rows, np.array(scores)
+        return self._answers[token_ids]

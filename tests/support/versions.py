@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +31,8 @@ class Labelled:
 class VersionedReference:
     """Log-probs and routing of checkpoints of one model, by the versions that name them."""
 
-    def __init__(self, paths: Iterable[Path], layout: RoutingLayout) -> None:
-        self._references, self._layout = {path: RouterReference(path) for path in paths}, layout
+    def __init__(self, references: Mapping[Path, RouterReference], layout: RoutingLayout) -> None:
+        self._references, self._layout = references, layout
         self.path_of: dict[str, Path] = {}
         self.pure_from: set[str] = set()
         self.tally = Tally()

@@ -90,9 +90,12 @@ TRANSPORTS: dict[str, Callable[..., StepTransport]] = {"compiled_graph": Compile
 
 
 def _owned(value: Any) -> Any:
-    """Copy all arrays of a result out of the channel's buffer, which the next execution needs."""
+    """Copy all arrays of a result, however deep, out of the channel's buffer, which the next execution needs."""
     if isinstance(value, np.ndarray):
         return np.array(value)
+    if isinstance(value, tuple):
+        parts = map(_owned, value)
+        return tuple(parts) if type(value) is tuple else type(value)(*parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
             value, **{field.name: _owned(getattr(value, field.name)) for field in dataclasses.fields(value)}

@@ -133,21 +133,15 @@ def _routings(
 def _whole(
     routing: RoutedExperts | None, others: Sequence[RoutedExperts | None], prompt_len: int
 ) -> RoutedExperts | None:
-    """Put the prompt's rows before those of a sample that came without; they are those of any other's prompt.
+    """Put the prompt's rows before those of a sample that came without.
 
-    ValueError where weights changed right there: nothing says then whose rows they are.
+    They are those of the first sample that brought them all: the server sends a sample of which it knows others with
+    its own, as where weights changed between the two.
     """
     if routing is None or routing.start == 0:
         return routing
-    bearers = (other for other in others if other is not None and other.start == 0 and len(other.rows) >= prompt_len)
-    bearer = next(bearers, None)
+    brought = (o for o in others if o is not None and o.start == 0 and not o.missing and len(o.rows) >= prompt_len)
+    bearer = next(brought, None)
     if bearer is None or routing.start != prompt_len:
         raise ValueError("the answer lacks rows of the prompt")
-    prompt = routing_until(bearer, prompt_len)
-    if (
-        routing.weight_version
-        and prompt.weight_version[-1:]
-        and routing.weight_version[0][2] != prompt.weight_version[-1][2]
-    ):
-        raise ValueError("weights changed between a prompt and its sample")
-    return joined_routing(prompt, routing)
+    return joined_routing(routing_until(bearer, prompt_len), routing)

@@ -15,6 +15,7 @@ from rayserve_moe.replay.encoding import (
     routing_from,
     routing_until,
 )
+from rayserve_moe.replay.encoding.ranges import labels_of, presence
 from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout
 
 
@@ -102,7 +103,15 @@ class RoutingWriter:
         return self._choice_with_prompt.get(request.request_id, choice) == choice
 
     def _agrees_on_prompt(self, choice: int, routing: RoutedExperts) -> bool:
-        """Whether the prompt's rows of this choice are those sent already: a change of weights lets them differ."""
+        """Whether what is known of this choice's prompt rows is in those sent already: weights may have changed."""
         request = self._request_of_choice[choice]
         sent, own = self._prompt_rows[request.request_id], routing_until(routing, len(request.prompt_ids))
-        return bool(own.missing) or (own.weight_version == sent.weight_version and np.array_equal(own.rows, sent.rows))
+        if len(own.rows) != len(sent.rows):
+            return False
+        is_known = presence(own)
+        ours, theirs = (labels_of(each.weight_version, own.start, count=len(own.rows)) for each in (own, sent))
+        return bool(
+            is_known.any()
+            and (ours == theirs)[is_known].all()
+            and np.array_equal(own.rows[is_known], sent.rows[is_known])
+        )

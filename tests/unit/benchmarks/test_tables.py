@@ -132,6 +132,10 @@ def every_section() -> dict:
                 for name in ("W1", "W3")
             },
         },
+        "expert_reading": {
+            "steps": 10, "read_bytes_per_s": [20e9, 20e9],
+            "streams": {"1": {"bytes": 1_500_000_000, "seconds": [0.1, 0.1]}},
+        },
         "http": {
             **w2,
             "runs": {
@@ -227,6 +231,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("compile_gate", "2.50"),
         ("programs", "528"),
         ("peers", "1.50 (1.50-1.50)"),
+        ("expert_reading", "0.75 (0.75-0.75)"),
         ("planner", "1.0312 (worst layer 1.5000)"),
         ("balanced_selection", "6.00 (6.00-6.00)"),
         ("host_us", "2.0 (1.0-3.0)"),

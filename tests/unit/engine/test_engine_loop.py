@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +69,7 @@ def loop_over(
         yield loop
     finally:
         executor.may_step.set()
+        executor.may_stage.set()
         loop.shutdown()
 
 
@@ -174,7 +176,7 @@ def test_abort_ends_every_choice_and_frees_its_pages():
     with loop_over(executor, max_running_requests=2) as loop:
         listener = run(loop, request("gone", n=3, max_new_tokens=50))
         other = run(loop, request("stays"))
-        executor.in_step.wait(TIMEOUT_S)
+        assert executor.in_step.wait(TIMEOUT_S)
         loop.abort("gone")
         loop.abort("gone")
         loop.abort("never was")
@@ -191,7 +193,7 @@ def test_stop_ends_one_choice_and_leaves_the_others():
     with loop_over(executor) as loop:
         executor.may_step.clear()
         listener = run(loop, request(n=2, max_new_tokens=40))
-        executor.in_step.wait(TIMEOUT_S)
+        assert executor.in_step.wait(TIMEOUT_S)
         loop.stop("r", 1)
         executor.may_step.set()
         assert listener.read_all() == [FinishReason("length"), FinishReason("stop")]
@@ -203,13 +205,13 @@ def test_shutdown_aborts_what_runs_and_refuses_what_comes():
     executor.may_step.clear()
     with loop_over(executor) as loop:
         listener = run(loop, request(max_new_tokens=50))
-        executor.in_step.wait(TIMEOUT_S)
+        assert executor.in_step.wait(TIMEOUT_S)
         stopping = threading.Thread(target=loop.shutdown)
         stopping.start()
-        while _is_healthy(loop):
-            pass
+        wait_until_unhealthy(loop)
         executor.may_step.set()
         stopping.join(TIMEOUT_S)
+        assert not stopping.is_alive()
         assert listener.read_all() == [FinishReason("abort")]
         with pytest.raises(EngineStoppedError, match="shut down"):
             loop.submit(request(), Listener().receive)
@@ -218,12 +220,12 @@ def test_shutdown_aborts_what_runs_and_refuses_what_comes():
         loop.shutdown()
 
 
-def _is_healthy(loop: EngineLoop) -> bool:
-    try:
-        loop.check_health()
-    except EngineStoppedError:
-        return False
-    return True
+def wait_until_unhealthy(loop: EngineLoop) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    with suppress(EngineStoppedError):
+        while True:
+            loop.check_health()
+            assert time.monotonic() < deadline, "the engine is still healthy"
 
 
 def test_a_step_that_takes_too_long_is_unhealthy_and_recovers():
@@ -232,9 +234,8 @@ def test_a_step_that_takes_too_long_is_unhealthy_and_recovers():
     with loop_over(executor, step_timeout_s=0.05) as loop:
         loop.check_health()
         listener = run(loop, request())
-        executor.in_step.wait(TIMEOUT_S)
-        while _is_healthy(loop):
-            pass
+        assert executor.in_step.wait(TIMEOUT_S)
+        wait_until_unhealthy(loop)
         with pytest.raises(EngineStoppedError, match=r"over 0\.05 s"):
             loop.check_health()
         executor.may_step.set()
@@ -246,8 +247,10 @@ def test_an_idle_executor_is_released_once_and_taken_again():
     executor = CountingExecutor()
     with loop_over(executor) as loop:
         run(loop, request("a")).read_all()
-        while executor.num_releases == 0:
-            loop.check_health()
+        assert executor.released.wait(TIMEOUT_S)
+        executor.released.clear()
+        assert not executor.released.wait(0.05), "it is idle still"
+        loop.check_health()
         num_steps = executor.num_steps
         assert run(loop, request("b")).read_all() == [FinishReason("length")]
         assert executor.num_steps > num_steps

@@ -1,9 +1,6 @@
-"""The guide's Python runs, on answers as the server gives them, in the order in which it stands."""
+"""The guide's Python that needs no server runs, on answers as one gives them, in the order in which it stands."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import numpy as np
 
@@ -16,10 +13,8 @@ from rayserve_moe.replay.encoding import (
     routing_until,
 )
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from tests.support.guide import GUIDE, guide_snippets
 from tests.support.routing_cases import random_rows, same
-
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "rl_guide.md"
-SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 LAYOUT = RoutingLayout(num_hidden_layers=5, layer_ids=(1, 2, 3, 4), num_experts=64, top_k=4)
 TOKENS, OTHER_TOKENS = list(range(30)), [*range(20), *range(50, 56)]
@@ -63,7 +58,7 @@ def test_the_python_of_the_guide_runs():
         "prompt_len": PROMPT_LEN,
         "layout": LAYOUT,
     }
-    snippets = SNIPPET.findall(GUIDE.read_text(encoding="utf-8"))
+    snippets, _ = guide_snippets()
     assert len(snippets) == 6
     for snippet in snippets:
         exec(compile(snippet, str(GUIDE), "exec"), names)

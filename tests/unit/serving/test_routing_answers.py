@@ -15,27 +15,32 @@ REQUEST = GenerationRequest("one", np.arange(4, dtype=np.int32), SamplingParams(
 FIRST = RoutedExperts(
     np.arange(6 * 4).reshape(6, 2, 2).astype(np.uint8) % 8, weight_version=((0, 6, "a"),), source=((0, 6, "computed"),)
 )
+LACKING = np.concatenate([FIRST.rows[:1], 7 - FIRST.rows[1:2], FIRST.rows[2:]])
 OTHER_TAIL = np.concatenate([FIRST.rows[:4], 7 - FIRST.rows[4:]])
 
 
-def rows_sent(second: RoutedExperts) -> list[int]:
+def rows_told_of(second: RoutedExperts) -> list[int]:
     writer = RoutingWriter(LAYOUT, RoutingForm("binary", shares_prompt_rows=True), request_of_choice=[REQUEST] * 2)
-    for choice, routing in enumerate((FIRST, second)):
-        info = writer.fields(choice, routing)["routed_experts_info"]
-        assert info["start"] == 6 - info["shape"][0]
-    return [len(rows) for rows in writer.raw_rows]
+    told = [writer.fields(choice, routing)["routed_experts_info"] for choice, routing in enumerate((FIRST, second))]
+    assert [info["start"] + info["shape"][0] for info in told] == [6, 6]
+    for info, rows in zip(told, writer.raw_rows, strict=True):
+        assert len(rows) == info["shape"][0] - sum(last - first for first, last in info["missing"])
+    return [info["shape"][0] for info in told]
 
 
 @pytest.mark.parametrize(
-    ("changes", "sent"),
+    ("changes", "told"),
     [
         ({"rows": OTHER_TAIL}, [6, 2]),
         ({"source": ((0, 4, "cached"), (4, 6, "computed"))}, [6, 2]),
         ({"weight_version": ((0, 4, "a"), (4, 6, "b"))}, [6, 2]),
         ({"weight_version": ((0, 2, "a"), (2, 6, "b"))}, [6, 6]),
         ({"rows": FIRST.rows[::-1].copy()}, [6, 6]),
-        ({"missing": ((1, 2),), "rows": FIRST.rows[::-1].copy()}, [6, 2]),
+        ({"missing": ((1, 2),), "rows": LACKING}, [6, 2]),
+        ({"missing": ((1, 2),), "rows": FIRST.rows[::-1].copy()}, [6, 6]),
+        ({"missing": ((1, 2),), "weight_version": ((0, 2, "b"), (2, 6, "a"))}, [6, 6]),
+        ({"missing": ((0, 4),), "weight_version": ((4, 6, "b"),)}, [6, 6]),
     ],
 )
-def test_a_choice_brings_the_prompt_rows_in_which_it_differs(changes, sent):
-    assert rows_sent(dataclasses.replace(FIRST, **changes)) == sent
+def test_a_choice_brings_the_prompt_rows_in_which_it_differs(changes, told):
+    assert rows_told_of(dataclasses.replace(FIRST, **changes)) == told
