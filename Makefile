@@ -5,6 +5,9 @@ READY := .venv/.ready
 TORCH := .venv/.torch
 CLIENTS := .venv-clients
 
+# Two processes share the tests; the longest ones, which come first, are not put behind others.
+SHARED := -n 2 --no-loadscope-reorder
+
 # Nothing is asked of the network once `setup` has run; Ray starts without token files or usage reports, and HTTP reaches
 # the replica through HAProxy (ADR 0010). Your own environment wins: `RAY_AUTH_MODE=token make serve`.
 export HF_HUB_OFFLINE ?= 1
@@ -40,10 +43,10 @@ check: $(READY)
 	$(BIN)/lint-imports --no-logo && $(BIN)/pytest -q tests/architecture/test_limits.py
 
 test: $(READY)
-	$(BIN)/pytest -m "not slow and not parity"
+	$(BIN)/pytest $(SHARED) -m "not slow and not parity"
 
 test-all: $(READY)
-	$(BIN)/pytest -m "not parity"
+	$(BIN)/pytest $(SHARED) -m "not parity"
 	$(BIN)/pytest --cpu-kernels native tests/pipelines
 
 parity: $(TORCH)

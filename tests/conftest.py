@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -35,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="xla",
         help="what computes the core model: XLA in float32, or the native kernels in bfloat16",
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Have `-n` keep together what shares a cluster or an engine."""
+    return import_module("tests.support.distribution").Distribution(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
