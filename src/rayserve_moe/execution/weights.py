@@ -22,6 +22,7 @@ from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 Tree = TypeVar("Tree")
@@ -44,7 +45,7 @@ def model_rule(
         )
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
-    kernels = kernels or KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
+    kernels = kernels or KERNELS_OF_PLATFORM[platform_of(plan.mesh)]
     return ModelRule(
         spec,
         plan,
