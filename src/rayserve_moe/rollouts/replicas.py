@@ -21,7 +21,8 @@ from rayserve_moe.cluster.slice_placement import RAY_VERSIONS
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.config.topology import slice_for
 from rayserve_moe.engine.answers import native_fields
-from rayserve_moe.engine.engine_loop import EngineBusyError, EngineStoppedError
+from rayserve_moe.engine.engine_loop import EngineBusyError
+from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.inprocess.arguments import sampling_from
 from rayserve_moe.inprocess.running import RunningRequest
 from rayserve_moe.requests import GenerationRequest, RequestError
