@@ -20,7 +20,7 @@ from dataclasses import asdict
 from importlib import util
 from typing import Any
 
-from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, num_parameters, save
+from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
 from benchmarks.engine_runs import run_engine
 from benchmarks.peers.process import PeerProcess
 from benchmarks.table import tables
@@ -59,15 +59,12 @@ def main() -> None:
     if not with_peer and not arguments.no_transformers:
         note("torch is not installed: transformers is left out (`make bench` installs it)")
     load_before = load_before_start()
-    result: dict[str, Any] = {"size": arguments.size, "repeats": arguments.repeats}
     path = checkpoint_of(arguments.size)
     command = [sys.executable, "-m", "benchmarks.transformers_peer", str(path), arguments.transformers_dtype]
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(str(path), devices_per_host=arguments.devices))
         peer = stack.enter_context(PeerProcess(command, environment={})) if with_peer else None
-        result["machine"] = machine_facts(load_before)
-        result["num_parameters"] = num_parameters(path)
-        result["ours"] = {"dtype": str(engine.runner.dtype), "devices": arguments.devices}
+        result = conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
         result["theirs"] = peer.facts if peer else None
         result["workloads"] = {
             name: measure(name, engine, peer=peer, repeats=arguments.repeats) for name in arguments.workloads
