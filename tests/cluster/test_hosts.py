@@ -218,7 +218,9 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
                     assert rebalance.progress.version == seed + 1 and rebalance.progress.num_slots_done > 0
                 loop.rebalancing.head_for(start)
+                deadline = time.monotonic() + 60
                 while rebalance.progress.version < 4 or not rebalance.progress.is_done:
+                    assert time.monotonic() < deadline, "experts never arrive"
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
             finally:
                 loop.shutdown()
