@@ -28,7 +28,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, run_together
-from tests.support.outcomes import Outcomes
+from tests.support.outcomes import assert_identical
 from tests.support.placements import random_placement
 from tests.support.workload import mixed_workload
 
@@ -139,17 +139,6 @@ def run_pieces(moving: Moving, pieces: Iterable[RebalancePiece]) -> None:
     """Let the runner do pieces without a step."""
     for piece in pieces:
         moving.runner.move_experts(piece)
-
-
-def assert_identical(actual: Outcomes, expected: Outcomes) -> None:
-    """Same ids, ends, log-probs to the last bit, and routing."""
-    assert actual.keys() == expected.keys()
-    for key, outcome in actual.items():
-        other = expected[key]
-        assert (outcome.ids, outcome.finish) == (other.ids, other.finish)
-        np.testing.assert_array_equal(outcome.logprobs, other.logprobs)
-        np.testing.assert_array_equal(outcome.rows, other.rows)
-        assert outcome.routing is not None and outcome.routing.missing == ()
 
 
 def few_requests() -> list[GenerationRequest]:
