@@ -14,6 +14,7 @@ from rayserve_moe.balancing.policy import imbalance, rank_loads
 from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView, RebalanceRecord
 from rayserve_moe.serving.experts_routes import PAGE
 from tests.http.conftest import served
+from tests.support.serving import KEY
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 
@@ -86,8 +87,8 @@ def test_the_numbers_are_those_of_balancing(engine, shown):
 
 
 def test_the_page_asks_for_the_key_that_its_numbers_need(engine, shown):
-    with served(engine, balancing=shown, api_key="s3cret-key") as url:
+    with served(engine, balancing=shown, api_key=KEY) as url:
         page, refused = httpx.get(f"{url}/experts"), httpx.get(f"{url}/experts/state")
-        told = httpx.get(f"{url}/experts/state", headers={"authorization": "Bearer s3cret-key"})
-    assert page.status_code == 200 and "s3cret-key" not in page.text
+        told = httpx.get(f"{url}/experts/state", headers={"authorization": f"Bearer {KEY}"})
+    assert page.status_code == 200 and KEY not in page.text
     assert refused.status_code == 401 and told.json()["enabled"]
