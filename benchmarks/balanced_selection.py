@@ -9,7 +9,6 @@ in their order. Rank loads are those of 32 ranks under a placement that was plan
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.conditions import RESULTS, load_before_start, note, save
+from benchmarks.conditions import RESULTS, load_before_start, note, num_cores, save
 from benchmarks.sections import SECTIONS
 from benchmarks.selection_table import MODES
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
+from rayserve_moe.balancing.policy import imbalance
 from rayserve_moe.experts.balanced_layer import spread_over_replicas
 from rayserve_moe.experts.balanced_selection import balanced_expert_selection, capacity_of, order_of_table
 from rayserve_moe.experts.rule import ExpertRule
@@ -88,7 +88,11 @@ def balance(skew: float, *, draws: int) -> dict[str, dict[str, list[dict[str, fl
                 zip(MODES, ((lowest[ids], 1.0), (shares, 1.0), (room, 1.0), (slots, float(kept))), strict=True)
             )
             for mode, (chosen, share) in of_modes.items():
-                point = {"imbalance": imbalance(chosen), "kept_share": share, "unfilled": float((chosen < 0).mean())}
+                point = {
+                    "imbalance": slot_imbalance(chosen),
+                    "kept_share": share,
+                    "unfilled": float((chosen < 0).mean()),
+                }
                 modes.setdefault(mode, {}).setdefault(str(factor), []).append(point)
     return modes
 
@@ -114,10 +118,10 @@ def priorities(placement: ExpertPlacement) -> np.ndarray:
     return table
 
 
-def imbalance(slots: np.ndarray) -> float:
-    """Load of the hottest rank over the mean one."""
+def slot_imbalance(slots: np.ndarray) -> float:
+    """Imbalance of the ranks that the chosen slots lie on."""
     loads = np.bincount(slots[slots >= 0] // (SLOTS // RANKS), minlength=RANKS)
-    return float(loads.max() / loads.mean())
+    return float(imbalance(loads[None])[0])
 
 
 def _sequentially(scores: np.ndarray, table: np.ndarray, factor: float) -> np.ndarray:
@@ -164,7 +168,7 @@ def main() -> None:
         note(f"{skew}: timed")
     measured = {
         "load_before": round(load_before, 2),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "times": times,
         "drawn_skew": DRAWN_SKEW,
         "balance": {skew: balance(exponent, draws=arguments.draws) for skew, exponent in SKEWS.items() if exponent},

@@ -49,20 +49,25 @@ def machine_facts(load_before: float) -> dict[str, Any]:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "device": jax.devices()[0].device_kind,
         "load_before": round(load_before, 2),
         "versions": {name: metadata.version(name) for name in PACKAGES if util.find_spec(name)},
     }
 
 
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def conditions(engine: Engine, *, size: str, repeats: int, load_before: float) -> dict[str, Any]:
-    """Begin a result of one of our engines on the synthetic checkpoint `size`: all of the above, dtype and devices."""
+    """Begin a result of one of our engines: all of the above, dtype and devices; `size` is what its model is called."""
     return {
         "size": size,
         "repeats": repeats,
         "machine": machine_facts(load_before),
-        "num_parameters": num_parameters(checkpoint_of(size)),
+        "num_parameters": num_parameters(Path(engine.card.path)),
         "ours": {"dtype": str(engine.runner.dtype), "devices": engine.runner.rule.plan.mesh.size},
     }
 

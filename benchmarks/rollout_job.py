@@ -19,13 +19,12 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
 import yaml
 
-from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, num_parameters, save
+from benchmarks.conditions import RESULTS, conditions, load_before_start, note, save
 from benchmarks.engine_runs import in_turn
 from benchmarks.figures import Run
 from benchmarks.serve_process import ServeProcess
@@ -169,12 +168,8 @@ def main() -> None:
         measurement = Measurement(options, directory=directory, engines=engines, where=where)
         runs = compare(measurement, sides, repeats=options.repeats)
         load = {"prompts": options.prompts, "prompt_len": options.prompt_len, "n": options.n}
-        result: dict[str, Any] = {
-            "size": options.model,
-            "repeats": options.repeats,
-            "machine": machine_facts(load_before),
-            "num_parameters": num_parameters(path),
-            "ours": {"dtype": str(engine.runner.dtype), "devices": engine.runner.rule.plan.mesh.size},
+        result = {
+            **conditions(engine, size=options.model, repeats=options.repeats, load_before=load_before),
             "rollout_job": {
                 **load,
                 "new_tokens": options.new_tokens,

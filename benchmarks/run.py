@@ -6,60 +6,29 @@
 Transformers computes in the checkpoint's dtype unless told otherwise. On a processor without bfloat16 products float32
 is the faster of the two for it, and the one to measure against.
 
-The two take turns repeat by repeat, so that the machine's slow changes meet both. Leave it idle all the same: torch's
-threads wait for each other by spinning, and another busy process slows them tenfold.
+The two take turns repeat by repeat, so that the machine's slow changes meet both, and transformers is stopped while it
+is not asked. Leave the machine idle all the same: torch's threads wait for each other by spinning, and another busy
+process slows them tenfold.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import util
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, num_parameters, save
-from benchmarks.engine_runs import check_complete, run_engine
+from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
+from benchmarks.engine_runs import run_engine
+from benchmarks.peers.process import PeerProcess
 from benchmarks.table import tables
-from benchmarks.workloads import WORKLOADS, Workload, add_workload_options, prompts_of
+from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.inprocess.engine import Engine
 
 
-class TransformersPeer:
-    """The child process that runs transformers; `facts` says how."""
-
-    def __init__(self, model: Path, dtype: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.transformers_peer", str(model), dtype]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.facts = self._read()
-
-    def run(self, workload: Workload, prompts: list[list[int]], *, seed: int) -> dict[str, float]:
-        """Let it generate, and check that it did all of the work."""
-        request = {"prompts": prompts, "num_new_tokens": workload.num_new_tokens, "n": workload.n, "seed": seed}
-        self._child.stdin.write(json.dumps(request) + "\n")
-        self._child.stdin.flush()
-        answer = self._read()
-        check_complete(answer["num_new_tokens"], workload)
-        return {"seconds": answer["seconds"]}
-
-    def _read(self) -> dict[str, Any]:
-        line = self._child.stdout.readline()
-        if not line:
-            raise RuntimeError("the transformers process has ended; its last words are above")
-        return json.loads(line)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._child.__exit__(None, None, None)
-
-
-def measure(name: str, engine: Engine, *, peer: TransformersPeer | None, repeats: int) -> dict[str, Any]:
+def measure(name: str, engine: Engine, *, peer: PeerProcess | None, repeats: int) -> dict[str, Any]:
     """Run a workload `repeats` times on each side in turn, after an uncounted turn of each."""
     workload = WORKLOADS[name]
     ours, theirs = [], []
@@ -90,14 +59,12 @@ def main() -> None:
     if not with_peer and not arguments.no_transformers:
         note("torch is not installed: transformers is left out (`make bench` installs it)")
     load_before = load_before_start()
-    result: dict[str, Any] = {"size": arguments.size, "repeats": arguments.repeats}
     path = checkpoint_of(arguments.size)
+    command = [sys.executable, "-m", "benchmarks.transformers_peer", str(path), arguments.transformers_dtype]
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(str(path), devices_per_host=arguments.devices))
-        peer = stack.enter_context(TransformersPeer(path, arguments.transformers_dtype)) if with_peer else None
-        result["machine"] = machine_facts(load_before)
-        result["num_parameters"] = num_parameters(path)
-        result["ours"] = {"dtype": str(engine.runner.dtype), "devices": arguments.devices}
+        peer = stack.enter_context(PeerProcess(command, environment={})) if with_peer else None
+        result = conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
         result["theirs"] = peer.facts if peer else None
         result["workloads"] = {
             name: measure(name, engine, peer=peer, repeats=arguments.repeats) for name in arguments.workloads

@@ -1,9 +1,4 @@
-"""transformers' `generate` in a process of its own: a JSON line asks for a run, a JSON line answers. Needs torch.
-
-    {"prompts": [[id, ...], ...], "num_new_tokens": 8, "n": 1, "seed": 0}  ->  {"seconds": 1.2, "num_new_tokens": 128}
-
-The first line out says what is running. All prompts of a run are equally long.
-"""
+"""transformers' `generate` as a peer (see `peers/process.py`); all prompts of a run are equally long. Needs torch."""
 
 from __future__ import annotations
 

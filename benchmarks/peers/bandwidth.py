@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+
+from benchmarks.conditions import num_cores
 
 BUFFER_BYTES = 1 << 30
 REPEATS = 7
@@ -16,10 +17,9 @@ BF16_BYTES = 2
 
 def read_bytes_per_s() -> float:
     """The best of several passes over a buffer that no cache holds, each core reading a part of its own."""
-    num_cores = len(os.sched_getaffinity(0))
-    parts = np.array_split(np.ones(BUFFER_BYTES // 8, np.int64), num_cores)
+    parts = np.array_split(np.ones(BUFFER_BYTES // 8, np.int64), num_cores())
     best = 0.0
-    with ThreadPoolExecutor(num_cores) as pool:
+    with ThreadPoolExecutor(len(parts)) as pool:
         for _ in range(REPEATS):
             started = time.perf_counter()
             list(pool.map(np.sum, parts))

@@ -13,22 +13,20 @@ import json
 import os
 import signal
 import subprocess
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.engine_runs import check_complete
 from benchmarks.workloads import Workload
 
-HERE = Path(__file__).parent
 CLOSING_S = 20.0
 
 
 class PeerProcess:
     """The child process that runs a peer; `facts` is what it says of itself. RuntimeError where it ends early."""
 
-    def __init__(self, python: Path, script: str, model: Path, *, environment: dict[str, str]) -> None:
-        command = [str(python), str(HERE / script), str(model)]
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

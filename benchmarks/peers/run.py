@@ -31,6 +31,7 @@ from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.inprocess.engine import Engine
 
+HERE = Path(__file__).parent
 SCRIPTS = {"vllm": "vllm_peer.py", "llamacpp": "llamacpp_peer.py"}
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",
@@ -75,7 +76,9 @@ def main() -> None:
     with ExitStack() as stack:
         peers = {
             name: stack.enter_context(
-                PeerProcess(directory / "bin" / "python", script, path, environment=environments[name])
+                PeerProcess(
+                    [str(directory / "bin" / "python"), str(HERE / script), str(path)], environment=environments[name]
+                )
             )
             for name, script in SCRIPTS.items()
             if (directory := getattr(arguments, name)) is not None

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.markdown import markdown_table
 from examples.calculator.batches import Batch, question_batch
 from examples.calculator.network import Weights, score
 from examples.calculator.problems import Problem, Task, held_out_problems
@@ -55,5 +56,5 @@ def most_answers(problems: list[Problem]) -> int:
 
 def table(found: dict[str, tuple[float, int]]) -> str:
     """The accuracies as a Markdown table."""
-    rows = (f"| {name} | {count} | {100 * share:.1f} % |" for name, (share, count) in found.items())
-    return "\n".join(["| held-out problems | number | right |", "|---|---|---|", *rows])
+    rows = [(name, count, f"{100 * share:.1f} %") for name, (share, count) in found.items()]
+    return markdown_table(["held-out problems", "number", "right"], rows)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import socket
 import sys
 import time
 from pathlib import Path
 
 from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
+
+from tests.support.ports import free_port
 
 LONGEST_S = 300
 
@@ -48,12 +49,6 @@ def submit(client: JobSubmissionClient, command: str, directory: Path, deadline:
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
         time.sleep(1.0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from rayserve_moe.cluster.step_graph import TRANSPORTS, CompiledGraph, StepTrans
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.answers import ChoiceResult
-from rayserve_moe.engine.engine_loop import EngineLoop, EngineStoppedError, LoopSettings
+from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
@@ -217,7 +218,9 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
                     assert rebalance.progress.version == seed + 1 and rebalance.progress.num_slots_done > 0
                 loop.rebalancing.head_for(start)
+                deadline = time.monotonic() + 60
                 while rebalance.progress.version < 4 or not rebalance.progress.is_done:
+                    assert time.monotonic() < deadline, "experts never arrive"
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
             finally:
                 loop.shutdown()

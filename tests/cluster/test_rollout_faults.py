@@ -6,12 +6,10 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,8 @@ from ray import serve
 
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.rollouts.support import NEW_TOKENS, assert_equal, errors_in, job, samples_in, summary_in
+from tests.rollouts.support import assert_equal, errors_in, job, samples_in, started_job, summary_in
+from tests.support.ports import free_port
 from tests.support.processes import descendants
 
 NUM_PROMPTS, NUM_SAMPLES = 300, 4
@@ -31,9 +30,7 @@ TOLD_TO_STOP = 3
 
 @pytest.fixture
 def url(raylets: int, checkpoint: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     sizes = {"max_running_requests": 16, "precompile_bs_paddings": [16], "num_pages": 200}
     settings = {**SETTINGS, **sizes, "drain_timeout_s": 1.0}
@@ -54,19 +51,11 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-@contextmanager
-def start(prompts: Path, out: Path, url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the job as a process, for as long as the block at most."""
-    command = [sys.executable, "-m", "rayserve_moe.rollouts.batch_job", "--prompts", str(prompts), "--out", str(out)]
-    command += ["--n", str(NUM_SAMPLES), "--max-new-tokens", str(NEW_TOKENS), "--url", url]
-    with subprocess.Popen([*command, "--flush-s", "0.2", "--in-flight", "32"]) as driver:
-        try:
-            yield driver
-        finally:
-            driver.kill()
+def start(prompts: Path, out: Path, url: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started_job(prompts, out, "--url", url, "--flush-s", "0.2", "--in-flight", "32", n=NUM_SAMPLES)
 
 
-def wait_for_samples(out: Path, driver: subprocess.Popen[bytes], count: int) -> None:
+def wait_for_samples(out: Path, driver: subprocess.Popen[str], count: int) -> None:
     """Wait until so many samples are there, and some are still to come from a driver that runs."""
     deadline = time.monotonic() + 300
     found = 0

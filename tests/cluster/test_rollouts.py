@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,9 @@ import pytest
 import ray.data
 import yaml
 
+from rayserve_moe.rollouts.answers import SampleRequest
+from rayserve_moe.rollouts.replicas import ReplicaPool
+from rayserve_moe.rollouts.schema import Rollout
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
 from tests.rollouts.support import assert_equal, errors_in, job, samples_in, summary_in
@@ -40,25 +42,30 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def kill_worker(out: Path, killed: list[int]) -> None:
-    """Once a first shard is there, kill the worker of the job's engine."""
-    deadline = time.monotonic() + 120
-    while not list(out.glob("rollouts/[!.]*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for pid in descendants("ray::HostWorker"):
-        os.kill(pid, signal.SIGKILL)
-        killed.append(pid)
+def kill_worker(monkeypatch: pytest.MonkeyPatch, *, after_answers: int) -> list[int]:
+    """Have the worker of the job's engine killed after so many answers, while the job waits; returns who was."""
+    generate, num_answers, killed = ReplicaPool.generate, itertools.count(1), []
+
+    async def answer(pool: ReplicaPool, request: SampleRequest) -> list[Rollout]:
+        rollouts = await generate(pool, request)
+        if next(num_answers) == after_answers:
+            killed.extend(descendants("ray::HostWorker"))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        return rollouts
+
+    monkeypatch.setattr(ReplicaPool, "generate", answer)
+    return killed
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
-def test_engines_of_the_job_and_the_loss_of_one(raylets: int, config: Path, prompts: Path, tmp_path: Path) -> None:
+def test_engines_of_the_job_and_the_loss_of_one(
+    raylets: int, config: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker is killed on the way: another engine takes over, and every sample equals an undisturbed run's."""
-    out, killed = tmp_path / "out", []
-    killer = threading.Thread(target=kill_worker, args=(out, killed))
-    killer.start()
+    out, killed = tmp_path / "out", kill_worker(monkeypatch, after_answers=4)
     assert job(prompts, out, "--config", str(config), "--in-flight", "4", "--flush-s", "0.05", n=2) == 0
-    killer.join()
     assert len(killed) == 1 and summary_in(out)["retries"] > 0
     assert (
         sorted(errors_in(out)) == [NUM_PROMPTS, NUM_PROMPTS + 1] and "vocabulary" not in errors_in(out)[NUM_PROMPTS + 1]

@@ -250,17 +250,23 @@ def test_one_image_is_named_everywhere():
 
 
 def test_nothing_in_the_folder_is_a_secret():
-    for path in FOLDER.parent.rglob("*.yaml"):
+    paths = list(FOLDER.parent.rglob("*.yaml"))
+    assert {path.name for path in paths} >= {*ALL, "environment.yaml", "volumes.yaml"}
+    for path in paths:
         assert all(document.get("kind") != "Secret" for document in read_all(path))
 
 
 def test_every_host_can_read_what_is_shared():
-    for claim in shared("PersistentVolumeClaim").values():
+    claims, config_maps = shared("PersistentVolumeClaim"), shared("ConfigMap")
+    assert claims and config_maps
+    for claim in claims.values():
         assert claim["apiVersion"] == "v1" and claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    for config_map in shared("ConfigMap").values():
+    for config_map in config_maps.values():
         assert all(isinstance(value, str) for value in config_map["data"].values())
 
 
 def test_every_tpu_config_names_a_slice_that_exists():
-    for path in (ROOT / "configs").glob("*_v*.yaml"):
+    paths = set((ROOT / "configs").glob("*_v*.yaml"))
+    assert paths >= {Manifest.read(name).config_path for name in ALL}
+    for path in paths:
         assert settings_from_yaml(path).cluster.tpu_topology, path.name

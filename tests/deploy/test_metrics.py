@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,6 +12,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.manifests import JOBS, ROOT, SERVED, Manifest, container_of
+from tests.http.conftest import served
+from tests.support.serving import KEY
 
 BOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text())
 (SCRAPE,) = yaml.safe_load((ROOT / "deploy" / "prometheus.yaml").read_text())["scrape_configs"]
@@ -102,8 +105,11 @@ def test_panels_do_not_overlap():
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
 
 
-def test_the_scrape_asks_the_route_that_needs_the_key_with_the_key(url):
-    assert httpx.get(f"{url}{SCRAPE['metrics_path']}").status_code == 200
-    assert SCRAPE["authorization"]["type"] == "Bearer" and SCRAPE["authorization"]["credentials_file"].endswith(
-        "/api_key"
-    )
+def test_the_scrape_asks_the_route_that_needs_the_key_with_the_key(engine, tmp_path):
+    file = tmp_path / Path(SCRAPE["authorization"]["credentials_file"]).name
+    (tmp_path / "api_key").write_text(KEY)
+    with served(engine, balancing=engine.balancing, api_key=KEY) as url:
+        asked = f"{url}{SCRAPE['metrics_path']}"
+        assert httpx.get(asked).status_code == 401
+        key = f"{SCRAPE['authorization']['type']} {file.read_text()}"
+        assert httpx.get(asked, headers={"authorization": key}).status_code == 200

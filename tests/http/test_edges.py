@@ -14,6 +14,7 @@ from rayserve_moe.inprocess.engine import Engine
 from tests.http.asking import wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
+from tests.support.serving import KEY
 
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
 NATIVE_LONG = {"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "n": 8}}
@@ -76,21 +77,21 @@ def test_a_full_queue_answers_429_and_recovers(small_http, small_engine, path, b
 
 
 def test_the_api_key_guards_everything_but_health(engine):
-    with served(engine, api_key="s3cret-key") as url, httpx.Client(base_url=url) as http:
+    with served(engine, api_key=KEY) as url, httpx.Client(base_url=url) as http:
         assert http.get("/health").status_code == 200
         for headers in (
             {},
             {"Authorization": "Bearer wrong"},
-            {"Authorization": "s3cret-key"},
-            {"X-Api-Key": "s3cret-key"},
+            {"Authorization": KEY},
+            {"X-Api-Key": KEY},
         ):
             for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/nowhere")):
                 answer = http.request(method, path, json=SHORT, headers=headers)
                 assert check_error(answer, 401)["code"] == "invalid_api_key"
-                assert "s3cret" not in answer.text
-        allowed = {"Authorization": "Bearer s3cret-key"}
+                assert KEY not in answer.text
+        allowed = {"Authorization": f"Bearer {KEY}"}
         assert http.post("/v1/completions", json=SHORT, headers=allowed).status_code == 200
-        assert http.get("/v1/models", headers={"Authorization": "bearer  s3cret-key"}).status_code == 200
+        assert http.get("/v1/models", headers={"Authorization": f"bearer  {KEY}"}).status_code == 200
     assert_idle(engine)
 
 

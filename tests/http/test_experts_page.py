@@ -10,9 +10,11 @@ import pytest
 
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
+from rayserve_moe.balancing.policy import imbalance, rank_loads
 from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView, RebalanceRecord
 from rayserve_moe.serving.experts_routes import PAGE
 from tests.http.conftest import served
+from tests.support.serving import KEY
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 
@@ -23,10 +25,10 @@ class ShownBalancing:
     def __init__(self, *, layers=LAYERS, experts=EXPERTS, ranks=RANKS, redundant=REDUNDANT):
         tokens = np.random.default_rng(0).lognormal(8, 1, (layers, experts)).round()
         placement = plan(tokens, ep_size=ranks, num_redundant=redundant)
-        now = self.rank_loads(tokens, placement)
-        before = self.rank_loads(tokens, identity_placement(layers, experts, ep_size=ranks, num_redundant=redundant))
-        identity = tokens.reshape(layers, ranks, -1).sum(2)
-        worst = [float((loads.max(1) / loads.mean(1)).max()) for loads in (before, now)]
+        start = identity_placement(layers, experts, ep_size=ranks, num_redundant=redundant)
+        without = identity_placement(layers, experts, ep_size=ranks)
+        now, before, identity = (rank_loads(each, tokens) for each in (placement, start, without))
+        promised = [float(imbalance(loads).mean()) for loads in (before, now)]
         self._view = BalancingView(
             enabled=True,
             num_layers=layers,
@@ -38,17 +40,12 @@ class ShownBalancing:
             rank_load_identity=identity.tolist(),
             rank_load_now=now.tolist(),
             rank_load_before=before.tolist(),
-            imbalance_before=(before.max(1) / before.mean(1)).tolist(),
-            imbalance_now=(now.max(1) / now.mean(1)).tolist(),
+            imbalance_before=imbalance(before).tolist(),
+            imbalance_now=imbalance(now).tolist(),
             progress=ProgressView(1, layers, layers - 1, 30, 20, False),
-            history=[RebalanceRecord(1, 512, 1.7e9, 30, layers, *worst, 0.25, "under way")],
+            history=[RebalanceRecord(1, 512, 1.7e9, 30, layers, *promised, 0.25, "under way")],
             actor=ActorView(True, 1, {"stale": 2}),
         )
-
-    @staticmethod
-    def rank_loads(tokens, placement):
-        per_slot = np.take_along_axis(tokens, placement.expert_of_slot, 1) * placement.share_of_slot
-        return per_slot.reshape(len(tokens), placement.ep_size, -1).sum(2)
 
     def view(self):
         return self._view
@@ -71,11 +68,12 @@ def test_every_name_the_page_reads_is_in_the_numbers(shown):
     """A field that is renamed on one side only would leave a hole in the page."""
     numbers = shown.view().as_json()
     text = PAGE.read_text(encoding="utf-8")
-    assert set(re.findall(r"\bview\.([a-z_]+)", text)) <= set(numbers)
-    assert set(re.findall(r"\bentry\.([a-z_]+)", text)) <= set(numbers["history"][0])
-    assert set(re.findall(r"\bprogress\.([a-z_]+)", text)) <= set(numbers["progress"]) | {"value", "max"}
-    assert set(re.findall(r"\bactor\.([a-z_]+)", text)) <= set(numbers["actor"])
-    assert len(re.findall(r"\bview\.[a-z_]+", text)) > 10
+    there = {"view": numbers, "entry": numbers["history"][0]}
+    there |= {"progress": {**numbers["progress"], "value": 0, "max": 0}, "actor": numbers["actor"]}
+    read = {name: set(re.findall(rf"\b{name}\.([a-z_]+)", text)) for name in there}
+    for name, fields in read.items():
+        assert fields and fields <= set(there[name]), name
+    assert len(read["view"]) > 10 and read["progress"] & set(numbers["progress"])
 
 
 def test_without_balancing_the_numbers_say_so(http):
@@ -89,8 +87,8 @@ def test_the_numbers_are_those_of_balancing(engine, shown):
 
 
 def test_the_page_asks_for_the_key_that_its_numbers_need(engine, shown):
-    with served(engine, balancing=shown, api_key="s3cret-key") as url:
+    with served(engine, balancing=shown, api_key=KEY) as url:
         page, refused = httpx.get(f"{url}/experts"), httpx.get(f"{url}/experts/state")
-        told = httpx.get(f"{url}/experts/state", headers={"authorization": "Bearer s3cret-key"})
-    assert page.status_code == 200 and "s3cret-key" not in page.text
+        told = httpx.get(f"{url}/experts/state", headers={"authorization": f"Bearer {KEY}"})
+    assert page.status_code == 200 and KEY not in page.text
     assert refused.status_code == 401 and told.json()["enabled"]

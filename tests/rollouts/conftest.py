@@ -15,9 +15,8 @@ from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support.serving import running
+from tests.support.serving import KEY, running
 
-KEY = "only for us"
 SIZES = {
     "enable_return_routed_experts": True,
     "max_running_requests": 8,

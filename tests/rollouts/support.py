@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,22 @@ Samples = dict[tuple[str, int], dict[str, Any]]
 
 def job(prompts: Path, out: Path, *more: str, n: int = 3) -> int:
     """Run the job in this process; returns its status."""
-    arguments = ["--prompts", str(prompts), "--out", str(out), "--n", str(n), "--max-new-tokens", str(NEW_TOKENS)]
-    return main([*arguments, *more])
+    return main([*_arguments(prompts, out, n), *more])
+
+
+@contextmanager
+def started_job(prompts: Path, out: Path, *more: str, n: int) -> Iterator[subprocess.Popen[str]]:
+    """Run the job as a process of its own, for as long as the block at most."""
+    command = [sys.executable, "-m", "rayserve_moe.rollouts.batch_job", *_arguments(prompts, out, n), *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _arguments(prompts: Path, out: Path, n: int) -> list[str]:
+    return ["--prompts", str(prompts), "--out", str(out), "--n", str(n), "--max-new-tokens", str(NEW_TOKENS)]
 
 
 def samples_in(out: Path) -> Samples:

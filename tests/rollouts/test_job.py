@@ -26,6 +26,7 @@ from tests.rollouts.support import (
     samples_in,
     summary_in,
 )
+from tests.support.serving import KEY
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def undisturbed(server: tuple[str, UnreliableRoad], tmp_path_factory: pytest.Tem
     file = directory / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYSERVE_MOE_API_KEY", "only for us")
+        patch.setenv("RAYSERVE_MOE_API_KEY", KEY)
         assert job(file, directory / "out", "--url", server[0]) == 0
     return samples_in(directory / "out")
 

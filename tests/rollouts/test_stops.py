@@ -6,15 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from rayserve_moe.rollouts.shards import RolloutDirectory, ShardError
 from tests.rollouts.conftest import UnreliableRoad
-from tests.rollouts.support import assert_equal, errors_in, job, samples_in, summary_in
+from tests.rollouts.support import assert_equal, errors_in, job, samples_in, started_job, summary_in
 
 NUM_PROMPTS, NUM_SAMPLES = 60, 4
 
@@ -28,22 +28,9 @@ def many(tmp_path: Path) -> Path:
     return file
 
 
-def start(prompts: Path, out: Path, url: str) -> subprocess.Popen[str]:
+def start(prompts: Path, out: Path, url: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """Start the job with few samples under way, so that it does not end at once, and shards that come often."""
-    command = [sys.executable, "-m", "rayserve_moe.rollouts.batch_job", "--prompts", str(prompts), "--out", str(out)]
-    command += [
-        "--n",
-        str(NUM_SAMPLES),
-        "--max-new-tokens",
-        "12",
-        "--url",
-        url,
-        "--in-flight",
-        "8",
-        "--flush-s",
-        "0.05",
-    ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return started_job(prompts, out, "--url", url, "--in-flight", "8", "--flush-s", "0.05", n=NUM_SAMPLES)
 
 
 def wait_for_shards(out: Path, process: subprocess.Popen[str], count: int) -> None:

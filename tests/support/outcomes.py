@@ -92,3 +92,10 @@ def assert_all_same(actual: Outcomes, expected: Outcomes, *, routing: bool = Tru
     assert actual.keys() == expected.keys()
     for key, outcome in actual.items():
         assert_same(outcome, expected[key], routing=routing)
+
+
+def assert_identical(actual: Outcomes, expected: Outcomes, *, routing: bool = True) -> None:
+    """Assert that two runs of the same requests agree choice by choice, in log-probs to the last bit."""
+    assert_all_same(actual, expected, routing=routing)
+    for key, outcome in actual.items():
+        np.testing.assert_array_equal(outcome.logprobs, expected[key].logprobs)

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+KEY = "only for us"
+"""What a server asks of its clients, where a test has it ask for one."""
+
 
 @contextlib.contextmanager
 def running(app: ASGIApp) -> Iterator[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.policy import TOLERANCE, PlanningRules, chance, imbalance, is_due, is_worth, rank_loads
+from rayserve_moe.balancing.policy import TOLERANCE, PlanningRules, chance, has_enough, imbalance, is_worth, rank_loads
 from rayserve_moe.balancing.proposal import PlacementState, Proposal
 
 
@@ -25,10 +25,7 @@ class PlacementAdvisor:
             self._epoch, self._planned_at = reading.epoch, reading.step
         self._step = reading.step
         self._window.add(reading)
-        is_early = reading.step - self._planned_at < self._rules.interval
-        return not is_early and is_due(
-            self._window.totals(), step=self._step, planned_at=self._planned_at, rules=self._rules
-        )
+        return self._step - self._planned_at >= self._rules.interval and has_enough(self._window.totals())
 
     def propose(self, state: PlacementState) -> Proposal | None:
         """Plan from the window; None where it is of other counts, or no better placement is worth its moves."""

@@ -26,11 +26,9 @@ class PlanningRules:
     dispatch: str = "shares"
 
 
-def is_due(tokens: np.ndarray, *, step: int, planned_at: int, rules: PlanningRules) -> bool:
-    """Whether it is time for a plan, and there are tokens enough [layers, experts] to make one from."""
-    if step - planned_at < rules.interval or not tokens.size:
-        return False
-    return bool(tokens.sum(axis=1).min() >= LEAST_TOKENS_PER_EXPERT * tokens.shape[1])
+def has_enough(tokens: np.ndarray) -> bool:
+    """Whether there are tokens enough [layers, experts] in every layer to make a plan from."""
+    return tokens.size > 0 and bool(tokens.sum(axis=1).min() >= LEAST_TOKENS_PER_EXPERT * tokens.shape[1])
 
 
 def rank_loads(placement: ExpertPlacement, tokens: np.ndarray, *, dispatch: str = "shares") -> np.ndarray:

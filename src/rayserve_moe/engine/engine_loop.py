@@ -27,8 +27,6 @@ from rayserve_moe.scheduling.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-__all__ = ["EngineBusyError", "EngineLoop", "EngineStoppedError", "LoopSettings"]
-
 
 class EngineBusyError(RuntimeError):
     """Too many requests wait already; ask again later."""

@@ -37,9 +37,9 @@ def joined_top(before: TopLogprobs | None, after: TopLogprobs | None) -> TopLogp
 
 def labelled_ranges(labels_from: tuple[tuple[int, str], ...], end: int) -> tuple[tuple[int, int, str], ...]:
     """Ranges `(from, to, label)` from pairs of a position and the label from there on, up to position `end`."""
-    ends = [position for position, _ in labels_from[1:]] + [end]
+    ends = [min(position, end) for position, _ in labels_from[1:]] + [end]
     pairs = zip(labels_from, ends, strict=False)
-    return tuple((first, min(last, end), label) for (first, label), last in pairs if first < min(last, end))
+    return tuple((first, last, label) for (first, label), last in pairs if first < last)
 
 
 def joined_ranges(ranges: tuple) -> tuple:

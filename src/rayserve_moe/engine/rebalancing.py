@@ -57,11 +57,6 @@ class Rebalancing:
         self._steps_with_pieces = set[int]()
         self._is_held = False
 
-    @property
-    def expert_counts(self) -> np.ndarray:
-        """Tokens since the start, wrapping, as of the last reading: int32 [MoE layers, experts]."""
-        return self.reading.counts
-
     def state(self) -> PlacementState | None:
         """What a plan may be made from now; None while a rebalance is under way or asked for."""
         progress = self.rebalance.progress

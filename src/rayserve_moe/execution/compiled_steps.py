@@ -30,6 +30,7 @@ from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOut
 from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -129,7 +130,7 @@ class _Compiler:
     def __init__(self, plan: ParallelPlan) -> None:
         self.seconds: list[float] = []
         self._replicated = plan.replicated()
-        self._options = COMPILER_OPTIONS_OF_PLATFORM.get(plan.mesh.devices.flat[0].platform)
+        self._options = COMPILER_OPTIONS_OF_PLATFORM.get(platform_of(plan.mesh))
 
     def integers(self, *shape: int) -> jax.ShapeDtypeStruct:
         """The shape of int32 numbers that every device gets."""

@@ -49,6 +49,7 @@ from rayserve_moe.execution.step_results import WantedOutputs, start_copies, ste
 from rayserve_moe.execution.step_types import StepOutput, StepShape
 from rayserve_moe.execution.weights import first_placement, load_weights, model_rule, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, StepTimes
 
@@ -135,7 +136,7 @@ class HostRunner:
             num_rows=num_rows,
             pages_per_row=derive.pages_per_sequence(self._longest, cache.page_size),
         )
-        with programs_on_disk(self._settings.compile, platform=self.rule.plan.mesh.devices.flat[0].platform):
+        with programs_on_disk(self._settings.compile, platform=platform_of(self.rule.plan.mesh)):
             self.programs = compile_programs(
                 self.weights,
                 self._state,

@@ -21,20 +21,12 @@ def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPla
 
 def free_bytes(devices: list[jax.Device]) -> int:
     """Free memory of the fullest local device; emulated devices share what the host has available."""
-    stats = [device.memory_stats() for device in devices]
-    if all(stats):
-        return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats if s)
-    meminfo = Path("/proc/meminfo").read_text()
-    available_kib = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
-    return available_kib * 1024 // len(devices)
+    return _bytes_beyond("bytes_in_use", devices)
 
 
 def spare_bytes(devices: list[jax.Device]) -> int:
     """Memory of the fullest local device that no step so far has needed; for emulated devices as `free_bytes`."""
-    stats = [device.memory_stats() for device in devices]
-    if all(stats):
-        return min(s["bytes_limit"] - s.get("peak_bytes_in_use", s["bytes_limit"]) for s in stats if s)
-    return free_bytes(devices)
+    return _bytes_beyond("peak_bytes_in_use", devices)
 
 
 def num_pages_that_fit(cache: CacheSettings, *, bytes_per_page: int, free: int, most_useful: int) -> int:
@@ -50,3 +42,13 @@ def num_pages_that_fit(cache: CacheSettings, *, bytes_per_page: int, free: int, 
             f"mem_fraction {cache.mem_fraction}: no two KV pages of {bytes_per_page} bytes fit into {free} free bytes"
         )
     return min(fitting, most_useful)
+
+
+def _bytes_beyond(used: str, devices: list[jax.Device]) -> int:
+    """The least that a device has beyond `used`, a name of its statistics; one that does not tell it has nothing."""
+    stats = [device.memory_stats() for device in devices]
+    if all(stats):
+        return min(s["bytes_limit"] - s.get(used, s["bytes_limit"]) for s in stats if s)
+    meminfo = Path("/proc/meminfo").read_text()
+    available_kib = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    return available_kib * 1024 // len(devices)

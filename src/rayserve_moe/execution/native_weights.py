@@ -14,6 +14,7 @@ from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
 from rayserve_moe.model.parameters import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def choose_kernels(
     spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, compiling: CompileSettings
 ) -> KernelChoice:
     """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had."""
-    wanted, platform = compiling.cpu_kernels, plan.mesh.devices.flat[0].platform
+    wanted, platform = compiling.cpu_kernels, platform_of(plan.mesh)
     of_platform = KERNELS_OF_PLATFORM[platform]
     if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
         return of_platform
@@ -55,8 +56,7 @@ def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kern
     """What a model is computed in: where kernels are native, in theirs."""
     if kernels.is_native:
         return NATIVE_DTYPE
-    platform = plan.mesh.devices.flat[0].platform
-    return derive.compute_dtype(model.dtype, platform=platform, checkpoint_dtype=spec.checkpoint_dtype)
+    return derive.compute_dtype(model.dtype, platform=platform_of(plan.mesh), checkpoint_dtype=spec.checkpoint_dtype)
 
 
 def packed_specs(tree: Mapping[str, Mapping[str, ParamSpec]], *, is_tied: bool) -> dict[str, dict[str, ParamSpec]]:
@@ -80,7 +80,7 @@ def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:
 
 def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: bool) -> str | None:
     """What about a model the kernels cannot do, None where there is nothing."""
-    if plan.mesh.devices.flat[0].platform != "cpu":
+    if platform_of(plan.mesh) != "cpu":
         return "the devices are no CPUs"
     if dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for):
         return "they compute in bfloat16, and the model in float32"

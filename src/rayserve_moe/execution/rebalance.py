@@ -21,6 +21,7 @@ from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.reshuffle import FetchedSlots, ReshuffleRule, SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 NO_LAYER = -1
@@ -208,5 +209,5 @@ def _reshuffle_rule(rule: ModelRule) -> ReshuffleRule:
         (DATA, TENSOR),
         rule.plan.num_expert_ranks,
         rule.experts.num_local_slots,
-        packs=rule.plan.mesh.devices.flat[0].platform == "cpu",
+        packs=platform_of(rule.plan.mesh) == "cpu",
     )

@@ -16,8 +16,8 @@ from rayserve_moe.checkpoints.loader import ArrayTree, StagedParameter, StagedTr
 from rayserve_moe.checkpoints.names import walk
 from rayserve_moe.execution.memory import spare_bytes
 from rayserve_moe.execution.step_types import ModelWeights
-from rayserve_moe.execution.weights import parameter_tree
-from rayserve_moe.model.family_table import family_of, spec_from_config
+from rayserve_moe.execution.weights import parameter_tree, read_parameters
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.model.transformer import ModelRule, Parameters
 from rayserve_moe.requests import WeightsRefusedError
@@ -74,14 +74,9 @@ class StagedWeights:
         files, plan = open_checkpoint(directory), self._rule.plan
         _check_alike(_spec_of(files), self._rule.spec)
         free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
-        bring = load_parameters if free >= SPARE_SHARE * self.bytes_per_device else stage_parameters
-        return bring(
-            files,
-            self._tree,
-            rules=family_of(files.config).CHECKPOINT_RULES,
-            sharding_of=lambda spec: plan.sharding(spec.axes),
-            expert_of_slot=self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot,
-        )
+        read = load_parameters if free >= SPARE_SHARE * self.bytes_per_device else stage_parameters
+        slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
+        return read_parameters(files, self._tree, read=read, plan=plan, expert_of_slot=slots)
 
 
 def _put(ready: Any, serving: Any) -> Any:

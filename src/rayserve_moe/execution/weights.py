@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, lowered_redundancy
 from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.loader import load_parameters
+from rayserve_moe.checkpoints.names import SpecTree
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.execution.native_weights import packed_specs
 from rayserve_moe.execution.step_types import ModelWeights
@@ -20,7 +22,10 @@ from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
+
+Tree = TypeVar("Tree")
 
 
 def model_rule(
@@ -40,7 +45,7 @@ def model_rule(
         )
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
-    kernels = kernels or KERNELS_OF_PLATFORM[plan.mesh.devices.flat[0].platform]
+    kernels = kernels or KERNELS_OF_PLATFORM[platform_of(plan.mesh)]
     return ModelRule(
         spec,
         plan,
@@ -71,15 +76,22 @@ def load_weights(
 
     There are maps where the placement needs them, and in any case where it `may_change`.
     """
-    plan = rule.plan
-    params = load_parameters(
+    tree, slots = parameter_tree(rule, dtype=dtype), placement.expert_of_slot
+    params = read_parameters(files, tree, read=load_parameters, plan=rule.plan, expert_of_slot=slots)
+    return ModelWeights(cast(Parameters, params), _maps_of(placement, rule.plan, may_change=may_change))
+
+
+def read_parameters(
+    files: CheckpointFiles, tree: SpecTree, *, read: Callable[..., Tree], plan: ParallelPlan, expert_of_slot: np.ndarray
+) -> Tree:
+    """Read a checkpoint by `read` of the loader, which knows neither its family nor a plan."""
+    return read(
         files,
-        parameter_tree(rule, dtype=dtype),
+        tree,
         rules=family_of(files.config).CHECKPOINT_RULES,
-        sharding_of=lambda p: plan.sharding(p.axes),
-        expert_of_slot=placement.expert_of_slot,
+        sharding_of=lambda spec: plan.sharding(spec.axes),
+        expert_of_slot=expert_of_slot,
     )
-    return ModelWeights(cast(Parameters, params), _maps_of(placement, plan, may_change=may_change))
 
 
 def with_capacity(weights: ModelWeights, factor: float, *, rule: ModelRule) -> ModelWeights:

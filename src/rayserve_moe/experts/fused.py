@@ -39,6 +39,7 @@ from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens, cut_into_chunks
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.parallel.mesh import platform_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def fused_ep_moe_from_topk(  # noqa: PLR0913 (the agreed signature)
     row_bytes = width * tokens.dtype.itemsize
     chunk = config.chunk_tokens or chunk_tokens(part, top_k=top_k, row_bytes=row_bytes, overlapped=True)
     taken = config.round_rows or round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
-    kernel = KERNELS_OF_PLATFORM[mesh.devices.flat[0].platform].experts
+    kernel = KERNELS_OF_PLATFORM[platform_of(mesh)].experts
     product = ProductRule(num_slots // num_ranks, chunk * top_k * num_ranks / num_slots, act_fn)
     rule = ExchangeRule(axes, num_ranks, num_slots, taken)
 

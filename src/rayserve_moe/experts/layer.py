@@ -16,6 +16,7 @@ from rayserve_moe.experts.routing import ForcedPicks, best_of_scores, count_toke
 from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
+from rayserve_moe.parallel.mesh import platform_of
 
 
 class LayerOutput(NamedTuple):
@@ -79,7 +80,7 @@ def backend_for(hidden_TD: jax.Array, rule: ExpertRule) -> str:
         -(-num_tokens // rule.plan.tensor_size),
         ep_size=rule.plan.num_expert_ranks,
         tensor_size=rule.plan.tensor_size,
-        platform=rule.platform,
+        platform=platform_of(rule.plan.mesh),
         top_k=rule.top_k,
         row_bytes=width * hidden_TD.dtype.itemsize,
     )

@@ -40,7 +40,3 @@ class ExpertRule:
     @property
     def num_local_slots(self) -> int:
         return self.num_slots // self.plan.num_expert_ranks
-
-    @property
-    def platform(self) -> str:
-        return self.plan.mesh.devices.flat[0].platform

@@ -140,12 +140,7 @@ class Engine:
         prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
         (request,), options = self._requests(prompts, sampling_params, keywords=keywords)
         running = RunningRequest(self.loop, self.tokenizer, request=request)
-        try:
-            async for delta in running.stream:
-                running.results[delta.choice_index].add(delta)
-        finally:
-            running.stream.close()
-        running.note_time()
+        await running.wait_async()
         answers = self._answers(running, options)
         return answers if len(answers) > 1 else answers[0]
 

@@ -17,7 +17,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 
 class RunningRequest:
-    """A submitted request and what its choices have come to. Close its stream when done with it."""
+    """A submitted request and what its choices have come to. Close its stream, unless `wait_async` did."""
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
         self._started_s = time.perf_counter()
@@ -30,6 +30,15 @@ class RunningRequest:
         """Take in every delta up to the last."""
         for delta in self.stream:
             self.results[delta.choice_index].add(delta)
+        self.note_time()
+
+    async def wait_async(self) -> None:
+        """Take in every delta up to the last, in an event loop. Closes the stream, also where it is cancelled."""
+        try:
+            async for delta in self.stream:
+                self.results[delta.choice_index].add(delta)
+        finally:
+            self.stream.close()
         self.note_time()
 
     def note_time(self) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from rayserve_moe.inprocess.arguments import sampling_from
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
 from rayserve_moe.requests import SamplingParams as EngineSampling
+
+TOLD = {"logprobs", "prompt_logprobs", "routed_experts_prompt_start"}
+"""What says nothing of how tokens are chosen, only what is told about them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +48,10 @@ class SamplingParams:
 
 def engine_sampling(params: SamplingParams, *, most_new_tokens: int) -> EngineSampling:
     """Say the same to the engine; `most_new_tokens` is what the context has room for."""
-    stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
-    return EngineSampling(
-        max_new_tokens=most_new_tokens if params.max_tokens is None else params.max_tokens,
-        temperature=params.temperature,
-        top_k=0 if params.top_k == -1 else params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        stop=stop,
-        stop_token_ids=tuple(params.stop_token_ids or ()),
-        ignore_eos=params.ignore_eos,
-        skip_special_tokens=params.skip_special_tokens,
-        n=params.n,
-        seed=params.seed,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=tuple(sorted((params.logit_bias or {}).items())),
-    )
+    named = {field.name: getattr(params, field.name) for field in fields(params) if field.name not in TOLD}
+    if params.max_tokens is None:
+        named["max_tokens"] = most_new_tokens
+    return sampling_from({**named, "logit_bias": params.logit_bias or {}})
 
 
 def request_with(

@@ -39,7 +39,7 @@ def attention_tokens(batch: TokenBatch, spec: ModelSpec, *, is_native: bool = Fa
     """Prepare the tokens of a step for all attention layers of a model; `is_native`: by the native CPU kernel."""
     if is_native:
         angles = calls.rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
-        return AttentionTokens(batch, Rotation(*(each_Th[:, None] for each_Th in angles)))
+        return AttentionTokens(batch, Rotation(*angles))
     return AttentionTokens(batch, rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta))
 
 
@@ -55,8 +55,7 @@ def attend_natively(
     """`attend_layer` by the native CPU kernel; `weights` are those of all layers, packed."""
     batch, rotation = tokens
     inputs = calls.AttentionInputs(
-        rotation.cos[:, 0],
-        rotation.sin[:, 0],
+        *rotation,
         batch.kv_slots_T,
         batch.positions_T,
         batch.page_table_BP,

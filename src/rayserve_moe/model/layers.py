@@ -30,7 +30,7 @@ def gated_mlp(hidden_TD: jax.Array, gate_DI: jax.Array, up_DI: jax.Array, down_I
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every rotary angle, float32 [T, 1, h / 2]: the same for all layers and heads."""
+    """Cosine and sine of every rotary angle, float32 [T, h / 2]: the same for all layers and heads."""
 
     cos: jax.Array
     sin: jax.Array
@@ -39,13 +39,13 @@ class Rotation(NamedTuple):
 def rotation_of(positions_T: jax.Array, *, width: int, theta: float) -> Rotation:
     """Angles of rotary embedding for heads of `width`: position * theta ** (-2 i / h)."""
     frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = positions_T.astype(jnp.float32)[:, None, None] * frequencies
+    angles = positions_T.astype(jnp.float32)[:, None] * frequencies
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
 def rotate(heads_TXh: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotary embedding in half-split pairs (i, i + h / 2), computed in float32. Su et al., arXiv:2104.09864."""
-    cos, sin = rotation
+    cos, sin = (angles_Th[:, None] for angles_Th in rotation)
     first, second = jnp.split(heads_TXh.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(heads_TXh.dtype)

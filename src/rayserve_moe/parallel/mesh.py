@@ -58,6 +58,11 @@ def plan_for(devices: list[jax.Device], *, data_size: int = 1, num_slices: int =
     return ParallelPlan(Mesh(np.asarray(ordered).reshape(data_size, -1), (DATA, TENSOR)))
 
 
+def platform_of(mesh: Mesh) -> str:
+    """What all devices of a mesh are, as jax names it: `cpu` or `tpu`."""
+    return mesh.devices.flat[0].platform
+
+
 def _by_slice(devices: list[jax.Device], num_slices: int) -> list[jax.Device]:
     """Order by slice, host, and number within the host; slices must be as many as asked for, and of one size.
 

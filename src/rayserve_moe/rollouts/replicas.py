@@ -20,10 +20,11 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.cluster.slice_placement import RAY_VERSIONS
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.config.topology import slice_for
-from rayserve_moe.engine.answers import ChoiceResult, native_fields
-from rayserve_moe.engine.engine_loop import EngineBusyError, EngineStoppedError
-from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.engine.answers import native_fields
+from rayserve_moe.engine.engine_loop import EngineBusyError
+from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.inprocess.arguments import sampling_from
+from rayserve_moe.inprocess.running import RunningRequest
 from rayserve_moe.requests import GenerationRequest, RequestError
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable, rollout_of
 from rayserve_moe.rollouts.schema import Rollout
@@ -34,7 +35,6 @@ REPLICA_CPUS = 0.5
 MOST_CALLS = 4096
 MOST_STARTS_IN_VAIN = 3
 PAUSE_BETWEEN_STARTS_S, LONGEST_STOP_S = 5.0, 10.0
-_DEFAULT_NEW_TOKENS = 128
 
 
 class EngineReplica:
@@ -62,23 +62,17 @@ class EngineReplica:
         assert self._engine is not None, "start comes first"
         loop, started_at = self._engine.loop, time.time()
         try:
-            asked = self._asked(request)
-            stream = open_stream(loop, self._engine.tokenizer, request=asked)
+            running = RunningRequest(loop, self._engine.tokenizer, request=_request_of(request))
         except RequestError as error:
             raise Refused(str(error)) from error
         except EngineBusyError as error:
             raise Unavailable("the engine is busy") from error
-        results = [ChoiceResult() for _ in range(request.count)]
-        try:
-            async for delta in stream:
-                results[delta.choice_index].add(delta)
-        finally:
-            stream.close()
-        for result in results:
+        await running.wait_async()
+        for result in running.results:
             if result.finish is not None and result.finish.kind == "error":
                 loop.check_health()
                 raise Faulty(result.finish.message or "the model failed on this request")
-        elapsed_s = time.time() - started_at
+        asked, elapsed_s = running.request, running.elapsed_s
         return [
             rollout_of(
                 native_fields(asked, result, card=loop.card, e2e_latency_s=elapsed_s, return_logprob=True),
@@ -88,7 +82,7 @@ class EngineReplica:
                 layout=loop.card.routing,
                 started_at=started_at,
             )
-            for index, result in enumerate(results)
+            for index, result in enumerate(running.results)
         ]
 
     def stop(self) -> None:
@@ -96,23 +90,21 @@ class EngineReplica:
         if self._engine is not None:
             self._engine.loop.shutdown()
 
-    def _asked(self, request: SampleRequest) -> GenerationRequest:
-        assert self._engine is not None, "start comes first"
-        prompt_ids = np.asarray(request.prompt_ids, np.int32)
-        room = max(1, self._engine.loop.card.max_model_len - len(prompt_ids))
-        defaults = {"max_new_tokens": min(_DEFAULT_NEW_TOKENS, room)}
-        numbers = {"n": request.count, "sampling_seed": request.seed, "first_choice": request.first}
-        sampling = sampling_from({**defaults, **request.sampling, **numbers})
-        return GenerationRequest(
-            uuid.uuid4().hex,
-            prompt_ids,
-            sampling,
-            return_routed_experts=request.returns_routing,
-            incremental=bool(sampling.stop),
-        )
-
 
 RemoteEngineReplica = ray.remote(EngineReplica)
+
+
+def _request_of(request: SampleRequest) -> GenerationRequest:
+    """Ask the engine for the same samples."""
+    numbers = {"n": request.count, "sampling_seed": request.seed, "first_choice": request.first}
+    sampling = sampling_from({**request.sampling, **numbers})
+    return GenerationRequest(
+        uuid.uuid4().hex,
+        np.asarray(request.prompt_ids, np.int32),
+        sampling,
+        return_routed_experts=request.returns_routing,
+        incremental=bool(sampling.stop),
+    )
 
 
 def num_replicas_for(settings: Settings) -> int:

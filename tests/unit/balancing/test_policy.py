@@ -12,8 +12,8 @@ from rayserve_moe.balancing.policy import (
     LEAST_TOKENS_PER_EXPERT,
     PlanningRules,
     chance,
+    has_enough,
     imbalance,
-    is_due,
     is_worth,
     rank_loads,
 )
@@ -51,12 +51,20 @@ def test_imbalance_is_the_hottest_rank_over_the_mean_and_1_where_nothing_was_cou
     np.testing.assert_allclose(imbalance(np.array([[1.0, 3.0], [0.0, 0.0], [2.0, 2.0]])), [1.5, 1.0, 1.0])
 
 
-def test_a_plan_is_due_after_the_interval_and_with_tokens_enough_in_every_layer():
+def test_a_plan_needs_tokens_enough_in_every_layer():
     enough = np.full((2, 8), LEAST_TOKENS_PER_EXPERT)
-    assert is_due(enough, step=100, planned_at=0, rules=RULES)
-    assert not is_due(enough, step=99, planned_at=0, rules=RULES)
-    assert not is_due(enough - [[0], [1]], step=100, planned_at=0, rules=RULES)
-    assert not is_due(np.zeros((0, 0)), step=100, planned_at=0, rules=RULES)
+    assert has_enough(enough)
+    assert not has_enough(enough - [[0], [1]])
+    assert not has_enough(np.zeros((0, 0)))
+
+
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("steps", [RULES.interval - 1, RULES.interval])
+def test_a_plan_is_due_after_the_interval_and_with_tokens_enough(short, steps):
+    advisor, enough = PlacementAdvisor(RULES), np.full((LAYERS, EXPERTS), LEAST_TOKENS_PER_EXPERT, np.int32)
+    assert not advisor.observe(LoadReading(0, 0, np.zeros_like(enough)))
+    is_due = advisor.observe(LoadReading(0, steps, enough - np.eye(LAYERS, EXPERTS, dtype=np.int32) * short))
+    assert is_due == (not short and steps == RULES.interval)
 
 
 def test_flat_loads_that_differ_by_chance_alone_are_not_worth_a_plan():

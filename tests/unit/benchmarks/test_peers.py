@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import process
 from benchmarks.peers.bandwidth import bytes_per_step, most_tokens_per_s
 from benchmarks.peers.process import PeerProcess
 from benchmarks.workloads import Workload
@@ -36,10 +34,8 @@ PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
 
 @pytest.fixture
-def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "peer.py").write_text(COUNTING)
-    monkeypatch.setattr(process, "HERE", tmp_path)
-    with PeerProcess(Path(sys.executable), "peer.py", Path("a-model"), environment={}) as started:
+def peer():
+    with PeerProcess([sys.executable, "-c", COUNTING, "a-model"], environment={}) as started:
         yield started
 
 
@@ -57,11 +53,9 @@ def test_a_peer_that_does_less_is_refused(peer: PeerProcess):
         peer.run(WORKLOAD, PROMPTS, seed=1)
 
 
-def test_a_peer_that_ends_is_told(tmp_path, monkeypatch):
-    (tmp_path / "peer.py").write_text("")
-    monkeypatch.setattr(process, "HERE", tmp_path)
+def test_a_peer_that_ends_is_told():
     with pytest.raises(RuntimeError, match="has ended"):
-        PeerProcess(Path(sys.executable), "peer.py", Path("a-model"), environment={})
+        PeerProcess([sys.executable, "-c", ""], environment={})
 
 
 @pytest.mark.parametrize("size", ["small", "mid"])

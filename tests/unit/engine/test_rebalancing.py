@@ -64,7 +64,7 @@ def test_another_rebalance_begins_only_when_it_is_known_what_came_of_the_one_bef
 
 def test_readings_tell_steps_and_counts_and_nobody_plans_from_what_moves():
     rebalancing, steps = moving()
-    assert (rebalancing.expert_counts == 0).all() and rebalancing.state() is not None
+    assert (rebalancing.reading.counts == 0).all() and rebalancing.state() is not None
     steps.run(2 * COUNTS_EVERY + 1)
     reading = rebalancing.reading
     assert (reading.epoch, reading.step) == (0, 2 * COUNTS_EVERY + 1)

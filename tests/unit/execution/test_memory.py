@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -53,6 +54,16 @@ def test_a_pool_without_room_for_two_pages_is_an_error_that_names_the_setting(fr
     with pytest.raises(SettingsError, match=r"mem_fraction 0\.5: no two KV pages of 100 bytes"):
         fit(free)
     assert fit(400) == 2
+
+
+def test_free_is_what_nothing_holds_now_and_spare_what_nothing_has_held_on_the_fullest_device():
+    stats = {"bytes_limit": 100, "bytes_in_use": 30, "peak_bytes_in_use": 60}
+    others = [{**stats, "bytes_in_use": 10}, {**stats, "peak_bytes_in_use": 50}]
+    devices = [SimpleNamespace(memory_stats=told.copy) for told in (others[0], stats, others[1])]
+    assert (memory.free_bytes(devices), memory.spare_bytes(devices)) == (70, 40)
+    del stats["peak_bytes_in_use"]
+    silent = SimpleNamespace(memory_stats=stats.copy)
+    assert memory.spare_bytes([*devices, silent]) == 0, "what a device does not tell is not counted on"
 
 
 def test_emulated_devices_share_what_the_host_has():
