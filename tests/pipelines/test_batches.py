@@ -31,8 +31,13 @@ def each_alone(engine: Engine, requests: list) -> Outcomes:
 
 @pytest.mark.parametrize(
     ("padding", "num_requests", "in_turn"),
-    [(1, 1, False), (4, 1, False), (4, 3, False), (4, 4, False), (1, 3, True)],
-    ids=["1 in 1", "1 in 4", "3 in 4", "4 in 4", "3 in turn in 1"],
+    [
+        pytest.param(1, 1, False, id="1 in 1", marks=pytest.mark.slow),
+        pytest.param(4, 1, False, id="1 in 4"),
+        pytest.param(4, 3, False, id="3 in 4"),
+        pytest.param(4, 4, False, id="4 in 4"),
+        pytest.param(1, 3, True, id="3 in turn in 1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_batch_padding_does_not_show(
     engine_with: EngineFactory, requests: list, each_alone: Outcomes, padding: int, num_requests: int, in_turn: bool

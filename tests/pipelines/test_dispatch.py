@@ -24,6 +24,8 @@ from tests.support.drive import Way, run_together
 from tests.support.outcomes import Outcomes
 from tests.support.workload import draw_prompt, request_for
 
+pytestmark = pytest.mark.slow  # slots take no other path through the backends, whose tests choose them each way
+
 DISPATCHES = ("shares", "static", "first")
 NUM_ROWS, STEP_TOKENS = 16, 32
 WAY = Way(num_rows=NUM_ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)

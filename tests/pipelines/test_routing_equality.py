@@ -230,7 +230,11 @@ def test_aborted_and_continued_is_as_if_never_aborted(engine: Engine, aborted_at
     assert begun.routing.rows[:num_known].tobytes() == whole.rows[:num_known].tobytes()
 
 
-@pytest.mark.parametrize("way", [Way(), Way(chunk_tokens=7), Way(intervene=preempt_every(2, forgets=True))], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [Way(), Way(chunk_tokens=7), Way(intervene=preempt_every(2, forgets=True))],
+    ids=["whole", "chunks", "preemption"],
+)
 def test_replaying_what_was_captured_changes_nothing(engine: Engine, way: Way):
     first = run_alone(engine.runner, engine.card, [SAMPLED])["r", 0]
     prompt_rows = RoutedExperts(routing_of(first).rows[: len(PROMPT)])
