@@ -1,6 +1,6 @@
 """W2 on the in-process engine: overlap on and off, routing returned and not, and how long the devices wait.
 
-    python -m benchmarks.engine [--size small] [--devices 2] [--workload W2] [--repeats 5] [--out FILE.json]
+    python -m benchmarks.engine [--size small] [--devices 1] [--workload W2] [--repeats 5] [--out FILE.json]
 
 The sides take turns, one run each per repeat, each time with another one first. Sides with the same prompts must give
 the same ids. Watched runs, which show how long the devices wait for the host, are runs of their own.
@@ -129,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
     parser.add_argument("--workload", choices=list(WORKLOADS), default="W2")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--devices", type=int, default=2, help="devices of each engine; on a CPU, emulated ones")
+    parser.add_argument("--devices", type=int, default=1, help="devices of each engine; on a CPU, emulated ones")
     parser.add_argument("--no-waits", action="store_true", help="leave out the watched runs")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/engine-SIZE.json")
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """W2 as 16 streaming HTTP clients of a Serve application, in turn with the same streams on the in-process engine.
 
-    python -m benchmarks.http_streams [--size small] [--devices 2] [--workload W2] [--repeats 5] [--out FILE.json]
+    python -m benchmarks.http_streams [--size small] [--devices 1] [--workload W2] [--repeats 5] [--out FILE.json]
 
 Before its turn the application answers a few requests, so that its step transport runs as it does under load; after it
 there is a pause in which it falls asleep again, for the two share the processor. The clients are one lean process.
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
     parser.add_argument("--workload", choices=["W1", "W2", "W3"], default="W2")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--devices", type=int, default=2, help="devices of both engines; on a CPU, emulated ones")
+    parser.add_argument("--devices", type=int, default=1, help="devices of both engines; on a CPU, emulated ones")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/http-SIZE.json")
     arguments = parser.parse_args()
     load_before = load_before_start()

@@ -1,7 +1,7 @@
 """Throughput of the rollout job, against a server and with an engine of its own, beside the engine alone.
 
     python -m benchmarks.rollout_job [--model synthetic:small] [--prompts 64] [--n 4] [--new-tokens 64] [--repeats 5]
-                                     [--devices 2] [--max-running 16] [--no-own] [--out FILE.json]
+                                     [--devices 1] [--max-running 16] [--no-own] [--out FILE.json]
 
 The engine alone runs twice: in one process, and with its worker in another, as every server and every job has it. All
 sides sample the same: prompts, seeds, log-probs and routing returned. A repeat has every side once, each time with
@@ -130,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--n", type=int, default=4)
     add("--new-tokens", type=int, default=64)
     add("--repeats", type=int, default=5)
-    add("--devices", type=int, default=2, help="devices of each engine; on a CPU, emulated ones")
+    add("--devices", type=int, default=1, help="devices of each engine; on a CPU, emulated ones")
     add("--max-running", type=int, default=16)
     add("--in-flight", type=int, default=64)
     add("--no-own", action="store_true", help="leave out the engine of the job's own, which compiles on every start")
