@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -106,10 +106,12 @@ def loop_over(
     return EngineLoop(executor, card, settings=timing)
 
 
-def complete(loop: EngineLoop, tokenizer: Tokenizer) -> list[ChoiceResult]:
+def complete(
+    loop: EngineLoop, tokenizer: Tokenizer, *, which: Sequence[int] = range(len(PROMPTS)), returns_routing: bool = True
+) -> list[ChoiceResult]:
     requests = [
-        GenerationRequest(f"{i}-{time.monotonic_ns()}", prompt, sampling, return_routed_experts=True)
-        for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
+        GenerationRequest(f"{i}-{time.monotonic_ns()}", PROMPTS[i], SAMPLING[i], return_routed_experts=returns_routing)
+        for i in which
     ]
     streams = [open_stream(loop, tokenizer, request=request) for request in requests]
     results = [ChoiceResult() for _ in streams]
@@ -226,6 +228,41 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
                 loop.shutdown()
         counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
         assert counts == [0, 0]
+
+
+@pytest.mark.slow
+def test_experts_with_limited_room_choose_over_two_hosts_as_in_one_process(raylets: int, checkpoint: Path) -> None:
+    """One request after the other, so that in both the same tokens compete for the same room."""
+    limited = {
+        "expert_selection": "balanced",
+        "capacity_factor": 1.0,
+        "data_parallel_size": 2,
+        "enable_return_routed_experts": False,
+        "expert_backend": "all_to_all",
+        "num_redundant_experts": 4,
+    }
+
+    def answers(loop: EngineLoop) -> tuple[list[ChoiceResult], float]:
+        found = [
+            complete(loop, Tokenizer(checkpoint), which=[i], returns_routing=False)[0] for i in range(len(PROMPTS))
+        ]
+        return found, loop.statistics()["picks_kept_share"]
+
+    with Engine(str(checkpoint), **{**SETTINGS, **limited}, devices_per_host=4) as engine:
+        card, (wanted, share) = engine.card, answers(engine.loop)
+    assert 0 < share < 1, "room was never short"
+    with two_hosts(checkpoint, **limited) as (executor, num_pages):
+        transport = TRANSPORTS["actor_calls"](executor.workers, timeout_s=60.0)
+        over = OverTransport(transport, num_pages, num_expert_ranks=4, num_redundant_experts=4)
+        loop = loop_over(over, card, num_data_ranks=2)
+        try:
+            found, share_of_hosts = answers(loop)
+        finally:
+            loop.shutdown()
+    assert share_of_hosts == share
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
 
 
 def test_no_host_compiles_after_the_start(group: tuple[GroupExecutor, int]) -> None:
