@@ -140,7 +140,9 @@ def test_hosts_lie_on_different_raylets(group: tuple[GroupExecutor, int]) -> Non
     assert len(set(nodes)) == 2
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "compiled_graph" else ()) for name in TRANSPORTS]
+)
 def test_two_hosts_answer_as_one_process(
     name: str, group: tuple[GroupExecutor, int], expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
 ) -> None:

@@ -11,7 +11,10 @@ from rayserve_moe import Engine
 from tests.parity.cases import CASES, ParityCase, make_checkpoint
 
 
-@pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
+SLOW = [pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in CASES[1:]]
+
+
+@pytest.fixture(scope="session", params=[pytest.param(CASES[0], id=CASES[0].name), *SLOW])
 def case(request: pytest.FixtureRequest) -> ParityCase:
     return request.param
 

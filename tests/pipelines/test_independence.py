@@ -78,7 +78,10 @@ def test_outputs_do_not_depend_on_devices(engine_with: EngineFactory, alone: Out
     "settings",
     [
         {"page_size": 4, "precompile_bs_paddings": [4], "max_running_requests": 4, "num_pages": 300},
-        {"page_size": 64, "precompile_bs_paddings": [1], "max_running_requests": 1, "num_pages": 20},
+        pytest.param(
+            {"page_size": 64, "precompile_bs_paddings": [1], "max_running_requests": 1, "num_pages": 20},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda settings: f"pages of {settings['page_size']}, batches of {settings['max_running_requests']}",
 )

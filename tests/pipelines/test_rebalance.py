@@ -152,7 +152,7 @@ def crowd() -> list[GenerationRequest]:
 
 
 CASES = [
-    ((2, 2), "all_to_all", few_requests),
+    pytest.param((2, 2), "all_to_all", few_requests, marks=pytest.mark.slow),
     ((2, 2), "fused", few_requests),
     *(
         pytest.param(mesh, backend, crowd, marks=pytest.mark.slow)

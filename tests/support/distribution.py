@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = {
-    "cluster": "ray",
-    "deploy": "ray",
-    "compile": "compiler",
-    "http": "http",
-    "pipelines": "pipelines",
-    "rollouts": "rollouts",
-}
-"""By directory: tests that have ports, a cluster or the TPU compiler to themselves, and tests that share engines."""
+WITH_RAY = ("tests/cluster", "tests/deploy")
+"""They have ports and clusters of the machine to themselves."""
 
 
 class Distribution(LoadScopeScheduling):
-    """Hands out one file after the other, but whole what belongs together."""
+    """Hands out one directory after the other: tests of a directory share engines, and the TPU compiler."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return TOGETHER.get(path.split("/")[1], path)
+        directory = nodeid.partition("::")[0].rpartition("/")[0]
+        return "ray" if directory in WITH_RAY else directory

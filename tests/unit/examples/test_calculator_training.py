@@ -46,6 +46,7 @@ def ids_of(*texts):
     return np.stack([np.frombuffer(text, np.uint8).astype(np.int32) for text in texts])
 
 
+@pytest.mark.slow
 def test_the_trained_function_is_the_served_one(logits_of):
     ids = ids_of(TEXT)
     settings = {"dtype": "float32", "max_running_requests": 1, "max_step_tokens": 32, "num_pages": 16}
