@@ -10,7 +10,6 @@ import pytest
 from rayserve_moe import Engine
 from tests.parity.cases import CASES, ParityCase, make_checkpoint
 
-
 SLOW = [pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in CASES[1:]]
 
 
