@@ -6,8 +6,8 @@
 The engine alone runs twice: in one process, and with its worker in another, as every server and every job has it. All
 sides sample the same: prompts, seeds, log-probs and routing returned. A repeat has every side once, each time with
 another one first. What counts is the time from when whoever samples is ready to when the last sample is there, for the
-job on disk. RuntimeError where more than one in a hundred of a side's samples differ from the engine's: in float32 the
-last bits of logits depend on the batch, and of 10,000 samples of 64 tokens they decide one or two.
+job on disk. RuntimeError where more than one in a hundred of a side's samples differ from the engine's: float32's last
+bits depend on the batch, and where a router's experts tie to them a sample takes another turn (docs/rollouts.md).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def steps_over(weights: ExpertWeights, config: SyntheticConfig) -> Callable[...,
 
         return jax.lax.scan(step, rows_TD, picks_NLTK)[0]
 
-    return lambda picks, rows: run(weights, picks, rows)
+    return partial(run, weights)
 
 
 def measure(size: str, *, repeats: int) -> dict[str, Any]:
