@@ -60,8 +60,13 @@ class Measurement:
         self._prompts = {
             str(i): ids for i, ids in enumerate(generator.integers(FIRST_PLAIN_ID, highest, shape).tolist())
         }
+        shortest, longest = lengths_of(options)
+        self._lengths = generator.integers(shortest, longest + 1, options.prompts).tolist()
         self._file = directory / "prompts.jsonl"
-        rows = ({"id": name, "input_ids": ids} for name, ids in self._prompts.items())
+        rows = (
+            {"id": name, "input_ids": ids, "sampling_params": {"max_new_tokens": length}}
+            for (name, ids), length in zip(self._prompts.items(), self._lengths, strict=True)
+        )
         self._file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def run(self, side: str, repeat: int) -> tuple[Run, Ids]:
@@ -71,16 +76,16 @@ class Measurement:
         return self._run_job(repeat, self._directory / f"{side}-{repeat}", self._where[side])
 
     def _run_engine(self, engine: Side, repeat: int) -> tuple[Run, Ids]:
-        each = {"max_new_tokens": self._options.new_tokens, "n": self._options.n, "ignore_eos": True}
+        each = {"n": self._options.n, "ignore_eos": True}
         requests = [
             GenerationRequest(
                 f"{repeat} {name}",
                 np.asarray(ids, np.int32),
-                SamplingParams(**each, seed=seed_of(repeat, name, sampling={})),
+                SamplingParams(**each, max_new_tokens=length, seed=seed_of(repeat, name, sampling={})),
                 return_routed_experts=True,
                 incremental=False,
             )
-            for name, ids in self._prompts.items()
+            for (name, ids), length in zip(self._prompts.items(), self._lengths, strict=True)
         ]
         engine.loop.flush()
         started = time.perf_counter()
@@ -94,7 +99,7 @@ class Measurement:
 
     def _run_job(self, repeat: int, out: Path, where: list[str]) -> tuple[Run, Ids]:
         told = ["--prompts", str(self._file), "--out", str(out), "--n", str(self._options.n), "--seed", str(repeat)]
-        told += ["--max-new-tokens", str(self._options.new_tokens), "--sampling", '{"ignore_eos": true}']
+        told += ["--sampling", '{"ignore_eos": true}']
         told += ["--in-flight", str(self._options.in_flight)]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             status = run_job([*told, *where])
@@ -105,6 +110,11 @@ class Measurement:
         keys = zip(loaded.prompt_id, loaded.sample_index.tolist(), strict=True)
         ids = {key: output.tolist() for key, output in zip(keys, loaded.output_ids, strict=True)}
         return {"seconds": summary["sampling_s"]}, ids
+
+
+def lengths_of(options: argparse.Namespace) -> tuple[int, int]:
+    """Tokens of the shortest and the longest sample; of one length, those of the engine alone would end in step."""
+    return max(1, options.new_tokens // 2), options.new_tokens + options.new_tokens // 2
 
 
 def share_of_others(ids: Ids, expected: Ids) -> float:
@@ -155,7 +165,7 @@ def main() -> None:
         "model_path": str(path),
         "enable_return_routed_experts": True,
         "max_running_requests": options.max_running,
-        "max_model_len": options.prompt_len + options.new_tokens,
+        "max_model_len": options.prompt_len + lengths_of(options)[1],
         "devices_per_host": options.devices,
         "precompile_bs_paddings": [options.max_running],
         "max_step_tokens": 256,

@@ -189,6 +189,17 @@ def http(measured: Mapping[str, Any]) -> str:
     return f"{rates}\n\n{markdown_table(['CPU seconds of a run', 'side', ''], spent)}"
 
 
+def step_transports(runs: Mapping[str, Any]) -> str:
+    """Round trips to two hosts, and CPU time per step while these wait, by transport."""
+    titles = {
+        "16_us": "16 sequences, us",
+        "256_us": "256 sequences, us",
+        "waiting_cpu_us": "CPU of a step of 2 ms, us",
+    }
+    rows = [[name, *(spread(run[figure] for run in each) for figure in titles)] for name, each in runs.items()]
+    return markdown_table(["round trip to two hosts", *titles.values()], rows)
+
+
 def exchange_bytes(by_tokens: Mapping[str, Any]) -> str:
     """Bytes that leave a device per token and MoE layer, by backend, beside the reference."""
     kinds = {"rows": "rows and results", "gathered": "gathered", "summed": "sums"}
@@ -280,6 +291,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "rollout_reading": rollout_reading,
     "rollout_job": rollout_job,
     "exchange_bytes": exchange_bytes,
+    "step_transports": step_transports,
     "compile_gate": compile_gate,
     "planner": planner,
     "rebalance": rebalance,

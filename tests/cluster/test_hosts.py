@@ -13,7 +13,8 @@ import ray
 
 from rayserve_moe import Engine
 from rayserve_moe.cluster.group_executor import GroupExecutor
-from rayserve_moe.cluster.step_graph import TRANSPORTS, CompiledGraph, StepTransport
+from rayserve_moe.cluster.step_graph import CompiledGraph
+from rayserve_moe.cluster.step_transport import TRANSPORTS, StepTransport
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.answers import ChoiceResult
@@ -254,7 +255,7 @@ def test_experts_with_limited_room_choose_over_two_hosts_as_in_one_process(rayle
         card, (wanted, share) = engine.card, answers(engine.loop)
     assert 0 < share < 1, "room was never short"
     with two_hosts(checkpoint, **limited) as (executor, num_pages):
-        transport = TRANSPORTS["actor_calls"](executor.workers, timeout_s=60.0)
+        transport = TRANSPORTS["sockets"](executor.workers, timeout_s=60.0)
         over = OverTransport(transport, num_pages, num_expert_ranks=4, num_redundant_experts=4)
         loop = loop_over(over, card, num_data_ranks=2)
         try:

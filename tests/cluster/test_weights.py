@@ -17,7 +17,7 @@ import ray
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.group_executor import GroupExecutor
-from rayserve_moe.cluster.step_graph import TRANSPORTS
+from rayserve_moe.cluster.step_transport import TRANSPORTS
 from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop
@@ -114,7 +114,7 @@ def test_a_host_that_cannot_use_the_weights_keeps_all_from_changing(
     card, answers = expected
     executor, _ = group
     broken = broken_copy(other_checkpoint, "truncated", tmp_path / "marker")
-    with running_loop(group, card, "actor_calls") as loop:
+    with running_loop(group, card, "sockets") as loop:
         outcome = loop.control.update_weights(WeightOrder(str(broken))).result(60)
         assert not outcome.success and "truncated" in outcome.message and "marker" not in outcome.message
         assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
@@ -139,7 +139,7 @@ class GroupOfPaths(OverGroup):
     """Has every host read a directory of its own, as hosts do whose disks differ."""
 
     def __init__(self, group: GroupExecutor, paths: list[str]) -> None:
-        super().__init__(group, "actor_calls", SETTINGS["num_pages"])
+        super().__init__(group, "sockets", SETTINGS["num_pages"])
         self._paths = paths
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
@@ -177,7 +177,7 @@ def test_a_host_that_is_killed_while_it_reads_ends_the_engine_and_never_serves_t
     stuck = broken_copy(other_checkpoint, "config missing", tmp_path / "stuck")
     os.mkfifo(stuck / "config.json")
     pid = ray.get(executor.workers[1].__ray_call__.remote(lambda self: os.getpid()))
-    with running_loop(group, card, "actor_calls") as loop:
+    with running_loop(group, card, "sockets") as loop:
         deltas = iter(open_stream(loop, Tokenizer(checkpoint), request=long_request("doomed")))
         first = next(deltas)
         assert first.finish is None

@@ -53,6 +53,11 @@ class CheckpointFiles:
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors together."""
+        return sum(entry.end - entry.begin for entry in self.tensors.values())
+
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Copy `tensor[index]` out of its file, in the file's dtype; nothing else of the file is read.
 

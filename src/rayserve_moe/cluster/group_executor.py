@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
-from rayserve_moe.cluster.step_graph import TRANSPORTS, StepTransport
+from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure
@@ -51,7 +51,7 @@ class GroupExecutor:
         assert self._transport is not None, "start comes first"
         try:
             return self._transport.execute(plan)
-        except RayError as error:
+        except TRANSPORT_ERRORS as error:
             raise ExecutorFailure(f"step {plan.step_id} was lost: {error}") from error
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:

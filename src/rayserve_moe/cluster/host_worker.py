@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -12,13 +11,19 @@ import jax
 import numpy as np
 import ray
 
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
+from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
 from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
-NICENESS = 10
-"""Of a host that computes on the CPU: whatever else runs here, requests on their way in above all, goes first."""
+ONE_THREAD_BYTES = 32 * 2**20
+"""Where the checkpoint is smaller, XLA gets one thread of a CPU host: sharing such short steps takes more CPU time than
+they have, and gains nothing."""
+XLA_THREADS = "PJRT_NPROC"
+"""The variable XLA reads its number of threads from, of which every device gets one at least; yours wins."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,6 @@ class HostWorker:
         self._settings, self._place = settings, place
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._staging: Future[None] | None = None
-        if place.num_cpu_devices:
-            use_cpu_devices(place.num_cpu_devices)
-            os.nice(NICENESS)
 
     def coordinator_address(self) -> str:
         """An address on this host that the group can meet at: its IP, and a port free right now."""
@@ -52,6 +54,10 @@ class HostWorker:
     def load(self, coordinator: str) -> int:
         """Meet the other hosts, load this host's share; returns how many KV pages fit here."""
         place = self._place
+        if place.num_cpu_devices:
+            if open_checkpoint(self._settings.model.path).num_bytes < ONE_THREAD_BYTES:
+                set_environment_defaults({XLA_THREADS: "1"})
+            use_cpu_devices(place.num_cpu_devices)
         if place.num_hosts > 1:
             join_hosts(coordinator, num_hosts=place.num_hosts, host_id=place.host_id)
             devices = jax.devices()
@@ -70,6 +76,10 @@ class HostWorker:
         """Launch a step and wait for the one before; the first host answers for all of them."""
         result = self._runner.execute(plan)
         return result if self._place.host_id == 0 else None
+
+    def listen_for_steps(self, key: bytes) -> Address:
+        """Take steps over a connection too, from whoever knows the `key`; returns where to connect."""
+        return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key)
 
     def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         """Read other weights, beside the steps: `staging_outcome` tells when they are there."""

@@ -1,12 +1,11 @@
-"""How step plans reach the hosts and results come back: a compiled Ray graph, or plain actor calls."""
+"""Steps over Ray itself: a compiled graph, or plain actor calls. Ray's errors pass through."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
@@ -19,18 +18,6 @@ BUFFER_BYTES = 4 * 1024 * 1024
 BUSY_STEPS = 32
 
 logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.WARNING)
-
-
-class StepTransport(Protocol):
-    """Carries one plan to every host and one result back. Calls come from one thread; Ray's errors pass through."""
-
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Hand a step to every host; returns the result of the one before, the first host's, if there was one."""
-        ...
-
-    def release(self) -> None:
-        """Stop what polls; the next `execute` starts it again."""
-        ...
 
 
 class ActorCalls:
@@ -84,9 +71,6 @@ class CompiledGraph:
         with InputNode() as plan:
             outputs = MultiOutputNode([worker.execute.bind(plan) for worker in self._workers])
         return outputs.experimental_compile(_buffer_size_bytes=BUFFER_BYTES, _submit_timeout=self._timeout_s)
-
-
-TRANSPORTS: dict[str, Callable[..., StepTransport]] = {"compiled_graph": CompiledGraph, "actor_calls": ActorCalls}
 
 
 def _owned(value: Any) -> Any:

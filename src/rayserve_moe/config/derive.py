@@ -39,7 +39,7 @@ def transport(cluster: ClusterSettings) -> str:
     """Resolve `transport: auto`."""
     if cluster.transport != "auto":
         return cluster.transport
-    return "compiled_graph" if cluster.tpu_topology else "actor_calls"
+    return "compiled_graph" if cluster.tpu_topology else "sockets"
 
 
 def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:

@@ -21,7 +21,7 @@ ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH"
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
-    "transport": ("auto", "compiled_graph", "actor_calls"),
+    "transport": ("auto", "compiled_graph", "sockets", "actor_calls"),
     "cpu_kernels": ("auto", "off", "native"),
     "expert_backend": ("auto", "local", "replicated", "all_to_all", "fused"),
     "eplb_dispatch": ("shares", "static", "first", "capacity"),

@@ -14,7 +14,7 @@ class ExecutorFailure(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs steps: in this process (`execution.host_runner`) or over a Ray graph (`cluster.step_graph`).
+    """Runs steps: in this process (`execution.host_runner`) or on other hosts (`cluster.step_transport`).
 
     Calls come from one thread, but for `stage_weights`. After `ExecutorFailure` only `shutdown` may follow.
     """

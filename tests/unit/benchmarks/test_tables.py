@@ -95,6 +95,9 @@ def every_section() -> dict:
         "exchange_bytes": {
             "512": {"fused": moved}
         },
+        "step_transports": {
+            "sockets": [{"16_us": 250.0, "256_us": 500.0, "waiting_cpu_us": 125.0}],
+        },
         "compile_gate": {
             "m@t": {"programs": [compiled]}
         },
@@ -228,6 +231,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("delta_turns", "0.50 (0.50-0.50)"),
         ("routing_wire", "1 (0.250)"),
         ("exchange_bytes", "0.875"),
+        ("step_transports", "250 (250-250)"),
         ("compile_gate", "2.50"),
         ("programs", "528"),
         ("peers", "1.50 (1.50-1.50)"),

@@ -51,12 +51,13 @@ def test_the_compute_dtype_is_the_users_or_follows_platform_and_checkpoint(setti
 @pytest.mark.parametrize(
     ("setting", "topology", "transport"),
     [
-        ("auto", "", "actor_calls"),
+        ("auto", "", "sockets"),
         ("auto", "2x4", "compiled_graph"),
         ("compiled_graph", "", "compiled_graph"),
         ("actor_calls", "2x4", "actor_calls"),
+        ("sockets", "2x4", "sockets"),
     ],
 )
-def test_emulated_hosts_are_called_and_tpu_hosts_poll(setting, topology, transport):
+def test_emulated_hosts_block_and_tpu_hosts_poll(setting, topology, transport):
     cluster = ClusterSettings(transport=setting, tpu_topology=topology, tpu_version="v6e" if topology else "")
     assert derive.transport(cluster) == transport

@@ -1,0 +1,131 @@
+"""Steps over sockets: what arrives is what was sent, and whatever goes wrong with a host is said, naming it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+
+import numpy as np
+import pytest
+
+from rayserve_moe.cluster.step_sockets import HostLostError, Sockets, listen_for_steps
+from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult
+
+HOST, KEY = "127.0.0.1", b"k" * 32
+LARGE = 4 * 1024 * 1024
+"""Tokens: more bytes than the buffers of a connection hold."""
+
+Execute = Callable[[StepPlan], StepResult | None]
+
+
+def plan_of(step_id: int, num_tokens: int) -> StepPlan:
+    return StepPlan(step_id, token_ids=np.arange(num_tokens, dtype=np.int32) + step_id)
+
+
+def answer_to(plan: StepPlan) -> StepResult:
+    """A result that holds all of its plan."""
+    rows = RoutingRows(plan.step_id, plan.token_ids.view(np.uint8).reshape(-1, 2, 2))
+    return StepResult(plan.step_id, plan.token_ids, plan.token_ids.astype(np.float32), plan.token_ids >= 0, rows)
+
+
+def connected(*hosts: Execute, timeout_s: float = 30.0) -> Sockets:
+    addresses = [listen_for_steps(execute, host=HOST, key=KEY) for execute in hosts]
+    return Sockets(addresses, key=KEY, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5000, LARGE])
+def test_every_host_gets_the_plan_and_the_first_one_answers(num_tokens: int) -> None:
+    seen: list[list[StepPlan]] = [[], []]
+
+    def first(plan: StepPlan) -> StepResult:
+        seen[0].append(plan)
+        return answer_to(plan)
+
+    sockets = connected(first, seen[1].append)
+    for step_id in range(3):
+        plan = plan_of(step_id, num_tokens)
+        result = sockets.execute(plan)
+        assert result is not None and result.step_id == step_id
+        assert result.routing is not None
+        np.testing.assert_array_equal(result.token_ids, plan.token_ids)
+        np.testing.assert_array_equal(result.routing.rows.reshape(-1).view(np.int32), plan.token_ids)
+    for plans in seen:
+        assert [plan.step_id for plan in plans] == [0, 1, 2]
+        np.testing.assert_array_equal(plans[2].token_ids, plan.token_ids)
+
+
+def test_a_host_that_fails_on_a_step_is_named_with_its_error() -> None:
+    def failing(plan: StepPlan) -> None:
+        raise ZeroDivisionError(f"step {plan.step_id} divides")
+
+    sockets = connected(answer_to, failing)
+    with pytest.raises(HostLostError, match=r"(?s)host 1 failed: .*ZeroDivisionError: step 7 divides"):
+        sockets.execute(plan_of(7, 3))
+
+
+def test_a_host_that_is_late_is_named() -> None:
+    done = threading.Event()
+    sockets = connected(answer_to, lambda _: done.wait(30.0) and None, timeout_s=0.3)
+    started = time.monotonic()
+    with pytest.raises(HostLostError, match=r"host 1 has not answered within 0\.3 s"):
+        sockets.execute(plan_of(0, 3))
+    assert time.monotonic() - started < 10.0
+    done.set()
+
+
+def test_a_host_that_takes_nothing_in_is_late_too() -> None:
+    """The plan is larger than what the connection holds, so that already sending it has to end."""
+    done = threading.Event()
+    sockets = connected(lambda _: done.wait(30.0) and None, timeout_s=0.3)
+    for _ in range(2):
+        with pytest.raises(HostLostError, match=r"host 0 has not answered within 0\.3 s"):
+            sockets.execute(plan_of(0, LARGE))
+    done.set()
+
+
+def test_a_host_that_is_gone_is_named() -> None:
+    with socket.create_server((HOST, 0)) as server:
+        accepting = threading.Thread(target=_leave_after_the_handshake, args=(server,))
+        accepting.start()
+        address = (HOST, server.getsockname()[1])
+        other = listen_for_steps(answer_to, host=HOST, key=KEY)
+        sockets = Sockets([other, address], key=KEY, timeout_s=30.0)
+        accepting.join()
+        with pytest.raises(HostLostError, match="host 1 is gone"):
+            sockets.execute(plan_of(0, 3))
+
+
+def _leave_after_the_handshake(server: socket.socket) -> None:
+    accepted, _ = server.accept()
+    with Connection(accepted.detach()) as connection:
+        deliver_challenge(connection, KEY)
+        answer_challenge(connection, KEY)
+
+
+def test_whoever_does_not_know_the_key_is_sent_away_and_the_next_one_served() -> None:
+    executed: list[StepPlan] = []
+    address = listen_for_steps(executed.append, host=HOST, key=KEY)
+    with pytest.raises(AuthenticationError):
+        Client(address, authkey=b"x" * 32)
+    with socket.create_connection(address):
+        pass  # a port scanner
+    sockets = Sockets([address], key=KEY, timeout_s=30.0)
+    assert sockets.execute(plan_of(1, 3)) is None
+    assert [plan.step_id for plan in executed] == [1]
+    with pytest.raises(ConnectionError):
+        Client(address, authkey=KEY)
+
+
+def test_a_host_stops_serving_when_the_other_end_closes() -> None:
+    before = set(threading.enumerate())
+    sockets = connected(answer_to)
+    sockets.execute(plan_of(0, 3))
+    (serving,) = set(threading.enumerate()) - before
+    assert serving.is_alive()
+    del sockets
+    serving.join(10.0)
+    assert not serving.is_alive()
