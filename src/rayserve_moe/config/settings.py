@@ -141,8 +141,8 @@ class ClusterSettings:
     """How the serving replica drives its hosts over Ray."""
 
     transport: str = "auto"
-    """`compiled_graph`, `sockets` or `actor_calls`; `auto` takes the graph on TPU hosts, sockets on others: whoever waits
-    in the graph polls, which costs emulated hosts the very cores that compute."""
+    """`compiled_graph`, `sockets` or `actor_calls`; `auto` takes the graph on TPU hosts, sockets on others: processes
+    that wait in the graph poll, which costs emulated hosts the very cores that compute."""
     idle_release_s: float = 2.0
     """Seconds without work after which busy-polling transports are torn down."""
     start_timeout_s: float = 600.0

@@ -36,8 +36,9 @@ def create_api(state: ApiState) -> FastAPI:
     )
     install_error_handlers(app)
     app.add_middleware(EdgeGuard, server=state.server)
-    shown = (control_router, model_router, load_router, experts_router)
-    for router in (*shown, openai_router, native_router, token_router):
+    # Routes are tried in order: those that are asked most come first.
+    generating = (native_router, openai_router, token_router)
+    for router in (*generating, control_router, model_router, load_router, experts_router):
         app.include_router(router(state))
     app.include_router(absent_router())
     publish(app, BODIES)

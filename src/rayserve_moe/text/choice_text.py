@@ -50,6 +50,11 @@ class StopStringScanner:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is a stop string to look for."""
+        return bool(self._stops)
+
     def push(self, piece: str) -> str:
         """Take the next piece; return what is certain to precede any stop string. After a match, nothing."""
         if self.matched is not None:
@@ -119,6 +124,8 @@ class ChoiceText:
         if self._scanner.matched is not None:
             return "", 0
         silent = len(update.token_ids) - 1 if _ends_at_token(update.finish) else len(update.token_ids)
+        if not self._scanner.watches:
+            return self._detokenizer.extend(update.token_ids[:silent]), len(update.token_ids)
         pieces: list[str] = []
         for position, token_id in enumerate(update.token_ids[:silent]):
             pieces.append(self._scanner.push(self._detokenizer.push(token_id)))

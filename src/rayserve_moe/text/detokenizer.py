@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -21,9 +22,12 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Take the next id; return the characters that it completes, perhaps none."""
-        if token_id in self._skipped:
-            return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self.extend((token_id,))
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """Take the next ids at once; the text is what pushing each would have come to."""
+        skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
+        return self._decoder.decode(b"".join(token_bytes(each) for each in token_ids if each not in skipped))
 
     def flush(self) -> str:
         """End the output; bytes of an unfinished character come out as U+FFFD."""

@@ -23,6 +23,15 @@ def test_pieces_join_to_what_decode_gives(tokenizer, extended, ids, skip):
         assert joined == each.decode(ids, skip_special_tokens=skip)
 
 
+@given(groups=st.lists(st.lists(TOKENS, max_size=12), max_size=8), skip=st.booleans())
+def test_ids_that_come_together_give_the_text_of_each_after_the_other(extended, groups, skip):
+    together = IncrementalDetokenizer(extended, skip_special_tokens=skip)
+    one_by_one = IncrementalDetokenizer(extended, skip_special_tokens=skip)
+    for group in groups:
+        assert together.extend(group) == "".join(map(one_by_one.push, group))
+    assert together.flush() == one_by_one.flush()
+
+
 @given(raw=st.binary(max_size=60))
 def test_bytes_join_to_their_lossy_text(tokenizer, raw):
     of_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(3, 259)}
