@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
@@ -69,11 +70,15 @@ def test_a_host_that_fails_on_a_step_is_named_with_its_error() -> None:
 
 def test_a_host_that_is_late_is_named() -> None:
     done = threading.Event()
-    sockets = connected(answer_to, lambda _: done.wait(30.0) and None, timeout_s=0.3)
-    started = time.monotonic()
-    with pytest.raises(HostLostError, match=r"host 1 has not answered within 0\.3 s"):
-        sockets.execute(plan_of(0, 3))
-    assert time.monotonic() - started < 10.0
+
+    def slow(_: StepPlan) -> None:
+        done.wait(30.0)
+
+    for hosts, late in (((answer_to, slow), 1), ((slow, answer_to), 0), ((slow, slow), 0)):
+        sockets, started = connected(*hosts, timeout_s=0.3), time.monotonic()
+        with pytest.raises(HostLostError, match=rf"host {late} has not answered within 0\.3 s"):
+            sockets.execute(plan_of(0, 3))
+        assert time.monotonic() - started < 10.0
     done.set()
 
 
@@ -88,22 +93,39 @@ def test_a_host_that_takes_nothing_in_is_late_too() -> None:
 
 
 def test_a_host_that_is_gone_is_named() -> None:
-    with socket.create_server((HOST, 0)) as server:
-        accepting = threading.Thread(target=_leave_after_the_handshake, args=(server,))
-        accepting.start()
-        address = (HOST, server.getsockname()[1])
-        other = listen_for_steps(answer_to, host=HOST, key=KEY)
-        sockets = Sockets([other, address], key=KEY, timeout_s=30.0)
-        accepting.join()
+    with leaving_host(after_s=0.0) as address:
+        sockets = Sockets([listen_for_steps(answer_to, host=HOST, key=KEY), address], key=KEY, timeout_s=30.0)
         with pytest.raises(HostLostError, match="host 1 is gone"):
             sockets.execute(plan_of(0, 3))
 
 
-def _leave_after_the_handshake(server: socket.socket) -> None:
-    accepted, _ = server.accept()
-    with Connection(accepted.detach()) as connection:
-        deliver_challenge(connection, KEY)
-        answer_challenge(connection, KEY)
+def test_a_host_that_is_gone_is_noticed_while_another_one_computes() -> None:
+    done = threading.Event()
+    with leaving_host(after_s=0.2) as address:
+        computing = listen_for_steps(lambda _: done.wait(30.0) and None, host=HOST, key=KEY)
+        sockets, started = Sockets([computing, address], key=KEY, timeout_s=30.0), time.monotonic()
+        with pytest.raises(HostLostError, match="host 1 is gone"):
+            sockets.execute(plan_of(0, 3))
+        assert time.monotonic() - started < 10.0
+    done.set()
+
+
+@contextmanager
+def leaving_host(*, after_s: float) -> Iterator[tuple[str, int]]:
+    """The address of a host that ends after a while, whatever it is asked for."""
+
+    def serve_briefly() -> None:
+        accepted, _ = server.accept()
+        with Connection(accepted.detach()) as connection:
+            deliver_challenge(connection, KEY)
+            answer_challenge(connection, KEY)
+            time.sleep(after_s)
+
+    with socket.create_server((HOST, 0)) as server:
+        serving = threading.Thread(target=serve_briefly)
+        serving.start()
+        yield server.getsockname()
+        serving.join()
 
 
 def test_whoever_does_not_know_the_key_is_sent_away_and_the_next_one_served() -> None:
@@ -112,7 +134,9 @@ def test_whoever_does_not_know_the_key_is_sent_away_and_the_next_one_served() ->
     with pytest.raises(AuthenticationError):
         Client(address, authkey=b"x" * 32)
     with socket.create_connection(address):
-        pass  # a port scanner
+        pass
+    with socket.create_connection(address) as browser:
+        browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
     sockets = Sockets([address], key=KEY, timeout_s=30.0)
     assert sockets.execute(plan_of(1, 3)) is None
     assert [plan.step_id for plan in executed] == [1]
