@@ -92,7 +92,7 @@ def check_documented(operation, case, response, own_words):
 def send_random(operations, route, num_requests):
     """Send random requests to one route; returns how often each status was answered."""
     operation = operations[route]
-    own_words = json.dumps([operation.schema.raw_schema, "num_paused_requests", " is required"])
+    own_words = json.dumps([operation.schema.raw_schema, "success", "num_paused_requests", " is required"])
     statuses: Counter[int] = Counter()
     kinds = st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 
