@@ -31,11 +31,10 @@ from benchmarks.figures import Run
 from benchmarks.serve_process import ServeProcess
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
-from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.model_path import resolve_model_path
-from rayserve_moe.cluster.host_worker import ONE_THREAD_BYTES, XLA_THREADS
+from rayserve_moe.cluster.host_worker import limit_threads
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
-from rayserve_moe.config.load import default_cache_directory, set_environment_defaults, settings_from
+from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.inprocess.running import run_to_end
 from rayserve_moe.requests import GenerationRequest, SamplingParams
@@ -163,8 +162,7 @@ def main() -> None:
     options = parse_arguments()
     load_before = load_before_start()
     path = resolve_model_path(options.model, cache_directory=default_cache_directory())
-    if open_checkpoint(path).num_bytes < ONE_THREAD_BYTES:
-        set_environment_defaults({XLA_THREADS: "1"})  # for the engine in this process what its worker would take
+    limit_threads(path)  # as the workers of the other sides do
     settings = {
         "model_path": str(path),
         "enable_return_routed_experts": True,

@@ -47,7 +47,6 @@ def rollout_job(measured: Mapping[str, Any]) -> str:
         ]
         for side, each in runs.items()
     ]
-    title = (
-        f"{measured['prompts']} prompts of {measured['prompt_len']}, n = {measured['n']}, {measured['new_tokens']} out"
-    )
+    load = f"{measured['prompts']} prompts of {measured['prompt_len']}, n = {measured['n']}"
+    title = f"{load}, about {measured['new_tokens']} out"
     return markdown_table([title, "output tokens/s", "of the first", "of the second"], rows)

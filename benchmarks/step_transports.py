@@ -35,7 +35,7 @@ COMPILE_TIMEOUT_S = 60.0
 
 
 class AnsweringHost:
-    """Answers a plan with a row of routing per token, after `seconds`; in Ray's place and manner of a host worker."""
+    """In the place of a host worker: answers with a row of routing per token, after as long as it is told to take."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -6,6 +6,7 @@ import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,6 +25,12 @@ ONE_THREAD_BYTES = 32 * 2**20
 they have, and gains nothing."""
 XLA_THREADS = "PJRT_NPROC"
 """The variable XLA reads its number of threads from, of which every device gets one at least; yours wins."""
+
+
+def limit_threads(model_path: str | Path) -> None:
+    """Have XLA compute a small checkpoint with one thread of this process; call before jax touches a device."""
+    if open_checkpoint(model_path).num_bytes < ONE_THREAD_BYTES:
+        set_environment_defaults({XLA_THREADS: "1"})
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,7 @@ class HostWorker:
         """Meet the other hosts, load this host's share; returns how many KV pages fit here."""
         place = self._place
         if place.num_cpu_devices:
-            if open_checkpoint(self._settings.model.path).num_bytes < ONE_THREAD_BYTES:
-                set_environment_defaults({XLA_THREADS: "1"})
+            limit_threads(self._settings.model.path)
             use_cpu_devices(place.num_cpu_devices)
         if place.num_hosts > 1:
             join_hosts(coordinator, num_hosts=place.num_hosts, host_id=place.host_id)
@@ -72,14 +78,14 @@ class HostWorker:
         """Allocate pages and compile; all hosts get the same number."""
         return self._runner.prepare(num_pages)
 
+    def listen_for_steps(self, key: bytes) -> Address:
+        """Take steps over a connection too, from whoever knows the `key`; returns where to connect."""
+        return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key)
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step and wait for the one before; the first host answers for all of them."""
         result = self._runner.execute(plan)
         return result if self._place.host_id == 0 else None
-
-    def listen_for_steps(self, key: bytes) -> Address:
-        """Take steps over a connection too, from whoever knows the `key`; returns where to connect."""
-        return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key)
 
     def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         """Read other weights, beside the steps: `staging_outcome` tells when they are there."""

@@ -1,0 +1,38 @@
+"""How many threads XLA gets of a CPU host: one for a small checkpoint, unless the user says otherwise."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rayserve_moe.cluster.host_worker import ONE_THREAD_BYTES, XLA_THREADS, limit_threads
+
+
+def checkpoint_of(directory: Path, num_bytes: int) -> Path:
+    (directory / "config.json").write_text("{}")
+    halves = np.zeros(num_bytes // 4, np.float16)
+    save_file({"a": halves, "b": halves}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "set_by_user", "threads"),
+    [
+        (ONE_THREAD_BYTES - 4, None, "1"),
+        (ONE_THREAD_BYTES, None, None),
+        (ONE_THREAD_BYTES - 4, "3", "3"),
+        (ONE_THREAD_BYTES, "3", "3"),
+    ],
+)
+def test_a_small_checkpoint_gets_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, set_by_user: str | None, threads: str | None
+) -> None:
+    monkeypatch.setenv(XLA_THREADS, set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv(XLA_THREADS)
+    limit_threads(checkpoint_of(tmp_path, num_bytes))
+    assert os.environ.get(XLA_THREADS) == threads
