@@ -10,7 +10,6 @@ opened it carried (`multiprocessing.connection`).
 from __future__ import annotations
 
 import logging
-import pickle
 import secrets
 import socket
 import struct
@@ -26,6 +25,7 @@ from typing import Self, cast
 import ray
 from ray.actor import ActorHandle
 
+from rayserve_moe.cluster.step_messages import dumps, loads
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Sockets:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Hand a step to every host and wait for all; HostLostError names the one that is gone, late, or failed."""
-        message = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+        message = dumps(plan)
         for host_id, connection in enumerate(self._connections):
             with self._talking_to(host_id):
                 connection.send_bytes(message)
@@ -85,7 +85,7 @@ class Sockets:
 
     def _answer(self, host_id: int) -> StepResult | None:
         with self._talking_to(host_id):
-            answer = pickle.loads(self._connections[host_id].recv_bytes())
+            answer = loads(self._connections[host_id].recv_bytes())
         if isinstance(answer, Failed):
             raise HostLostError(f"host {host_id} failed: {answer}")
         return answer
@@ -118,13 +118,13 @@ def _serve(listener: Listener, execute: Callable[[StepPlan], StepResult | None])
     _send_at_once(connection)
     with connection, suppress(EOFError, OSError):
         while True:
-            plan = pickle.loads(connection.recv_bytes())
+            plan = loads(connection.recv_bytes())
             try:
                 answer: StepResult | Failed | None = execute(plan)
             except Exception:
                 log.exception("step %d has failed", plan.step_id)
                 answer = Failed(traceback.format_exc())
-            connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+            connection.send_bytes(dumps(answer))
 
 
 def _accepted(listener: Listener) -> Connection:
