@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,7 +31,7 @@ from rayserve_moe.execution.compile_cache import programs_on_disk
 from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.expert_mover import ExpertMover
-from rayserve_moe.execution.launch import launch_for
+from rayserve_moe.execution.launch import Launched, launch_for
 from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.rebalance import (
@@ -77,7 +76,7 @@ class _InFlight:
     step_id: int
     wanted: WantedOutputs
     packed: PackedStep
-    output: Future[StepOutput]
+    output: Launched
     pack_s: float
 
 
@@ -97,6 +96,7 @@ class HostRunner:
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
         self._compilations = CompilationCount()
         self._launch = launch_for(list(plan.mesh.local_devices))
+        self._copies_to_host = platform_of(plan.mesh) != "cpu"
         self._in_flight: _InFlight | None = None
         self.staged = StagedWeights(self.rule, dtype=self.dtype, first_placement=self.placement)
 
@@ -229,7 +229,8 @@ class HostRunner:
         if wanted.expert_counts:
             counts_ME = self._rebalance_programs.read_counts(self._state.expert_counts_ME)
             output = replace(output, expert_counts_ME=counts_ME)
-        start_copies(output, wanted)
+        if self._copies_to_host:
+            start_copies(output, wanted)
         return output
 
     def _move(self, vectors: RebalanceVectors) -> None:
@@ -244,7 +245,7 @@ class HostRunner:
     def _collect(self, step: _InFlight) -> StepResult:
         started = time.perf_counter()
         output = step.output.result()
-        jax.block_until_ready(output.sampled_N3S)
+        output.sampled_N3S.block_until_ready()
         times = StepTimes(step.pack_s, time.perf_counter() - started)
         result = step_result(step.step_id, output, packed=step.packed, wanted=step.wanted, times=times)
         return result if self._mover is None else replace(result, failed_fetch=self._mover.failed_fetch)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import jax
 
 from rayserve_moe.execution.step_types import StepOutput
 
-Launch = Callable[[Callable[[], StepOutput]], Future[StepOutput]]
+
+class Launched(Protocol):
+    """A call that was given to a `Launch`."""
+
+    def result(self) -> StepOutput:
+        """What it returned, once it has; raises what it raised."""
+        ...
+
+
+Launch = Callable[[Callable[[], StepOutput]], Launched]
 """Runs calls one after the other, in the order in which they were given."""
 
 
@@ -23,10 +33,14 @@ def launch_for(devices: list[jax.Device]) -> Launch:
     if devices[0].platform == "cpu" and len(devices) > 1:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="launch")
         return cast(Launch, pool.submit)
-    return _now
+    return lambda call: _Done(call())
 
 
-def _now(call: Callable[[], StepOutput]) -> Future[StepOutput]:
-    future: Future[StepOutput] = Future()
-    future.set_result(call())
-    return future
+@dataclass(frozen=True)
+class _Done:
+    """A call that was made at once."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output

@@ -116,7 +116,7 @@ class Packer:
         samples = places if num_samples == count else np.flatnonzero(plan.chunk_samples)
         vector[at.sample_places.start : at.sample_places.start + num_samples] = samples
         vector[at.sample_rows.start : at.sample_rows.start + num_samples] = rows[samples]
-        if with_changes:
+        if with_changes and len(plan.pages.rows):
             self._fill_changes(layout.sections(vector), plan, 0)
         return PackedStep(layout.shape, vector[None], places, self._places[:num_samples])
 
