@@ -11,6 +11,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.request_streams import RequestStreams
 from rayserve_moe.serving.routing_answers import RoutingWriter
+from rayserve_moe.serving.streaming import to_json
 
 
 def rollout_type(request: Request, *, streams: bool) -> str | None:
@@ -39,6 +40,6 @@ async def respond_in_rollout(
 
     def to_container(answer: dict | list) -> bytes:
         header = {"answers": answer} if isinstance(answer, list) else answer
-        return encode_rollout(header, routing.raw_rows, compress=compress)
+        return encode_rollout(header, routing.raw_rows, compress=compress, to_json=to_json)
 
     return await respond(state, request, streams=streams, writer=writer, to_body=to_container, media_type=media_type)

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
+import pydantic_core
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -14,12 +15,17 @@ from starlette.types import Receive, Scope, Send
 from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.serving.errors import ApiError, as_api_error
 
+NOT_FINITE = (b"NaN", b"Infinity")
+
 Result = TypeVar("Result")
 
 
 def to_json(answer: dict | list) -> bytes:
-    """Serialize compactly; a float that is not finite would be a bug, and raises."""
-    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    """Serialize compactly; a float that is not finite would be a bug, and raises ValueError."""
+    body = pydantic_core.to_json(answer)
+    if any(name in body for name in NOT_FINITE):
+        json.dumps(answer, allow_nan=False)  # tells numbers from text
+    return body
 
 
 def json_answer(answer: dict | list, *, status: int = 200) -> Response:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import zstandard
@@ -36,13 +36,27 @@ _LENGTH = struct.Struct("<I")
 _LEVEL = 3
 
 
-def encode_rollout(answer_header: dict, rows: Sequence[np.ndarray], *, compress: bool = False) -> bytes:
-    """Put an answer's JSON fields and the rows [N, MoE layers, k] of its choices into one body."""
+def _to_json(header: dict) -> bytes:
+    """Serialize compactly; ValueError for a float that is not finite."""
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def encode_rollout(
+    answer_header: dict,
+    rows: Sequence[np.ndarray],
+    *,
+    compress: bool = False,
+    to_json: Callable[[dict], bytes] = _to_json,
+) -> bytes:
+    """Put an answer's JSON fields and the rows [N, MoE layers, k] of its choices into one body.
+
+    `to_json` writes the fields, compact and in UTF-8.
+    """
     assert "rollout" not in answer_header, "this name is the container's own"
     compression = "zstd" if compress else None
     shapes = [{"shape": list(each.shape), "dtype": each.dtype.name} for each in rows]
     header = {**answer_header, "rollout": {"rows": shapes, "compression": compression}}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    text = to_json(header)
     raw = b"".join(np.ascontiguousarray(each, each.dtype.newbyteorder("<")).tobytes() for each in rows)
     return b"".join([_LENGTH.pack(len(text)), text, zstandard.compress(raw, _LEVEL) if compress and raw else raw])
 
