@@ -20,7 +20,6 @@ import yaml
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
 ENVIRONMENT = {
-    "RAY_ADDRESS": "local",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -34,7 +33,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-"""A cluster of its own, as `make serve` starts it; what is set already wins, but for the cluster."""
+"""Of a cluster as `make serve` starts it; what is set already wins."""
 PARTS_BY_TITLE = {"ray::ProxyActor": "proxy", "ray::ServeReplica": "replica", "ray::HostWorker": "host_worker"}
 REST = "ray_daemons"
 
@@ -42,17 +41,18 @@ REST = "ray_daemons"
 class ServeProcess:
     """A context manager around `serve run` with the flat `settings`; inside it, the application is healthy.
 
-    RuntimeError where it ends, or is not healthy in time.
+    It has a Ray cluster of its own, or joins that at `ray_address`, which has to have been started under `ENVIRONMENT`
+    too. RuntimeError where it ends, or is not healthy in time.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], *, ray_address: str = "local") -> None:
         self.port = _free_port()
         self._directory = Path(tempfile.mkdtemp(prefix="serve-"))
         config = self._directory / "serve.yaml"
         config.write_text(yaml.safe_dump(serve_config(settings, port=self.port)), encoding="utf-8")
         self._log = (self._directory / "log").open("wb")
         command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
-        environment = {**ENVIRONMENT, **os.environ, "RAY_ADDRESS": ENVIRONMENT["RAY_ADDRESS"]}
+        environment = {**ENVIRONMENT, **os.environ, "RAY_ADDRESS": ray_address}
         self._child = subprocess.Popen(command, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
 
     def cpu_seconds(self) -> dict[str, float]:
@@ -96,7 +96,12 @@ def serve_config(settings: dict[str, Any], *, port: int) -> dict[str, Any]:
         "args": settings,
     }
     options = {"host": HOST, "port": port}
-    return {"proxy_location": "HeadOnly", "http_options": options, "applications": [application]}
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": options,
+        "logging_config": {"enable_access_log": False},
+        "applications": [application],
+    }
 
 
 def cpu_seconds_by_part(processes: dict[int, tuple[int, str, float]], root: int) -> dict[str, float]:
