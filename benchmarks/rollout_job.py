@@ -4,10 +4,11 @@
                                      [--devices 1] [--max-running 16] [--no-own] [--out FILE.json]
 
 The engine alone runs twice: in one process, and with its worker in another, as every server and every job has it. All
-sides sample the same: prompts, seeds, log-probs and routing returned. A repeat has every side once, each time with
-another one first. What counts is the time from when whoever samples is ready to when the last sample is there, for the
-job on disk. RuntimeError where more than one in a hundred of a side's samples differ from the engine's: float32's last
-bits depend on the batch, and where a router's experts tie to them a sample takes another turn (docs/rollouts.md).
+but the first are in one Ray cluster, as in life. All sides sample the same: prompts, seeds, log-probs and routing
+returned. A repeat has every side once, each time with another one first. What counts is the time from when whoever
+samples is ready to when the last sample is there, for the job on disk. RuntimeError where more than one in a hundred of
+a side's samples differ from the engine's: float32's last bits depend on the batch, and where a router's experts tie to
+them a sample takes another turn (docs/rollouts.md).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ import yaml
 from benchmarks.conditions import RESULTS, conditions, load_before_start, note, save
 from benchmarks.engine_runs import in_turn
 from benchmarks.figures import Run
-from benchmarks.serve_process import ServeProcess
+from benchmarks.serve_process import ENVIRONMENT, ServeProcess
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.cluster.host_worker import limit_threads
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
-from rayserve_moe.config.load import default_cache_directory, settings_from
+from rayserve_moe.config.load import default_cache_directory, set_environment_defaults, settings_from
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.inprocess.running import run_to_end
 from rayserve_moe.requests import GenerationRequest, SamplingParams
@@ -43,6 +44,8 @@ from rayserve_moe.rollouts.batch_job import main as run_job
 from rayserve_moe.rollouts.sampling import seed_of
 
 MOST_OTHERS = 0.01
+LOGICAL_CPUS = 4
+"""What three engines reserve beside each other in one cluster; they take turns at computing."""
 
 Ids = dict[tuple[str, int], list[int]]
 Side = Engine | ReplicaEngine
@@ -177,10 +180,12 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollouts-")))
         config = directory / "config.yaml"
         config.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        server = stack.enter_context(ServeProcess(settings))
-        engine = stack.enter_context(Engine(**settings))
-        ray.init(address="local", log_to_driver=False)
+        set_environment_defaults(ENVIRONMENT)
+        ray.init(address="local", num_cpus=LOGICAL_CPUS, log_to_driver=False)
         stack.callback(ray.shutdown)
+        cluster = ray.get_runtime_context().gcs_address
+        server = stack.enter_context(ServeProcess(settings, ray_address=cluster))
+        engine = stack.enter_context(Engine(**settings))
         replica = start_replica_engine(settings_from(settings))
         stack.callback(replica.loop.shutdown)
         where = {"server": ["--url", f"http://127.0.0.1:{server.port}"], "own": ["--config", str(config)]}
