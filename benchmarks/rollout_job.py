@@ -1,7 +1,10 @@
 """Throughput of the rollout job, against a server and with an engine of its own, beside the engine alone.
 
     python -m benchmarks.rollout_job [--model synthetic:small] [--prompts 64] [--n 4] [--new-tokens 64] [--repeats 5]
-                                     [--devices 1] [--max-running 16] [--no-own] [--out FILE.json]
+                                     [--sums] [--devices 1] [--max-running 16] [--no-own] [--out FILE.json]
+
+With `--sums` prompts are sums of two numbers below 1000, and samples end where the model ends them: what the calculator
+is made for. Otherwise ids are drawn at random, and samples have from half to one and a half times `--new-tokens`.
 
 The engine alone runs twice: in one process, and with its worker in another, as every server and every job has it. All
 but the first are in one Ray cluster, as in life. All sides sample the same: prompts, seeds, log-probs and routing
@@ -58,12 +61,14 @@ class Measurement:
         self, options: argparse.Namespace, *, directory: Path, engines: dict[str, Side], where: dict[str, list[str]]
     ) -> None:
         self._options, self._directory, self._engines, self._where = options, directory, engines, where
-        generator = np.random.default_rng(0)
-        highest = min(engines["engine"].loop.card.vocab_size, 256)
-        shape = (options.prompts, options.prompt_len)
-        self._prompts = {
-            str(i): ids for i, ids in enumerate(generator.integers(FIRST_PLAIN_ID, highest, shape).tolist())
-        }
+        generator, engine = np.random.default_rng(0), engines["engine"]
+        if options.sums:
+            terms = generator.integers(0, 1000, (options.prompts, 2)).tolist()
+            prompts = [engine.tokenizer.encode(f"{first}+{second}=") for first, second in terms]
+        else:
+            highest = min(engine.loop.card.vocab_size, 256)
+            prompts = generator.integers(FIRST_PLAIN_ID, highest, (options.prompts, options.prompt_len)).tolist()
+        self._prompts = {str(i): ids for i, ids in enumerate(prompts)}
         shortest, longest = lengths_of(options)
         self._lengths = generator.integers(shortest, longest + 1, options.prompts).tolist()
         self._file = directory / "prompts.jsonl"
@@ -80,7 +85,7 @@ class Measurement:
         return self._run_job(repeat, self._directory / f"{side}-{repeat}", self._where[side])
 
     def _run_engine(self, engine: Side, repeat: int) -> tuple[Run, Ids]:
-        each = {"n": self._options.n, "ignore_eos": True}
+        each = {"n": self._options.n, "ignore_eos": not self._options.sums}
         requests = [
             GenerationRequest(
                 f"{repeat} {name}",
@@ -103,7 +108,7 @@ class Measurement:
 
     def _run_job(self, repeat: int, out: Path, where: list[str]) -> tuple[Run, Ids]:
         told = ["--prompts", str(self._file), "--out", str(out), "--n", str(self._options.n), "--seed", str(repeat)]
-        told += ["--sampling", '{"ignore_eos": true}']
+        told += ["--sampling", json.dumps({"ignore_eos": not self._options.sums})]
         told += ["--in-flight", str(self._options.in_flight)]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             status = run_job([*told, *where])
@@ -126,8 +131,9 @@ def share_of_others(ids: Ids, expected: Ids) -> float:
     return sum(ids[key] != expected[key] for key in expected) / len(expected) if ids.keys() == expected.keys() else 1.0
 
 
-def compare(measurement: Measurement, sides: list[str], *, repeats: int) -> dict[str, list[Run]]:
-    """Run every side in turn, after an uncounted round."""
+def compare(measurement: Measurement, sides: list[str], *, repeats: int) -> tuple[dict[str, list[Run]], float]:
+    """Run every side in turn, after an uncounted round; returns with it the tokens of a round, in the mean."""
+    num_tokens: list[int] = []
     runs: dict[str, list[Run]] = {side: [] for side in sides}
     for repeat in range(-1, repeats):
         found = {side: measurement.run(side, repeat + 1) for side in in_turn(sides, repeat + 1)}
@@ -135,11 +141,12 @@ def compare(measurement: Measurement, sides: list[str], *, repeats: int) -> dict
             if share_of_others(ids, found["engine"][1]) > MOST_OTHERS:
                 raise RuntimeError(f"the samples of {side} differ from the engine's")
             runs[side].append(run)
+        num_tokens.append(sum(len(output) for output in found["engine"][1].values()))
         note(
             f"{repeat + 1}/{repeats}: "
             + ", ".join(f"{side} {run['seconds']:.2f} s" for side, (run, _) in found.items())
         )
-    return {side: each[1:] for side, each in runs.items()}
+    return {side: each[1:] for side, each in runs.items()}, float(np.mean(num_tokens[1:]))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -151,6 +158,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompt-len", type=int, default=32)
     add("--n", type=int, default=4)
     add("--new-tokens", type=int, default=64)
+    add("--sums", action="store_true")
     add("--repeats", type=int, default=5)
     add("--devices", type=int, default=1, help="devices of each engine; on a CPU, emulated ones")
     add("--max-running", type=int, default=16)
@@ -191,14 +199,14 @@ def main() -> None:
         where = {"server": ["--url", f"http://127.0.0.1:{server.port}"], "own": ["--config", str(config)]}
         engines: dict[str, Side] = {"engine": engine, "replica": replica}
         measurement = Measurement(options, directory=directory, engines=engines, where=where)
-        runs = compare(measurement, sides, repeats=options.repeats)
-        load = {"prompts": options.prompts, "prompt_len": options.prompt_len, "n": options.n}
+        runs, num_tokens = compare(measurement, sides, repeats=options.repeats)
+        load = {"prompts": options.prompts, "prompt_len": options.prompt_len, "n": options.n, "sums": options.sums}
         result = {
             **conditions(engine, size=options.model, repeats=options.repeats, load_before=load_before),
             "rollout_job": {
                 **load,
                 "new_tokens": options.new_tokens,
-                "output_tokens": options.prompts * options.n * options.new_tokens,
+                "output_tokens": num_tokens,
                 "runs": runs,
             },
         }

@@ -89,7 +89,7 @@ def every_section() -> dict:
             "seconds": {"routing": [0.0625], "everything": [0.25], "json": [2.0]},
         },
         "rollout_job": {
-            "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "output_tokens": 16_384,
+            "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "sums": False, "output_tokens": 16_384.0,
             "runs": {"engine": [{"seconds": 15.0}], "replica": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
         },
         "exchange_bytes": {
