@@ -96,7 +96,7 @@ class HostRunner:
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
         self._compilations = CompilationCount()
         self._launch = launch_for(list(plan.mesh.local_devices))
-        self._copies_to_host = platform_of(plan.mesh) != "cpu"
+        self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
         self._in_flight: _InFlight | None = None
         self.staged = StagedWeights(self.rule, dtype=self.dtype, first_placement=self.placement)
 
