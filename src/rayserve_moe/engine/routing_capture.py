@@ -171,8 +171,6 @@ class RoutingCapture:
 
 def _runs(values: np.ndarray, start: int) -> list[tuple[int, int, int]]:
     """Ranges `(from, to, value)` in which an array over positions from `start` on stays the same."""
-    if len(values) and (values == values[0]).all():
-        return [(start, start + len(values), int(values[0]))]
     borders = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(start + a, start + b, int(values[a])) for a, b in itertools.pairwise(borders) if a < b]
 
