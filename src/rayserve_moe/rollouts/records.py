@@ -22,7 +22,8 @@ _ROUTING = ("routing", "routing_shape", "routing_dtype")
 def load(path: str | Path, *, columns: Sequence[str] | None = None) -> Rollouts:
     """Read the rollouts of a job's directory, or of one shard; `columns` of the schema, all of them by default.
 
-    `columns=["routing"]` brings what its shape takes, too. ValueError where there is no shard.
+    `columns=["routing"]` brings what its shape takes, too. Shards are read on several cores, and keep their order.
+    ValueError where there is no shard, no such column, or a shard that cannot be read.
     """
     path = Path(path)
     files = [path] if path.is_file() else shard_files(path / ROLLOUTS) or shard_files(path)
@@ -31,7 +32,7 @@ def load(path: str | Path, *, columns: Sequence[str] | None = None) -> Rollouts:
     wanted = None if columns is None else list(columns)
     if wanted is not None and "routing" in wanted:
         wanted += [name for name in _ROUTING if name not in wanted]
-    return Rollouts(pa.concat_tables([_read(file, wanted) for file in files]))
+    return Rollouts(pq.read_table(files, columns=wanted, memory_map=True, partitioning=None))
 
 
 class Rollouts:
@@ -81,11 +82,12 @@ class Rollouts:
 
         A row that `routing_missing` names holds nothing.
         """
-        shapes, dtypes = _list_views(self.table["routing_shape"]), self.table["routing_dtype"].to_pylist()
-        views = zip(_binary_views(self.table["routing"]), shapes, dtypes, strict=True)
+        names = self.table["routing_dtype"].to_pylist()
+        dtypes = {name: np.dtype(name).newbyteorder("<") for name in set(names) - {None}}
+        views = zip(_binary_views(self.table["routing"]), _list_views(self.table["routing_shape"]), names, strict=True)
         return [
-            None if raw is None else raw.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
-            for raw, shape, dtype in views
+            None if raw is None else raw.view(dtypes[name]).reshape(shape.tolist())  # reshape is slow with arrays
+            for raw, shape, name in views
         ]
 
     @cached_property
@@ -103,11 +105,6 @@ class Rollouts:
         if crc32 is not None and checksum(rows) != crc32:
             raise ValueError(f"sample {sample}: rows of routing were altered")
         return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version))
-
-
-def _read(file: Path, columns: list[str] | None) -> pa.Table:
-    with pq.ParquetFile(file, memory_map=True) as opened:
-        return opened.read(columns)
 
 
 def _list_views(column: pa.ChunkedArray) -> Iterator[np.ndarray]:

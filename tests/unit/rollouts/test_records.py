@@ -96,6 +96,29 @@ def test_columns_are_read_alone_and_are_views(tmp_path: Path) -> None:
     assert not any(rows.flags.writeable for rows in loaded.routing if rows is not None)
 
 
+@pytest.mark.parametrize("name", ["plain", "model=qwen3", "_scratch", ".hidden"])
+def test_shards_keep_their_order_wherever_they_lie(tmp_path: Path, name: str) -> None:
+    """What directories are called neither hides shards nor adds columns."""
+    with RolloutDirectory(tmp_path / name) as directory:
+        for number in range(12):
+            directory.write_rollouts([rollout(number, num_outputs=1 + 300 * (number % 2))])
+    loaded = load(tmp_path / name)
+    assert loaded.table["seed"].to_pylist() == [rollout(number).seed for number in range(12)]
+    assert loaded.table.schema.equals(SCHEMA)
+
+
+def test_bad_shards_and_unknown_columns_are_refused(tmp_path: Path) -> None:
+    with RolloutDirectory(tmp_path) as directory:
+        for number in range(2):
+            directory.write_rollouts([rollout(number)])
+    with pytest.raises(ValueError, match="rooting"):
+        load(tmp_path, columns=["rooting"])
+    shard = shard_files(tmp_path / "rollouts")[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=shard.name):
+        load(tmp_path)
+
+
 def base_of(array: np.ndarray) -> object:
     while isinstance(array.base, np.ndarray):
         array = array.base
