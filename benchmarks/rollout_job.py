@@ -1,7 +1,8 @@
 """Throughput of the rollout job, against a server and with an engine of its own, beside the engine alone.
 
     python -m benchmarks.rollout_job [--model synthetic:small] [--prompts 64] [--n 4] [--new-tokens 64] [--repeats 5]
-                                     [--sums] [--devices 1] [--max-running 16] [--no-own] [--out FILE.json]
+                                     [--sums] [--devices 1] [--max-running 16] [--in-flight N] [--no-own]
+                                     [--out FILE.json]
 
 With `--sums` prompts are sums of two numbers below 1000, and samples end where the model ends them: what the calculator
 is made for. Otherwise ids are drawn at random, and samples have from half to one and a half times `--new-tokens`.
@@ -162,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=5)
     add("--devices", type=int, default=1, help="devices of each engine; on a CPU, emulated ones")
     add("--max-running", type=int, default=16)
-    add("--in-flight", type=int, default=64)
+    add("--in-flight", type=int, default=0, help="samples under way at once (default: the job's own)")
     add("--no-own", action="store_true", help="leave out the engine of the job's own, which compiles on every start")
     add("--out", type=Path, default=RESULTS / "rollout_job.json")
     return parser.parse_args()

@@ -16,7 +16,7 @@ import ray.data
 import yaml
 
 from rayserve_moe.rollouts.answers import SampleRequest
-from rayserve_moe.rollouts.replicas import ReplicaPool
+from rayserve_moe.rollouts.replica_pool import ReplicaPool
 from rayserve_moe.rollouts.schema import Rollout
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until

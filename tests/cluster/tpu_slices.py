@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
 from rayserve_moe.config.settings import ClusterSettings, ModelSettings, ParallelSettings, Settings
-from rayserve_moe.rollouts.replicas import num_replicas_for
+from rayserve_moe.rollouts.replica_pool import num_replicas_for
 
 SETTINGS = ClusterSettings(tpu_topology="2x4", tpu_version="v6e", tpu_chips_per_host=4, start_timeout_s=60.0)
 HOSTS = (("alpha", 1), ("beta", 0), ("alpha", 0), ("beta", 1))

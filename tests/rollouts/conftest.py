@@ -42,7 +42,7 @@ class UnreliableRoad:
     """ASGI wrapper that lets everything through, but for what `road` makes of answers to `/generate`."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app, self.num_asked = app, 0
+        self._app, self.num_asked, self.num_prompts = app, 0, 0
         self.road: Road | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,9 +62,17 @@ class UnreliableRoad:
             messages.append(message)
 
         await self._app(scope, note, keep)
-        arriving = messages if self.road is None else self.road(number, json.loads(asked), messages)
+        body = json.loads(asked)
+        self.num_prompts += len(prompts_in(body))
+        arriving = messages if self.road is None else self.road(number, body, messages)
         for message in arriving or ():
             await send(message)
+
+
+def prompts_in(body: dict[str, Any]) -> list[list[int]]:
+    """The prompts that a request asks for: one, or several in company."""
+    ids = body["input_ids"]
+    return ids if isinstance(ids[0], list) else [ids]
 
 
 @pytest.fixture(scope="package")
@@ -88,7 +96,7 @@ def server(engine: Engine) -> Iterator[tuple[str, UnreliableRoad]]:
 @pytest.fixture
 def road(server: tuple[str, UnreliableRoad]) -> Iterator[UnreliableRoad]:
     """The road, as good as new again after the test."""
-    server[1].num_asked = 0
+    server[1].num_asked = server[1].num_prompts = 0
     yield server[1]
     server[1].road = None
 

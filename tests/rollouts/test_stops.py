@@ -48,12 +48,12 @@ def test_a_killed_job_goes_on_where_it_was(url: str, road: UnreliableRoad, many:
         os.kill(process.pid, signal.SIGKILL)
     before = samples_in(out)
     assert 0 < len(before) < NUM_PROMPTS * NUM_SAMPLES
-    road.num_asked = 0
+    road.num_prompts = 0
     assert job(many, out, "--url", url, n=NUM_SAMPLES) == 0
     after = samples_in(out)
     assert_equal({key: after[key] for key in before}, before)
     assert len(after) == NUM_PROMPTS * NUM_SAMPLES and list(errors_in(out)) == [NUM_PROMPTS]
-    assert road.num_asked == NUM_PROMPTS - len(before) // NUM_SAMPLES
+    assert road.num_prompts == NUM_PROMPTS - len(before) // NUM_SAMPLES
     assert job(many, tmp_path / "undisturbed", "--url", url, n=NUM_SAMPLES) == 0
     assert_equal(after, samples_in(tmp_path / "undisturbed"))
 

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
@@ -76,7 +77,9 @@ class HostWorker:
 
     def prepare(self, num_pages: int) -> StartReport:
         """Allocate pages and compile; all hosts get the same number."""
-        return self._runner.prepare(num_pages)
+        report = self._runner.prepare(num_pages)
+        freeze_what_stays()
+        return report
 
     def listen_for_steps(self, key: bytes) -> Address:
         """Take steps over a connection too, from whoever knows the `key`; returns where to connect."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ray.actor import ActorHandle
@@ -45,7 +46,8 @@ def start_replica_engine(
     """Reserve a slice, load the model onto it and start the engine thread.
 
     `find_balancer` finds the actor that plans placements (see `ActorPlanner`); without one this process plans itself.
-    Raises what stands in the way: SettingsError, CheckpointError, TimeoutError, or a worker's error.
+    Raises what stands in the way, and nothing stays reserved: SettingsError, CheckpointError, TimeoutError, or a
+    worker's error.
     """
     path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
     model = dataclasses.replace(settings.model, path=str(path))
@@ -71,13 +73,16 @@ def start_replica_engine(
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
-    loop = EngineLoop(executor, card, settings=_loop_settings(settings))
-    balancing = balance_experts(
-        loop.rebalancing,
-        PlacementAdvisor if find_balancer is None else lambda _: ActorPlanner(find_balancer),
-        rules=planning_rules(settings.balancing, settings.experts),
-        layer_ids=card.routing.layer_ids,
-    )
+    with ExitStack() as undo:
+        undo.callback(executor.shutdown)
+        loop = EngineLoop(executor, card, settings=_loop_settings(settings))
+        balancing = balance_experts(
+            loop.rebalancing,
+            PlacementAdvisor if find_balancer is None else lambda _: ActorPlanner(find_balancer),
+            rules=planning_rules(settings.balancing, settings.experts),
+            layer_ids=card.routing.layer_ids,
+        )
+        undo.pop_all()
     return ReplicaEngine(loop, tokenizer, executor, balancing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,20 +57,23 @@ class SampleRequest:
     returns_routing: bool = True
 
 
-def rollouts_in(body: bytes, request: SampleRequest, *, started_at: float) -> list[Rollout]:
-    """Read the container that a request was answered with. Faulty where it is not what was asked for."""
+def rollouts_in(body: bytes, requests: Sequence[SampleRequest], *, started_at: float) -> list[list[Rollout]]:
+    """Read the container that requests were answered with, all of them or none with routing.
+
+    Returns the samples of each. Faulty where it is not what was asked for.
+    """
     try:
         header, rows = decode_rollout(body)
         answers = header.get("answers", [header])
-        if not isinstance(answers, list) or len(answers) != request.count:
+        ends = [*itertools.accumulate(request.count for request in requests)]
+        if not isinstance(answers, list) or len(answers) != ends[-1]:
             raise ValueError("the answer has another number of samples than were asked for")
-        routings, layout = (
-            _routings(answers, rows, request) if request.returns_routing else ([None] * len(answers), None)
-        )
-        pairs = zip(answers, routings, strict=True)
+        if requests[0].returns_routing and len(rows) != len(answers):
+            raise ValueError("the answer has not the rows of every sample")
+        parts = [slice(last - request.count, last) for request, last in zip(requests, ends, strict=True)]
         return [
-            rollout_of(answer, request, index=index, routing=routing, layout=layout, started_at=started_at)
-            for index, (answer, routing) in enumerate(pairs)
+            _rollouts_of(answers[part], rows[part], request, started_at=started_at)
+            for part, request in zip(parts, requests, strict=True)
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Faulty(f"not an answer to this request: {error}") from error
@@ -114,12 +118,21 @@ def rollout_of(
     )
 
 
+def _rollouts_of(
+    answers: Sequence[Mapping[str, Any]], rows: Sequence[np.ndarray], request: SampleRequest, *, started_at: float
+) -> list[Rollout]:
+    """The samples of one request, from their native answers and the rows that came with each."""
+    routings, layout = _routings(answers, rows, request) if request.returns_routing else ([None] * len(answers), None)
+    return [
+        rollout_of(answer, request, index=index, routing=routing, layout=layout, started_at=started_at)
+        for index, (answer, routing) in enumerate(zip(answers, routings, strict=True))
+    ]
+
+
 def _routings(
     answers: Sequence[Mapping[str, Any]], rows: Sequence[np.ndarray], request: SampleRequest
 ) -> tuple[list[RoutedExperts | None], RoutingLayout | None]:
     """Rows of every sample from position 0 on; those of the prompt may have come with one of them only."""
-    if len(rows) != len(answers):
-        raise ValueError("the answer has not the rows of every sample")
     descriptions = [answer["meta_info"]["routed_experts_info"] for answer in answers]
     layouts = [described_layout(description) for description in descriptions if description is not None]
     layout = layouts[0] if layouts else None

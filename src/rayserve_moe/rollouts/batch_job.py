@@ -25,13 +25,15 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from tqdm import tqdm
 
+from rayserve_moe.cluster.startup_memory import frozen
 from rayserve_moe.config.load import environment_setting, settings_from_yaml
 from rayserve_moe.rollouts.answers import Unusable
 from rayserve_moe.rollouts.client import RolloutClient
+from rayserve_moe.rollouts.company import Companions
 from rayserve_moe.rollouts.driver import Driver, JobSettings, Source
 from rayserve_moe.rollouts.patience import patiently
 from rayserve_moe.rollouts.prompts import count_rows, read_rows
-from rayserve_moe.rollouts.replicas import ReplicaPool, num_replicas_for
+from rayserve_moe.rollouts.replica_pool import ReplicaPool, num_replicas_for
 from rayserve_moe.rollouts.sampling import check_sampling
 from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.rollouts.summary import Tally, as_text, summary_of
@@ -110,7 +112,8 @@ async def _run(
             with _bar(num_rows * settings.num_samples) as bar:
                 driver = Driver(source, directory, settings=settings, tokenizer=tokenizer, progress=bar)
                 tally = driver.tally
-                await driver.run(read_rows(options.prompts))
+                with frozen():
+                    await driver.run(read_rows(options.prompts))
     except asyncio.CancelledError:
         return tally, INTERRUPTED, "told to stop"
     except (Unusable, RayTaskError, RayActorError, OSError) as error:
@@ -120,17 +123,22 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
-    """Connect to a server, or start engines, in a Ray cluster that is joined for them unless this process is in one."""
+    """Connect to a server, or start engines, in a Ray cluster that is joined for them unless this process is in one.
+
+    A call to another process asks for up to a quarter of what is under way, so that others are there when it ends.
+    """
+    together = max(1, (options.in_flight or DEFAULT_IN_FLIGHT) // 4)
     if options.url:
         async with RolloutClient(options.url, api_key=environment_setting("api_key")) as client:
-            yield client
+            yield Companions(client, most_samples=together)
         return
     wanted, joins = settings_from_yaml(options.config), not ray.is_initialized()
     if joins:
         ray.init()
     try:
-        async with ReplicaPool(wanted, options.replicas or num_replicas_for(wanted)) as pool:
-            yield pool
+        num_replicas = options.replicas or num_replicas_for(wanted)
+        async with ReplicaPool(wanted, num_replicas) as pool:
+            yield pool if num_replicas == 1 else Companions(pool, most_samples=together)
     finally:
         if joins:
             ray.shutdown()
@@ -162,13 +170,13 @@ def _job_settings(options: argparse.Namespace) -> JobSettings:
 
 
 def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[str, Any]) -> JobSettings:
-    """Fit the settings to who answers: twice as many samples under way as run at once, where that is known."""
+    """Fit the settings to who answers: at least twice as many samples under way as run at once, where that is known."""
     if settings.returns_routing and not facts.get("enable_return_routed_experts"):
         raise ValueError("routing is not captured: set enable_return_routed_experts: true, or give --no-routing")
     wanted, served = settings.weight_version, str(facts.get("weight_version"))
     if wanted not in (None, served):
         raise Unusable(f"weights of version {served} answer, {wanted} is wanted")
-    in_flight = options.in_flight or 2 * int(facts.get("max_running", DEFAULT_IN_FLIGHT // 2))
+    in_flight = options.in_flight or max(DEFAULT_IN_FLIGHT, 2 * int(facts.get("max_running", 0)))
     return dataclasses.replace(settings, in_flight=in_flight)
 
 

@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 class RolloutClient:
-    """One server, many requests at once. An async context manager."""
+    """One server, many calls at once. An async context manager."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self._url = url.rstrip("/")
@@ -51,21 +51,27 @@ class RolloutClient:
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
         """Sample a prompt and wait for all samples, in their order."""
-        started_at = time.time()
-        sampling = {
-            **request.sampling,
-            "n": request.count,
-            "sampling_seed": request.seed,
-            "first_choice": request.first,
-        }
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
+        """Sample prompts with one call of the server; the samples of each, once all are there.
+
+        ValueError where some want routing and others do not.
+        """
+        started_at, wants_routing = time.time(), {request.returns_routing for request in requests}
+        if len(wants_routing) != 1:
+            raise ValueError("prompts of one call should all return routing, or none of them")
+        prompts = [[int(token_id) for token_id in request.prompt_ids] for request in requests]
+        samplings = [_sampling_of(request) for request in requests]
+        is_one = len(requests) == 1
         body = {
-            "input_ids": [int(token_id) for token_id in request.prompt_ids],
-            "sampling_params": sampling,
+            "input_ids": prompts[0] if is_one else prompts,
+            "sampling_params": samplings[0] if is_one else samplings,
             "return_logprob": True,
-            "return_routed_experts": request.returns_routing,
+            "return_routed_experts": wants_routing.pop(),
         }
         raw = await self._ask("POST", "/generate", body=body, accept=ROLLOUT_MEDIA_TYPE)
-        return rollouts_in(raw, request, started_at=started_at)
+        return rollouts_in(raw, requests, started_at=started_at)
 
     async def model_info(self) -> dict[str, Any]:
         """What is served: `model_path`, `served_model_name`, `weight_version`, `vocab_size`, ..."""
@@ -172,6 +178,12 @@ class BlockingRolloutClient:
 
     def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
         return self._runner.run(call)
+
+
+def _sampling_of(request: SampleRequest) -> dict[str, Any]:
+    """All of a request's sampling, in the words of `/generate`."""
+    numbers = {"n": request.count, "sampling_seed": request.seed, "first_choice": request.first}
+    return {**request.sampling, **numbers}
 
 
 def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:

@@ -61,18 +61,18 @@ def container(routings: Sequence[RoutedExperts]) -> bytes:
 )
 def test_every_sample_has_its_own_rows(routings: list[RoutedExperts]) -> None:
     request = SampleRequest("p", PROMPT, {}, seed=0, count=len(routings))
-    rollouts = rollouts_in(container(routings), request, started_at=0.0)
+    (rollouts,) = rollouts_in(container(routings), [request], started_at=0.0)
     for rollout, routing in zip(rollouts, routings, strict=True):
         assert rollout.routing is not None and same(rollout.routing, routing)
 
 
 def test_a_row_that_a_sample_lacks_is_that_of_another_under_the_same_weights() -> None:
     lacking, request = sample("a", missing=((1, 2),), seed=1), SampleRequest("p", PROMPT, {}, seed=0, count=2)
-    *_, rollout = rollouts_in(container([sample("a"), lacking]), request, started_at=0.0)
+    ((_, rollout),) = rollouts_in(container([sample("a"), lacking]), [request], started_at=0.0)
     assert rollout.routing is not None and same(rollout.routing, sample("a", seed=1))
 
 
 def test_samples_without_a_prompt_are_faulty() -> None:
     bodiless = [replace(sample("a"), start=4, rows=sample("a").rows[4:], weight_version=((4, 6, "a"),), source=())] * 2
     with pytest.raises(Faulty, match="lacks rows"):
-        rollouts_in(container(bodiless), SampleRequest("p", PROMPT, {}, seed=0, count=2), started_at=0.0)
+        rollouts_in(container(bodiless), [SampleRequest("p", PROMPT, {}, seed=0, count=2)], started_at=0.0)
