@@ -12,15 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import ray.data
 import yaml
+from ray.util.placement_group import placement_group_table
 
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.replica_pool import ReplicaPool
 from rayserve_moe.rollouts.schema import Rollout
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
-from tests.rollouts.support import assert_equal, errors_in, job, samples_in, summary_in
+from tests.rollouts.support import assert_equal, errors_in, job, samples_in, started_job, summary_in
 from tests.support.processes import descendants
 
 NUM_PROMPTS = 12
@@ -78,6 +80,32 @@ def test_engines_of_the_job_and_the_loss_of_one(
     check_ray_data(out, found)
 
 
+@pytest.mark.slow
+def test_several_engines_and_the_loss_of_one(joins: None, config: Path, prompts: Path, tmp_path: Path) -> None:
+    """Of two, each in a process of its own, one is killed: another comes, and all samples are as from a single one."""
+    rows = [json.dumps({"id": i, "input_ids": [5 + i % 400, 6, 7]}) for i in range(400)]
+    prompts.write_text("\n".join(rows), encoding="utf-8")
+    two = ["--config", str(config), "--replicas", "2", "--in-flight", "16", "--flush-s", "0.05"]
+    with started_job(prompts, tmp_path / "two", *two, n=2) as process:
+        wait_until(lambda: has_shards(tmp_path / "two"), within_s=120)
+        replicas = descendants("ray::ReplicaProcess")
+        os.kill(replicas[0], signal.SIGKILL)
+        assert process.wait(timeout=120) == 0
+    assert len(replicas) == 2 and summary_in(tmp_path / "two")["retries"] > 0
+    assert job(prompts, tmp_path / "one", "--config", str(config), n=2) == 0
+    assert_equal(samples_in(tmp_path / "two"), samples_in(tmp_path / "one"))
+
+
+@pytest.fixture
+def joins(raylets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is a process joins this Ray cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+
+
+def has_shards(out: Path) -> bool:
+    return bool(list(out.glob("rollouts/[!.]*")))
+
+
 def check_ray_data(out: Path, samples: dict) -> None:
     """Ray Data reads the same files, with the routing of every sample."""
     rows = ray.data.read_parquet(str(out / "rollouts")).take_all()
@@ -93,6 +121,36 @@ def test_engines_that_do_not_start_end_the_job(raylets: int, config: Path, promp
     config.write_text(yaml.safe_dump({**settings, "model_path": str(tmp_path)}), encoding="utf-8")
     assert job(prompts, tmp_path / "out", "--config", str(config)) == 1
     assert str(tmp_path) in summary_in(tmp_path / "out")["reason"]
+
+
+def test_a_job_is_told_to_stop_while_its_engine_waits_for_room(
+    joins: None, config: Path, prompts: Path, tmp_path: Path
+) -> None:
+    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    config.write_text(yaml.safe_dump({**settings, "cpus_per_host": 1000}), encoding="utf-8")
+    with started_job(prompts, tmp_path / "out", "--config", str(config), n=2) as process:
+        wait_until(lambda: "PENDING" in states_of_reservations(), within_s=60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 3
+    assert summary_in(tmp_path / "out")["reason"] == "told to stop"
+    wait_until(lambda: "PENDING" not in states_of_reservations(), within_s=30)
+
+
+def states_of_reservations() -> set[str]:
+    return {group["state"] for group in placement_group_table().values()}
+
+
+def test_a_job_is_told_to_stop_while_its_engine_samples(
+    joins: None, config: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out, rows = tmp_path / "out", [json.dumps({"input_ids": [5 + i % 400, 6, 7]}) for i in range(4000)]
+    prompts.write_text("\n".join(rows), encoding="utf-8")
+    with started_job(prompts, out, "--config", str(config), "--flush-s", "0.05", n=2) as process:
+        wait_until(lambda: has_shards(out), within_s=60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 3
+    assert 0 < summary_in(out)["samples_written"] == len(samples_in(out)) < 2 * len(rows)
+    wait_until(lambda: not descendants("ray::HostWorker"))
 
 
 @pytest.mark.slow

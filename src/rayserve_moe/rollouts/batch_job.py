@@ -99,10 +99,7 @@ async def _run(
     options: argparse.Namespace, settings: JobSettings, *, directory: RolloutDirectory, num_rows: int
 ) -> tuple[Tally, int, str | None]:
     """Sample until all is done, nobody answers, or the process is told to stop."""
-    tally, this_task = Tally(), asyncio.current_task()
-    assert this_task is not None, "a coroutine runs in a task"
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
+    tally = Tally()
     try:
         async with _source(options) as source:
             facts = await patiently(source.model_info, give_up_s=settings.give_up_s)
@@ -127,6 +124,7 @@ async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
 
     A call to another process asks for up to a quarter of what is under way, so that others are there when it ends.
     """
+    _stop_when_told()
     together = max(1, (options.in_flight or DEFAULT_IN_FLIGHT) // 4)
     if options.url:
         async with RolloutClient(options.url, api_key=environment_setting("api_key")) as client:
@@ -135,6 +133,7 @@ async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
     wanted, joins = settings_from_yaml(options.config), not ray.is_initialized()
     if joins:
         ray.init()
+        _stop_when_told()  # Ray has its own way, which loses what is not written
     try:
         num_replicas = options.replicas or num_replicas_for(wanted)
         async with ReplicaPool(wanted, num_replicas) as pool:
@@ -142,6 +141,14 @@ async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
     finally:
         if joins:
             ray.shutdown()
+
+
+def _stop_when_told() -> None:
+    """Have SIGTERM and SIGINT cancel this task."""
+    this_task = asyncio.current_task()
+    assert this_task is not None, "a coroutine runs in a task"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
 
 
 def _job_settings(options: argparse.Namespace) -> JobSettings:
