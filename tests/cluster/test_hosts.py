@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -272,6 +273,13 @@ def test_no_host_compiles_after_the_start(group: tuple[GroupExecutor, int]) -> N
     executor, _ = group
     counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
     assert counts == [0, 0]
+
+
+def test_no_host_collects_what_it_has_loaded(group: tuple[GroupExecutor, int]) -> None:
+    """To walk all of it would stop a host, and with it every request, for 0.2 s."""
+    executor, _ = group
+    counts = ray.get([w.__ray_call__.remote(lambda self: gc.get_freeze_count()) for w in executor.workers])
+    assert min(counts) > 100_000
 
 
 def test_a_lost_host_ends_requests_with_an_error_and_the_engine_says_so(
