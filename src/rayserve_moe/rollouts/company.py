@@ -58,18 +58,24 @@ class Companions:
         expected = min(request.sampling.get("max_new_tokens", math.inf), 2 * self._longest)
         if expected > SHORT_TOKENS:
             return (await self._ask([request]))[0]
-        asked, running = [each for each, _ in self._waiting], asyncio.get_running_loop()
-        if not self._has_room([*asked, request]):
+        running = asyncio.get_running_loop()
+        if not self._has_room_for(request):
             self._set_out()
         seat = running.create_future()
         self._waiting.append((request, seat))
-        if self._departure is None:
+        if self._num_samples >= self._most_samples:
+            self._set_out()
+        elif self._departure is None:
             self._departure = running.call_later(LINGER_S, self._set_out)
         return await seat
 
-    def _has_room(self, requests: Sequence[SampleRequest]) -> bool:
-        num_tokens = sum(len(request.prompt_ids) for request in requests)
-        return sum(request.count for request in requests) <= self._most_samples and num_tokens <= MOST_PROMPT_TOKENS
+    @property
+    def _num_samples(self) -> int:
+        return sum(request.count for request, _ in self._waiting)
+
+    def _has_room_for(self, request: SampleRequest) -> bool:
+        num_tokens = sum(len(other.prompt_ids) for other, _ in self._waiting) + len(request.prompt_ids)
+        return self._num_samples + request.count <= self._most_samples and num_tokens <= MOST_PROMPT_TOKENS
 
     def _set_out(self) -> None:
         """Ask for all who wait, but for those who have given up."""

@@ -116,6 +116,13 @@ def test_a_call_asks_for_so_many_samples_at_most(asked: list[SampleRequest], cal
     assert_answered(outcomes, asked)
 
 
+def test_a_full_call_does_not_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(company, "LINGER_S", 60.0)
+    source = Recording()
+    run(source, requests(4), requests(1, count=MOST_SAMPLES), requests(1, count=20))
+    assert source.calls == [["0", "1", "2", "3"], ["0"], ["0"]]
+
+
 def test_a_call_holds_so_many_prompt_tokens_at_most() -> None:
     source = Recording()
     long = [SampleRequest(str(i), [5] * (company.MOST_PROMPT_TOKENS // 2), {"max_new_tokens": 1}, 0) for i in range(3)]
