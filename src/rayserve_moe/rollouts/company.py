@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest
+from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
 from rayserve_moe.rollouts.schema import Rollout
 
 LINGER_S = 0.02
@@ -19,7 +19,7 @@ MOST_PROMPT_TOKENS = 16384
 """Tokens of all prompts of one call."""
 _FORGOTTEN_PER_CALL = 0.1
 
-Outcome = list[Rollout] | Refused | Faulty
+Outcome = list[Rollout] | Refused | Faulty | Unavailable | Unusable
 
 
 class ManySource(Protocol):
@@ -38,11 +38,14 @@ class Companions:
     """A `Source` that asks for up to `most_samples` with one call, of prompts that are asked for about the same time.
 
     They are answered together, so that those who follow them come together, too. Where a call is refused or fails, each
-    of its prompts is asked for alone: none suffers for another.
+    of its prompts is asked for alone: none suffers for another. Where it finds no place, the next ones ask for less:
+    a server takes all of a call or nothing.
     """
 
     def __init__(self, source: ManySource, *, most_samples: int) -> None:
         self._source, self._most_samples = source, most_samples
+        self._room = most_samples
+        """Samples of one call, for now: less than may be, after a call that found no place."""
         self._waiting: list[tuple[SampleRequest, asyncio.Future[list[Rollout]]]] = []
         self._departure: asyncio.TimerHandle | None = None
         self._under_way: set[asyncio.Task[list[Outcome]]] = set()
@@ -63,7 +66,7 @@ class Companions:
             self._set_out()
         seat = running.create_future()
         self._waiting.append((request, seat))
-        if self._num_samples >= self._most_samples:
+        if self._num_samples >= self._room:
             self._set_out()
         elif self._departure is None:
             self._departure = running.call_later(LINGER_S, self._set_out)
@@ -75,7 +78,7 @@ class Companions:
 
     def _has_room_for(self, request: SampleRequest) -> bool:
         num_tokens = sum(len(other.prompt_ids) for other, _ in self._waiting) + len(request.prompt_ids)
-        return self._num_samples + request.count <= self._most_samples and num_tokens <= MOST_PROMPT_TOKENS
+        return self._num_samples + request.count <= self._room and num_tokens <= MOST_PROMPT_TOKENS
 
     def _set_out(self) -> None:
         """Ask for all who wait, but for those who have given up."""
@@ -97,15 +100,20 @@ class Companions:
     async def _outcomes(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
         try:
             return [*await self._ask(requests)]
-        except (Refused, Faulty) as error:
+        except (Refused, Faulty, Unavailable, Unusable) as error:
             if len(requests) == 1:
                 return [error]
+            if isinstance(error, Unavailable):
+                self._room = max(1, sum(request.count for request in requests) // 2)
+            if isinstance(error, Unavailable | Unusable):
+                return [error] * len(requests)
         alone = await asyncio.gather(*(self._outcomes([request]) for request in requests))
         return [outcome for (outcome,) in alone]
 
     async def _ask(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         answers = await self._source.generate_many(requests)
         longest = max((len(rollout.output_ids) for answer in answers for rollout in answer), default=0)
+        self._room = min(self._most_samples, self._room + 1 + self._room // 8)
         before = self._longest if math.isfinite(self._longest) else 0.0
         self._longest = max(longest, (1 - _FORGOTTEN_PER_CALL) * before)
         return answers

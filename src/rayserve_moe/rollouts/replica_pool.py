@@ -59,8 +59,10 @@ class ReplicaPool:
         """Start all replicas. Unusable says what stands in the way of any."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_exit(self)
-            await asyncio.gather(*(self._start() for _ in range(self._num_replicas)))
+            self._changing = {asyncio.create_task(self._start()) for _ in range(self._num_replicas)}
+            await asyncio.gather(*self._changing)
             undo.pop_all()
+        self._changing.clear()
         return self
 
     async def __aexit__(
@@ -104,14 +106,13 @@ class ReplicaPool:
 
     async def _start(self) -> None:
         replica = LocalReplica(self._settings) if self._num_replicas == 1 else ActorReplica(self._settings)
-        try:
-            self._facts = await replica.start()
-        except _START_ERRORS as error:
-            await replica.stop()
-            raise Unusable(str(error)) from error
-        except asyncio.CancelledError:
-            await replica.stop()
-            raise
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(replica.stop)
+            try:
+                self._facts = await replica.start()
+            except _START_ERRORS as error:
+                raise Unusable(str(error)) from error
+            undo.pop_all()
         async with self._changed:
             self._num_running[replica] = 0
             self._changed.notify_all()

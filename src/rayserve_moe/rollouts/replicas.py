@@ -80,7 +80,8 @@ class LocalReplica:
 
     async def stop(self) -> None:
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.shutdown)
+            with contextlib.suppress(RayError):
+                await asyncio.to_thread(self._engine.shutdown)
 
     async def _generate(self, request: SampleRequest) -> list[Rollout]:
         assert self._engine is not None, "start comes first"

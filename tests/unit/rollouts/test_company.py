@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ Outcome = list[Rollout] | BaseException
 
 
 class Recording:
-    """Notes who was asked for together; `fault` says what is wrong with a request, `lengths` how long samples get."""
+    """Notes who was asked for together. `fault` says what is wrong with a prompt, `length_of` how long its samples get,
+    `room_at` how many samples of which call there is place for."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -27,6 +29,7 @@ class Recording:
         self.fault: Callable[[str], BaseException | None] = lambda _: None
         self.length_of: Callable[[str], int] = lambda _: 1
         self.delay_s = 0.0
+        self.room_at: Callable[[int], float] = lambda call: math.inf
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         self.calls.append([request.prompt_id for request in requests])
@@ -35,6 +38,8 @@ class Recording:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        if sum(request.count for request in requests) > self.room_at(len(self.calls)):
+            raise Unavailable("busy")
         for request in requests:
             if (fault := self.fault(request.prompt_id)) is not None:
                 raise fault
@@ -165,6 +170,17 @@ def test_what_has_to_do_with_nobody_comes_to_all(error: BaseException) -> None:
     source.fault = lambda _: error
     (outcomes,) = run(source, requests(3))
     assert outcomes == [error] * 3 and len(source.calls) == 1
+
+
+def test_a_server_with_little_room_is_asked_for_less_until_it_has_more() -> None:
+    """It takes all of a call or nothing: prompts that always came together would never be answered."""
+    source, wave = Recording(), requests(4)
+    source.room_at = lambda call: 4 if call < 10 else math.inf
+    first, second, *_, last = run(source, *[wave] * 12)
+    assert all(isinstance(outcome, Unavailable) for outcome in first) and len(source.calls[0]) == 4
+    assert_answered(second, wave)
+    assert_answered(last, wave)
+    assert len(source.calls[-1]) == 4
 
 
 def test_whoever_gives_up_takes_nobody_along() -> None:
