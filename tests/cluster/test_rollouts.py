@@ -123,17 +123,19 @@ def test_engines_that_do_not_start_end_the_job(raylets: int, config: Path, promp
     assert str(tmp_path) in summary_in(tmp_path / "out")["reason"]
 
 
-def test_a_job_is_told_to_stop_while_its_engine_waits_for_room(
-    joins: None, config: Path, prompts: Path, tmp_path: Path
+@pytest.mark.parametrize("cpus_per_host", [1000, 1], ids=["waits for room", "loads"])
+def test_a_job_is_told_to_stop_while_its_engine_starts(
+    joins: None, config: Path, prompts: Path, tmp_path: Path, cpus_per_host: int
 ) -> None:
+    """At once, and nothing of the engine stays."""
     settings = yaml.safe_load(config.read_text(encoding="utf-8"))
-    config.write_text(yaml.safe_dump({**settings, "cpus_per_host": 1000}), encoding="utf-8")
+    config.write_text(yaml.safe_dump({**settings, "cpus_per_host": cpus_per_host}), encoding="utf-8")
     with started_job(prompts, tmp_path / "out", "--config", str(config), n=2) as process:
-        wait_until(lambda: "PENDING" in states_of_reservations(), within_s=60)
+        wait_until(lambda: "PENDING" in states_of_reservations() or descendants("ray::HostWorker"), within_s=60)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 3
     assert summary_in(tmp_path / "out")["reason"] == "told to stop"
-    wait_until(lambda: "PENDING" not in states_of_reservations(), within_s=30)
+    wait_until(lambda: states_of_reservations() <= {"REMOVED"} and not descendants("ray::HostWorker"))
 
 
 def states_of_reservations() -> set[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -12,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
+from rayserve_moe.cluster.interruptible import get
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
 from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
 from rayserve_moe.config import derive
@@ -26,22 +29,36 @@ POLL_S = 0.02
 
 
 class GroupExecutor:
-    """Owns the workers of one slice, as an `engine.executor.Executor`. They die with it, all together."""
+    """Owns the workers of one slice, as an `engine.executor.Executor`. They die with it, all together.
 
-    def __init__(self, settings: RunnerSettings, *, parallel: ParallelSettings, cluster: ClusterSettings) -> None:
+    Another thread may set `given_up` to end the start, with GivenUpError.
+    """
+
+    def __init__(
+        self,
+        settings: RunnerSettings,
+        *,
+        parallel: ParallelSettings,
+        cluster: ClusterSettings,
+        given_up: threading.Event | None = None,
+    ) -> None:
         self._settings, self._parallel, self._cluster = settings, parallel, cluster
+        self._given_up = given_up or threading.Event()
         self._reservation: SliceReservation | None = None
         self._transport: StepTransport | None = None
         self.workers: list[ActorHandle] = []
 
     def start(self) -> StartReport:
         """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged."""
-        num_hosts, timeout_s = self._parallel.num_hosts, self._cluster.start_timeout_s
-        self._reservation = reserve_slice(self._cluster, num_hosts=num_hosts, num_slices=self._parallel.num_slices)
+        num_hosts = self._parallel.num_hosts
+        told = partial(get, timeout_s=self._cluster.start_timeout_s, given_up=self._given_up)
+        self._reservation = reserve_slice(
+            self._cluster, num_hosts=num_hosts, num_slices=self._parallel.num_slices, given_up=self._given_up
+        )
         self.workers = [self._start_worker(self._reservation, host_id) for host_id in range(num_hosts)]
-        coordinator = ray.get(self.workers[0].coordinator_address.remote(), timeout=timeout_s)
-        num_pages = min(ray.get([worker.load.remote(coordinator) for worker in self.workers], timeout=timeout_s))
-        reports = ray.get([worker.prepare.remote(num_pages) for worker in self.workers], timeout=timeout_s)
+        coordinator = told(self.workers[0].coordinator_address.remote())
+        num_pages = min(told([worker.load.remote(coordinator) for worker in self.workers]))
+        reports = told([worker.prepare.remote(num_pages) for worker in self.workers])
         self._transport = TRANSPORTS[derive.transport(self._cluster)](
             self.workers, timeout_s=self._cluster.step_timeout_s
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,13 +42,16 @@ class ReplicaEngine:
 
 
 def start_replica_engine(
-    settings: Settings, *, find_balancer: Callable[[], ActorHandle] | None = None
+    settings: Settings,
+    *,
+    find_balancer: Callable[[], ActorHandle] | None = None,
+    given_up: threading.Event | None = None,
 ) -> ReplicaEngine:
     """Reserve a slice, load the model onto it and start the engine thread.
 
     `find_balancer` finds the actor that plans placements (see `ActorPlanner`); without one this process plans itself.
-    Raises what stands in the way, and nothing stays reserved: SettingsError, CheckpointError, TimeoutError, or a
-    worker's error.
+    Raises what stands in the way, and nothing stays reserved: SettingsError, CheckpointError, TimeoutError, a worker's
+    error, or GivenUpError once another thread has set `given_up`.
     """
     path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
     model = dataclasses.replace(settings.model, path=str(path))
@@ -72,6 +76,7 @@ def start_replica_engine(
         ),
         parallel=settings.parallel,
         cluster=settings.cluster,
+        given_up=given_up,
     )
     with ExitStack() as undo:
         undo.callback(executor.shutdown)

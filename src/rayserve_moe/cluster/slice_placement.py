@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import get_tpu_coordinator_env_vars, slice_placement_group
 
+from rayserve_moe.cluster.interruptible import get
 from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.config.topology import slice_for
 
@@ -57,28 +60,32 @@ class SliceReservation:
         remove_placement_group(self.group)
 
 
-def reserve_slice(cluster: ClusterSettings, *, num_hosts: int, num_slices: int = 1) -> SliceReservation:
+def reserve_slice(
+    cluster: ClusterSettings, *, num_hosts: int, num_slices: int = 1, given_up: threading.Event | None = None
+) -> SliceReservation:
     """Reserve `num_hosts` hosts, those of all slices, and wait for them.
 
     On TPU the slices are named by `tpu_topology` and `tpu_version`: a plain placement group could mix hosts of two. On
     a CPU cluster hosts are spread over the nodes there are. SettingsError for a number of hosts that the slices do not
-    have, before anything is reserved; TimeoutError after `start_timeout_s`, and nothing stays reserved.
+    have, before anything is reserved; TimeoutError after `start_timeout_s`, and nothing stays reserved; nor does it
+    where CPU hosts are `given_up`, with GivenUpError.
     """
     if cluster.tpu_topology:
         return _reserve_tpu(cluster, num_hosts=num_hosts, num_slices=num_slices)
-    return _reserve_cpu(cluster, num_hosts)
+    return _reserve_cpu(cluster, num_hosts, given_up or threading.Event())
 
 
-def _reserve_cpu(cluster: ClusterSettings, num_hosts: int) -> SliceReservation:
+def _reserve_cpu(cluster: ClusterSettings, num_hosts: int, given_up: threading.Event) -> SliceReservation:
     resources = {"CPU": cluster.cpus_per_host}
     group = placement_group([resources] * num_hosts, strategy="SPREAD")
-    try:
-        ray.get(group.ready(), timeout=cluster.start_timeout_s)
-    except GetTimeoutError as error:
-        remove_placement_group(group)
-        raise TimeoutError(
-            f"the cluster had no room for {num_hosts} hosts with {resources} each within {cluster.start_timeout_s} s"
-        ) from error
+    with ExitStack() as undo:
+        undo.callback(remove_placement_group, group)
+        try:
+            get(group.ready(), timeout_s=cluster.start_timeout_s, given_up=given_up)
+        except GetTimeoutError as error:
+            waited_for = f"{num_hosts} hosts with {resources} each within {cluster.start_timeout_s} s"
+            raise TimeoutError(f"the cluster had no room for {waited_for}") from error
+        undo.pop_all()
     return SliceReservation(group, resources, tuple(HostPlacement(i) for i in range(num_hosts)))
 
 

@@ -135,9 +135,8 @@ async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
         ray.init()
         _stop_when_told()  # Ray has its own way, which loses what is not written
     try:
-        num_replicas = options.replicas or num_replicas_for(wanted)
-        async with ReplicaPool(wanted, num_replicas) as pool:
-            yield pool if num_replicas == 1 else Companions(pool, most_samples=together)
+        async with ReplicaPool(wanted, options.replicas or num_replicas_for(wanted)) as pool:
+            yield pool if pool.is_local else Companions(pool, most_samples=together)
     finally:
         if joins:
             ray.shutdown()

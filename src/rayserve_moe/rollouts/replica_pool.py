@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
-from ray.exceptions import RayError
 from ray.util.tpu import get_num_tpu_slices
 
 from rayserve_moe.cluster.slice_placement import RAY_VERSIONS
@@ -18,14 +17,13 @@ from rayserve_moe.config.settings import Settings
 from rayserve_moe.config.topology import slice_for
 from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.rollouts.answers import SampleRequest, Unavailable, Unusable
-from rayserve_moe.rollouts.replicas import ActorReplica, LocalReplica, Replica
+from rayserve_moe.rollouts.replicas import START_ERRORS, ActorReplica, LocalReplica, Replica
 from rayserve_moe.rollouts.schema import Rollout
 
 log = logging.getLogger(__name__)
 
 MOST_STARTS_IN_VAIN = 3
 PAUSE_BETWEEN_STARTS_S = 5.0
-_START_ERRORS = (RayError, OSError, ValueError)
 
 
 def num_replicas_for(settings: Settings) -> int:
@@ -44,11 +42,13 @@ def num_replicas_for(settings: Settings) -> int:
 class ReplicaPool:
     """Several replicas as one that answers. An async context manager; Ray must be running.
 
-    A single one lives in this process, which has little else to do; of several, each has a process of its own.
+    A single one over CPU hosts lives in this process, which has little else to do (`is_local`). Otherwise each has a
+    process: on a host of its slice, and with an interpreter to plan for it alone.
     """
 
     def __init__(self, settings: Settings, num_replicas: int) -> None:
         self._settings, self._num_replicas = settings, num_replicas
+        self.is_local = num_replicas == 1 and not settings.cluster.tpu_topology
         self._num_running: dict[Replica, int] = {}
         self._facts: dict[str, Any] = {}
         self._changed = asyncio.Condition()
@@ -105,12 +105,12 @@ class ReplicaPool:
             return min(self._num_running, key=lambda replica: self._num_running[replica])
 
     async def _start(self) -> None:
-        replica = LocalReplica(self._settings) if self._num_replicas == 1 else ActorReplica(self._settings)
+        replica = LocalReplica(self._settings) if self.is_local else ActorReplica(self._settings)
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(replica.stop)
             try:
                 self._facts = await replica.start()
-            except _START_ERRORS as error:
+            except START_ERRORS as error:
                 raise Unusable(str(error)) from error
             undo.pop_all()
         async with self._changed:

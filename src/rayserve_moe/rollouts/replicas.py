@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
-import logging
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -17,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from rayserve_moe.cluster.interruptible import GivenUpError
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.settings import Settings
@@ -29,11 +29,11 @@ from rayserve_moe.requests import GenerationRequest, RequestError
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, rollout_of
 from rayserve_moe.rollouts.schema import Rollout
 
-log = logging.getLogger(__name__)
-
 REPLICA_CPUS = 0.5
 MOST_CALLS = 4096
 LONGEST_STOP_S = 10.0
+START_ERRORS = (RayError, OSError, ValueError)
+"""What says that an engine cannot be started: with these settings, on this cluster, or just now."""
 
 
 class Replica(Protocol):
@@ -56,11 +56,14 @@ class LocalReplica:
     """A replica in this process: its engine thread and its tokenizer; its workers are actors, as everywhere."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._given_up = settings, threading.Event()
+        self._starting: asyncio.Future[ReplicaEngine] | None = None
         self._engine: ReplicaEngine | None = None
 
     async def start(self) -> dict[str, Any]:
-        engine = await _started(self._settings)
+        start = partial(start_replica_engine, self._settings, given_up=self._given_up)
+        self._starting = asyncio.ensure_future(asyncio.to_thread(start))
+        engine = await asyncio.shield(self._starting)
         self._engine, card = engine, engine.loop.card
         rows = self._settings.scheduler.max_running_requests * self._settings.parallel.data_parallel_size
         return {
@@ -79,9 +82,10 @@ class LocalReplica:
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def stop(self) -> None:
-        if self._engine is not None:
-            with contextlib.suppress(RayError):
-                await asyncio.to_thread(self._engine.shutdown)
+        self._given_up.set()
+        if self._starting is not None:
+            with contextlib.suppress(GivenUpError, *START_ERRORS):
+                await asyncio.to_thread((await self._starting).shutdown)
 
     async def _generate(self, request: SampleRequest) -> list[Rollout]:
         assert self._engine is not None, "start comes first"
@@ -145,30 +149,6 @@ class ActorReplica:
         with contextlib.suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._actor.stop.remote(), LONGEST_STOP_S)
         ray.kill(self._actor)
-
-
-async def _started(settings: Settings) -> ReplicaEngine:
-    """Start an engine in a thread that no exit of the process waits for: that takes minutes, if there is room at all.
-
-    Where the caller is cancelled meanwhile, the thread stops what it has started.
-    """
-    starting: concurrent.futures.Future[ReplicaEngine] = concurrent.futures.Future()
-
-    def start() -> None:
-        try:
-            engine = start_replica_engine(settings)
-        except Exception as error:
-            log.debug("an engine did not start", exc_info=True)
-            if starting.set_running_or_notify_cancel():
-                starting.set_exception(error)
-        else:
-            if starting.set_running_or_notify_cancel():
-                starting.set_result(engine)
-            else:
-                engine.shutdown()
-
-    threading.Thread(target=start, name="engine start", daemon=True).start()
-    return await asyncio.wrap_future(starting)
 
 
 def _request_of(request: SampleRequest) -> GenerationRequest:
