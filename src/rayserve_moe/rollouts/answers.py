@@ -56,6 +56,12 @@ class SampleRequest:
     count: int = 1
     returns_routing: bool = True
 
+    @property
+    def all_sampling(self) -> dict[str, Any]:
+        """`sampling` with what makes it these samples: `n`, the seed, and the first of them."""
+        numbers = {"n": self.count, "sampling_seed": self.seed, "first_choice": self.first}
+        return {**self.sampling, **numbers}
+
 
 def rollouts_in(body: bytes, requests: Sequence[SampleRequest], *, started_at: float) -> list[list[Rollout]]:
     """Read the container that requests were answered with, all of them or none with routing.

@@ -62,7 +62,7 @@ class RolloutClient:
         if len(wants_routing) != 1:
             raise ValueError("prompts of one call should all return routing, or none of them")
         prompts = [[int(token_id) for token_id in request.prompt_ids] for request in requests]
-        samplings = [_sampling_of(request) for request in requests]
+        samplings = [request.all_sampling for request in requests]
         is_one = len(requests) == 1
         body = {
             "input_ids": prompts[0] if is_one else prompts,
@@ -178,12 +178,6 @@ class BlockingRolloutClient:
 
     def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
         return self._runner.run(call)
-
-
-def _sampling_of(request: SampleRequest) -> dict[str, Any]:
-    """All of a request's sampling, in the words of `/generate`."""
-    numbers = {"n": request.count, "sampling_seed": request.seed, "first_choice": request.first}
-    return {**request.sampling, **numbers}
 
 
 def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:

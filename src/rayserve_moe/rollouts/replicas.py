@@ -153,8 +153,7 @@ class ActorReplica:
 
 def _request_of(request: SampleRequest) -> GenerationRequest:
     """Ask the engine for the same samples."""
-    numbers = {"n": request.count, "sampling_seed": request.seed, "first_choice": request.first}
-    sampling = sampling_from({**request.sampling, **numbers})
+    sampling = sampling_from(request.all_sampling)
     return GenerationRequest(
         uuid.uuid4().hex,
         np.asarray(request.prompt_ids, np.int32),
