@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import reprlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,40 +21,10 @@ from rayserve_moe.config.topology import check_slices
 
 ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH": "model_path"}
 
-CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16"),
-    "transport": ("auto", "compiled_graph", "sockets", "actor_calls"),
-    "cpu_kernels": ("auto", "off", "native"),
-    "expert_backend": ("auto", "local", "replicated", "all_to_all", "fused"),
-    "eplb_dispatch": ("shares", "static", "first", "capacity"),
-    "expert_selection": ("auto", "topk", "replicas_only", "balanced"),
-    "capacity_scope": ("global", "data_rank"),
-}
-LEAST = {
-    "max_model_len": 0,
-    "max_running_requests": 1,
-    "max_waiting_requests": 0,
-    "max_step_tokens": 32,
-    "chunked_prefill_size": 0,
-    "page_size": 1,
-    "num_pages": 0,
-    "num_hosts": 1,
-    "devices_per_host": 0,
-    "data_parallel_size": 1,
-    "num_slices": 1,
-    "num_redundant_experts": 0,
-    "eplb_interval": 1,
-    "eplb_window": 1,
-    "eplb_slots_per_step": 1,
-    "max_body_bytes": 1,
-    "idle_release_s": 0,
-    "start_timeout_s": 1,
-    "step_timeout_s": 1,
-    "drain_timeout_s": 0,
-    "cpus_per_host": 0,
-    "tpu_chips_per_host": 0,
-}
-MOST = {"num_redundant_experts": 128}
+LISTS: dict[Any, tuple[type, str]] = {tuple[int, ...]: (int, "integers"), tuple[str, ...]: (str, "texts")}
+"""Kinds of settings that are lists: of what, and what that is called."""
+MOST_ENTRIES = 64
+MOST_CACHED_TOKENS = (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +33,8 @@ class _Key:
     section: str
     field: str
     kind: type
+    bounds: tuple[float, float] | None = None
+    choices: tuple[str, ...] = ()
 
 
 def settings_from(values: Mapping[str, Any]) -> Settings:
@@ -91,8 +65,10 @@ def settings_from_yaml(path: str | Path) -> Settings:
     """Read the flat mapping of a YAML file, or the `args` of its first application if it is a Serve config."""
     try:
         document = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path}: nested too deeply") from error
     if isinstance(document, dict) and document.get("applications"):
         document = document["applications"][0].get("args") or {}
     if not isinstance(document, dict):
@@ -122,8 +98,16 @@ def _keys() -> dict[str, _Key]:
     for section, section_type in get_type_hints(Settings).items():
         kinds = get_type_hints(section_type)
         for field in dataclasses.fields(section_type):
-            key = _Key(field.metadata.get("key", field.name), section, field.name, kinds[field.name])
-            keys |= dict.fromkeys((key.name, *field.metadata.get("aliases", ())), key)
+            stated = field.metadata
+            key = _Key(
+                stated.get("key", field.name),
+                section,
+                field.name,
+                kinds[field.name],
+                stated.get("bounds"),
+                stated.get("choices", ()),
+            )
+            keys |= dict.fromkeys((key.name, *stated.get("aliases", ())), key)
     return keys
 
 
@@ -134,27 +118,44 @@ def _nearest(name: str, known: list[str]) -> str:
 
 def _checked(name: str, value: Any, key: _Key) -> Any:
     kind = key.kind
-    if kind is float and type(value) is int:
-        value = float(value)
-    if kind == tuple[int, ...]:
-        if not isinstance(value, list | tuple) or any(type(v) is not int or v < 1 for v in value):
-            raise SettingsError(f"{name} must be a list of positive integers, found {value!r}")
-        return tuple(value)
+    if kind in LISTS:
+        return _checked_list(name, value, key)
     if kind is str and isinstance(value, Path):
         value = str(value)
-    if type(value) is not kind:
-        raise SettingsError(f"{name} must be of type {kind.__name__}, found {value!r}")
-    _check_range(name, value, key)
-    return value
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise SettingsError(f"{name} must be of type {kind.__name__}, found {_shown(value)}")
+    if key.choices and value not in key.choices:
+        raise SettingsError(f"{name} must be one of {', '.join(key.choices)}, found {_shown(value)}")
+    if kind in (int, float):
+        _check_bounds(name, value, key)
+    return kind(value)
 
 
-def _check_range(name: str, value: Any, key: _Key) -> None:
-    if key.name in CHOICES and value not in CHOICES[key.name]:
-        raise SettingsError(f"{name} must be one of {', '.join(CHOICES[key.name])}, found {value!r}")
-    if key.name in LEAST and not value >= LEAST[key.name]:
-        raise SettingsError(f"{name} must be at least {LEAST[key.name]}, found {value!r}")
-    if key.name in MOST and not value <= MOST[key.name]:
-        raise SettingsError(f"{name} must be at most {MOST[key.name]}, found {value!r}")
+def _checked_list(name: str, values: Any, key: _Key) -> tuple[Any, ...]:
+    """Check the entries of a list."""
+    kind, what = LISTS[key.kind]
+    if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+        raise SettingsError(f"{name} must be a list of {what}, found {_shown(values)}")
+    if len(values) > MOST_ENTRIES:
+        raise SettingsError(f"{name} must have at most {MOST_ENTRIES} entries, found {len(values)}")
+    for value in values if kind is int else ():
+        _check_bounds(name, value, key)
+    return tuple(values)
+
+
+def _check_bounds(name: str, value: Any, key: _Key) -> None:
+    """Hold a number against the bounds that its field states; NaN is outside of all."""
+    assert key.bounds is not None, f"{key.name} states no bounds"
+    least, most = key.bounds
+    if not value >= least:
+        raise SettingsError(f"{name} must be at least {least}, found {_shown(value)}")
+    if not value <= most:
+        raise SettingsError(f"{name} must be at most {most}, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value on one line of a message, cut where it is long."""
+    return "a number beyond all bounds" if type(value) is int and abs(value) > sys.maxsize else reprlib.repr(value)
 
 
 def _check_together(settings: Settings) -> None:
@@ -162,12 +163,14 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             "model_path is missing: give a checkpoint directory, trained:calculator or synthetic:<preset>"
         )
-    if not 0.0 < settings.cache.mem_fraction <= 1.0:
-        raise SettingsError(f"mem_fraction must lie in (0, 1], found {settings.cache.mem_fraction!r}")
     if not settings.compile.cache:
         raise SettingsError("compile_cache must be auto, off or a directory, found ''")
     if settings.cache.num_pages == 1:
         raise SettingsError("num_pages must be at least 2: one page holds padding")
+    if settings.cache.num_pages * settings.cache.page_size > MOST_CACHED_TOKENS:
+        raise SettingsError(
+            f"num_pages * page_size must be at most {MOST_CACHED_TOKENS}: places are counted in 32 bits"
+        )
     if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
         raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
     _check_parallel(settings.parallel)
@@ -183,8 +186,6 @@ def _check_together(settings: Settings) -> None:
 
 def _check_selection(settings: Settings) -> None:
     experts = settings.experts
-    if not (0.0 < experts.capacity_factor < float("inf")):
-        raise SettingsError(f"capacity_factor must be a finite number above 0, found {experts.capacity_factor!r}")
     if experts.selection == "balanced" and settings.replay.enabled:
         raise SettingsError(
             "expert_selection balanced and enable_return_routed_experts exclude each other: which experts a token gets "

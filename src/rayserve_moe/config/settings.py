@@ -1,7 +1,8 @@
 """All settings, frozen, one section per owner. `load` fills them, `derive` computes what follows from them.
 
 Each field names its key on the wire (YAML, keyword arguments) where that differs from the field's own name, and other
-names that users know it by.
+names that users know it by. Numbers state the least and the most that they may be, words what they may say: the loader
+refuses everything else, and a number without bounds.
 """
 
 from __future__ import annotations
@@ -14,8 +15,25 @@ class SettingsError(ValueError):
     """A setting that is unknown, of the wrong type, out of range, or at odds with another."""
 
 
+DAY_S = 86_400.0
+MOST_TOKENS = 1 << 24
+"""Of one sequence: beyond any model, and positions times pages stay far below 32 bits."""
+_NO_KEY = ""
+
+
 def _named(default: Any, key: str, *aliases: str) -> Any:
     return field(default=default, metadata={"key": key, "aliases": aliases})
+
+
+def _number(default: Any, bounds: tuple[float, float], key: str = _NO_KEY, *aliases: str) -> Any:
+    """A number, or several, each of which may be `bounds[0]` to `bounds[1]`."""
+    named = {"key": key, "aliases": aliases} if key else {}
+    return field(default=default, metadata={"bounds": bounds, **named})
+
+
+def _choice(default: str, *others: str, key: str = _NO_KEY) -> Any:
+    """One of a few words."""
+    return field(default=default, metadata={"choices": (default, *others), **({"key": key} if key else {})})
 
 
 @dataclass(frozen=True)
@@ -27,9 +45,9 @@ class ModelSettings:
     `synthetic:<preset>` for a seeded random checkpoint made on first start."""
     served_name: str = _named("", "served_model_name")
     """Name on the API; the checkpoint directory's name when empty."""
-    dtype: str = "auto"
+    dtype: str = _choice("auto", "float32", "bfloat16")
     """`float32`, `bfloat16`, or `auto`: the checkpoint's on an accelerator or by native CPU kernels, else float32."""
-    max_model_len: int = 0
+    max_model_len: int = _number(0, (0, MOST_TOKENS))
     """Longest prompt plus output, tokens; 0 takes the checkpoint's own limit."""
 
 
@@ -37,17 +55,17 @@ class ModelSettings:
 class SchedulerSettings:
     """How much one step may hold."""
 
-    max_running_requests: int = 16
+    max_running_requests: int = _number(16, (1, 8192))
     """Sequences (choices) that run at once; each owns a row of device state."""
-    max_waiting_requests: int = 1024
+    max_waiting_requests: int = _number(1024, (0, 1_000_000))
     """Requests queued for a row before new ones are refused."""
-    max_step_tokens: int = 1024
+    max_step_tokens: int = _number(1024, (32, 1 << 20))
     """Prompt tokens computed in one step."""
-    chunked_prefill_size: int = 0
+    chunked_prefill_size: int = _number(0, (0, 1 << 20))
     """Prompt tokens of one sequence computed in one step; 0 allows a whole step."""
     overlap_steps: bool = True
     """Plan and submit a step before the tokens of the one before are on the host."""
-    decode_batch_sizes: tuple[int, ...] = _named((), "precompile_bs_paddings")
+    decode_batch_sizes: tuple[int, ...] = _number((), (1, 8192), "precompile_bs_paddings")
     """Batch sizes that decode steps are compiled for and padded to; empty derives them from the number of rows."""
 
 
@@ -55,13 +73,13 @@ class SchedulerSettings:
 class CacheSettings:
     """The KV page pool."""
 
-    page_size: int = 16
+    page_size: int = _number(16, (1, 4096))
     """Tokens per page."""
-    num_pages: int = 0
+    num_pages: int = _number(0, (0, 1 << 26))
     """Pages in the pool; 0 sizes it from the memory that is free after loading."""
     enable_prefix_caching: bool = True
     """Keep the pages of whole prompts and answers for later requests that begin alike."""
-    mem_fraction: float = 0.8
+    mem_fraction: float = _number(0.8, (0.01, 1.0))
     """Part of the free memory given to pages when `num_pages` is 0."""
 
 
@@ -77,13 +95,13 @@ class ReplaySettings:
 class ParallelSettings:
     """Devices of the slice."""
 
-    num_hosts: int = 1
+    num_hosts: int = _number(1, (1, 4096))
     """Worker processes, one per host."""
-    devices_per_host: int = 0
+    devices_per_host: int = _number(0, (0, 128))
     """Devices each host uses; 0 takes all of an accelerator host, and one of a CPU (where more are emulated)."""
-    data_parallel_size: int = _named(1, "data_parallel_size", "dp_size")
+    data_parallel_size: int = _number(1, (1, 4096), "data_parallel_size", "dp_size")
     """Groups of devices that run sequences of their own; attention heads are split within a group, experts over all."""
-    num_slices: int = 1
+    num_slices: int = _number(1, (1, 1024))
     """Slices that the hosts lie on; whole data-parallel groups lie on each."""
 
 
@@ -91,20 +109,20 @@ class ParallelSettings:
 class ExpertSettings:
     """Where experts lie, and how tokens reach them."""
 
-    backend: str = _named("auto", "expert_backend")
+    backend: str = _choice("auto", "local", "replicated", "all_to_all", "fused", key="expert_backend")
     """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all` and `fused` are fixed choices."""
-    num_redundant: int = _named(0, "num_redundant_experts")
+    num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
     """Expert slots per layer beyond one per expert, which hold replicas of busy experts; lowered until slots divide."""
-    dispatch: str = _named("shares", "eplb_dispatch")
+    dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")
     """Which slot of an expert a token takes: `shares` splits its tokens as planned, `static` has one slot per device,
     `first` uses no replica, for debugging, `capacity` fills the nearest slots up to the capacity, then all evenly."""
-    selection: str = _named("auto", "expert_selection")
+    selection: str = _choice("auto", "topk", "replicas_only", "balanced", key="expert_selection")
     """`topk` takes the router's best experts, each in one slot; `replicas_only` the same experts, in the slots that
     `eplb_dispatch` says; `balanced` sends a full slot's tokens to other experts, which changes what the model computes.
     `auto` is `replicas_only` where there are replicas, else `topk`."""
-    capacity_factor: float = 2.0
+    capacity_factor: float = _number(2.0, (0.01, 1000.0))
     """Tokens that a slot takes at most in `balanced` selection and `capacity` dispatch, in parts of the even load."""
-    capacity_scope: str = "global"
+    capacity_scope: str = _choice("global", "data_rank")
     """Who competes for slots: `global` all tokens of a step, exactly; `data_rank` those of a data rank, for its share,
     which spares gathering scores."""
 
@@ -115,11 +133,11 @@ class BalancingSettings:
 
     enabled: bool = _named(False, "enable_eplb")
     """Compile what moves experts, keep room for one layer's slots beside the weights, and have experts follow loads."""
-    interval: int = _named(500, "eplb_interval")
+    interval: int = _number(500, (1, 1_000_000), "eplb_interval")
     """Steps from one plan to the next at least; none is made while experts still move."""
-    window: int = _named(1000, "eplb_window")
+    window: int = _number(1000, (1, 1_000_000), "eplb_window")
     """Steps whose tokens a plan is made from; counts are read every 16 steps, and the last reading is always used."""
-    slots_per_step: int = _named(8, "eplb_slots_per_step")
+    slots_per_step: int = _number(8, (1, 1024), "eplb_slots_per_step")
     """Expert slots that a device receives, and that it sends, with one step at most."""
 
 
@@ -131,7 +149,7 @@ class CompileSettings:
     """Directory that keeps compiled programs for later starts; `auto` is one in the user's cache directory, `off` none.
     Several hosts need one that all of them see: only the first writes. Who can write to it can run code in the server.
     """
-    cpu_kernels: str = "auto"
+    cpu_kernels: str = _choice("auto", "off", "native")
     """On a CPU: `native` computes in bfloat16, by kernels that a C++ compiler of the machine builds on first use; `off`
     leaves everything to XLA. `auto` is native for a bfloat16 model on one device, where the machine can do it."""
 
@@ -140,22 +158,22 @@ class CompileSettings:
 class ClusterSettings:
     """How the serving replica drives its hosts over Ray."""
 
-    transport: str = "auto"
+    transport: str = _choice("auto", "compiled_graph", "sockets", "actor_calls")
     """`compiled_graph`, `sockets` or `actor_calls`; `auto` takes the graph on TPU hosts, sockets on others: processes
     that wait in the graph poll, which costs emulated hosts the very cores that compute."""
-    idle_release_s: float = 2.0
+    idle_release_s: float = _number(2.0, (0, DAY_S))
     """Seconds without work after which busy-polling transports are torn down."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = _number(600.0, (1, DAY_S))
     """Longest time loading and compiling may take."""
-    step_timeout_s: float = 120.0
+    step_timeout_s: float = _number(120.0, (1, DAY_S))
     """Longest time one step may take."""
-    cpus_per_host: float = 0.5
+    cpus_per_host: float = _number(0.5, (0, 1024))
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
     tpu_topology: str = ""
     """Topology of the slice to reserve, such as `2x4`; empty runs on emulated hosts of a CPU cluster."""
     tpu_version: str = ""
     """Generation of the slice, such as `v6e`."""
-    tpu_chips_per_host: int = 0
+    tpu_chips_per_host: int = _number(0, (0, 8))
     """Chips of one host, where topology and generation leave it open (v5e and v6e `2x4`); 0 lets Ray decide."""
 
 
@@ -165,9 +183,9 @@ class ServerSettings:
 
     api_key: str = ""
     """Bearer token that every route but `/health` and the empty page `/experts` asks for; empty for none."""
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = _number(16 << 20, (1, 1 << 30))
     """Longest request body."""
-    drain_timeout_s: float = 120.0
+    drain_timeout_s: float = _number(120.0, (0, DAY_S))
     """Seconds running requests get to finish at shutdown."""
 
 

@@ -78,7 +78,7 @@ def generation_name(version: str) -> str:
 
 def num_chips(topology: str) -> int:
     """Chips of a topology such as `2x4` or `2x4x4`."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
+    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", topology):
         raise SettingsError(f"tpu_topology {topology!r} is none: write chips per dimension, such as 2x4 or 2x4x4")
     return math.prod(map(int, topology.split("x")))
 

@@ -9,10 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from rayserve_moe.config.load import (
-    CHOICES,
     ENVIRONMENT_KEYS,
-    LEAST,
-    MOST,
     default_cache_directory,
     settings_from,
     settings_from_yaml,
@@ -51,7 +48,7 @@ def test_every_setting_has_one_key_of_its_own():
     keys = [field.metadata.get("key", field.name) for field in declared]
     aliases = [alias for field in declared for alias in field.metadata.get("aliases", ())]
     assert len({*keys, *aliases}) == len(keys) + len(aliases)
-    assert LEAST.keys() | MOST.keys() | CHOICES.keys() | set(ENVIRONMENT_KEYS.values()) <= set(keys)
+    assert set(ENVIRONMENT_KEYS.values()) <= set(keys)
 
 
 WRONG = {
@@ -66,15 +63,24 @@ WRONG = {
     "too small": ({"max_running_requests": 0}, "max_running_requests must be at least 1, found 0"),
     "below zero": ({"chunked_prefill_size": -1}, "chunked_prefill_size must be at least 0"),
     "not a number": ({"idle_release_s": float("nan")}, "idle_release_s must be at least 0, found nan"),
-    "no list": ({"precompile_bs_paddings": 4}, "precompile_bs_paddings must be a list of positive integers"),
-    "no positive integers": ({"precompile_bs_paddings": [4, 0]}, "precompile_bs_paddings must be a list of positive"),
-    "mem_fraction of zero": ({"mem_fraction": 0}, r"mem_fraction must lie in \(0, 1\], found 0.0"),
-    "mem_fraction above one": ({"mem_fraction": 1.2}, r"mem_fraction must lie in \(0, 1\]"),
+    "no list": ({"precompile_bs_paddings": 4}, "precompile_bs_paddings must be a list of integers"),
+    "no positive integers": ({"precompile_bs_paddings": [4, 0]}, "precompile_bs_paddings must be at least 1, found 0"),
+    "mem_fraction of zero": ({"mem_fraction": 0}, "mem_fraction must be at least 0.01, found 0"),
+    "mem_fraction above one": ({"mem_fraction": 1.2}, r"mem_fraction must be at most 1\.0, found 1\.2"),
     "nowhere to keep programs": ({"compile_cache": ""}, "compile_cache must be auto, off or a directory, found ''"),
+    "more sizes than anybody compiles": (
+        {"precompile_bs_paddings": [16] * 65},
+        "precompile_bs_paddings must have at most 64 entries, found 65",
+    ),
+    "more tokens than 32 bits count": (
+        {"num_pages": 1 << 24, "page_size": 128},
+        r"num_pages \* page_size must be at most 2147483647",
+    ),
+    "chips beyond counting": ({"tpu_topology": f"4x4x{4 * 10**30}", "tpu_version": "v4"}, "tpu_topology .* is none"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
     "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),
-    "mem_fraction is not a number": ({"mem_fraction": float("nan")}, r"mem_fraction must lie in \(0, 1\], found nan"),
+    "mem_fraction is not a number": ({"mem_fraction": float("nan")}, "mem_fraction must be at least 0.01, found nan"),
     "no such backend": (
         {"expert_backend": "dense"},
         "expert_backend must be one of auto, local, replicated, all_to_all",
@@ -105,8 +111,8 @@ WRONG = {
         {"expert_selection": "best"},
         "expert_selection must be one of auto, topk, replicas_",
     ),
-    "capacity of nothing": ({"capacity_factor": 0.0}, "capacity_factor must be a finite number above 0, found 0.0"),
-    "endless capacity": ({"capacity_factor": float("inf")}, "capacity_factor must be a finite number"),
+    "capacity of nothing": ({"capacity_factor": 0.0}, "capacity_factor must be at least 0.01, found 0.0"),
+    "endless capacity": ({"capacity_factor": float("inf")}, "capacity_factor must be at most 1000.0, found inf"),
     "balanced and replayed": (
         {"expert_selection": "balanced", "enable_return_routed_experts": True},
         "expert_selection balanced and enable_return_routed_experts exclude each other: .* replicas_only",
@@ -125,16 +131,63 @@ def test_a_model_is_needed():
         settings_from({})
 
 
-@pytest.mark.parametrize(("key", "least"), LEAST.items())
-def test_the_least_value_is_allowed_and_nothing_below(key, least):
-    values = {"model_path": "m", "precompile_bs_paddings": [1024], key: least}
-    settings_from(values)
-    with pytest.raises(SettingsError, match=key):
-        settings_from({**values, key: least - 1})
+DECLARED = [
+    (field, get_type_hints(section)[field.name])
+    for section in get_type_hints(Settings).values()
+    for field in fields(section)
+]
+NUMBERS = {
+    field.metadata.get("key", field.name): (kind, field.metadata.get("bounds"))
+    for field, kind in DECLARED
+    if kind in (int, float, tuple[int, ...])
+}
+INFINITE, NAN = float("inf"), float("nan")
 
 
-def test_the_greatest_value_is_allowed():
-    assert settings_from({"model_path": "m", **MOST}).experts.num_redundant == 128
+def test_every_number_states_finite_bounds_and_its_default_keeps_them():
+    assert [key for key, (_, bounds) in NUMBERS.items() if bounds is None] == [], (
+        "give the field `_number(default, ...)`"
+    )
+    for field, kind in DECLARED:
+        if "bounds" in field.metadata:
+            least, most = field.metadata["bounds"]
+            assert kind in (int, float, tuple[int, ...]) and -INFINITE < least <= most < INFINITE
+            values = field.default if isinstance(field.default, tuple) else (field.default,)
+            assert all(least <= value <= most for value in values)
+        assert kind is not str or field.default in field.metadata.get("choices", (field.default,))
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_beyond_its_bounds_is_refused_by_its_bound(key):
+    """Whatever the loader takes for a number of that kind: the message names the setting and the bound."""
+    kind, (least, most) = NUMBERS[key]
+    step = 1 if kind is not float else 0.5
+    beyond = {least - step: least, most + step: most, -(10**30): least, 10**5000: most}
+    if kind is float:
+        beyond |= {INFINITE: most, -INFINITE: least, NAN: least, 1e30: most}
+    for value, bound in beyond.items():
+        with pytest.raises(SettingsError) as refusal:
+            settings_from({"model_path": "m", key: [value] if kind == tuple[int, ...] else value})
+        message = str(refusal.value)
+        assert message.startswith(f"{key} must be at ") and f" {bound}, found " in message
+        assert "\n" not in message and len(message) < 200
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_count_is_never_a_fraction(key):
+    kind, _ = NUMBERS[key]
+    for value in (INFINITE, NAN, 1e30, 2.0) if kind is not float else ("1", None, True):
+        with pytest.raises(SettingsError, match=key):
+            settings_from({"model_path": "m", key: [value] if kind == tuple[int, ...] else value})
+
+
+def test_the_bounds_themselves_are_allowed():
+    """One at a time, beside what makes them possible."""
+    company = {"model_path": "m", "precompile_bs_paddings": [8192], "page_size": 16}
+    apart = {"precompile_bs_paddings", "num_pages", "num_hosts", "data_parallel_size", "num_slices"}
+    for key, (kind, bounds) in NUMBERS.items():
+        for value in bounds if key not in apart else ():
+            settings_from({**company, key: kind(value)})
 
 
 def test_another_name_is_the_same_setting():
@@ -168,7 +221,11 @@ def test_yaml_is_a_flat_mapping_or_a_serve_config(tmp_path):
     assert settings_from_yaml(flat) == settings_from_yaml(serve) == settings_from({"model_path": "m", "page_size": 8})
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "just text", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["- a\n- b\n", "a: [", "just text", "", f"page_size: {'9' * 5000}", "a: " + "[" * 5000 + "]" * 5000],
+    ids=["list", "unfinished", "text", "empty", "a number of 5000 digits", "nested"],
+)
 def test_yaml_that_holds_no_settings_is_named(tmp_path, text):
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
