@@ -10,6 +10,9 @@ from rayserve_moe.config.settings import (
     SettingsError,
 )
 
+SPARE_REQUESTS = 256
+LEAST_CONNECTIONS = 4096
+
 
 def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
     """Longest sequence served, tokens. SettingsError when more is asked for than the model was made for."""
@@ -33,6 +36,21 @@ def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, lon
     """
     shares = 2 if cache.enable_prefix_caching else 1
     return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
+
+
+def most_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
+    """Requests that run or wait in the engine before more are refused; every data rank has rows of its own."""
+    return scheduler.max_running_requests * num_data_ranks + scheduler.max_waiting_requests
+
+
+def most_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
+    """HTTP requests that reach a replica at once: more than its engine takes, so that the engine is who refuses."""
+    return most_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
+
+
+def most_connections(num_open_requests: int) -> int:
+    """Connections before the replica: twice what one client needs for all the requests there can be."""
+    return max(LEAST_CONNECTIONS, 2 * num_open_requests)
 
 
 def transport(cluster: ClusterSettings) -> str:

@@ -10,7 +10,7 @@ import threading
 import time
 from functools import partial
 
-from rayserve_moe.config.derive import prefill_chunk_tokens
+from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
 from rayserve_moe.config.settings import BalancingSettings, CacheSettings, SchedulerSettings
 from rayserve_moe.engine.admission import check_request
 from rayserve_moe.engine.control import ABORTED, EngineControl
@@ -81,11 +81,11 @@ class EngineLoop:
         Raises RequestError for what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
         """
         check_request(request, self._card, longest=self._longest)
-        limits = self._settings.scheduler
+        most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.num_data_ranks)
         with self._inbox.lock:
             self._inbox.check_open()
             num_live = len(self._publication)
-            if num_live >= limits.max_running_requests * self._settings.num_data_ranks + limits.max_waiting_requests:
+            if num_live >= most:
                 raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
             if request.request_id in self._publication:
                 raise RequestError("a request with this id is running", "rid")

@@ -12,6 +12,7 @@ from ray.serve.config import DeploymentActorConfig
 
 from rayserve_moe.cluster.balancer import BALANCER_NAME, RemoteExpertBalancer
 from rayserve_moe.cluster.replica_engine import start_replica_engine
+from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.expert_balancing import planning_rules
@@ -21,8 +22,6 @@ from rayserve_moe.serving.http import create_api
 REPLICA_CPUS = 0.5
 HEALTH_CHECK_PERIOD_S = 2.0
 """Serve replaces a replica after three checks in a row that fail: six seconds here, not its default of thirty."""
-SPARE_REQUESTS = 256
-"""Requests that Serve lets through beyond what the engine takes, so that refusing them is ours."""
 
 
 @serve.deployment(name="moe-server")
@@ -53,10 +52,11 @@ def build(args: dict[str, Any]) -> Application:
     A wrong key or value is a SettingsError at deployment, naming the key (and the nearest known one).
     """
     settings = settings_from(args)
-    scheduler = settings.scheduler
     deployment = MoeServer.options(
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        max_ongoing_requests=scheduler.max_running_requests + scheduler.max_waiting_requests + SPARE_REQUESTS,
+        max_ongoing_requests=most_open_requests(
+            settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size
+        ),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
         deployment_actors=_actors(settings),
