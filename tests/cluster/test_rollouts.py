@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,11 +157,26 @@ def test_a_job_is_told_to_stop_while_its_engine_samples(
 
 
 @pytest.mark.slow
-def test_a_job_that_is_submitted(config: Path, prompts: Path, tmp_path: Path) -> None:
-    """Ray's job server runs it with its own engines in the same cluster."""
-    command = [sys.executable, "-m", "tests.cluster.rollout_submission", str(tmp_path)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    report = json.loads(printed.splitlines()[-1])
-    assert report["succeeded"], report["log"]
-    assert "24 samples written" in report["log"]
-    assert len(samples_in(tmp_path / "out")) == 2 * NUM_PROMPTS and len(errors_in(tmp_path / "out")) == 2
+def test_the_documented_submission(config: Path, prompts: Path, tmp_path: Path) -> None:
+    """Ray's job server runs the documented line, and once more from a changed directory: nothing is sampled again."""
+    directory = tmp_path / "checkout"
+    (directory / "configs").mkdir(parents=True)
+    prompts.rename(directory / "prompts.jsonl")
+    config.rename(directory / "configs" / "qwen3_moe.yaml")
+    for written, present in ((8 * NUM_PROMPTS, 0), (0, 8 * NUM_PROMPTS)):
+        command = [sys.executable, "-m", "tests.cluster.rollout_submission", str(directory), documented_submission()]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        report = json.loads(printed.splitlines()[-1])
+        assert report["status"] == 0, report["log"]
+        assert f"{written} samples written, {present} were there" in report["log"]
+        assert f"writes to {directory / 'rollouts'}" in report["log"]
+        (directory / "changed").touch()
+    out = directory / "rollouts"
+    assert len(samples_in(out)) == 8 * NUM_PROMPTS and len(errors_in(out)) == 2
+
+
+def documented_submission() -> str:
+    """The command of docs/rollouts.md, as it stands there."""
+    text = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    (ray job submit .*\\\n .*)$", text, re.MULTILINE)
+    return command

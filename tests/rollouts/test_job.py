@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -13,7 +14,9 @@ import pytest
 from starlette.types import Message
 
 from rayserve_moe import Engine, cli, extract_routed_experts_from_meta_info
+from rayserve_moe.rollouts import load
 from rayserve_moe.rollouts.driver import MOST_FAULTS
+from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.text.chat import encode_chat
 from tests.rollouts.conftest import PROMPTS, UnreliableRoad, prompts_in
 from tests.rollouts.support import (
@@ -210,6 +213,8 @@ def test_small_shards_hold_the_same(url: str, prompts: Path, tmp_path: Path, und
         (["--seed", "1"], "another seed"),
         (["--no-routing"], "another routing"),
         (["--tokenizer", "/absent"], "file is missing"),
+        (["--out", "out"], "give an absolute path"),
+        (["--out", "/tmp/ray/session/runtime_resources/working_dir_files/x/out"], "Ray's copy"),
     ],
 )
 def test_wrong_use_is_told_at_once(
@@ -221,6 +226,47 @@ def test_wrong_use_is_told_at_once(
     assert job(prompts, out, "--url", url, *more, n=2) == 2
     assert reason in capsys.readouterr().err
     assert_equal(samples_in(out), before)
+
+
+def test_damaged_shards_are_sampled_again_by_wish(
+    url: str, prompts: Path, tmp_path: Path, undisturbed: Samples, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert job(prompts, out, "--url", url, "--in-flight", "1", "--flush-s", "0.02") == 0
+    shard = sorted((out / "rollouts").iterdir())[1]
+    shard.write_bytes(shard.read_bytes().replace(b"sto", b"stO", 1)[:-5] + b"wrong")
+    assert job(prompts, out, "--url", url) == 2
+    assert shard.name in capsys.readouterr().err and shard.exists()
+    assert job(prompts, out, "--url", url, "--resample-damaged") == 0
+    assert 0 < summary_in(out)["samples_written"] < len(undisturbed)
+    assert_equal(samples_in(out), undisturbed)
+
+
+def test_other_fields_and_reasons_are_told(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples carry their row's other fields; the summary says where they are, and why rows were given up."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text('{"id": "a", "text": "1+1=", "answer": {"sum": 2}}\n{"text": "a", "id": [1]}\nbad\nbad\n')
+    assert job(prompts, out, "--url", url, n=2) == 0
+    assert load(out).prompt_fields == [{"answer": {"sum": 2}}] * 2
+    told = capsys.readouterr()
+    assert f"writes to {out}" in told.err and f"in {out}" in told.out and "2 given up: not JSON" in told.out
+    assert summary_in(out)["reasons"] == {"not JSON": 2, "`id` should be a whole number or a string": 1}
+
+
+def test_a_full_disk_ends_the_job(
+    url: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its reason, and a rate of what was sampled over the time it took."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(RolloutDirectory, "write_rollouts", refuse)
+    assert job(prompts, tmp_path / "out", "--url", url) == 1
+    summary = summary_in(tmp_path / "out")
+    assert "no space left" in summary["reason"] and "no space left" in capsys.readouterr().out
+    assert summary["samples_written"] == 0 and summary["sampling_s"] > 0
+    assert summary["output_tokens_per_s"] <= summary["output_tokens"] / summary["sampling_s"] * 1.01 + 1
 
 
 def test_a_server_that_never_answers_is_given_up(prompts: Path, tmp_path: Path) -> None:

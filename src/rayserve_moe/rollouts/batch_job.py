@@ -43,6 +43,8 @@ COMPLETE, GIVEN_UP, WRONG_USE, INTERRUPTED = 0, 1, 2, 3
 DEFAULT_NEW_TOKENS, DEFAULT_IN_FLIGHT = 256, 256
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
 ANY_VERSION = "any"
+RAY_SCRATCH = "runtime_resources"
+"""Folder of a Ray session that holds the working directories of jobs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = JobSettings(1)
     add = parser.add_argument
     add("--prompts", type=Path, required=True, help="JSONL or Parquet: `text`, `messages` or `input_ids` per row")
-    add("--out", type=Path, required=True, help="directory of the shards; an earlier run's is gone on with")
+    add(
+        "--out", type=Path, required=True, help="directory of the shards, an absolute path; an earlier run's is resumed"
+    )
     add("--n", type=int, default=1, help="samples per prompt")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="a running server; its key in RAYSERVE_MOE_API_KEY")
@@ -75,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-routing", action="store_true", help="leave routed experts out")
     add("--weight-version", default=ANY_VERSION, help="count and keep only samples of these weights")
     add("--retry-errors", action="store_true", help="try prompts again that an earlier run gave up")
+    add("--resample-damaged", action="store_true", help="set damaged shards aside, and sample theirs again")
     add("--tokenizer", type=Path, help="the checkpoint's directory (default: where the server has it)")
     add("--in-flight", type=int, default=0, help="samples under way at once")
     add("--shard-mib", type=int, default=default.shard_bytes >> 20, help="samples in memory before a shard is written")
@@ -85,14 +90,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the job under a lock on its directory. ValueError for wrong use, told before anything is sampled."""
     settings = _job_settings(options)
+    _check_lasts(options.out)
     num_rows = count_rows(options.prompts)
-    with RolloutDirectory(options.out) as directory:
+    with RolloutDirectory(options.out, sets_aside=options.resample_damaged) as directory:
+        sys.stderr.write(f"rollout: writes to {options.out}\n")
         started = time.perf_counter()
         tally, status, reason = asyncio.run(_run(options, settings, directory=directory, num_rows=num_rows))
         summary = summary_of(tally, directory, seconds=time.perf_counter() - started, status=status, reason=reason)
         directory.write_json("summary.json", summary)
     sys.stdout.write(as_text(summary) + "\n")
     return status
+
+
+def _check_lasts(out: Path) -> None:
+    """ValueError for a directory that a Ray job would lose: one in the copy of its working directory."""
+    if not out.is_absolute():
+        raise ValueError(
+            f"--out {out} is relative: `ray job submit` runs the job in a copy of the working directory, which Ray "
+            f'removes; give an absolute path, such as "$HOME/{out}"'
+        )
+    if RAY_SCRATCH in out.parts:
+        raise ValueError(f"--out {out} lies in Ray's copy of a working directory, which Ray removes: give another path")
 
 
 async def _run(

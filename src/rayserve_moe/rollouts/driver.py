@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
@@ -94,8 +95,8 @@ class Driver:
         except BaseExceptionGroup as errors:
             raise _first_of(errors) from errors
         finally:
-            await asyncio.shield(self._flush())
             self.tally.sampling_s = time.monotonic() - self._started_s
+            await asyncio.shield(self._flush())
 
     async def _flush_now_and_then(self) -> None:
         while True:
@@ -123,6 +124,7 @@ class Driver:
         except (BadRow, Refused, Faulty) as error:
             self._failures.append(Failure(row.prompt_id, row.position, str(error), time.time()))
             self.tally.prompts_failed += 1
+            self.tally.reasons[str(error)] += 1
             self._advance(len(missing))
 
     async def _sample(self, row: Row, prompt_ids: list[int], missing: set[int]) -> None:
@@ -136,7 +138,8 @@ class Driver:
                 request = SampleRequest(
                     row.prompt_id, prompt_ids, sampling, seed, first, count, self._settings.returns_routing
                 )
-                rollouts = [each for each in await self._answer(request) if each.finish_reason != "abort"]
+                answered = [each for each in await self._answer(request) if each.finish_reason != "abort"]
+                rollouts = [dataclasses.replace(each, prompt_fields=row.others) for each in answered]
                 self._check_versions(rollouts)
                 missing.difference_update(each.sample_index for each in rollouts)
                 await self._keep(rollouts)

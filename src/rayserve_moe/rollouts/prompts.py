@@ -1,7 +1,7 @@
 """The prompts of a job: rows of a JSONL or Parquet file, each read by itself, so that a bad one harms no other.
 
 A row has `text`, `messages` (OpenAI's, for the checkpoint's chat template) or `input_ids`, one of them; it may have an
-`id` and `sampling_params` in SGLang's names, which outrank the job's. What else it has is not read.
+`id` and `sampling_params` in SGLang's names, which outrank the job's. What else it has comes with its samples.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 FORMS = ("text", "messages", "input_ids")
 LONGEST_ID = 256
+_READ = (*FORMS, "id", "sampling_params")
 _BATCH_ROWS = 256
 
 
@@ -38,6 +39,8 @@ class Row:
     content: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
+    others: str | None = None
+    """Its other fields, as a JSON object; None where there are none."""
 
 
 def count_rows(path: Path) -> int:
@@ -85,9 +88,24 @@ def _read_row(raw: Any, position: int) -> Row:
         own_id = _given_id(content) or own_id
         sampling = check_sampling(content.get("sampling_params", {}))
         _check_prompt(content)
+        others = _others(content)
     except BadRow as fault:
         return Row(position, own_id, fault=str(fault))
-    return Row(position, own_id, {name: content[name] for name in FORMS if name in content}, sampling)
+    prompt = {name: content[name] for name in FORMS if name in content}
+    return Row(position, own_id, prompt, sampling, others=others)
+
+
+def _others(content: Mapping[str, Any]) -> str | None:
+    """JSON of the fields that are not read; values of Parquet that JSON cannot say are written as text."""
+    others = {name: value for name, value in content.items() if name not in _READ}
+    try:
+        return json.dumps(others, default=_as_text) if others else None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow("its other fields cannot be written as JSON") from error
+
+
+def _as_text(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _parsed(raw: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +15,19 @@ import pyarrow.parquet as pq
 
 from rayserve_moe.replay.encoding.description import checksum
 from rayserve_moe.requests import RoutedExperts
-from rayserve_moe.rollouts.shards import ROLLOUTS, shard_files
+from rayserve_moe.rollouts.integrity import altered
+from rayserve_moe.rollouts.schema import SCHEMA
+from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, damaged_shards, shard_files
 
 _ROUTING = ("routing", "routing_shape", "routing_dtype")
 
 
-def load(path: str | Path, *, columns: Sequence[str] | None = None) -> Rollouts:
+def load(path: str | Path, *, columns: Sequence[str] | None = None, verify: bool = True) -> Rollouts:
     """Read the rollouts of a job's directory, or of one shard; `columns` of the schema, all of them by default.
 
     `columns=["routing"]` brings what its shape takes, too. Shards are read on several cores, and keep their order.
-    ValueError where there is no shard, no such column, or a shard that cannot be read.
+    `verify` compares each shard with the checksum in its name first, which reads all of its bytes once.
+    ValueError where there is no shard, or no such column; ShardError names shards that are damaged.
     """
     path = Path(path)
     files = [path] if path.is_file() else shard_files(path / ROLLOUTS) or shard_files(path)
@@ -32,7 +36,13 @@ def load(path: str | Path, *, columns: Sequence[str] | None = None) -> Rollouts:
     wanted = None if columns is None else list(columns)
     if wanted is not None and "routing" in wanted:
         wanted += [name for name in _ROUTING if name not in wanted]
-    return Rollouts(pq.read_table(files, columns=wanted, memory_map=True, partitioning=None))
+    if verify and (damaged := altered(files)):
+        raise ShardError(f"damaged shards, their bytes do not match their names: {', '.join(map(str, damaged))}")
+    try:
+        return Rollouts(pq.read_table(files, columns=wanted, schema=SCHEMA, memory_map=True, partitioning=None))
+    except (pa.ArrowException, OSError) as error:
+        named = ", ".join(map(str, damaged_shards(files)))
+        raise ShardError(f"damaged shards: {named}" if named else f"{path}: {error}") from error
 
 
 class Rollouts:
@@ -60,6 +70,11 @@ class Rollouts:
     def weight_version(self) -> list[str]:
         """Versions that samples were answered under; rows of routing know their own, in `routed_experts`."""
         return self.table["weight_version"].to_pylist()
+
+    @cached_property
+    def prompt_fields(self) -> list[dict[str, Any]]:
+        """What else the prompt's row had (`answer`, ...), per sample."""
+        return [json.loads(text or "{}") for text in self.table["prompt_fields"].to_pylist()]
 
     @cached_property
     def prompt_ids(self) -> list[np.ndarray]:

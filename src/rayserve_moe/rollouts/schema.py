@@ -44,6 +44,7 @@ SCHEMA = pa.schema(
         pa.field("num_cached_tokens", pa.int32(), nullable=False),
         pa.field("started_at", pa.timestamp("us", tz="UTC"), nullable=False),
         pa.field("elapsed_s", pa.float32(), nullable=False),
+        pa.field("prompt_fields", pa.string()),  # JSON object: what else the prompt's row had; null for nothing
     ]
 )
 """One row per sample."""
@@ -67,7 +68,7 @@ class Rollout:
     """One sample of a prompt: token ids int32, log-probs float32 of the output, routing from position 0 on.
 
     `logprob_versions` has ranges (first, last, weight version) of positions. `started_at` is in seconds since 1970.
-    Without routing `layout` is None too.
+    Without routing `layout` is None too. `prompt_fields` is a JSON object of what else the prompt's row had.
     """
 
     prompt_id: str
@@ -85,6 +86,7 @@ class Rollout:
     num_cached_tokens: int = 0
     started_at: float = 0.0
     elapsed_s: float = 0.0
+    prompt_fields: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -118,7 +120,7 @@ def failure_table(failures: Sequence[Failure]) -> pa.Table:
 
 def _row(rollout: Rollout) -> dict[str, Any]:
     names = ("prompt_id", "sample_index", "weight_version", "seed", "text", "finish_reason")
-    others = ("prompt_ids", "output_ids", "logprobs", "num_cached_tokens", "elapsed_s")
+    others = ("prompt_ids", "output_ids", "logprobs", "num_cached_tokens", "elapsed_s", "prompt_fields")
     row = {name: getattr(rollout, name) for name in names + others}
     row["logprob_weight_version"] = _labelled(rollout.logprob_versions)
     return {**row, "started_at": _moment(rollout.started_at), **_routing_columns(rollout)}

@@ -3,6 +3,7 @@
     DIR/job.json              what all samples depend on
     DIR/rollouts/*.parquet    samples, rows of `SCHEMA`
     DIR/errors/*.parquet      prompts that were given up, rows of `ERRORS_SCHEMA`
+    DIR/damaged/*.parquet     shards that were set aside, since their bytes do not match the checksum in their names
     DIR/summary.json          of the last run
 
 A shard is written beside its place under a name with a dot, synced, and renamed. Nothing is ever changed or removed,
@@ -15,7 +16,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
+from rayserve_moe.rollouts.integrity import altered, checked_name
 from rayserve_moe.rollouts.schema import (
     ERRORS_SCHEMA,
     SCHEMA,
@@ -33,7 +35,7 @@ from rayserve_moe.rollouts.schema import (
     rollout_table,
 )
 
-ROLLOUTS, ERRORS = "rollouts", "errors"
+ROLLOUTS, ERRORS, DAMAGED = "rollouts", "errors", "damaged"
 _SUFFIX, _UNFINISHED = ".parquet", ".unfinished-"
 _COMPRESSION = {name: "NONE" if name in UNCOMPRESSED else "ZSTD" for name in (*SCHEMA.names, *ERRORS_SCHEMA.names)}
 _REPETITIVE = ["weight_version", "finish_reason", "routing_dtype"]
@@ -52,10 +54,12 @@ class RolloutDirectory:
     """The one writer of a directory. Enter it to lock it; a lock dies with its process.
 
     `done` has the samples that are there, by prompt, then by weight version; `failed` the prompts that were given up.
+    A damaged shard is a ShardError, or with `sets_aside` moved to `damaged`: what it held is not done.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, sets_aside: bool = False) -> None:
         self.directory = directory
+        self.sets_aside = sets_aside
         self.done: dict[str, dict[str, set[int]]] = {}
         self.failed: set[str] = set()
         self.num_shards = {ROLLOUTS: 0, ERRORS: 0}
@@ -114,7 +118,7 @@ class RolloutDirectory:
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a small file of the directory, whole or not at all."""
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-        _replace(self.directory / name, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+        _put(self.directory, lambda file: file.write_text(text, encoding="utf-8"), name_of=lambda _: name)
 
     def _note(self, prompt_id: str, version: str, sample: int) -> bool:
         """Count a sample as done; False where it was already."""
@@ -129,6 +133,9 @@ class RolloutDirectory:
                 leftover.unlink()
         shards = {part: shard_files(self.directory / part) for part in (ROLLOUTS, ERRORS)}
         self.num_shards = {part: len(files) for part, files in shards.items()}
+        if damaged := damaged_shards([*shards[ROLLOUTS], *shards[ERRORS]]):
+            self._set_aside(damaged)
+            shards = {part: [file for file in files if file not in damaged] for part, files in shards.items()}
         for file in shards[ROLLOUTS]:
             keys = _read(file, ["prompt_id", "weight_version", "sample_index"])
             for key in zip(*(column.to_pylist() for column in keys.columns), strict=True):
@@ -137,41 +144,67 @@ class RolloutDirectory:
         for file in shards[ERRORS]:
             self.failed.update(_read(file, ["prompt_id"])["prompt_id"].to_pylist())
 
+    def _set_aside(self, damaged: Sequence[Path]) -> None:
+        if not self.sets_aside:
+            names = ", ".join(map(str, damaged))
+            raise ShardError(f"damaged shards: {names}; --resample-damaged sets them aside and samples theirs again")
+        (self.directory / DAMAGED).mkdir(exist_ok=True)
+        for file in damaged:
+            file.rename(self.directory / DAMAGED / file.name)
+
     def _write(self, part: str, table: pa.Table) -> None:
-        """Name it by number, so that names sort, and by chance, so that none is taken."""
-        name = f"{part}-{self.num_shards[part]:06d}-{uuid.uuid4().hex[:8]}{_SUFFIX}"
-        _replace(
-            self.directory / part / name,
-            lambda unfinished: pq.write_table(
+        """Name it by number, so that names sort, and by its checksum."""
+        stem = f"{part}-{self.num_shards[part]:06d}"
+        _put(
+            self.directory / part,
+            lambda file: pq.write_table(
                 table,
-                unfinished,
+                file,
                 compression={column: _COMPRESSION[column] for column in table.column_names},
                 use_dictionary=[column for column in _REPETITIVE if column in table.column_names],
             ),
+            name_of=lambda file: checked_name(stem, file),
         )
         self.num_shards[part] += 1
 
 
-def _replace(place: Path, write: Callable[[Path], Any]) -> None:
-    """Have `write` make a file beside `place`, and move it there once the disk has it."""
-    unfinished = place.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+def damaged_shards(files: Sequence[Path]) -> list[Path]:
+    """Those whose bytes do not match the checksum in their names, or that are no Parquet files, in order."""
+    wrong = set(altered(files))
+    return [file for file in files if file in wrong or not _is_parquet(file)]
+
+
+def _put(directory: Path, write: Callable[[Path], Any], *, name_of: Callable[[Path], str]) -> None:
+    """Have `write` make a file in `directory`, and give it the name that follows from it once the disk has it."""
+    unfinished = directory / f"{_UNFINISHED}{uuid.uuid4().hex}"
     try:
         write(unfinished)
         with unfinished.open("rb") as written:
             os.fsync(written.fileno())
-        os.replace(unfinished, place)
+        os.replace(unfinished, directory / name_of(unfinished))
     finally:
         unfinished.unlink(missing_ok=True)
-    directory = os.open(place.parent, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
+
+
+def _is_parquet(file: Path) -> bool:
+    try:
+        pq.read_metadata(file)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
 
 
 def _read(file: Path, columns: list[str]) -> pa.Table:
     try:
         with pq.ParquetFile(file) as opened:
-            return opened.read(columns)
-    except (pa.ArrowInvalid, OSError) as error:
+            table = opened.read(columns)
+    except (pa.ArrowException, OSError) as error:
         raise ShardError(f"{file}: not a shard that can be read: {error}") from error
+    if missing := set(columns) - set(table.column_names):
+        raise ShardError(f"{file}: not a shard: it has no {', '.join(sorted(missing))}")
+    return table

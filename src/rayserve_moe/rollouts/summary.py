@@ -8,6 +8,8 @@ from typing import Any
 
 from rayserve_moe.rollouts.shards import ERRORS, ROLLOUTS, RolloutDirectory
 
+MOST_REASONS = 10
+
 
 @dataclass
 class Tally:
@@ -22,6 +24,8 @@ class Tally:
     output_tokens: int = 0
     retries: int = 0
     sampling_s: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Of prompts that were given up, by what was said of them."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     weight_versions: Counter[str] = field(default_factory=Counter)
 
@@ -31,15 +35,18 @@ def summary_of(
 ) -> dict[str, Any]:
     """All counts of a run, with its rate; `status` 0 says that nothing is missing, else `reason` says why not.
 
-    Of its `seconds`, `sampling_s` have gone by since whoever samples was ready.
+    Of its `seconds`, `sampling_s` have gone by since whoever samples was ready. Reasons of prompts that were given up
+    are the most frequent ones; the shards in `errors` have them all.
     """
     return {
         "status": status,
         "reason": reason,
+        "directory": str(directory.directory),
         **{name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()},
+        "reasons": dict(tally.reasons.most_common(MOST_REASONS)),
         "seconds": round(seconds, 3),
         "sampling_s": round(tally.sampling_s, 3),
-        "output_tokens_per_s": round(tally.output_tokens / max(tally.sampling_s, 1e-9), 1),
+        "output_tokens_per_s": round(tally.output_tokens / tally.sampling_s, 1) if tally.sampling_s else 0.0,
         "shards": directory.num_shards[ROLLOUTS],
         "error_shards": directory.num_shards[ERRORS],
     }
@@ -47,11 +54,15 @@ def summary_of(
 
 def as_text(summary: dict[str, Any]) -> str:
     """A few lines for a log."""
+    reasons = [f"  {count} given up: {reason}" for reason, count in summary["reasons"].items()]
     ends = ", ".join(f"{count} {name}" for name, count in sorted(summary["finish_reasons"].items())) or "none"
     lines = [
         "complete" if summary["status"] == 0 else "not complete: {reason}",
         "{samples_written} samples written, {samples_done_before} were there; ended by: {ends}",
         "{prompts} prompts, {prompts_failed} of them given up, {prompts_failed_before} earlier",
+        "{reasons}",
         "{output_tokens} output tokens in {sampling_s:.1f} s: {output_tokens_per_s:.0f} per second; {retries} retries",
+        "in {directory}",
     ]
-    return "\n".join(lines).format(**summary, ends=ends)
+    filled = {**summary, "ends": ends, "reasons": "\n".join(reasons)}
+    return "\n".join(line for line in (line.format(**filled) for line in lines) if line)

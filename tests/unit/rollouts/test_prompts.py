@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,19 @@ def test_parquet_rows_are_those_of_jsonl(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(texts), file)
     first, second = read_rows(file)
     assert first.sampling == {"temperature": 0.25} and "not JSON" in (second.fault or "")
+
+
+def test_other_fields_come_through(tmp_path: Path) -> None:
+    """Whatever JSON holds is the same again, and what only Parquet holds is text."""
+    others = {"answer": "82\ud800", "tags": [1, None, {"deep": 1e300}]}
+    (row,) = rows_of(tmp_path, [json.dumps({"text": "a", "id": "x", **others}).encode()])
+    assert row.others is not None and json.loads(row.others) == others and row.others.isascii()
+    (row,) = rows_of(tmp_path, [b'{"text": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}"])
+    assert row.fault is None or "JSON" in row.fault
+    file = tmp_path / "prompts.parquet"
+    pq.write_table(pa.Table.from_pylist([{"text": "a", "raw": b"\x01", "day": date(2026, 1, 2), "n": 5}]), file)
+    (row,) = read_rows(file)
+    assert json.loads(row.others or "") == {"raw": "01", "day": "2026-01-02", "n": 5}
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from rayserve_moe.rollouts.records import load
@@ -114,6 +116,40 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         (tmp_path / "job.json").write_text("{")
         with pytest.raises(ShardError, match="not JSON"):
             directory.agree({"seed": 1})
+
+
+def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
+    """Wherever it is in the file: neither the reader nor the next job takes the shard, and both name it."""
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts([rollout(0)])
+        directory.write_rollouts([rollout(2)])
+    shard, _ = shard_files(tmp_path / "rollouts")
+    whole = shard.read_bytes()
+    for position in range(0, len(whole), 97):
+        shard.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+        with pytest.raises(ShardError, match=shard.name):
+            load(tmp_path)
+        with pytest.raises(ShardError, match=shard.name), RolloutDirectory(tmp_path):
+            pass
+    with RolloutDirectory(tmp_path, sets_aside=True) as directory:
+        assert not directory.samples_of("p0", None) and directory.samples_of("p1", None) == {0}
+        directory.write_rollouts([rollout(0)])
+    assert [file.name for file in (tmp_path / "damaged").iterdir()] == [shard.name]
+    assert sorted(keys_of(tmp_path)) == [("p0", 0), ("p1", 0)]
+
+
+def test_shards_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Without a checksum in its name, and without a column that came later."""
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts([rollout(0)])
+    (shard,) = shard_files(tmp_path / "rollouts")
+    pq.write_table(
+        pq.read_table(shard).drop_columns("prompt_fields"), shard.with_name("rollouts-000000-0123abcd.parquet")
+    )
+    shard.unlink()
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts([dataclasses.replace(rollout(1), prompt_fields='{"answer": 3}')])
+    assert load(tmp_path).prompt_fields == [{}, {"answer": 3}]
 
 
 @pytest.mark.parametrize("harm", ["truncate", "copy"])
