@@ -1,4 +1,4 @@
-"""The rollout job handed to a Ray cluster's job server by the documented command; the report is JSON on standard output.
+"""The rollout job handed to a Ray cluster's job server by the documented command; reports as JSON on standard output.
 
     python -m tests.cluster.rollout_submission DIRECTORY COMMAND
 
@@ -42,6 +42,7 @@ def submit(command: str, directory: Path, *, environment: dict[str, str]) -> sub
     while True:
         done = subprocess.run(
             ["bash", "-c", command],
+            check=False,
             cwd=directory,
             env=environment,
             stdout=subprocess.PIPE,
