@@ -157,22 +157,23 @@ def test_a_job_is_told_to_stop_while_its_engine_samples(
 
 
 @pytest.mark.slow
-def test_the_documented_submission(config: Path, prompts: Path, tmp_path: Path) -> None:
+def test_the_documented_submission(config: Path, tmp_path: Path) -> None:
     """Ray's job server runs the documented line, and once more from a changed directory: nothing is sampled again."""
     directory = tmp_path / "checkout"
     (directory / "configs").mkdir(parents=True)
-    prompts.rename(directory / "prompts.jsonl")
+    rows = [{"id": i, "input_ids": [5 + i, 6, 7], "sampling_params": {"max_new_tokens": 8}} for i in range(NUM_PROMPTS)]
+    (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     config.rename(directory / "configs" / "qwen3_moe.yaml")
     for written, present in ((8 * NUM_PROMPTS, 0), (0, 8 * NUM_PROMPTS)):
         command = [sys.executable, "-m", "tests.cluster.rollout_submission", str(directory), documented_submission()]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         report = json.loads(printed.splitlines()[-1])
         assert report["status"] == 0, report["log"]
-        assert f"{written} samples written, {present} were there" in report["log"]
+        assert f"{written} samples written, {present} were there" in report["log"], report["log"]
         assert f"writes to {directory / 'rollouts'}" in report["log"]
         (directory / "changed").touch()
     out = directory / "rollouts"
-    assert len(samples_in(out)) == 8 * NUM_PROMPTS and len(errors_in(out)) == 2
+    assert len(samples_in(out)) == 8 * NUM_PROMPTS and not errors_in(out)
 
 
 def documented_submission() -> str:

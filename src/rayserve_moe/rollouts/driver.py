@@ -123,8 +123,7 @@ class Driver:
             await self._sample(row, prompt_ids, missing)
         except (BadRow, Refused, Faulty) as error:
             self._failures.append(Failure(row.prompt_id, row.position, str(error), time.time()))
-            self.tally.prompts_failed += 1
-            self.tally.reasons[str(error)] += 1
+            self.tally.count_failure(str(error))
             self._advance(len(missing))
 
     async def _sample(self, row: Row, prompt_ids: list[int], missing: set[int]) -> None:

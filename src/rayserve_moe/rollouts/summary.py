@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rayserve_moe.rollouts.shards import ERRORS, ROLLOUTS, RolloutDirectory
 
 MOST_REASONS = 10
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass
@@ -25,9 +27,14 @@ class Tally:
     retries: int = 0
     sampling_s: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Of prompts that were given up, by what was said of them."""
+    """Of prompts that were given up, with `N` for every number."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     weight_versions: Counter[str] = field(default_factory=Counter)
+
+    def count_failure(self, reason: str) -> None:
+        """Count a prompt that is given up."""
+        self.prompts_failed += 1
+        self.reasons[_NUMBER.sub("N", reason)] += 1
 
 
 def summary_of(
