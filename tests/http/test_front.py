@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -104,24 +103,6 @@ def test_without_a_replica_every_request_is_answered_at_once(tmp_path: Path) -> 
             assert answer.json()["error"]["code"] == "no_replica"
 
 
-def test_a_process_that_was_left_behind_hands_its_listeners_on(tmp_path: Path) -> None:
-    """HAProxy outlives a killed manager: the next one's process takes over, and what has begun is ended."""
-    with running_front(tmp_path) as front, httpx.stream("GET", f"http://127.0.0.1:{front.port}/2") as running:
-        text = running.iter_text()
-        assert next(text) == "a"
-        command = [tmp_path / "haproxy", "-db", "-f", tmp_path / "haproxy.cfg"]
-        with (tmp_path / "log").open("ab") as log, subprocess.Popen(command, stderr=log) as successor:
-            try:
-                assert "".join(text) == "b"
-                deadline = time.monotonic() + DEADLINE_S
-                while owner_of(tmp_path) != successor.pid:
-                    assert health(front.port) == 200
-                    assert time.monotonic() < deadline
-                assert health(front.port) == 200
-            finally:
-                successor.kill()
-
-
 @pytest.mark.slow
 def test_4800_slow_connections_do_not_stop_health(tmp_path: Path) -> None:
     """As many as blocked everything: at most those of one source are held, and these for ten seconds."""
@@ -142,12 +123,3 @@ def test_4800_slow_connections_do_not_stop_health(tmp_path: Path) -> None:
             except httpx.TransportError:
                 time.sleep(0.2)
         pytest.fail("the source that was slow is refused for ever")
-
-
-def owner_of(directory: Path) -> int | None:
-    """The process that answers at HAProxy's admin socket."""
-    with socket.socket(socket.AF_UNIX) as admin:
-        admin.connect(str(directory / "admin.sock"))
-        admin.sendall(b"show info\n")
-        lines = b"".join(iter(lambda: admin.recv(65536), b"")).decode().splitlines()
-    return next((int(line.partition(":")[2]) for line in lines if line.startswith("Pid:")), None)

