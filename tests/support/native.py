@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
+from rayserve_moe.execution.native_library import (
+    COMPILERS,
+    CPU_OPTIONS,
+    SOURCES,
+    NativeKernelsUnavailable,
+    check_cpu,
+    register_native_kernels,
+)
+from rayserve_moe.kernels.cpu_native.limits import DEFINITIONS
 from rayserve_moe.replay.alignment import decode_answer
 from tests.support.router_reference import RouterReference
 
@@ -19,6 +30,21 @@ def need_native_kernels() -> None:
         register_native_kernels()
     except NativeKernelsUnavailable as error:
         pytest.skip(f"no native CPU kernels: {error}")
+
+
+def build_program(source: Path, *options: str) -> Path:
+    """Build a program over the sources of the kernels beside `source`; skip where no compiler or processor is for it."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    try:
+        check_cpu(Path("/proc/cpuinfo"))
+    except NativeKernelsUnavailable as error:
+        pytest.skip(str(error))
+    program = source.with_suffix("")
+    always = ("-std=c++17", "-pthread", "-ffp-contract=off", "-w", *CPU_OPTIONS, *DEFINITIONS, f"-I{SOURCES}")
+    subprocess.run([compiler, *always, *options, str(source), "-o", str(program)], check=True)
+    return program
 
 
 class NativeReference(RouterReference):

@@ -16,11 +16,13 @@ import jax
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.kernels import cpu_native
 from rayserve_moe.kernels.cpu_native.calls import TARGETS
+from rayserve_moe.kernels.cpu_native.limits import DEFINITIONS
 
 SOURCES = Path(next(iter(cpu_native.__path__)))
 MAIN_SOURCE = "native.cc"
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma")
 """What the kernels are written in, as /proc/cpuinfo names it."""
+CPU_OPTIONS = tuple("-m" + flag.replace("_", "") for flag in CPU_FLAGS)
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
 BUILD_TIMEOUT_S = 300.0
@@ -53,7 +55,7 @@ def check_cpu(cpuinfo: Path) -> None:
 
 def build(directory: Path) -> Path:
     """Path of the library, compiled now unless `directory` has it: it is named by what it was made from and how."""
-    options = [*OPTIONS, *("-m" + flag.replace("_", "") for flag in CPU_FLAGS)]
+    options = [*OPTIONS, *CPU_OPTIONS, *DEFINITIONS]
     recipe = hashlib.sha256(repr((options, jax.__version__)).encode())
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in {".cc", ".h"}:

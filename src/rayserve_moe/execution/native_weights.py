@@ -10,7 +10,7 @@ from typing import Any
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
 from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
-from rayserve_moe.kernels.cpu_native.layout import PANEL
+from rayserve_moe.kernels.cpu_native.limits import shape_problem
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
 from rayserve_moe.model.parameters import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
@@ -20,7 +20,6 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 log = logging.getLogger(__name__)
 
 NATIVE_DTYPE = "bfloat16"
-MOST_HEAD_WIDTH = 256
 KNOWN = {"qk_norm": ("none", "head")}
 """Values of a knob that the kernels know, where that is more than its default."""
 PACKED = (
@@ -86,17 +85,12 @@ def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: b
         return "they compute in bfloat16, and the model in float32"
     if unknown := list(_unknown_knobs(spec.family, spec)):
         return f"they do not know {', '.join(unknown)}"
-    head_width = spec.attention.head_dim
-    if head_width > MOST_HEAD_WIDTH:
-        return f"head_dim {head_width} exceeds {MOST_HEAD_WIDTH}"
     sizes = {
         "hidden_size": spec.hidden_size,
-        "head_dim": head_width,
         "moe_intermediate_size": spec.experts.intermediate_size,
         "intermediate_size of a device": spec.dense_intermediate_size // plan.tensor_size
         if spec.dense_layer_ids
         else 0,
         "vocabulary of a device": -(-spec.vocab_size // plan.mesh.size),
     }
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % PANEL]
-    return f"{', '.join(wrong)} does not divide by {PANEL}" if wrong else None
+    return shape_problem(spec.attention.head_dim, sizes)

@@ -164,6 +164,32 @@ def test_slots_beyond_the_weights_are_refused(first_slot):
         )
 
 
+ROWS, VECTOR = jnp.ones((2, 64), jnp.bfloat16), jnp.ones(64, jnp.bfloat16)
+NUMBERS, PICKS = jnp.ones((2, 64)), jnp.zeros((2, 1), jnp.int32)
+EXPERT, OUT = jnp.ones((1, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "out"),
+    [
+        ("product", (ROWS, ROWS), OUT),
+        ("product", (ROWS, VECTOR), OUT),
+        ("product", (ROWS, jnp.ones((64, 32), jnp.bfloat16)), OUT),
+        ("scores", (ROWS, NUMBERS), OUT),
+        ("norm", (ROWS, VECTOR[:32]), jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)),
+        ("norm", (VECTOR, VECTOR), jax.ShapeDtypeStruct((64,), jnp.bfloat16)),
+        ("rotation", (PICKS[:, 0], NUMBERS[0, :8]), (OUT, OUT)),
+        ("experts", (ROWS, PICKS, NUMBERS, EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
+        ("experts", (ROWS, PICKS, NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
+        ("experts", (ROWS, PICKS[:1], NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
+    ],
+)
+def test_arrays_that_do_not_fit_each_other_are_refused(kernel, arguments, out):
+    attributes = {"norm": {"eps": np.float32(1e-6)}, "experts": {"num_slots": np.int64(1)}}.get(kernel, {})
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        jax.block_until_ready(jax.ffi.ffi_call(f"{calls.PREFIX}{kernel}", out)(*arguments, **attributes))
+
+
 def test_no_item_is_lost_or_done_twice_when_calls_follow_each_other():
     """Calls of few and of many items in turn, with more threads that compute than there are cores."""
     generator = np.random.default_rng(6)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import pytest
 
-from rayserve_moe.execution.native_library import COMPILERS, SOURCES
+from tests.support.native import build_program
 
 PROGRAM = """
 #include <cstdio>
@@ -31,14 +30,17 @@ int main() {
 """
 
 
-@pytest.mark.parametrize("num_turns", [3_000_000, pytest.param(60_000_000, marks=pytest.mark.slow)])
-def test_every_item_is_done_once(tmp_path, num_turns):
+@pytest.mark.parametrize(
+    ("num_turns", "options"),
+    [
+        (3_000_000, ("-O2",)),
+        pytest.param(60_000_000, ("-O2",), marks=pytest.mark.slow),
+        pytest.param(300_000, ("-O1", "-fsanitize=thread"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_item_is_done_once(tmp_path, num_turns, options):
     """Loops follow each other at once: a helper that is late for one meets the next."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
     (tmp_path / "loop.cc").write_text(PROGRAM % num_turns)
-    command = [compiler, "-O2", "-std=c++17", "-pthread", f"-I{SOURCES}", str(tmp_path / "loop.cc"), "-o"]
-    subprocess.run([*command, str(tmp_path / "loop")], check=True)
-    found = subprocess.run([tmp_path / "loop"], check=True, capture_output=True, text=True, timeout=600)
+    program = build_program(tmp_path / "loop.cc", *options)
+    found = subprocess.run([program], check=True, capture_output=True, text=True, timeout=600)
     assert found.stdout == "0"

@@ -11,6 +11,7 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.cpu_native.layout import pack
+from rayserve_moe.kernels.cpu_native.limits import HEAD_WIDTHS
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
 from rayserve_moe.model.attention import AttentionRule, attend_layer, attend_natively, attention_tokens
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
@@ -97,7 +98,12 @@ CASES = {
     "blocks, one not full": ([], [(0, 0, 8), (0, 8, 3), (2, 30, 8)]),
     MIXED: ([(1, 50), (1, -1)], [(0, 25, 8), (2, 0, 0), (0, 33, 8)]),
 }
-MODELS = {"norms of heads": {}, "biases": {"attention_bias": True}, "a head per head": {"num_key_value_heads": 6}}
+MODELS = {
+    "norms of heads": {},
+    "biases": {"attention_bias": True},
+    "a head per head": {"num_key_value_heads": 6},
+    **{f"heads of {width}": {"head_dim": width} for width in HEAD_WIDTHS},
+}
 
 
 @pytest.mark.parametrize(
@@ -128,3 +134,28 @@ def test_a_token_comes_out_the_same_alone_in_company_and_in_a_block():
     np.testing.assert_array_equal(alone, in_block[:1])
     slot = PAGES_OF[0, 2] + LAYER * NUM_PAGES, 1
     np.testing.assert_array_equal(one_written[slot], pool[slot])
+
+
+def test_heads_that_it_was_not_compiled_for_are_refused():
+    rule, batch = rule_with(head_dim=192), batch_of([(0, 5)], [])
+    with pytest.raises(Exception, match="no such heads"):
+        both_ways(rule, batch, drawn_hidden(1, rule.spec.hidden_size))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_table_BP": np.full((1, 4), NUM_PAGES, np.int32)},
+        {"page_table_BP": np.full((1, 4), -1, np.int32)},
+        {"kv_slots_T": np.full(1, NUM_PAGES * PAGE, np.int32)},
+        {"kv_slots_T": np.full(1, -1, np.int32)},
+        {"positions_T": np.full(1, 4 * PAGE, np.int32)},
+    ],
+)
+def test_places_outside_the_pool_are_refused(changes):
+    rule = rule_with()
+    batch = replace(batch_of([(0, 5)], []), **changes)
+    hidden, weights = drawn_hidden(1, rule.spec.hidden_size), drawn_weights(rule)
+    packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
+    with pytest.raises(Exception, match="lies outside the pool"):
+        run(attend_natively, rule, batch, hidden, packed)

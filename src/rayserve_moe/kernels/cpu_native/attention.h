@@ -76,14 +76,33 @@ inline void transpose(const __m512i (&rows)[16], int32_t* target, int64_t stride
   }
 }
 
+struct BlockTokens {
+  int64_t first, count;
+};
+
+// Tokens of a block: the single ones come first, each a block of its own.
+inline BlockTokens tokens_of(int64_t block, const AttentionShapes& s) {
+  if (block < s.num_singles) return {block, 1};
+  return {s.num_singles + (block - s.num_singles) * s.block_tokens, s.block_tokens};
+}
+
+// -1: none of them is anybody's.
+inline int64_t last_position(const BlockTokens& tokens, const int32_t* positions) {
+  int64_t last = -1;
+  for (int64_t i = 0; i < tokens.count; ++i) last = std::max<int64_t>(last, positions[tokens.first + i]);
+  return last;
+}
+
 // The queries of one block that share a KV head: row r is query r / group, head r % group.
 struct QueryRows {
   const bf16* queries;  // [T, H, h]
-  int64_t first_token, num_queries, first_head, group;
+  BlockTokens tokens;
+  int64_t first_head, group;
   const int32_t* positions;
   const bf16* at(int64_t row, const AttentionShapes& s) const {
-    return queries + ((first_token + row / group) * s.num_heads + first_head + row % group) * s.head_width;
+    return queries + ((tokens.first + row / group) * s.num_heads + first_head + row % group) * s.head_width;
   }
+  int64_t position(int64_t row) const { return positions[tokens.first + row / group]; }
 };
 
 struct SpanBuffers {
@@ -106,32 +125,33 @@ inline void load_span(const bf16* const* rows, int64_t num_keys, const Attention
 }
 
 // Adds `count` weighted values to one row's total, after shrinking it.
-template <int Vectors>
+template <int Width>
 inline void add_values(float* total, const float* weights, const float* values, int64_t count, float shrink) {
-  __m512 sum[Vectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < Vectors; ++i)
+  constexpr int kVectors = Width / 16;
+  __m512 sum[kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i)
     sum[i] = _mm512_mul_ps(_mm512_loadu_ps(total + 16 * i), _mm512_set1_ps(shrink));
   for (int64_t key = 0; key < count; ++key) {
     const __m512 weight = _mm512_set1_ps(weights[key]);
-#pragma GCC unroll 8
-    for (int i = 0; i < Vectors; ++i)
-      sum[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + (key * Vectors + i) * 16), sum[i]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i)
+      sum[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + key * Width + 16 * i), sum[i]);
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < Vectors; ++i) _mm512_storeu_ps(total + 16 * i, sum[i]);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) _mm512_storeu_ps(total + 16 * i, sum[i]);
 }
 
-inline void add_values(float* total, const float* weights, const float* values, int64_t count, float shrink,
-                       int64_t width) {
-  switch (width / 16) {
-    case 2: return add_values<2>(total, weights, values, count, shrink);
-    case 4: return add_values<4>(total, weights, values, count, shrink);
-    case 6: return add_values<6>(total, weights, values, count, shrink);
-    case 8: return add_values<8>(total, weights, values, count, shrink);
-    default: return add_values<16>(total, weights, values, count, shrink);
+// The widths of a head that there are, and nothing else.
+template <int... Widths>
+struct HeadWidths {
+  static_assert(((Widths > 0 && Widths % kPanel == 0) && ...));
+  static constexpr bool have(int64_t width) { return ((width == Widths) || ...); }
+  static void add(int64_t width, float* total, const float* weights, const float* values, int64_t count, float shrink) {
+    ((width == Widths ? add_values<Widths>(total, weights, values, count, shrink) : void()), ...);
   }
-}
+};
+using Heads = HeadWidths<NATIVE_HEAD_WIDTHS>;
 
 // One row's running softmax over the first `count` keys of a span. What lies behind them has no effect.
 inline void visit(int64_t row, const Pair& products, int64_t count, const AttentionShapes& s, SpanBuffers& b) {
@@ -150,8 +170,8 @@ inline void visit(int64_t row, const Pair& products, int64_t count, const Attent
   const float shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(before - largest)));
   float* sums = b.sums.data() + row * 16;
   _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(shrink), _mm512_add_ps(p, q)));
-  add_values(b.totals.data() + row * s.head_width, b.weights.data(), b.values.data(), std::min(count, kSpan), shrink,
-             s.head_width);
+  Heads::add(s.head_width, b.totals.data() + row * s.head_width, b.weights.data(), b.values.data(),
+             std::min(count, kSpan), shrink);
   b.largest[row] = largest;
 }
 
@@ -160,15 +180,13 @@ inline void attend(const QueryRows& rows, const int32_t* pages, int64_t kv_head,
                    const bf16* pool, bf16* out) {
   thread_local SpanBuffers buffers;
   SpanBuffers& b = buffers;
-  const int64_t num_rows = rows.num_queries * rows.group;
+  const int64_t num_rows = rows.tokens.count * rows.group, last = last_position(rows.tokens, rows.positions);
   b.keys.resize(s.head_width / 2 * kSpan);
   b.values.resize(kSpan * s.head_width);
   b.weights.resize(kSpan);
   b.totals.assign(num_rows * s.head_width, 0.0f);
   b.sums.assign(num_rows * 16, 0.0f);
   b.largest.assign(num_rows, -1e30f);
-  int64_t last = -1;
-  for (int64_t i = 0; i < rows.num_queries; ++i) last = std::max<int64_t>(last, rows.positions[rows.first_token + i]);
   const bf16* keys[kSpan];
   int64_t first_row = 0;  // rows before it end ahead of the span
   for (int64_t start = 0; start <= last; start += kSpan) {
@@ -178,12 +196,12 @@ inline void attend(const QueryRows& rows, const int32_t* pages, int64_t kv_head,
       keys[i] = pool + (slot * s.num_kv_heads + kv_head) * 2 * s.head_width;
     }
     load_span(keys, num_keys, s, b);
-    while (first_row < num_rows && rows.positions[rows.first_token + first_row / rows.group] < start) ++first_row;
+    while (first_row < num_rows && rows.position(first_row) < start) ++first_row;
     const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
     multiply<1>(
         first_row, num_rows, s.head_width, panels, [&](int64_t r) { return rows.at(r, s); },
         [&](int64_t r, const Pair(&products)[1]) {
-          const int64_t count = rows.positions[rows.first_token + r / rows.group] + 1 - start;
+          const int64_t count = rows.position(r) + 1 - start;
           if (count > 0) visit(r, products[0], count, s, b);
         });
   }
@@ -233,6 +251,7 @@ inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) 
       for (int64_t g = 0; g < s.num_kv_heads; ++g) {
         bf16 *key = keys + t * kv_width + g * s.head_width, *value = values + t * kv_width + g * s.head_width;
         norm_and_rotate(key, a.k_norm, cos, sin, s.head_width, s.eps);
+        if (a.positions[t] < 0) continue;  // nobody's: all of those have the same slot
         bf16* target = a.pool + (int64_t(a.kv_slots[t]) * s.num_kv_heads + g) * 2 * s.head_width;
         std::memcpy(target, key, s.head_width * sizeof(bf16));
         std::memcpy(target + s.head_width, value, s.head_width * sizeof(bf16));
@@ -241,10 +260,8 @@ inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) 
   });
   const int64_t group = s.num_heads / s.num_kv_heads;
   for_each((s.num_singles + s.num_blocks) * s.num_kv_heads, [&](int64_t item) {
-    const int64_t block = item / s.num_kv_heads, g = item % s.num_kv_heads, after = block - s.num_singles;
-    const bool is_single = after < 0;
-    const QueryRows rows{queries, is_single ? block : s.num_singles + after * s.block_tokens,
-                         is_single ? 1 : s.block_tokens, g * group, group, a.positions};
+    const int64_t block = item / s.num_kv_heads, g = item % s.num_kv_heads;
+    const QueryRows rows{queries, tokens_of(block, s), g * group, group, a.positions};
     attend(rows, a.page_table + block * s.table_width, g, s, a.pool, attended);
   });
   for_each(s.width / kPanel, [&](int64_t panel) {

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PANEL = 32
+from rayserve_moe.kernels.cpu_native.limits import PANEL
 
 
 def pack(weights_KN: jax.Array) -> jax.Array:

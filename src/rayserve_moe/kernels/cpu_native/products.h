@@ -13,7 +13,8 @@
 namespace native {
 
 using bf16 = uint16_t;
-constexpr int64_t kPanel = 32;
+constexpr int64_t kPanel = NATIVE_PANEL;
+static_assert(kPanel == 32, "a panel is two registers of float32");
 constexpr int kMostRows = 12;
 
 struct Pair {  // 32 neighbouring columns

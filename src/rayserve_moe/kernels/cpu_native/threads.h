@@ -17,6 +17,7 @@ namespace native {
 
 constexpr int kMostThreads = 16;  // more would wait for memory, and for each other
 constexpr uint64_t kNoItem = 0xffffffff;
+constexpr uint64_t kFirstTurn = kNoItem - 15;  // turns are counted in 32 bits: every process sees the count start over
 constexpr int kSpins = 4000;  // pauses of a helper before it sleeps: longer than what lies between two calls of a step
 
 class Crew {
@@ -29,12 +30,13 @@ class Crew {
   // Calls `run(context, item)` for every item in 0 .. num_items - 1, on any of the threads.
   void run(void (*run)(void*, int64_t), void* context, int64_t num_items) {
     bool is_mine = false;
-    if (num_items < 2 || num_helpers_ == 0 || !busy_.compare_exchange_strong(is_mine, true)) {
+    const bool is_for_one = num_items < 2 || num_items >= int64_t(kNoItem) || num_helpers_ == 0;
+    if (is_for_one || !busy_.compare_exchange_strong(is_mine, true)) {
       for (int64_t item = 0; item < num_items; ++item) run(context, item);
       return;
     }
     // Nobody may claim anything while the next turn is described: a late helper still holds the claim it read last.
-    const uint64_t turn = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
+    const uint64_t turn = ((claims_.load(std::memory_order_relaxed) >> 32) + 1) & kNoItem;
     claims_.store((turn - 1) << 32 | kNoItem, std::memory_order_seq_cst);
     run_.store(run, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
@@ -74,7 +76,7 @@ class Crew {
   }
 
   void help() {
-    uint64_t seen = 0;
+    uint64_t seen = kFirstTurn;
     for (;;) {
       int spins = 0;
       while (claims_.load(std::memory_order_acquire) >> 32 == seen) {
@@ -93,7 +95,7 @@ class Crew {
   }
 
   std::atomic<bool> busy_{false};
-  std::atomic<uint64_t> claims_{0};  // turn << 32 | next item
+  std::atomic<uint64_t> claims_{kFirstTurn << 32};  // turn << 32 | next item
   std::atomic<void (*)(void*, int64_t)> run_{nullptr};
   std::atomic<void*> context_{nullptr};
   std::atomic<int64_t> num_items_{0};
