@@ -32,8 +32,8 @@ def need_native_kernels() -> None:
         pytest.skip(f"no native CPU kernels: {error}")
 
 
-def build_program(source: Path, *options: str) -> Path:
-    """Build a program over the sources of the kernels beside `source`; skip where no compiler or processor is for it."""
+def build_program(source: Path, *options: str, directory: Path) -> Path:
+    """Build a program over the sources of the kernels; skip on a machine without a compiler or processor for it."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -41,7 +41,7 @@ def build_program(source: Path, *options: str) -> Path:
         check_cpu(Path("/proc/cpuinfo"))
     except NativeKernelsUnavailable as error:
         pytest.skip(str(error))
-    program = source.with_suffix("")
+    program = directory / source.stem
     always = ("-std=c++17", "-pthread", "-ffp-contract=off", "-w", *CPU_OPTIONS, *DEFINITIONS, f"-I{SOURCES}")
     subprocess.run([compiler, *always, *options, str(source), "-o", str(program)], check=True)
     return program

@@ -132,9 +132,16 @@ def test_they_are_chosen_where_they_help():
     [
         (spec_with(), "float32", "in bfloat16, and the model in float32"),
         (spec_with(moe_intermediate_size=48), "auto", "moe_intermediate_size 48 does not divide by 32"),
-        (spec_with(hidden_size=144, moe_intermediate_size=16), "auto", "hidden_size 144, moe_intermediate_size 16 does"),
+        (
+            spec_with(hidden_size=144, moe_intermediate_size=16),
+            "auto",
+            "hidden_size 144, moe_intermediate_size 16 does",
+        ),
         (spec_with(vocab_size=500), "auto", "vocabulary of a device 500 does not divide"),
-        *((spec_with(head_dim=width), "auto", f"head_dim {width} is none of 32, 64") for width in (16, 80, 160, 192, 512)),
+        *(
+            (spec_with(head_dim=width), "auto", f"head_dim {width} is none of 32, 64")
+            for width in (16, 80, 160, 192, 512)
+        ),
     ],
 )
 def test_models_they_cannot_do_are_left_to_xla(spec, dtype, reason, caplog):

@@ -1,8 +1,7 @@
-"""The C++ of the native CPU kernels by itself, under the sanitizers: `native_driver.cc` beside naive loops."""
+"""The C++ of the native CPU kernels by itself, under the sanitizers: `native/driver.cc` beside naive loops."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.support.native import build_program
 
-DRIVER = Path(__file__).with_name("native_driver.cc")
+DRIVER = Path(__file__).with_name("native") / "driver.cc"
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-D_GLIBCXX_SANITIZE_VECTOR=1")
 THREADS = ("-fsanitize=thread",)
 TIMEOUT_S = 1800.0
@@ -27,7 +26,7 @@ TIMEOUT_S = 1800.0
     ],
 )
 def test_every_kernel_is_right_and_stays_in_its_arrays(tmp_path, options, stride, num_cores, num_callers):
-    program = build_program(Path(shutil.copy(DRIVER, tmp_path)), *options)
+    program = build_program(DRIVER, *options, directory=tmp_path)
     command = [program, *map(str, (stride, num_cores, num_callers))]
     found = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert found.returncode == 0, (found.stdout + found.stderr)[-3000:]

@@ -41,6 +41,6 @@ int main() {
 def test_every_item_is_done_once(tmp_path, num_turns, options):
     """Loops follow each other at once: a helper that is late for one meets the next."""
     (tmp_path / "loop.cc").write_text(PROGRAM % num_turns)
-    program = build_program(tmp_path / "loop.cc", *options)
+    program = build_program(tmp_path / "loop.cc", *options, directory=tmp_path)
     found = subprocess.run([program], check=True, capture_output=True, text=True, timeout=600)
     assert found.stdout == "0"

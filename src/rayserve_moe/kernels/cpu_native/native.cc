@@ -143,7 +143,7 @@ ffi::Error Norm(Bf16 rows, Bf16 scale, float eps, ffi::ResultBuffer<ffi::BF16> o
 ffi::Error Scores(Bf16 rows, F32 router, ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(2, rows, router)) return wrong("scores take rows and a matrix");
   const int64_t width = size_of(rows, 1), experts = size_of(router, 1);
-  if (size_of(router, 0) != width || !is(*out, {size_of(rows, 0), experts})) return wrong("scores have other widths");
+  if (!is(router, {width, experts}) || !is(*out, {size_of(rows, 0), experts})) return wrong("scores have other widths");
   native::for_pieces(size_of(rows, 0), 4, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       float* target = out->typed_data() + t * experts;

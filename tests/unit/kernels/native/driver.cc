@@ -1,0 +1,129 @@
+// Runs the native kernels beside naive loops over a matrix of shapes, for the sanitizers: every array has exactly the
+// size that its call needs, pages of no sequence hold NaN, and unused entries of page tables lie far outside.
+//
+// driver STRIDE CPUS CALLERS: products and scores, and every STRIDE-th of the other cases, on a machine of so many
+// cores, by so many calling threads at once.
+#include <array>
+#include <cstdlib>
+#include <functional>
+#include <utility>
+
+#include "attention_case.h"
+#include "experts.h"
+
+namespace {
+
+int num_cpus = 1;
+
+void product(Case c, int64_t rows, int64_t depth, int64_t width) {
+  const Numbers left = c.draw(rows * depth), right = c.draw(depth * width), lying = packed(right, depth, width);
+  std::vector<float> found(rows * width);
+  native::for_each(width / 32, [&](int64_t panel) {
+    native::multiply_panel(left.data(), rows, depth, lying.data() + panel * 32 * depth,
+                           [&](int64_t r, const native::Pair& result) {
+                             _mm512_storeu_ps(found.data() + r * width + panel * 32, result.low);
+                             _mm512_storeu_ps(found.data() + r * width + panel * 32 + 16, result.high);
+                           });
+  });
+  Exact expected;
+  for (int64_t i = 0; i < rows * width; ++i)
+    expected.push_back(dot(left.data() + i / width * depth, right, i % width, depth, width));
+  c.compare("product", found, expected, 1e-5);
+}
+
+void scores(Case c, int64_t width, int64_t experts) {
+  const Numbers row = c.draw(width);
+  std::vector<float> router(width * experts), found(experts + 16, 7);  // sanitizers do not see masked stores
+  for (float& each : router) each = float(value_of(rounded(c.below(1000) / 500.0 - 1)));
+  native::score_row(row.data(), router.data(), found.data(), width, experts);
+  Exact expected(experts);
+  double total = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    for (int64_t d = 0; d < width; ++d) expected[e] += value_of(row[d]) * router[d * experts + e];
+    total += expected[e] = std::exp(expected[e]);
+  }
+  for (double& each : expected) each /= total;
+  expected.insert(expected.end(), 16, 7);
+  c.compare("scores", found, expected, 1e-5);
+}
+
+void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner, int64_t slots) {
+  const int64_t size = width * inner, picks = tokens * top_k;
+  const Numbers hidden = c.draw(tokens * width), gate = c.draw(size * slots, 0.2), up = c.draw(size * slots, 0.2),
+                down = c.draw(size * slots, 0.2);
+  Numbers lying[3];
+  for (int64_t s = 0; s < slots; ++s)
+    for (int i = 0; i < 3; ++i) {
+      const Numbers& plain = i == 0 ? gate : i == 1 ? up : down;
+      const Numbers one(plain.begin() + s * size, plain.begin() + (s + 1) * size);
+      const Numbers out = i == 2 ? packed(one, inner, width) : packed(one, width, inner);
+      lying[i].insert(lying[i].end(), out.begin(), out.end());
+    }
+  for (Numbers& each : lying) each.shrink_to_fit();
+  std::vector<int32_t> slot_of(picks);
+  std::vector<float> gates(picks), found(tokens * width);
+  for (int32_t& each : slot_of) each = c.below(int(slots) + 3) - 1;  // some lie on other devices
+  for (float& each : gates) each = float(c.below(1000)) / 1000;
+  native::expert_sums({tokens, top_k, width, inner, slots}, {hidden.data(), slot_of.data(), gates.data(),
+                      lying[0].data(), lying[1].data(), lying[2].data(), found.data()});
+  Exact expected(tokens * width);
+  for (int64_t pick = 0; pick < picks; ++pick) {
+    if (slot_of[pick] < 0 || slot_of[pick] >= slots) continue;
+    const int64_t t = pick / top_k, first = slot_of[pick] * size;
+    Numbers row(inner);
+    for (int64_t f = 0; f < inner; ++f) {
+      const double g = dot(hidden.data() + t * width, gate, first + f, width, inner);
+      row[f] = rounded(g / (1 + std::exp(-g)) * dot(hidden.data() + t * width, up, first + f, width, inner));
+    }
+    for (int64_t d = 0; d < width; ++d)
+      expected[t * width + d] += gates[pick] * value_of(rounded(dot(row.data(), down, first + d, inner, width)));
+  }
+  c.compare("sums of experts", found, expected, 0x1p-8);
+}
+
+}  // namespace
+
+// Also what the kernels ask, so that they start as many threads as the case wants.
+extern "C" int sched_getaffinity(pid_t, size_t, cpu_set_t* cpus) noexcept {
+  CPU_ZERO(cpus);
+  for (int i = 0; i < num_cpus; ++i) CPU_SET(i, cpus);
+  return 0;
+}
+
+int main(int, char** arguments) {
+  const int stride = std::atoi(arguments[1]), num_callers = std::atoi(arguments[3]);
+  num_cpus = std::atoi(arguments[2]);
+  std::vector<std::function<void(int)>> cases;
+  for (int64_t rows : {0, 1, 2, 5, 11, 12, 13, 29})
+    for (int64_t depth : {2, 6, 64})
+      for (int64_t width : {32, 96})
+        cases.push_back([=](int i) { product({"product", i, std::mt19937(i)}, rows, depth, width); });
+  for (int64_t width : {32, 96})
+    for (int64_t count : {1, 5, 16, 17, 127, 128, 129, 200})
+      cases.push_back([=](int i) { scores({"scores", i, std::mt19937(i)}, width, count); });
+  const int num_cheap = int(cases.size());
+  for (int64_t tokens : {0, 1, 7, 40})
+    for (int64_t top_k : {1, 2, 8})
+      for (int64_t slots : {1, 3, 16})
+        for (int64_t inner : {32, 96})
+          cases.push_back([=](int i) { experts({"experts", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
+  for (int64_t head_width : {NATIVE_HEAD_WIDTHS})
+    for (auto heads : {std::pair{1, 1}, {2, 1}, {6, 2}, {3, 3}, {14, 2}})
+      for (int64_t page_size : {1, 16, 33, 128})
+        for (auto blocks : {std::array{1, 0, 0}, {0, 1, 1}, {5, 0, 0}, {2, 2, 8}, {1, 1, 37}})
+          cases.push_back([=](int i) {
+            attention({"attention", i, std::mt19937(i)}, {blocks[0], blocks[1], blocks[2], heads.first, heads.second,
+                                                          head_width, page_size, i % 2 == 0, i % 3 == 0});
+          });
+  std::vector<int> chosen;
+  for (int i = 0; i < int(cases.size()); ++i)
+    if (i < num_cheap || i % stride == 0) chosen.push_back(i);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < num_callers; ++caller)
+    callers.emplace_back([&, caller] {
+      for (size_t i = caller; i < chosen.size(); i += num_callers) cases[chosen[i]](chosen[i]);
+    });
+  for (std::thread& each : callers) each.join();
+  std::printf("%zu cases, %d wrong\n", chosen.size(), num_wrong.load());
+  return num_wrong != 0;
+}
