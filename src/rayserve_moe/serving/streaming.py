@@ -16,6 +16,8 @@ from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.serving.errors import ApiError, as_api_error
 
 NOT_FINITE = (b"NaN", b"Infinity")
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+"""What clients that split text into lines take for an end of a line, and JSON does not escape."""
 
 Result = TypeVar("Result")
 
@@ -83,9 +85,17 @@ class EventStream(StreamingResponse):
 async def _event_lines(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     try:
         async for event in events:
-            yield b"data: " + event + b"\n\n"
+            yield event_line(event)
     except (ApiError, EngineStoppedError) as error:
-        yield b"data: " + to_json(as_api_error(error).body()) + b"\n\n"
+        yield event_line(to_json(as_api_error(error).body()))
     finally:
         await events.aclose()
-    yield b"data: [DONE]\n\n"
+    yield event_line(b"[DONE]")
+
+
+def event_line(json_text: bytes) -> bytes:
+    """Return the event of a JSON text: one line for every reader, whatever it takes for the end of one."""
+    if not json_text.isascii():
+        for end, escape in _LINE_ENDS.items():
+            json_text = json_text.replace(end, escape)
+    return b"data: " + json_text + b"\n\n"

@@ -1,4 +1,4 @@
-"""JSON of answers: what is not a number there raises, and text may say anything."""
+"""JSON of answers: what is not a number there raises, text may say anything, and an event is one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.serving.streaming import to_json
+from rayserve_moe.serving.streaming import event_line, to_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -30,3 +30,9 @@ def test_a_float_that_is_not_finite_raises(value: float) -> None:
 def test_text_may_name_what_a_number_may_not_be() -> None:
     answer = {"text": "NaN, Infinity and -Infinity"}
     assert to_json(answer) == b'{"text":"NaN, Infinity and -Infinity"}'
+
+
+def test_no_character_of_all_ends_the_line_of_an_event() -> None:
+    every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    (line, end) = event_line(to_json({every: every})).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {every: every} and not end
