@@ -121,12 +121,14 @@ class TopLogprobs:
 class PromptScores:
     """Log-probs float32 [N] of the prompt tokens at positions `start + 1 .. start + N`, each given those before it.
 
+    `ranks` int32 [N] are their places among all tokens, the likeliest first, from 1 on.
     N is the prompt's length - 1 - `start`, or less where the request ended before its prompt was computed. All are
     computed under the weights `weight_version`.
     """
 
     start: int
     logprobs: np.ndarray
+    ranks: np.ndarray
     top: TopLogprobs | None = None
     weight_version: str = ""
 
@@ -135,8 +137,8 @@ class PromptScores:
 class GenerationUpdate:
     """What has come to one choice since the last update. The last one of a choice carries `finish`.
 
-    `top` goes with `logprobs` where it was asked for, `prompt_scores` come with the last update. `routing` comes with
-    the last update too, or, streamed, with every one: then it starts where that of the update before has ended.
+    `ranks` go with `logprobs` (see `PromptScores`), `top` too where it was asked for. `prompt_scores` come with the
+    last update. So does `routing`, or, streamed, with every one: then it starts where that of the one before has ended.
     `weight_versions` are pairs of a position and the weights that outputs from there on were sampled under, up to the
     next pair, for all of the choice so far.
     """
@@ -151,6 +153,7 @@ class GenerationUpdate:
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
     weight_versions: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class RequestError(ValueError):

@@ -202,7 +202,7 @@ BAD_NATIVE = [
             input_ids=[5]),
     _native("sampling_params as a string", "sampling_params", MARKER, input_ids=[5]),
     _native("sampling_params for other prompts", None, [{}, {}], input_ids=[[5], [6], [7]]),
-    _native("a regular expression", "sampling_params.0.regex", {"regex": MARKER}, input_ids=[5]),
+    _native("a regular expression", "sampling_params.regex", {"regex": MARKER}, input_ids=[5]),
     _native("rid as a number", "rid", input_ids=[5], rid=5),
     _native("an empty rid", "rid", input_ids=[5], rid=""),
     _native("the same rid twice", "rid", input_ids=[[5], [6]], rid=[MARKER, MARKER]),
@@ -213,9 +213,9 @@ BAD_NATIVE = [
     _native("native alternatives as a boolean", "top_logprobs_num", input_ids=[5], top_logprobs_num=True),
     _native("log-probs from before the prompt", "logprob_start_len", input_ids=[5], logprob_start_len=-2),
     _native("log-probs from behind the prompt", "logprob_start_len", input_ids=[5], return_logprob=True,
-            logprob_start_len=1),
+            logprob_start_len=2),
     _native("log-probs from behind the shorter prompt", "logprob_start_len", input_ids=[[5], [5, 6]],
-            return_logprob=True, logprob_start_len=1),
+            return_logprob=True, logprob_start_len=2),
     _native("return_logprob as a number", "return_logprob", input_ids=[5], return_logprob=1),
 ]  # fmt: skip
 

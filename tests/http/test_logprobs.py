@@ -33,9 +33,13 @@ def test_a_greedy_token_is_the_likeliest_and_its_log_prob_the_same(generated):
         assert all(math.isfinite(logprob) and logprob <= 0 for logprob in values(top))
 
 
-def test_without_a_start_the_prompt_has_one_entry_and_no_log_prob(generated):
-    assert generated["meta_info"]["input_token_logprobs"] == [[None, PROMPT[-1], None]]
-    assert generated["meta_info"]["input_top_logprobs"] == [None]
+@pytest.mark.parametrize("start", [-1, len(PROMPT)])
+def test_without_a_start_nothing_of_the_prompt_is_told(http, start):
+    sampling = {**GREEDY, "max_new_tokens": 1}
+    asked = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": start}
+    meta_info = ask(http, GENERATE, **asked, top_logprobs_num=3)["meta_info"]
+    assert meta_info["input_token_logprobs"] == meta_info["input_top_logprobs"] == []
+    assert len(meta_info["output_token_logprobs"]) == len(meta_info["output_top_logprobs"]) == 1
 
 
 def known(entries):
@@ -165,12 +169,14 @@ def test_token_answers_name_tokens_by_their_ids(http, generated):
     ]
     assert answers[0]["logprobs"] is None
     had = generated["meta_info"]
-    bare = [{"token": f"token_id:{token_id}", "logprob": value} for value, token_id, _ in had["output_token_logprobs"]]
-    assert [sorted(entry) for entry in answers[1]["logprobs"]["content"]] == [["logprob", "token"]] * NUM_NEW
     for answer in answers[1:]:
-        for entry, expected in zip(answer["logprobs"]["content"], bare, strict=True):
-            assert entry["token"] == expected["token"]
-            assert entry["logprob"] == pytest.approx(expected["logprob"], **CLOSE)
+        for entry, (value, token_id, _) in zip(
+            answer["logprobs"]["content"], had["output_token_logprobs"], strict=True
+        ):
+            assert list(entry) == ["token", "token_id", "logprob", "rank", "top_logprobs"]
+            assert (entry["token"], entry["token_id"], entry["rank"]) == (f"token_id:{token_id}", token_id, 1)
+            assert entry["logprob"] == pytest.approx(value, **CLOSE)
+    assert [entry["top_logprobs"] for entry in answers[1]["logprobs"]["content"]] == [[]] * NUM_NEW
     tops = [[entry["token"] for entry in one["top_logprobs"]] for one in answers[2]["logprobs"]["content"]]
     assert tops == [[f"token_id:{token_id}" for _, token_id, _ in top] for top in had["output_top_logprobs"]]
 
@@ -189,8 +195,89 @@ def test_token_answers_score_the_prompt(http, num_top):
     scores = answer["prompt_logprobs"]
     assert len(scores) == len(PROMPT) and scores[0] is None
     for token_id, score, entry in zip(PROMPT[1:], scores[1:], entries[1:], strict=True):
-        assert score[str(token_id)]["logprob"] == pytest.approx(entry[0], **CLOSE)
-        assert num_top <= len(score) <= num_top + 1
+        own, *others = score.values()
+        assert next(iter(score)) == str(token_id) and own["logprob"] == pytest.approx(entry[0], **CLOSE)
+        assert len(others) == num_top - (own["rank"] <= num_top)
+        assert [one["rank"] for one in others] == [rank for rank in range(1, num_top + 1) if rank != own["rank"]]
+        assert all((one["logprob"] >= own["logprob"]) == (one["rank"] < own["rank"]) for one in others)
+
+
+def distribution_after(http, token_ids):
+    """Log-probs of every token of the vocabulary after `token_ids`, each scored as the end of a prompt."""
+    found = []
+    for first in range(0, 512, 128):
+        prompts = [[*token_ids, token_id] for token_id in range(first, first + 128)]
+        asked = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+        answers = ask(http, GENERATE, **asked, logprob_start_len=len(token_ids) - 1)
+        found += [answer["meta_info"]["input_token_logprobs"][-1][0] for answer in answers]
+    return found
+
+
+def check_rank(told, token_id, distribution):
+    """What lies closer than the precision of a batch may stand on either side."""
+    own = distribution[token_id]
+    assert told["logprob"] == pytest.approx(own, **CLOSE)
+    least = 1 + sum(value > own + 1e-5 for value in distribution)
+    assert least <= told["rank"] <= sum(value >= own - 1e-5 for value in distribution)
+
+
+def test_ranks_count_the_likelier_tokens(http):
+    """Of the prompt and of sampled tokens, in the whole vocabulary and whatever number of others is told."""
+    start = PROMPT[:3]
+    distribution = distribution_after(http, start)
+    for token_id in (0, 7, 300, 511):
+        for num_top in (0, 5):
+            sampling = {"max_tokens": 0, "prompt_logprobs": num_top}
+            scores = ask(http, TOKENS, token_ids=[*start, token_id], sampling_params=sampling)["prompt_logprobs"]
+            check_rank(next(iter(scores[-1].values())), token_id, distribution)
+    sampling = {"max_tokens": 1, "temperature": 1, "n": 16, "seed": 5, "logprobs": 3, "ignore_eos": True}
+    told = [choice["logprobs"]["content"][0] for choice in
+            ask(http, TOKENS, token_ids=start, sampling_params=sampling)["choices"]]  # fmt: skip
+    assert len({entry["rank"] for entry in told}) > 4
+    for entry in told:
+        check_rank(entry, entry["token_id"], distribution)
+        first, *others = entry["top_logprobs"]
+        assert first == {name: entry[name] for name in first} and len(others) == 2
+        assert [one["rank"] for one in others] == [rank for rank in (1, 2, 3) if rank != entry["rank"]][:2]
+
+
+def test_the_sampled_token_is_the_first_of_those_told_on_every_openai_route(http):
+    sampling = {"max_tokens": 6, "temperature": 1.5, "seed": 11, "ignore_eos": True}
+    (choice,) = ask(http, COMPLETIONS, prompt=PROMPT, logprobs=2, echo=True, **sampling)["choices"]
+    told = choice["logprobs"]
+    for token, value, top in list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))[1:]:
+        assert next(iter(top)) == token and top[token] >= value and 1 <= len(top) <= 3
+    (choice,) = ask(http, COMPLETIONS, prompt=PROMPT, logprobs=0, **sampling)["choices"]
+    told = choice["logprobs"]
+    assert told["top_logprobs"] == [
+        {token: value} for token, value in zip(told["tokens"], told["token_logprobs"], strict=True)
+    ]
+    asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
+    (choice,) = ask(http, CHAT, **asked, **sampling)["choices"]
+    for entry in choice["logprobs"]["content"]:
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
+
+
+def test_every_answer_says_what_stopped_it(http, engine):
+    """Under the names of both systems; the model's own end of sequence is told by SGLang's name alone."""
+    (end,) = engine.card.eos_token_ids
+    body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 4}}
+    ids = ask(http, TOKENS, **body)["choices"][0]["token_ids"]
+    stopped = {"max_tokens": 9, "temperature": 0, "ignore_eos": True, "stop_token_ids": [ids[1]]}
+    ended = {"max_tokens": 9, "temperature": 0, "logit_bias": {str(end): 100}}
+    for sampling, reason, matched in (
+        (stopped, ids[1], ids[1]),
+        (ended, None, end),
+        (body["sampling_params"], *[None] * 2),
+    ):
+        answer = ask(http, TOKENS, token_ids=PROMPT, sampling_params=sampling)
+        assert answer["choices"][0]["stop_reason"] == reason
+        assert answer["model"] == "tiny" and answer["created"] > 0
+        (choice,) = ask(http, COMPLETIONS, prompt=PROMPT, **sampling)["choices"]
+        assert (choice["stop_reason"], choice["matched_stop"]) == (reason, matched)
+        (last,) = stream(http, COMPLETIONS, prompt=PROMPT, **sampling)[-1]["choices"]
+        assert (last["stop_reason"], last["matched_stop"]) == (reason, matched)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-38, 1e-320, 100])

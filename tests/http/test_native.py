@@ -128,16 +128,6 @@ def test_null_means_not_given(http):
     assert without_time(plain) == without_time(nulls)
 
 
-def test_unknown_fields_are_ignored_and_logged_once(http, caplog):
-    for _ in range(2):
-        generate(http, input_ids=PROMPT, sampling_params={**GREEDY, "wobble": 1}, sparkle=True)
-    logged = [record.getMessage() for record in caplog.records if "ignoring request field" in record.getMessage()]
-    assert sorted(logged) == [
-        "ignoring request field 'sparkle', which is not served",
-        "ignoring request field 'wobble', which is not served",
-    ]
-
-
 def test_requests_at_the_same_time_do_not_mix(http):
     bodies = [
         {"input_ids": [position, position + 1], "sampling_params": {**GREEDY, "n": 1 + position % 3}}

@@ -50,6 +50,7 @@ class Sampled(NamedTuple):
     logprobs_S: jax.Array
     finite_S: jax.Array
     top: TopTokens
+    ranks_S: jax.Array
 
 
 def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampled:
@@ -59,7 +60,7 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampl
     against the likeliest token. Returns token ids int32 [S], their log-probabilities under
     log_softmax(logits / temperature) before truncation (temperature 0 counts as 1), and whether the row's logits
     were all finite; ids and log-probabilities of rows that were not are meaningless. With them come the likeliest
-    tokens of the same distribution, of all rows as many as any row wants, up to `most_top`.
+    tokens of the same distribution, of all rows as many as any row wants, up to `most_top`, and int32 ranks.
     """
     finite_S = jnp.all(jnp.isfinite(logits_SV), axis=-1)
     greedy_S = rows.temperature_S <= 0.0
@@ -71,7 +72,18 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampl
     drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows))
     ids_S = jnp.where(greedy_S, best_S, drawn_S)
     top = likeliest(logprobs_SV, num_wanted=jnp.max(rows.num_top_S).astype(jnp.int32), most_top=most_top)
-    return Sampled(ids_S, jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)[:, 0], finite_S, top)
+    first_S = jnp.ones_like(ids_S)
+    ranks_S = jax.lax.cond(jnp.all(greedy_S), lambda: first_S, lambda: ranks_of(logprobs_SV, ids_S))
+    ranks_S = jnp.where(greedy_S, first_S, ranks_S)
+    return Sampled(ids_S, jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)[:, 0], finite_S, top, ranks_S)
+
+
+def ranks_of(logprobs_SV: jax.Array, ids_S: jax.Array) -> jax.Array:
+    """Place of a token among all in falling order, ties to the smaller id, int32 [S]; the likeliest has 1."""
+    ids_V = jnp.arange(logprobs_SV.shape[1], dtype=jnp.int32)
+    own_S1 = jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)
+    comes_before_SV = (logprobs_SV > own_S1) | ((logprobs_SV == own_S1) & (ids_V < ids_S[:, None]))
+    return 1 + jnp.sum(comes_before_SV, axis=-1, dtype=jnp.int32)
 
 
 def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -> TopTokens:

@@ -5,8 +5,9 @@ Both the HTTP routes and the in-process engine build their answers here, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,8 @@ from rayserve_moe.text.choice_text import ChoiceDelta
 class ChoiceResult:
     """One choice as far as it has come. `finish` and `prompt_scores` are there once it has ended.
 
-    So is `routing`, unless it is streamed: then it holds the rows that have come, joined. `top` goes with `logprobs`,
-    `weight_versions` are as in `GenerationUpdate`.
+    So is `routing`, unless it is streamed: then it holds the rows that have come, joined. `top` and `ranks` go with
+    `logprobs`, `weight_versions` are as in `GenerationUpdate`.
     """
 
     text: str = ""
@@ -41,12 +42,14 @@ class ChoiceResult:
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
     weight_versions: tuple[tuple[int, str], ...] = ()
+    ranks: list[int] = field(default_factory=list)
 
     def add(self, delta: ChoiceDelta) -> None:
         """Take in the next delta of this choice."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        self.ranks.extend(delta.ranks)
         self.finish = delta.finish or self.finish
         self.routing = joined_routing(self.routing, delta.routing)
         self.top = joined_top(self.top, delta.top)
@@ -115,6 +118,58 @@ def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> t
     return joined_ranges((scored, *outputs))
 
 
+def first_scored(logprob_start_len: int, prompt_len: int) -> int | None:
+    """The position that scoring a prompt begins at; None where nothing of it is asked for."""
+    return None if logprob_start_len in (-1, prompt_len) else logprob_start_len
+
+
+def stop_reason(
+    result: ChoiceResult, request: GenerationRequest, *, eos_token_ids: tuple[int, ...]
+) -> int | str | None:
+    """vLLM's: the stop string or token id that ended a choice; None also where the model's own end of sequence did."""
+    matched = None if result.finish is None else result.finish.matched
+    is_end = eos_token_ids[:1] == (matched,) and not request.sampling.ignore_eos
+    return None if is_end else matched
+
+
+class ToldToken(NamedTuple):
+    """A token at one position, with its log-prob and its place among all tokens there, from 1 on."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+def told_outputs(result: ChoiceResult, *, num_top: int) -> list[list[ToldToken]]:
+    """Per output the token itself, then the `num_top` likeliest besides it, in vLLM's order: so many or one more."""
+    own = map(ToldToken, result.token_ids, result.logprobs, result.ranks)
+    return _with_likeliest(own, result.top, num_top)
+
+
+def told_prompt(
+    scores: PromptScores | None, prompt_ids: Sequence[int], *, num_top: int
+) -> list[list[ToldToken] | None]:
+    """The same per prompt token; None for the first, which nothing precedes, and for those that were not computed."""
+    told: list[list[ToldToken] | None] = [None] * len(prompt_ids)
+    if scores is not None:
+        first, last = scores.start + 1, scores.start + 1 + len(scores.logprobs)
+        own = map(ToldToken, prompt_ids[first:last], scores.logprobs.tolist(), scores.ranks.tolist())
+        told[first:last] = _with_likeliest(own, scores.top, num_top)
+    return told
+
+
+def _with_likeliest(own: Iterable[ToldToken], top: TopLogprobs | None, num_top: int) -> list[list[ToldToken]]:
+    if top is None or not num_top:
+        return [[token] for token in own]
+    return [
+        [
+            token,
+            *(ToldToken(i, value, rank) for rank, (value, i) in enumerate(best[:num_top], 1) if i != token.token_id),
+        ]
+        for token, best in zip(own, likeliest(top), strict=True)
+    ]
+
+
 def likeliest(top: TopLogprobs) -> list[list[tuple[float, int]]]:
     """Pairs of log-prob and token id, likeliest first, per position.
 
@@ -148,20 +203,22 @@ def _last_version(result: ChoiceResult, ranges: tuple[tuple[int, int, str], ...]
 def _native_logprobs(request: GenerationRequest, result: ChoiceResult) -> dict:
     """Entries [log-prob, token id, None] of the output, and of the prompt once they are known.
 
-    Those of the prompt begin at `score_prompt_from`, or else at its last token; nothing comes before the first one, so
-    that it has no log-prob.
+    Those of the prompt begin at `score_prompt_from`, if any are asked for; nothing comes before the first one, so that
+    it has no log-prob.
     """
     fields: dict = {"output_token_logprobs": _entries(zip(result.logprobs, result.token_ids, strict=True))}
-    scores, prompt_ids = result.prompt_scores, request.prompt_ids.tolist()
-    start = len(prompt_ids) - 1 if request.score_prompt_from is None else request.score_prompt_from
-    if scores is not None or result.finish is not None or request.score_prompt_from is None:
+    scores, start = result.prompt_scores, request.score_prompt_from
+    if start is None:
+        fields["input_token_logprobs"] = []
+    elif scores is not None or result.finish is not None:
         known = [] if scores is None else scores.logprobs.tolist()
-        fields["input_token_logprobs"] = _entries(zip([None, *known], prompt_ids[start:], strict=False))
+        prompt_ids = request.prompt_ids[start:].tolist()
+        fields["input_token_logprobs"] = _entries(zip([None, *known], prompt_ids, strict=False))
     if request.num_top_logprobs:
         fields["output_top_logprobs"] = [] if result.top is None else list(map(_entries, likeliest(result.top)))
     if request.num_top_logprobs and "input_token_logprobs" in fields:
         tops = [] if scores is None or scores.top is None else likeliest(scores.top)
-        fields["input_top_logprobs"] = [None, *map(_entries, tops)]
+        fields["input_top_logprobs"] = [] if start is None else [None, *map(_entries, tops)]
     return fields
 
 

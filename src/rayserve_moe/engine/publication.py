@@ -122,4 +122,5 @@ def _news_of(sequence: Sequence, ending: Ending | None = None) -> GenerationUpda
         top=top_of(sequence, first, stop=last),
         prompt_scores=sequence.scoring.scores() if ending is not None and sequence.scoring is not None else None,
         weight_versions=sequence.weight_versions,
+        ranks=tuple(sequence.state.ranks[first:last].tolist()),
     )

@@ -133,9 +133,9 @@ def _sampled(logits_SV: jax.Array, rows: RowState, step: DeviceInput) -> tuple[S
 
 
 def _sampled_bits(sampled: Sampled) -> jax.Array:
-    """Ids, bits of the log-probs, and whether logits were finite, int32 [3, S]."""
+    """Ids, bits of the log-probs, and ranks, 0 where logits were not finite: int32 [3, S]."""
     bits_S = jax.lax.bitcast_convert_type(sampled.logprobs_S.astype(jnp.float32), jnp.int32)
-    return jnp.stack([sampled.ids_S, bits_S, sampled.finite_S.astype(jnp.int32)])
+    return jnp.stack([sampled.ids_S, bits_S, jnp.where(sampled.finite_S, sampled.ranks_S, 0)])
 
 
 def _top_bits(top: TopTokens) -> jax.Array:

@@ -39,7 +39,7 @@ def start_copies(output: StepOutput, wanted: WantedOutputs) -> None:
         (output.sampled_N3S, True),
         (output.topk_ids_MTK, wanted.routing),
         (output.top_N2SJ, wanted.top),
-        (output.scores and output.scores.logprobs_NX, wanted.scores),
+        (output.scores and output.scores.found_N2X, wanted.scores),
         (output.scores and output.scores.top_N2XJ, wanted.score_top),
         (output.expert_counts_ME, wanted.expert_counts),
         (output.tally_N4, True),
@@ -53,7 +53,7 @@ def step_result(
 ) -> StepResult:
     """Wait for the copies, and put what they hold into the plan's order."""
     sampled = np.asarray(output.sampled_N3S).transpose(1, 0, 2).reshape(3, -1)
-    ids, logprob_bits, finite = sampled[:, packed.sample_places]
+    ids, logprob_bits, ranks = sampled[:, packed.sample_places]
     routing = None
     if wanted.routing and output.topk_ids_MTK is not None:
         routing = routing_rows(step_id, output.topk_ids_MTK, token_places=packed.token_places)
@@ -61,7 +61,7 @@ def step_result(
         step_id,
         ids,
         logprob_bits.view(np.float32),
-        finite.astype(bool),
+        ranks,
         routing,
         times,
         top=_top(output.top_N2SJ, packed.sample_places) if wanted.top else None,
@@ -74,8 +74,10 @@ def step_result(
 def _scores(output: StepOutput, packed: PackedStep, wanted: WantedOutputs) -> TokenScores:
     assert output.scores is not None and packed.blocks is not None, "only steps with prefill blocks score"
     places = packed.blocks.score_places
-    logprobs = np.asarray(output.scores.logprobs_NX).reshape(-1)[places]
-    return TokenScores(logprobs, _top(output.scores.top_N2XJ, places) if wanted.score_top else None)
+    found = np.asarray(output.scores.found_N2X).transpose(1, 0, 2).reshape(2, -1)
+    bits, ranks = found[:, places]
+    top = _top(output.scores.top_N2XJ, places) if wanted.score_top else None
+    return TokenScores(bits.view(np.float32), ranks, top)
 
 
 def _top(top_N2PJ: jax.Array, places: np.ndarray) -> TopLogprobs:

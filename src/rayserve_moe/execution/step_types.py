@@ -96,9 +96,9 @@ class BlockInputs(NamedTuple):
 
 
 class PromptScoreOutput(NamedTuple):
-    """Log-probs of the targets [N, X], and the likeliest tokens there: ids, and the bits of their log-probs."""
+    """Of the targets the bits of log-probs, and ranks; of the likeliest tokens there ids, and the bits of log-probs."""
 
-    logprobs_NX: jax.Array
+    found_N2X: jax.Array
     top_N2XJ: jax.Array
 
 
@@ -110,7 +110,7 @@ OUTPUT_ARRAYS = ["sampled_N3S", "topk_ids_MTK", "top_N2SJ", "scores", "expert_co
 class StepOutput:
     """What leaves the device, of all data ranks and the same on every device.
 
-    `sampled_N3S` int32: token ids, the bits of their float32 log-probs, whether their logits were finite.
+    `sampled_N3S` int32: token ids, the bits of their float32 log-probs, their ranks (0 where logits were not finite).
     `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
     does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
     `scores` are there in shapes with prefill blocks, and `expert_counts_ME` of all data ranks after steps that want it.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rayserve_moe.engine.answers import first_scored
 from rayserve_moe.replay.encoding import decode_forced
 from rayserve_moe.requests import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -138,7 +139,7 @@ def requests_from(
             options.cache_salt,
             incremental=streams or bool(sampling.stop),
             num_top_logprobs=options.top_logprobs_num,
-            score_prompt_from=options.logprob_start_len if options.logprob_start_len >= 0 else None,
+            score_prompt_from=first_scored(options.logprob_start_len, len(ids)),
             forced_routing=rows,
             stream_routed_experts=streams and options.stream_routed_experts,
             routed_experts_start=options.routed_experts_start_len,

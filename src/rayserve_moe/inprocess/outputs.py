@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.answers import ChoiceResult, ToldToken, stop_reason, told_outputs, told_prompt
 from rayserve_moe.inprocess.sampling_params import SamplingParams
 from rayserve_moe.replay.encoding import routed_experts_info, routing_from
-from rayserve_moe.requests import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout, TopLogprobs
+from rayserve_moe.requests import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-prob of one token at one position; `rank` counts from 1, and is None beyond the ranks that were asked for."""
+    """Log-prob of one token at one position, and its place among all tokens there: the likeliest has `rank` 1."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 
@@ -85,8 +85,7 @@ class OutputWriter:
             prompt_token_ids=request.prompt_ids.tolist(),
             prompt_logprobs=self._prompt_logprobs(request, results[0].prompt_scores, params.prompt_logprobs),
             outputs=[
-                self._completion(index, result, params=params, num_prompt_tokens=num_prompt_tokens)
-                for index, result in enumerate(results)
+                self._completion(index, result, params=params, request=request) for index, result in enumerate(results)
             ],
             finished=all(result.finish is not None for result in results),
             prompt_routed_experts=next((rows for rows in found if rows is not None), None),
@@ -94,16 +93,17 @@ class OutputWriter:
         )
 
     def _completion(
-        self, index: int, result: ChoiceResult, *, params: SamplingParams, num_prompt_tokens: int
+        self, index: int, result: ChoiceResult, *, params: SamplingParams, request: GenerationRequest
     ) -> CompletionOutput:
-        routing, finish = result.routing, result.finish
+        routing, finish, num_prompt_tokens = result.routing, result.finish, len(request.prompt_ids)
+        reason = stop_reason(result, request, eos_token_ids=self.tokenizer.eos_token_ids)
         end = num_prompt_tokens if routing is None else max(num_prompt_tokens, routing.start + len(routing.rows))
         info = None
         if routing is not None:
             info = routed_experts_info(routing_from(routing, params.routed_experts_prompt_start), self.layout)
         logprobs = None
         if params.logprobs is not None:
-            logprobs = self._logprobs(result.token_ids, result.logprobs, top=result.top, num_top=params.logprobs)
+            logprobs = list(map(self._by_id, told_outputs(result, num_top=params.logprobs)))
         return CompletionOutput(
             index=index,
             text=result.text,
@@ -111,7 +111,7 @@ class OutputWriter:
             cumulative_logprob=float(sum(result.logprobs)),
             logprobs=logprobs,
             finish_reason=finish.kind if finish else None,
-            stop_reason=(finish.matched if finish.message is None else finish.message) if finish else None,
+            stop_reason=finish.message if finish and finish.message is not None else reason,
             routed_experts=_rows(routing, num_prompt_tokens, end),
             routed_experts_info=info,
         )
@@ -121,21 +121,11 @@ class OutputWriter:
     ) -> list[TokenLogprobs | None] | None:
         if scores is None or num_top is None:
             return None
-        ids = request.prompt_ids[1 : 1 + len(scores.logprobs)].tolist()
-        return [None, *self._logprobs(ids, scores.logprobs.tolist(), top=scores.top, num_top=num_top)]
+        told = told_prompt(scores, request.prompt_ids.tolist(), num_top=num_top)
+        return [None if tokens is None else self._by_id(tokens) for tokens in told]
 
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], *, top: TopLogprobs | None, num_top: int
-    ) -> list[TokenLogprobs]:
-        """Join each token with the `num_top` likeliest ones at its position."""
-        if top is None or num_top == 0:
-            return [{i: Logprob(value, None, self._text(i))} for i, value in zip(token_ids, logprobs, strict=True)]
-        ranked = zip(top.token_ids[:, :num_top].tolist(), top.logprobs[:, :num_top].tolist(), strict=True)
-        return [
-            {i: Logprob(value, None, self._text(i))}
-            | {j: Logprob(v, rank, self._text(j)) for rank, (j, v) in enumerate(zip(ids, values, strict=True), 1)}
-            for i, value, (ids, values) in zip(token_ids, logprobs, ranked, strict=True)
-        ]
+    def _by_id(self, told: Sequence[ToldToken]) -> TokenLogprobs:
+        return {token.token_id: Logprob(token.logprob, token.rank, self._text(token.token_id)) for token in told}
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.token_text(token_id)

@@ -20,6 +20,7 @@ class PromptScoring:
         self._first, num_top = request.score_prompt_from, request.num_top_logprobs
         count = len(self._prompt_ids) - 1 - self._first
         self._logprobs = np.zeros(count, np.float32)
+        self._ranks = np.zeros(count, np.int32)
         self._top = TopLogprobs(np.zeros((count, num_top), np.int32), np.zeros((count, num_top), np.float32))
         self._is_found = np.zeros(count, np.bool_)
         self._weight_version = weight_version
@@ -42,10 +43,11 @@ class PromptScoring:
         first, last = max(start, self.frontier), min(stop, len(self._prompt_ids) - 1)
         return first, self._prompt_ids[first + 1 : max(first, last) + 1]
 
-    def take(self, first: int, logprobs: np.ndarray, *, top: TopLogprobs | None) -> None:
+    def take(self, first: int, logprobs: np.ndarray, *, ranks: np.ndarray, top: TopLogprobs | None) -> None:
         """Take over what the targets after positions `first ...` came to; `top` [N, n or more], where it is wanted."""
         places = slice(first - self._first, first - self._first + len(logprobs))
         self._logprobs[places] = logprobs
+        self._ranks[places] = ranks
         self._is_found[places] = True
         if top is not None:
             num_top = self._top.token_ids.shape[1]
@@ -56,7 +58,8 @@ class PromptScoring:
         """All scores up to the first that is not found."""
         count = self._num_found
         top = TopLogprobs(self._top.token_ids[:count], self._top.logprobs[:count]) if self.wants_top else None
-        return PromptScores(self._first, self._logprobs[:count].copy(), top, self._weight_version)
+        logprobs, ranks = self._logprobs[:count].copy(), self._ranks[:count].copy()
+        return PromptScores(self._first, logprobs, ranks, top, self._weight_version)
 
     def change_weights(self, weight_version: str) -> None:
         """Go on under other weights: unless all scores are found, they are found anew."""

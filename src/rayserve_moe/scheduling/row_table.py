@@ -37,6 +37,7 @@ class RowTable:
         self.epochs = np.zeros(num_rows, np.int64)
         self.token_ids = np.zeros((num_rows, max_tokens), np.int32)
         self.logprobs = np.zeros((num_rows, max_tokens), np.float32)
+        self.ranks = np.zeros((num_rows, max_tokens), np.int32)
         self.page_ids = np.zeros((num_rows, pages_per_row), np.int32)
         self.page_generations = np.zeros((num_rows, pages_per_row), np.int64)
         self.capacities = np.zeros(num_rows, np.int64)
@@ -63,7 +64,7 @@ class RowTable:
         assert self.sequences[row] is None and sequence.row == NO_ROW, f"row {row} is taken"
         old = sequence.state
         self._counters[:, row] = old.counters
-        for name in ("token_ids", "logprobs", "page_ids", "page_generations"):
+        for name in ("token_ids", "logprobs", "ranks", "page_ids", "page_generations"):
             values = getattr(old, name)
             getattr(self, name)[row, : len(values)] = values
         self._keep_stop_ids(row, sequence.stop_token_ids)
@@ -80,6 +81,7 @@ class RowTable:
             self._counters[:, row],
             self.token_ids[row],
             self.logprobs[row],
+            self.ranks[row],
             self.page_ids[row],
             self.page_generations[row],
         )
@@ -93,6 +95,7 @@ class RowTable:
             counters,
             views.token_ids[tokens].copy(),
             views.logprobs[tokens].copy(),
+            views.ranks[tokens].copy(),
             views.page_ids[pages].copy(),
             views.page_generations[pages].copy(),
         )

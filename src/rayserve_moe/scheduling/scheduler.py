@@ -242,9 +242,10 @@ def _take_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:
     for sequence, position, count in schedule.scored:
         assert result.scores is not None and sequence.scoring is not None, "scores were asked for"
         part, first = slice(first, first + count), first + count
-        logprobs, top = result.scores.logprobs[part], result.scores.top
+        logprobs, ranks, top = result.scores.logprobs[part], result.scores.ranks[part], result.scores.top
         if np.isfinite(logprobs).all():
             wanted = top and TopLogprobs(top.token_ids[part], top.logprobs[part])
-            sequence.scoring.take(position, logprobs, top=wanted if sequence.scoring.wants_top else None)
+            wanted = wanted if sequence.scoring.wants_top else None
+            sequence.scoring.take(position, logprobs, ranks=ranks, top=wanted)
         elif sequence.row != NO_ROW:
             yield sequence.row

@@ -23,12 +23,13 @@ class SequenceState(NamedTuple):
     """What a sequence has come to, in arrays, so that a step can treat all running sequences at once.
 
     While a sequence runs these are views of its row in the `RowTable`. `counters` int64 [NUM_COUNTERS]; `token_ids`
-    int32 and `logprobs` float32 by position; `page_ids` int32 and `page_generations` int64 by page index.
+    int32, `logprobs` float32 and `ranks` int32 by position; `page_ids` int32, `page_generations` int64 by page index.
     """
 
     counters: np.ndarray
     token_ids: np.ndarray
     logprobs: np.ndarray
+    ranks: np.ndarray
     page_ids: np.ndarray
     page_generations: np.ndarray
 
@@ -82,6 +83,7 @@ class Sequence:
             counters,
             token_ids=np.asarray(request.prompt_ids, np.int32),
             logprobs=np.zeros(prompt_len, np.float32),
+            ranks=np.zeros(prompt_len, np.int32),
             page_ids=np.zeros(0, np.int32),
             page_generations=np.zeros(0, np.int64),
         )

@@ -143,9 +143,10 @@ class RoutingRows:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probs float32 [N] of a plan's `score_targets`, and the likeliest tokens at their places, where wanted."""
+    """Log-probs float32 [N] and ranks int32 [N] of a plan's `score_targets`, and the likeliest tokens, if wanted."""
 
     logprobs: np.ndarray
+    ranks: np.ndarray
     top: TopLogprobs | None = None
 
 
@@ -161,7 +162,7 @@ class StepTimes:
 class StepResult:
     """What a step sampled, one entry per sampling chunk of its plan, in the order of the plan.
 
-    `token_ids` int32, `logprobs` float32, and `finite`: whether the logits were finite. `routing` holds the rows of
+    `token_ids` int32, `logprobs` float32, `ranks` int32: 0 where logits were not finite. `routing` holds the rows of
     all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
     They wrap around: take differences. `tally` int64 [4] tells, where slots have limited room, how many picks its
@@ -172,7 +173,7 @@ class StepResult:
     step_id: int
     token_ids: np.ndarray
     logprobs: np.ndarray
-    finite: np.ndarray
+    ranks: np.ndarray
     routing: RoutingRows | None = None
     times: StepTimes = StepTimes()
     top: TopLogprobs | None = None
@@ -180,6 +181,11 @@ class StepResult:
     expert_counts: np.ndarray | None = None
     tally: np.ndarray | None = None
     failed_fetch: FailedFetch | None = None
+
+    @property
+    def finite(self) -> np.ndarray:
+        """Whether the logits were finite, bool."""
+        return self.ranks > 0
 
 
 @dataclass(frozen=True)

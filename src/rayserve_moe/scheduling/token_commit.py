@@ -27,18 +27,19 @@ def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) ->
     A row whose logits were not finite gets no token, and ends.
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
-    top = result.top
+    ranks, top = result.ranks, result.top
     endings: list[tuple[int, FinishReason]] = []
-    all_finite = np.count_nonzero(result.finite) == len(rows)
+    all_finite = np.count_nonzero(ranks) == len(rows)
     if table.num_departures != schedule.num_departures or not all_finite:
         kept = table.epochs[rows] == schedule.sampling_epochs
         endings = [(int(row), NOT_FINITE) for row in rows[kept & ~result.finite]]
         kept &= result.finite
-        rows, ids, logprobs = rows[kept], ids[kept], logprobs[kept]
+        rows, ids, logprobs, ranks = rows[kept], ids[kept], logprobs[kept], ranks[kept]
         top = top and TopLogprobs(top.token_ids[kept], top.logprobs[kept])
     places = table.num_tokens[rows]
     table.token_ids[rows, places] = ids
     table.logprobs[rows, places] = logprobs
+    table.ranks[rows, places] = ranks
     places += 1
     table.num_tokens[rows] = places
     if top is not None:

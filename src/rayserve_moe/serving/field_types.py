@@ -24,9 +24,9 @@ _DIGITS_OF_INT32 = 10
 
 
 class RequestBody(BaseModel):
-    """A JSON object of a request: strict types, unknown fields kept aside, null the same as not given."""
+    """A JSON object of a request: strict types, what is unknown ignored, null the same as not given."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -132,9 +132,6 @@ CacheSalt = Annotated[str, Field(max_length=256)]
 RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-EmptyObject = Annotated[dict, neutral_only({}), WithJsonSchema({"const": {}})]
-EmptyList = Annotated[list, neutral_only([]), WithJsonSchema({"const": []})]
 FalseOnly = Annotated[bool, neutral_only(False), WithJsonSchema({"const": False})]
-EmptyString = Annotated[str, neutral_only(""), WithJsonSchema({"const": ""})]
 ZeroOnly = Annotated[int, Field(ge=0), neutral_only(0), WithJsonSchema({"const": 0})]
 RoutingFormat = Literal["sglang", "nested", "npy", "packed"]

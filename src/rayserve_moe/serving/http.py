@@ -10,6 +10,7 @@ from rayserve_moe.serving.control_routes import control_router
 from rayserve_moe.serving.control_schemas import AbortBody, PauseBody, UpdateWeightsBody
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.experts_routes import experts_router
+from rayserve_moe.serving.ignored_fields import IgnoredFieldsHeader
 from rayserve_moe.serving.limits import EdgeGuard
 from rayserve_moe.serving.load_routes import load_router
 from rayserve_moe.serving.model_routes import model_router, package_version
@@ -35,6 +36,7 @@ def create_api(state: ApiState) -> FastAPI:
         redirect_slashes=False,
     )
     install_error_handlers(app)
+    app.add_middleware(IgnoredFieldsHeader)
     app.add_middleware(EdgeGuard, server=state.server)
     # Routes are tried in order: those that are asked most come first.
     generating = (native_router, openai_router, token_router)

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Iterable
 from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.field_checks import taken_fields
+from rayserve_moe.serving.ignored_fields import IgnoredFields
+from rayserve_moe.serving.known_fields import FIELDS
 
-_log = logging.getLogger(__name__)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-_MAX_REMEMBERED_FIELDS = 1024
-_LONGEST_LOGGED_NAME = 64
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class IgnoredFields:
-    """Names of request fields that have no effect here: each is logged once, then ignored."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def note(self, names: Iterable[str]) -> None:
-        """Log the names that are new. Only so many are remembered: clients choose them."""
-        for name in names:
-            if name not in self._seen and len(self._seen) < _MAX_REMEMBERED_FIELDS:
-                self._seen.add(name)
-                _log.warning("ignoring request field %s, which is not served", ascii(name[:_LONGEST_LOGGED_NAME]))
-
-
 async def read_body(request: Request, schema: type[Schema], *, ignored: IgnoredFields) -> Schema:
     """Read, parse and check the body; whatever its content type says, it is taken as JSON."""
-    fields = parse_object(await request.body())
-    ignored.note(fields.keys() - schema.model_fields.keys())
-    return validate(schema, fields)
+    taken, unknown = taken_fields(parse_object(await request.body()), FIELDS[schema])
+    ignored.note(request, unknown)
+    return validate(schema, taken)
 
 
 def parse_object(body: bytes) -> dict:

@@ -12,10 +12,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.engine.answers import first_scored
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.answering import respond, respond_in_events
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.json_body import read_body
 from rayserve_moe.serving.native_answers import NativeWriter
 from rayserve_moe.serving.native_schemas import GenerateBody, NativeSampling
@@ -35,8 +35,6 @@ def native_router(state: ApiState) -> APIRouter:
     @router.post("/generate", **generates(GenerateBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateBody, ignored=state.ignored_fields)
-        for sampling in body.sampling_params:
-            state.ignored_fields.note(sampling.model_extra or {})
         media_type = rollout_type(request, streams=body.stream)
         streams = RequestStreams(state, await _requests(state, body), param_names=_param_names(body))
         dialect = "binary" if media_type else body.routed_experts_format
@@ -69,11 +67,8 @@ def _param_names(body: GenerateBody) -> dict[str, str]:
 async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationRequest]:
     prompts = await prompt_ids_of(state, body.batch.prompts, param=_param_names(body)["prompt"])
     check_start(body.routed_experts_start_len, prompts, param="routed_experts_start_len")
-    if body.return_logprob and body.logprob_start_len >= min(map(len, prompts)):
-        raise ApiError(400, "`logprob_start_len` must lie in the prompt", param="logprob_start_len")
     forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=body.batch.is_batch)
     sampling = body.sampling_params if len(body.sampling_params) > 1 else body.sampling_params * len(prompts)
-    scores_prompt = body.return_logprob and body.logprob_start_len >= 0
     return [
         GenerationRequest(
             request_id=request_id,
@@ -83,7 +78,7 @@ async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationReque
             cache_salt=body.cache_salt,
             incremental=body.stream or bool(params.stop),
             num_top_logprobs=body.top_logprobs_num if body.return_logprob else 0,
-            score_prompt_from=body.logprob_start_len if scores_prompt else None,
+            score_prompt_from=first_scored(body.logprob_start_len, len(prompt_ids)) if body.return_logprob else None,
             forced_routing=rows,
             stream_routed_experts=body.stream_routed_experts,
             routed_experts_start=body.routed_experts_start_len,

@@ -10,7 +10,6 @@ from rayserve_moe.serving.field_types import (
     INT32_MAX,
     LONGEST_RID,
     CacheSalt,
-    EmptyString,
     FalseOnly,
     MaxTokens,
     NumTopLogprobs,
@@ -54,11 +53,6 @@ class NativeSampling(SamplingFields):
     sampling_seed: Seed | None = None
     first_choice: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     min_new_tokens: ZeroOnly = 0
-    json_schema: EmptyString = ""
-    regex: EmptyString = ""
-    ebnf: EmptyString = ""
-    stop_regex: EmptyString = ""
-    structural_tag: EmptyString = ""
     no_stop_trim: FalseOnly = False
 
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.answers import ChoiceResult, stop_reason
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.serving.logprob_answers import ChatLogprobs, CompletionLogprobs, LogprobWriter, echoed_text
 from rayserve_moe.serving.routing_answers import RoutingForm, RoutingWriter
@@ -79,12 +79,12 @@ class AnswerWriter:
         parts: AnswerParts,
         request_of_choice: Sequence[GenerationRequest],
     ) -> None:
-        card, self._tokenizer = model
+        self._card, self._tokenizer = model
         self._dialect, self._parts = dialect, parts
-        self._envelope = {"id": answer_id, "created": int(time.time()), "model": card.name}
+        self._envelope = {"id": answer_id, "created": int(time.time()), "model": self._card.name}
         self._request_of_choice = request_of_choice
         self._started: set[int] = set()
-        self._routing = RoutingWriter(card.routing, parts.routing, request_of_choice=request_of_choice)
+        self._routing = RoutingWriter(self._card.routing, parts.routing, request_of_choice=request_of_choice)
         self._logprobs = [self._logprob_writer(request) for request in request_of_choice] if parts.logprobs else []
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
@@ -143,7 +143,11 @@ class AnswerWriter:
         logprobs = self._logprobs[choice].write(news) if self._logprobs else None
         finish = None if news.finish is None else news.finish.kind
         routing = self._routing_fields(choice, news)
-        return {"index": choice, **text, "logprobs": logprobs, "finish_reason": finish, **routing}
+        request = self._request_of_choice[choice]
+        reason = stop_reason(news, request, eos_token_ids=self._card.eos_token_ids)
+        matched = None if news.finish is None else news.finish.matched
+        ending = {"finish_reason": finish, "stop_reason": reason, "matched_stop": matched}
+        return {"index": choice, **text, "logprobs": logprobs, **ending, **routing}
 
     def _routing_fields(self, choice: int, news: ChoiceResult) -> dict:
         if not self._routing.is_due(choice, news.routing, has_ended=news.finish is not None):

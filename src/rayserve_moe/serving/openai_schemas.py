@@ -1,16 +1,13 @@
-"""Bodies of the OpenAI routes. Unknown fields are ignored; known features that are not served are refused by name."""
+"""Bodies of the OpenAI routes: what is computed of them (`known_fields` tells the rest)."""
 
 from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.serving.field_types import (
     CacheSalt,
-    EmptyList,
-    EmptyObject,
-    EmptyString,
     MaxTokens,
     NumTopLogprobs,
     RequestBody,
@@ -18,14 +15,12 @@ from rayserve_moe.serving.field_types import (
     RoutingFormat,
     Seed,
     fault,
-    neutral_only,
 )
 from rayserve_moe.serving.prompt_types import Prompts
 from rayserve_moe.serving.routing_fields import RoutingFields, RowStart
 from rayserve_moe.serving.sampling_fields import SamplingFields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_PLAIN_TEXT = {"type": "text"}
 
 
 def _check_role(value: object) -> str:
@@ -55,8 +50,6 @@ _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEX
 
 Role = Annotated[str, PlainValidator(_check_role), WithJsonSchema({"enum": list(_ROLES)})]
 Content = Annotated[str | list[dict] | None, PlainValidator(_check_content), WithJsonSchema(_CONTENT_SCHEMA)]
-TextFormat = Annotated[dict, neutral_only(_PLAIN_TEXT), WithJsonSchema({"const": _PLAIN_TEXT})]
-NoTool = Annotated[str, neutral_only("none", "auto"), WithJsonSchema({"enum": ["none", "auto"]})]
 
 
 class StreamOptions(RequestBody):
@@ -98,7 +91,6 @@ class CompletionBody(OpenAIGeneration):
     logprobs: NumTopLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     echo: bool = False
-    suffix: EmptyString = ""
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> Self:
@@ -125,6 +117,8 @@ class CompletionBody(OpenAIGeneration):
 class ChatMessage(RequestBody):
     """One message; fields beyond these reach the chat template as they are."""
 
+    model_config = ConfigDict(extra="allow")
+
     role: Role
     content: Content = None
 
@@ -136,11 +130,6 @@ class ChatBody(OpenAIGeneration):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: NumTopLogprobs = 0
-    tools: EmptyList = []
-    functions: EmptyList = []
-    tool_choice: NoTool = "auto"
-    response_format: TextFormat = _PLAIN_TEXT
-    chat_template_kwargs: EmptyObject = {}
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE
+from rayserve_moe.serving.known_fields import FIELDS, NOTHING, KnownFields
 
 _REF = "#/components/schemas/{model}"
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -73,7 +74,7 @@ def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str
     return takes(body, *GENERATION, kinds=(_JSON, _EVENTS, *containers))
 
 
-def publish(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
+def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
     """Have the application describe itself at its `openapi_url`, with these models as the schemas of bodies."""
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
 
@@ -82,7 +83,22 @@ def publish(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update({**definitions.get("$defs", {}), "Error": _ERROR})
+            for declared, known in FIELDS.items():
+                _describe_known(schemas[declared.__name__], known, is_nested=declared not in bodies)
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = description
+
+
+def _describe_known(schema: dict[str, Any], known: KnownFields, *, is_nested: bool) -> None:
+    """Add what is taken besides the fields of a schema; a nested object takes no others."""
+    properties = schema.setdefault("properties", {})
+    for other, own in known.other_names.items():
+        properties[other] = {**properties[own], "title": other, "description": f"The same as `{own}`."}
+    for name in known.accepted:
+        properties[name] = {"description": "Taken, and without effect on the answer."}
+    for name, switched_off in known.refused.items():
+        properties[name] = {"description": "Not supported.", "enum": [*NOTHING, *switched_off]}
+    if is_nested:
+        schema["additionalProperties"] = False

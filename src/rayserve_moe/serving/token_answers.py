@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayserve_moe.engine.answers import ChoiceResult, likeliest
-from rayserve_moe.requests import GenerationRequest, PromptScores
+from rayserve_moe.engine.answers import ChoiceResult, ToldToken, stop_reason, told_prompt
+from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.serving.logprob_answers import TokenLogprobs
 from rayserve_moe.serving.openai_answers import usage_of
 from rayserve_moe.serving.routing_answers import RoutingWriter
@@ -29,10 +30,12 @@ class TokenWriter:
         answer_id: str,
         parts: TokenParts,
         *,
+        card: ModelCard,
         routing: RoutingWriter,
         request_of_choice: Sequence[GenerationRequest],
     ) -> None:
-        self._id, self._parts, self._routing = answer_id, parts, routing
+        self._envelope = {"request_id": answer_id, "model": card.name, "created": int(time.time())}
+        self._card, self._parts, self._routing = card, parts, routing
         self._request_of_choice = request_of_choice
         self._logprobs = None if parts.num_logprobs is None else TokenLogprobs(num_top=parts.num_logprobs)
 
@@ -64,40 +67,35 @@ class TokenWriter:
         """Rows of a prompt that belong to all choices stand beside them."""
         shared = [choice.pop("prompt_routed_experts") for choice in choices if "prompt_routed_experts" in choice]
         return {
-            "request_id": self._id,
+            **self._envelope,
             "choices": choices,
             **({"prompt_routed_experts": next(filter(None, shared), None)} if shared else {}),
         }
 
     def _choice(self, choice: int, news: ChoiceResult) -> dict:
-        routing = {}
+        routing, request = {}, self._request_of_choice[choice]
         if self._routing.is_due(choice, news.routing, has_ended=news.finish is not None):
             routing = self._routing.fields(choice, news.routing)
         return {
             "index": choice,
             "token_ids": list(news.token_ids),
             "finish_reason": None if news.finish is None else news.finish.kind,
+            "stop_reason": stop_reason(news, request, eos_token_ids=self._card.eos_token_ids),
             "logprobs": None if self._logprobs is None else self._logprobs.write(news),
             **routing,
         }
 
     def _prompt_logprobs(self, results: Sequence[ChoiceResult]) -> dict:
-        """One object per prompt token, by token id, of the token itself and of the likeliest; null for the first."""
+        """One object per prompt token, by token id, of the token itself, then of the likeliest; null for the first."""
         num_top = self._parts.num_prompt_logprobs
         if num_top is None:
             return {}
         prompt_ids = self._request_of_choice[0].prompt_ids.tolist()
         scores = next((result.prompt_scores for result in results if result.prompt_scores is not None), None)
-        told = [] if scores is None else _objects(scores, prompt_ids, num_top)
-        return {"prompt_logprobs": [None, *told, *[None] * (len(prompt_ids) - 1 - len(told))]}
+        told = told_prompt(scores, prompt_ids, num_top=num_top)
+        return {"prompt_logprobs": [None if tokens is None else _by_id(tokens) for tokens in told]}
 
 
-def _objects(scores: PromptScores, prompt_ids: Sequence[int], num_top: int) -> list[dict]:
-    values = scores.logprobs.tolist()
-    tops = [[] for _ in values] if scores.top is None else likeliest(scores.top)
-    objects = []
-    for token_id, value, top in zip(prompt_ids[1:], values, tops, strict=False):
-        ranks = {other: rank for rank, (_, other) in enumerate(top, start=1)}
-        entries = {other: logprob for logprob, other in top[:num_top]} | {token_id: value}
-        objects.append({str(other): {"logprob": lp, "rank": ranks.get(other)} for other, lp in entries.items()})
-    return objects
+def _by_id(told: Sequence[ToldToken]) -> dict[str, dict]:
+    """The entry of one position; clients read the first value of it as the token's own."""
+    return {str(token.token_id): {"logprob": token.logprob, "rank": token.rank} for token in told}

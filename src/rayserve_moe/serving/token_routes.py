@@ -45,7 +45,6 @@ def token_router(state: ApiState) -> APIRouter:
     @router.post("/inference/v1/generate", **generates(TokenBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, TokenBody, ignored=state.ignored_fields)
-        state.ignored_fields.note(body.sampling_params.model_extra or {})
         check_model(state, body.model)
         media_type = rollout_type(request, streams=body.stream)
         wanted = await _request(state, body)
@@ -53,7 +52,11 @@ def token_router(state: ApiState) -> APIRouter:
         form = _routing_form(body, in_container=media_type is not None)
         routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)
         writer = TokenWriter(
-            wanted.request_id, _parts(body), routing=routing, request_of_choice=streams.request_of_choice
+            wanted.request_id,
+            _parts(body),
+            card=state.card,
+            routing=routing,
+            request_of_choice=streams.request_of_choice,
         )
         if body.stream:
             return respond_in_events(state, streams, writer=writer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -42,7 +42,6 @@ class TokenBody(RoutingFields):
     cache_salt: CacheSalt = ""
     request_id: RequestId | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     return_routed_experts: bool | None = None
     routed_experts_format: RoutingFormat = "packed"
     routed_experts_dtype: Literal["int16"] | None = None

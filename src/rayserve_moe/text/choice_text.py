@@ -36,6 +36,7 @@ class ChoiceDelta:
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
     weight_versions: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class StopStringScanner:
@@ -117,6 +118,7 @@ class ChoiceText:
             top=_first_of(update.top, num_kept),
             prompt_scores=update.prompt_scores,
             weight_versions=update.weight_versions,
+            ranks=update.ranks[:num_kept],
         )
 
     def _take(self, update: GenerationUpdate) -> tuple[str, int]:

@@ -76,12 +76,11 @@ def _special_added_ids(backing: PreTrainedTokenizerFast) -> frozenset[int]:
 
 
 def _eos_token_ids(backing: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
-    """Join the tokenizer's end of sequence with those of `generation_config.json`, ascending."""
-    found = set() if backing.eos_token_id is None else {int(backing.eos_token_id)}
+    """The tokenizer's end of sequence, then those that `generation_config.json` adds, ascending."""
+    own = () if backing.eos_token_id is None else (int(backing.eos_token_id),)
     file = directory / "generation_config.json"
-    if file.exists():
-        found |= set(_listed_eos(file))
-    return tuple(sorted(found))
+    listed = _listed_eos(file) if file.exists() else []
+    return *own, *sorted(set(listed) - set(own))
 
 
 def _listed_eos(file: Path) -> list[int]:

@@ -167,6 +167,21 @@ def test_the_likeliest_tokens_fall_with_ties_to_the_smaller_id(most):
     assert not found.top.ids_SJ[:, most:].any() and not found.top.logprobs_SJ[:, most:].any()
 
 
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_rank_counts_the_likelier_tokens_with_ties_to_the_smaller_id(temperature):
+    logits = np.round(logits_of(40, seed=6), 0)
+    found = compiled_sample(jnp.asarray(logits), rows(40, temperature=temperature, seed=np.arange(40)))
+    order = np.argsort(-logits, axis=1, kind="stable")
+    places = 1 + np.argmax(order == np.asarray(found.ids_S)[:, None], axis=1)
+    np.testing.assert_array_equal(found.ranks_S, places)
+    assert (len(set(places)) > 5) == (temperature > 0)
+
+
+def test_a_greedy_row_has_rank_one_beside_rows_that_draw():
+    found = compiled_sample(jnp.asarray(logits_of(6)), rows(6, temperature=[0, 3, 0, 3, 0, 3]))
+    np.testing.assert_array_equal(found.ranks_S[::2], 1)
+
+
 def test_words_of_no_probability_come_last_each_once():
     logits = np.full((1, 5), -1e38, np.float32)
     logits[0, 3] = 1e38

@@ -32,7 +32,7 @@ def result_with_scores(schedule: Schedule, *, value: float | None = None) -> Ste
     result = result_of(schedule)
     count = len(result.token_ids)
     of_samples = TopLogprobs(np.zeros((count, 20), np.int32), np.zeros((count, 20), np.float32))
-    return replace(result, scores=TokenScores(logprobs, top), top=of_samples)
+    return replace(result, scores=TokenScores(logprobs, targets, top), top=of_samples)
 
 
 def finish(target: Scheduler, *, limit: int = 100, **kwargs: float) -> None:

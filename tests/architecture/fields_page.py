@@ -1,0 +1,58 @@
+"""The page of known fields, written from the table: `python -m tests.architecture.fields_page` writes it anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rayserve_moe.serving.known_fields import NOTHING, OBJECTS, KnownFields, known_fields
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "http_fields.md"
+TITLES = {
+    "c": "`POST /v1/completions`",
+    "h": "`POST /v1/chat/completions`",
+    "g": "`POST /generate`",
+    "gs": "`sampling_params` of `/generate`",
+    "i": "`POST /inference/v1/generate`",
+    "is": "`sampling_params` of `/inference/v1/generate`",
+    "so": "`stream_options`",
+    "abort": "`POST /abort_request`",
+    "pause": "`POST /pause_generation`",
+    "update": "`POST /update_weights_from_disk`",
+}
+_OFF = ", ".join(f"`{json.dumps(value)}`" for value in NOTHING)
+INTRODUCTION = f"""# Request fields
+
+Written from `src/rayserve_moe/serving/known_fields.py`. Every field that vLLM, SGLang or OpenAI define for a body
+stands here. *Computed* fields have their effect. *Accepted* ones change nothing in the answer. *Refused* ones would
+change it and are not computed: they are answered 400 by name, unless their value switches them off
+({_OFF}, and what stands in brackets).
+
+Any field may be null, which is the same as not given. A name that is not in the list of `sampling_params` or
+`stream_options` is answered 400 with the nearest name that is. At the top level such a name is ignored, logged once and
+listed in the answer's header `x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then `+` and how
+many more.
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    return "\n".join([INTRODUCTION, *(_section(TITLES[key], known_fields(key)) for key in OBJECTS)])
+
+
+def _section(title: str, known: KnownFields) -> str:
+    computed = [f"`{name}`" for name in sorted(known.computed)]
+    computed += [f"`{other}` (`{own}`)" for other, own in sorted(known.other_names.items())]
+    refused = [_switched_off(name, known.refused[name]) for name in sorted(known.refused)]
+    lists = {"Computed": computed, "Accepted": [f"`{name}`" for name in sorted(known.accepted)], "Refused": refused}
+    rows = [f"- {name}: {', '.join(fields)}." for name, fields in lists.items() if fields]
+    return "\n".join([f"## {title}", "", *rows, ""])
+
+
+def _switched_off(name: str, values: tuple) -> str:
+    told = f" [{', '.join(f'`{json.dumps(value)}`' for value in values)}]" if values else ""
+    return f"`{name}`{told}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

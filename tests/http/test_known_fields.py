@@ -1,0 +1,172 @@
+"""Every known field has one standing on every route, and shows it: computed, without effect, or refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.field_checks import taken_fields
+from rayserve_moe.serving.ignored_fields import HEADER, listed
+from rayserve_moe.serving.known_fields import NOTHING, OBJECTS, known_fields
+from tests.architecture.fields_page import PAGE, page
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
+from tests.http.test_bad_inputs import check_error
+from tests.http.trainer_requests import COMPUTED, REFUSED
+
+ROUTES = {
+    "c": (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}),
+    "h": (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 0}),
+    "g": (GENERATE, {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}),
+    "i": (TOKENS, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0}}),
+}
+NESTED = {"gs": ("g", "sampling_params"), "is": ("i", "sampling_params"), "so": ("c", "stream_options")}
+GENERATING = [*ROUTES, *NESTED]
+
+
+def body_with(key, **fields):
+    """A good body of the route that the object belongs to, with fields of the object; and what stands before them."""
+    if key in ROUTES:
+        path, body = ROUTES[key]
+        return path, body | fields, ""
+    route, name = NESTED[key]
+    path, body = ROUTES[route]
+    stream = {"stream": True} if key == "so" else {}
+    return path, body | stream | {name: body.get(name, {}) | fields}, f"{name}."
+
+
+def output_of(answer):
+    assert answer.status_code == 200, answer.text
+    if "event-stream" in answer.headers["content-type"]:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+    told = answer.json()
+    return told["choices"] if "choices" in told else (told["text"], told["output_ids"])
+
+
+@pytest.mark.parametrize("key", OBJECTS)
+def test_a_field_stands_in_one_list(key):
+    known = known_fields(key)
+    lists = [known.computed, frozenset(known.other_names), known.accepted, frozenset(known.refused)]
+    for one, other in itertools.combinations(lists, 2):
+        assert not one & other
+    assert set(known.other_names.values()) <= known.computed
+
+
+@pytest.mark.parametrize("key", GENERATING)
+def test_accepted_fields_change_nothing(http, key):
+    path, plain, _ = body_with(key)
+    _, body, _ = body_with(key, **dict.fromkeys(known_fields(key).accepted, "any"))
+    answer = http.post(path, json=body)
+    assert output_of(answer) == output_of(http.post(path, json=plain))
+    assert HEADER not in answer.headers
+
+
+@pytest.mark.parametrize("key", GENERATING)
+def test_a_field_that_is_switched_off_is_as_if_it_were_not_there(http, key):
+    path, plain, _ = body_with(key)
+    known, expected = known_fields(key), output_of(http.post(path, json=plain))
+    switches = [dict.fromkeys(known.refused, value) for value in NOTHING]
+    switches.append({name: off[0] for name, off in known.refused.items() if off})
+    given = plain[NESTED[key][1]] if key in ("gs", "is") else plain
+    switches.append(dict.fromkeys([name for name in known.names if name not in given]))
+    for fields in switches:
+        assert output_of(http.post(path, json=body_with(key, **fields)[1])) == expected
+
+
+@pytest.mark.parametrize("key", GENERATING)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(http, key):
+    for name in known_fields(key).refused:
+        path, body, before = body_with(key, **{name: "on"})
+        error = check_error(http.post(path, json=body), 400)
+        assert error["param"] == f"{before}{name}" and name in error["message"]
+
+
+@pytest.mark.parametrize("key", ["abort", "pause", "update"])
+def test_control_routes_hold_to_the_table_too(key):
+    known = known_fields(key)
+    assert taken_fields(dict.fromkeys(known.accepted, 7), known) == ({}, [])
+    for name, values in known.refused.items():
+        assert taken_fields({name: values[0] if values else None}, known) == ({}, [])
+        with pytest.raises(ApiError, match=name):
+            taken_fields({name: 7}, known)
+
+
+@pytest.mark.parametrize(
+    ("key", "typo", "meant"),
+    [
+        ("gs", "temprature", "temperature"),
+        ("gs", "max_tokens", "max_new_tokens"),
+        ("is", "max_new_tokens", "max_tokens"),
+        ("is", "Top_P", "top_p"),
+        ("so", "include_usages", "include_usage"),
+        ("gs", "zq7-marker" * 100, ""),
+        ("is", "", ""),
+    ],
+)
+def test_an_unknown_name_in_an_object_is_refused_with_the_nearest_one(http, key, typo, meant):
+    path, body, before = body_with(key, **{typo: 0})
+    error = check_error(http.post(path, json=body), 400)
+    assert error["param"] == before[:-1] and meant in error["message"]
+
+
+def test_each_object_of_a_list_is_looked_at(http):
+    body = {"input_ids": [[5], [6]], "sampling_params": [{"max_new_tokens": 1}, {"temprature": 0}]}
+    assert check_error(http.post(GENERATE, json=body), 400)["param"] == "sampling_params.1"
+
+
+def test_two_names_of_one_field_are_one_field(http):
+    path, body = ROUTES["c"]
+    assert http.post(path, json=body | {"request_id": "mine"}).json()["id"] == "mine"
+    error = check_error(http.post(path, json=body | {"request_id": "mine", "rid": "mine"}), 400)
+    assert error["param"] == "rid"
+
+
+@pytest.mark.parametrize("key", ROUTES)
+@pytest.mark.parametrize("streams", [False, True])
+def test_names_that_nobody_knows_are_listed_in_a_header(http, key, streams):
+    path, body = ROUTES[key]
+    answer = http.post(path, json=body | {"sparkle": 1, "é,\n": 2, "stream": streams})
+    assert answer.status_code == 200 and answer.headers[HEADER] == "sparkle, %C3%A9%2C%0A"
+    assert HEADER not in http.post(path, json=body | {"stream": streams}).headers
+
+
+def test_a_header_lists_so_many_names_and_counts_the_rest(http):
+    path, body = ROUTES["g"]
+    names = [f"field{number}" for number in range(19)]
+    answer = http.post(path, json=body | {"x" * 1000: 0} | dict.fromkeys(names, 0))
+    told = answer.headers[HEADER].split(", ")
+    assert told == ["x" * 64, *names[:15], "+4"] and listed(["a"] * 16).count("a") == 16
+    assert all(len(name) <= 64 and name.isascii() for name in listed(["\U0001f600" * 64, "\x00" * 64]).split(", "))
+
+
+def test_an_unknown_name_is_logged_once(http, caplog):
+    path, body = ROUTES["g"]
+    for _ in range(2):
+        http.post(path, json=body | {"wobble": True})
+    assert [record.getMessage() for record in caplog.records if "wobble" in record.getMessage()] == [
+        "ignoring request field 'wobble', which is not known"
+    ]
+
+
+@pytest.mark.parametrize("trainer", COMPUTED)
+def test_the_first_request_of_a_trainer_is_answered(http, trainer):
+    path, body = COMPUTED[trainer]
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert HEADER not in answer.headers
+
+
+@pytest.mark.parametrize("trainer", REFUSED)
+def test_what_a_trainer_asks_beyond_that_is_refused_by_name(http, trainer):
+    path, body, field, where = REFUSED[trainer]
+    asked = body | field if where is None else body | {where: body[where] | field}
+    assert next(iter(field)) in check_error(http.post(path, json=asked), 400)["message"]
+
+
+def test_the_page_of_fields_is_the_table():
+    """`python -m tests.architecture.fields_page` writes it anew."""
+    assert Path(PAGE).read_text(encoding="utf-8") == page()
