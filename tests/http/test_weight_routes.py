@@ -75,7 +75,11 @@ def test_other_weights_are_told_of_everywhere(http, engine, other_checkpoint, mo
         assert done["weight_version"] == "step-7"
         ask(http, CONTINUE)
         told = answer.result()
-    ((first, boundary, old), (also_boundary, end, new)) = told["meta_info"]["weight_versions"]
+    ((first, boundary, old), (also_boundary, end, new)) = told["meta_info"]["logprob_weight_versions"]
+    spans = [
+        (span["version"], span["start"] + first, span["end"] + first) for span in told["meta_info"]["weight_versions"]
+    ]
+    assert spans == [(old, first, boundary), (new, boundary, end)]
     assert (first, old, new) == (len(PROMPT), "0", "step-7") and boundary == also_boundary
     assert end == len(PROMPT) + NUM_WANTED and told["meta_info"]["weight_version"] == "step-7"
     routing = decode_answer(told, engine.loop.card.routing)

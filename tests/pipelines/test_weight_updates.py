@@ -132,7 +132,7 @@ def test_an_answer_that_spans_versions_names_each_of_them(
     for prompt, answer in load.answers:
         reference.check(prompt, answer)
     reference.tally.check()
-    assert max(len(answer["meta_info"]["weight_versions"]) for _, answer in load.answers) > 2
+    assert max(len(answer["meta_info"]["logprob_weight_versions"]) for _, answer in load.answers) > 2
 
 
 def test_scores_of_a_prompt_are_all_of_one_version(
@@ -161,7 +161,7 @@ def test_scores_of_a_prompt_are_all_of_one_version(
         steps.open()
         changing.continue_generation()
         meta = told.result(WITHIN_S)["meta_info"]
-    assert meta["weight_versions"] == [[1, len(prompt) + 1, "scored"]]
+    assert meta["logprob_weight_versions"] == [[1, len(prompt) + 1, "scored"]]
     scores = [entry[0] for entry in meta["input_token_logprobs"][1:]]
     np.testing.assert_allclose(scores, reference.of("scored").logprobs(prompt), atol=1e-5)
 

@@ -51,7 +51,7 @@ class VersionedReference:
         What goes on from keys and values of other weights is nobody's: there only the labels are compared.
         """
         meta = answer["meta_info"]
-        ranges = [tuple(labelled) for labelled in meta["weight_versions"]]
+        ranges = [tuple(labelled) for labelled in meta["logprob_weight_versions"]]
         assert not ranges or meta["weight_version"] == ranges[-1][2]
         routing = decode_answer(answer, self._layout) if meta.get("routed_experts") is not None else None
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]

@@ -98,7 +98,8 @@ def native_fields(
         "cached_tokens": result.num_cached_tokens,
         "e2e_latency": e2e_latency_s,
         "weight_version": _last_version(result, versions, otherwise=card.weight_version),
-        "weight_versions": [list(labelled) for labelled in versions],
+        "weight_versions": output_versions(request, result),
+        "logprob_weight_versions": [list(labelled) for labelled in versions],
     }
     if return_logprob:
         meta_info |= _native_logprobs(request, result)
@@ -110,12 +111,19 @@ def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> t
 
     They cover the outputs, and before them those prompt tokens that were scored.
     """
-    num_prompt_tokens, scores = len(request.prompt_ids), result.prompt_scores
-    outputs = labelled_ranges(result.weight_versions, num_prompt_tokens + len(result.token_ids))
+    scores = result.prompt_scores
+    outputs = labelled_ranges(result.weight_versions, len(request.prompt_ids) + len(result.token_ids))
     if scores is None or not len(scores.logprobs):
         return outputs
     scored = (scores.start + 1, scores.start + 1 + len(scores.logprobs), scores.weight_version)
     return joined_ranges((scored, *outputs))
+
+
+def output_versions(request: GenerationRequest, result: ChoiceResult) -> list[dict]:
+    """Which weights the outputs were sampled under, in the form of SGLang and vLLM: spans of output tokens."""
+    first, count = len(request.prompt_ids), len(result.token_ids)
+    spans = labelled_ranges(result.weight_versions, first + count)
+    return [{"version": version, "start": start - first, "end": end - first} for start, end, version in spans]
 
 
 def first_scored(logprob_start_len: int, prompt_len: int) -> int | None:

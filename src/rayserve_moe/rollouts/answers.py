@@ -113,7 +113,7 @@ def rollout_of(
         prompt_ids=np.asarray(request.prompt_ids, np.int32),
         output_ids=output_ids,
         logprobs=logprobs,
-        logprob_versions=tuple((a, b, v) for a, b, v in told.get("weight_versions", [(first, last, version)])),
+        logprob_versions=tuple((a, b, v) for a, b, v in told.get("logprob_weight_versions", [(first, last, version)])),
         text=str(answer["text"]),
         finish_reason=str(told["finish_reason"]["type"]),
         routing=routing,

@@ -64,12 +64,12 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
     async def pause_generation(request: Request) -> Response:
         body = await read_body(request, PauseBody, ignored=state.ignored_fields)
         await asyncio.wrap_future(state.loop.control.pause(body.mode))
-        return json_answer({"success": True, "message": "generation is paused"})
+        return json_answer({"success": True, "status": "ok", "message": "generation is paused"})
 
     @router.post("/continue_generation", **answers(413, 503))
     async def continue_generation() -> Response:
         await asyncio.wrap_future(state.loop.control.resume())
-        return json_answer({"success": True, "message": "generation goes on"})
+        return json_answer({"success": True, "status": "ok", "message": "generation goes on"})
 
     @router.post("/update_weights_from_disk", **takes(UpdateWeightsBody, *COMMAND))
     async def update_weights_from_disk(request: Request) -> Response:
