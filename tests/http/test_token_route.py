@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.replay.alignment import decode_answer
-from tests.http.asking import GENERATE, TOKENS, ask, stream
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
 from tests.http.test_bad_inputs import check_error
 
 PROMPT = [*range(20, 40)]
@@ -80,6 +80,30 @@ def test_a_stream_brings_new_tokens_and_adds_up(http):
             assert len(event["prompt_logprobs"]) == len(PROMPT)
     assert ids == [choice["token_ids"] for choice in whole["choices"]] and sorted(ends) == [0, 1]
     assert tokens == [[entry["token"] for entry in choice["logprobs"]["content"]] for choice in whole["choices"]]
+
+
+@pytest.mark.parametrize("path", [TOKENS, COMPLETIONS, CHAT])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_every_event_counts_tokens_where_that_is_asked_for(http, path, continuous):
+    body = {
+        TOKENS: {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "n": 2}},
+        COMPLETIONS: {"prompt": PROMPT, "n": 2, **SAMPLING},
+        CHAT: {"messages": [{"role": "user", "content": "x"}], "n": 2, **SAMPLING},
+    }[path]
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    *events, last = stream(http, path, **body, stream_options=options)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 10
+    if not continuous:
+        assert all(event.get("usage") is None for event in events)
+        return
+    counted = {}
+    for event in events:
+        (choice,) = event["choices"]
+        usage, before = event["usage"], counted.get(choice["index"], 0)
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert usage["completion_tokens"] >= before
+        counted[choice["index"]] = usage["completion_tokens"]
+    assert counted == {0: 5, 1: 5}
 
 
 def test_a_stop_id_ends_the_tokens(http):

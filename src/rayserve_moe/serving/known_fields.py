@@ -67,7 +67,6 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("c h is", "include_stop_str_in_output", (False,)),
     ("c h", "no_stop_trim", (False,)),
     ("i", "output_mode", ("tokens",)),
-    ("so", "continuous_usage_stats", (False,)),
     # distribution
     ("c h is", "allowed_token_ids bad_words logits_processors", ()),
     ("c h gs is", "use_beam_search", (False,)),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rayserve_moe.engine.answers import ChoiceResult, stop_reason
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.serving.logprob_answers import ChatLogprobs, CompletionLogprobs, LogprobWriter, echoed_text
+from rayserve_moe.serving.openai_schemas import StreamOptions
 from rayserve_moe.serving.routing_answers import RoutingForm, RoutingWriter
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -64,7 +65,7 @@ class AnswerParts:
     routing: RoutingForm
     logprobs: bool = False
     echo: bool = False
-    usage_event: bool = False
+    usage: StreamOptions = field(default_factory=StreamOptions)
 
 
 class AnswerWriter:
@@ -106,7 +107,7 @@ class AnswerWriter:
         return self._parts.echo and self._parts.logprobs and news.finish is None
 
     def chunk(self, choice: int, so_far: ChoiceResult, *, news: ChoiceResult) -> dict:
-        """Return the event that brings what is new to one choice; while token counts are to come, they are null."""
+        """Return the event that brings what is new to one choice; token counts that only the end brings are null."""
         is_first = choice not in self._started
         self._started.add(choice)
         text = self._echoed(choice) + news.text if is_first else news.text
@@ -116,12 +117,12 @@ class AnswerWriter:
             "object": self._dialect.chunk_kind,
             "choices": choices,
             **self._prompt_rows(choices),
-            **({"usage": None} if self._parts.usage_event else {}),
+            **({"usage": self._usage_so_far(choice, so_far)} if self._parts.usage.include_usage else {}),
         }
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
         """Return the event that counts tokens, if it was asked for."""
-        if not self._parts.usage_event:
+        if not self._parts.usage.include_usage:
             return None
         return {
             **self._envelope,
@@ -174,6 +175,11 @@ class AnswerWriter:
         told = {self._request_of_choice[choice["index"]].request_id: None for choice in choices}
         each = list((told | found).values())
         return {_PROMPT_ROWS: each[0] if len(each) == 1 else each}
+
+    def _usage_so_far(self, choice: int, so_far: ChoiceResult) -> dict | None:
+        if not self._parts.usage.usage_in_events:
+            return None
+        return usage_of([self._request_of_choice[choice]], [so_far])
 
     def _usage(self, results: Sequence[ChoiceResult]) -> dict:
         return usage_of(self._request_of_choice, results)

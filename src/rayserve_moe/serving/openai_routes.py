@@ -17,7 +17,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.json_body import read_body
 from rayserve_moe.serving.openai_answers import CHAT, COMPLETION, AnswerParts, AnswerWriter, Dialect, new_answer_id
-from rayserve_moe.serving.openai_schemas import ChatBody, ChatMessage, CompletionBody
+from rayserve_moe.serving.openai_schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.request_parts import (
     check_model,
@@ -89,7 +89,7 @@ async def _answer(
             ),
             logprobs=body.wants_logprobs,
             echo=body.echoes,
-            usage_event=body.wants_usage_event,
+            usage=body.stream_options or StreamOptions(),
         ),
         request_of_choice=streams.request_of_choice,
     )

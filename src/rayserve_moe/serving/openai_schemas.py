@@ -53,9 +53,15 @@ Content = Annotated[str | list[dict] | None, PlainValidator(_check_content), Wit
 
 
 class StreamOptions(RequestBody):
-    """`include_usage` asks for one last event with token counts."""
+    """`include_usage` asks for one last event with token counts, `continuous_usage_stats` for some in every event."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @property
+    def usage_in_events(self) -> bool:
+        """Whether every event is to count the tokens of its choice."""
+        return self.include_usage and self.continuous_usage_stats
 
 
 class OpenAIGeneration(SamplingFields, RoutingFields):
@@ -77,11 +83,6 @@ class OpenAIGeneration(SamplingFields, RoutingFields):
         if self.stream_options is not None and not self.stream:
             raise fault("`stream_options` is only for requests with `stream` true")
         return self
-
-    @property
-    def wants_usage_event(self) -> bool:
-        """Whether the stream is to end with token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionBody(OpenAIGeneration):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rayserve_moe.engine.answers import ChoiceResult, ToldToken, stop_reason, told_prompt
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.serving.logprob_answers import TokenLogprobs
 from rayserve_moe.serving.openai_answers import usage_of
+from rayserve_moe.serving.openai_schemas import StreamOptions
 from rayserve_moe.serving.routing_answers import RoutingWriter
 
 
@@ -19,7 +20,7 @@ class TokenParts:
 
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    usage_event: bool = False
+    usage: StreamOptions = field(default_factory=StreamOptions)
 
 
 class TokenWriter:
@@ -55,11 +56,14 @@ class TokenWriter:
     def chunk(self, choice: int, so_far: ChoiceResult, *, news: ChoiceResult) -> dict:
         """Return the event that brings what is new to one choice; log-probs of the prompt come with an end."""
         prompt_logprobs = self._prompt_logprobs([news]) if news.finish is not None else {}
-        return {**self._answer([self._choice(choice, news)]), **prompt_logprobs}
+        usage = {}
+        if self._parts.usage.usage_in_events:
+            usage = {"usage": usage_of([self._request_of_choice[choice]], [so_far])}
+        return {**self._answer([self._choice(choice, news)]), **prompt_logprobs, **usage}
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
         """Return the event that counts tokens, if it was asked for."""
-        if not self._parts.usage_event:
+        if not self._parts.usage.include_usage:
             return None
         return {**self._answer([]), "usage": usage_of(self._request_of_choice, results)}
 

@@ -13,6 +13,7 @@ from rayserve_moe.serving.answering import respond, respond_in_events
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.json_body import read_body
+from rayserve_moe.serving.openai_schemas import StreamOptions
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.request_parts import (
     check_model,
@@ -114,5 +115,5 @@ def _parts(body: TokenBody) -> TokenParts:
     return TokenParts(
         num_logprobs=body.sampling_params.logprobs,
         num_prompt_logprobs=body.sampling_params.prompt_logprobs,
-        usage_event=body.stream_options is not None and body.stream_options.include_usage,
+        usage=body.stream_options or StreamOptions(),
     )
