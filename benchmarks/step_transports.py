@@ -51,8 +51,8 @@ class AnsweringHost:
         logprobs = np.zeros(num_tokens, np.float32)
         return StepResult(plan.step_id, plan.token_ids, logprobs, np.ones(num_tokens, bool), routing)
 
-    def listen_for_steps(self, key: bytes) -> Address:
-        return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key)
+    def listen_for_steps(self, key: bytes, timeout_s: float) -> Address:
+        return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
 
     def cpu_seconds(self) -> float:
         return time.process_time()

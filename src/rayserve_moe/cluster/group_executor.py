@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -49,13 +48,20 @@ class GroupExecutor:
         self.workers: list[ActorHandle] = []
 
     def start(self) -> StartReport:
-        """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged."""
+        """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged.
+
+        GetTimeoutError after `start_timeout_s` from the reservation.
+        """
         num_hosts = self._parallel.num_hosts
-        told = partial(get, timeout_s=self._cluster.start_timeout_s, given_up=self._given_up)
         self._reservation = reserve_slice(
             self._cluster, num_hosts=num_hosts, num_slices=self._parallel.num_slices, given_up=self._given_up
         )
         self.workers = [self._start_worker(self._reservation, host_id) for host_id in range(num_hosts)]
+        deadline = time.monotonic() + self._cluster.start_timeout_s
+
+        def told(refs: Any) -> Any:
+            return get(refs, timeout_s=deadline - time.monotonic(), given_up=self._given_up)
+
         coordinator = told(self.workers[0].coordinator_address.remote())
         num_pages = min(told([worker.load.remote(coordinator) for worker in self.workers]))
         reports = told([worker.prepare.remote(num_pages) for worker in self.workers])
@@ -73,13 +79,13 @@ class GroupExecutor:
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         try:
-            ray.get([worker.begin_staging.remote(model_path, expert_of_slot) for worker in self.workers])
             timeout_s = self._cluster.step_timeout_s
+            ray.get([w.begin_staging.remote(model_path, expert_of_slot) for w in self.workers], timeout=timeout_s)
             while None in (told := ray.get([w.staging_outcome.remote() for w in self.workers], timeout=timeout_s)):
                 time.sleep(POLL_S)
             refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(told) if refusal]
             if refusals:
-                ray.get([worker.drop_staged.remote() for worker in self.workers])
+                ray.get([worker.drop_staged.remote() for worker in self.workers], timeout=timeout_s)
                 raise WeightsRefusedError(refusals[0])
         except RayError as error:
             raise ExecutorFailure(f"a host was lost while it read new weights: {error}") from error

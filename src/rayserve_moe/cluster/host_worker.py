@@ -81,9 +81,9 @@ class HostWorker:
         freeze_what_stays()
         return report
 
-    def listen_for_steps(self, key: bytes) -> Address:
-        """Take steps over a connection too, from whoever knows the `key`; returns where to connect."""
-        return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key)
+    def listen_for_steps(self, key: bytes, timeout_s: float) -> Address:
+        """Take steps over a connection too, the first within `timeout_s` that knows the `key`; returns where."""
+        return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step and wait for the one before; the first host answers for all of them."""

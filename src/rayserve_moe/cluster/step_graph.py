@@ -65,7 +65,7 @@ class CompiledGraph:
         self._num_steps = 0
         if self._graph is not None:
             graph, self._graph = self._graph, None
-            graph.result().teardown()
+            graph.result(timeout=self._timeout_s).teardown()
 
     def _compile(self) -> Any:
         with InputNode() as plan:

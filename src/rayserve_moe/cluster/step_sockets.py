@@ -4,7 +4,7 @@ An actor call carries the same, for seven times as long and with four times the 
 the workers, tells their addresses, and carries everything that does not happen in every step.
 
 Messages are pickled, so a connection begins with both ends proving that they know the key that the actor call which
-opened it carried (`multiprocessing.connection`).
+opened it carried (`handshake`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from threading import Thread
 from typing import Self, cast
 
 import ray
 from ray.actor import ActorHandle
 
+from rayserve_moe.cluster.handshake import accept_proven, connect_proven
 from rayserve_moe.cluster.step_messages import dumps, loads
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
-PAUSE_S = 0.01
-"""From sending a stranger away to listening again."""
 
 Address = tuple[str, int]
 
@@ -50,13 +48,18 @@ class Sockets:
 
     def __init__(self, addresses: Sequence[Address], *, key: bytes, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._connections = [_connect(address, key=key, timeout_s=timeout_s) for address in addresses]
+        self._connections: list[Connection] = []
+        deadline = time.monotonic() + timeout_s
+        for host_id, address in enumerate(addresses):
+            with self._talking_to(host_id):
+                connection = connect_proven(address, key=key, deadline=deadline)
+                self._connections.append(_bounded(connection, timeout_s=timeout_s))
 
     @classmethod
     def to(cls, workers: Sequence[ActorHandle], *, timeout_s: float) -> Self:
-        """Connect to all `workers`, which begin to listen now. Ray's errors pass through."""
+        """Connect to all `workers`, which listen from now on, for as long. Ray's errors pass through."""
         key = secrets.token_bytes(KEY_BYTES)
-        addresses = ray.get([worker.listen_for_steps.remote(key) for worker in workers], timeout=timeout_s)
+        addresses = ray.get([worker.listen_for_steps.remote(key, timeout_s) for worker in workers], timeout=timeout_s)
         return cls(addresses, key=key, timeout_s=timeout_s)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -94,7 +97,7 @@ class Sockets:
     def _talking_to(self, host_id: int) -> Generator[None]:
         try:
             yield
-        except BlockingIOError as error:
+        except (BlockingIOError, TimeoutError) as error:
             raise self._late(host_id) from error
         except (OSError, EOFError) as error:
             raise HostLostError(f"host {host_id} is gone: {error!r}") from error
@@ -103,20 +106,29 @@ class Sockets:
         return HostLostError(f"host {host_id} has not answered within {self._timeout_s} s")
 
 
-def listen_for_steps(execute: Callable[[StepPlan], StepResult | None], *, host: str, key: bytes) -> Address:
-    """Begin to serve steps to whoever connects first and knows the `key`; returns where.
+def listen_for_steps(
+    execute: Callable[[StepPlan], StepResult | None], *, host: str, key: bytes, timeout_s: float
+) -> Address:
+    """Begin to serve steps to the first within `timeout_s` that knows the `key`; returns where.
 
     `execute` is called in a thread of its own, for one plan after the other, until the other end closes.
     """
-    listener = Listener((host, 0), authkey=key)
-    Thread(target=_serve, args=(listener, execute), name="steps", daemon=True).start()
-    return cast(Address, listener.address)
+    listener = socket.create_server((host, 0))
+    Thread(target=_serve, args=(listener, execute, key, timeout_s), name="steps", daemon=True).start()
+    return cast(Address, listener.getsockname())
 
 
-def _serve(listener: Listener, execute: Callable[[StepPlan], StepResult | None]) -> None:
-    connection = _accepted(listener)
-    _send_at_once(connection)
-    with connection, suppress(EOFError, OSError):
+def _serve(
+    listener: socket.socket, execute: Callable[[StepPlan], StepResult | None], key: bytes, timeout_s: float
+) -> None:
+    try:
+        with listener:
+            accepted = accept_proven(listener, key=key, timeout_s=timeout_s)
+    except OSError as error:
+        log.warning("no steps are served here: %s", error)
+        return
+    _send_at_once(accepted)
+    with Connection(accepted.detach()) as connection, suppress(EOFError, OSError):
         while True:
             plan = loads(connection.recv_bytes())
             try:
@@ -127,26 +139,15 @@ def _serve(listener: Listener, execute: Callable[[StepPlan], StepResult | None])
             connection.send_bytes(dumps(answer))
 
 
-def _accepted(listener: Listener) -> Connection:
-    """Wait for the first who knows the key; all others are sent away."""
-    with listener:
-        while True:
-            with suppress(AuthenticationError, EOFError, OSError):
-                return listener.accept()
-            time.sleep(PAUSE_S)
-
-
-def _connect(address: Address, *, key: bytes, timeout_s: float) -> Connection:
-    connection = Client(address, authkey=key)
+def _bounded(connection: socket.socket, *, timeout_s: float) -> Connection:
+    """For messages; a read and a write end with BlockingIOError where nothing moves for `timeout_s`."""
     _send_at_once(connection)
     seconds = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1_000_000))
-    with socket.socket(fileno=socket.dup(connection.fileno())) as handle:
-        handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-        handle.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-    return connection
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+    return Connection(connection.detach())
 
 
-def _send_at_once(connection: Connection) -> None:
+def _send_at_once(connection: socket.socket) -> None:
     """A message may go out in two writes, of which the second must not wait until the first is acknowledged."""
-    with socket.socket(fileno=socket.dup(connection.fileno())) as handle:
-        handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -6,14 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
 
-from rayserve_moe.cluster.step_sockets import HostLostError, Sockets, listen_for_steps
+from rayserve_moe.cluster import handshake
+from rayserve_moe.cluster.handshake import HANDSHAKE_S, MOST_UNPROVEN, accept_proven
+from rayserve_moe.cluster.step_sockets import Address, HostLostError, Sockets, listen_for_steps
 from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult
 
 HOST, KEY = "127.0.0.1", b"k" * 32
@@ -33,8 +33,12 @@ def answer_to(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, plan.token_ids, plan.token_ids.astype(np.float32), plan.token_ids >= 0, rows)
 
 
+def listening(execute: Execute, *, timeout_s: float = 30.0) -> Address:
+    return listen_for_steps(execute, host=HOST, key=KEY, timeout_s=timeout_s)
+
+
 def connected(*hosts: Execute, timeout_s: float = 30.0) -> Sockets:
-    addresses = [listen_for_steps(execute, host=HOST, key=KEY) for execute in hosts]
+    addresses = [listening(execute) for execute in hosts]
     return Sockets(addresses, key=KEY, timeout_s=timeout_s)
 
 
@@ -94,7 +98,7 @@ def test_a_host_that_takes_nothing_in_is_late_too() -> None:
 
 def test_a_host_that_is_gone_is_named() -> None:
     with leaving_host(after_s=0.0) as address:
-        sockets = Sockets([listen_for_steps(answer_to, host=HOST, key=KEY), address], key=KEY, timeout_s=30.0)
+        sockets = Sockets([listening(answer_to), address], key=KEY, timeout_s=30.0)
         with pytest.raises(HostLostError, match="host 1 is gone"):
             sockets.execute(plan_of(0, 3))
 
@@ -102,7 +106,7 @@ def test_a_host_that_is_gone_is_named() -> None:
 def test_a_host_that_is_gone_is_noticed_while_another_one_computes() -> None:
     done = threading.Event()
     with leaving_host(after_s=0.2) as address:
-        computing = listen_for_steps(lambda _: done.wait(30.0) and None, host=HOST, key=KEY)
+        computing = listening(lambda _: done.wait(30.0) and None)
         sockets, started = Sockets([computing, address], key=KEY, timeout_s=30.0), time.monotonic()
         with pytest.raises(HostLostError, match="host 1 is gone"):
             sockets.execute(plan_of(0, 3))
@@ -115,10 +119,7 @@ def leaving_host(*, after_s: float) -> Iterator[tuple[str, int]]:
     """The address of a host that ends after a while, whatever it is asked for."""
 
     def serve_briefly() -> None:
-        accepted, _ = server.accept()
-        with Connection(accepted.detach()) as connection:
-            deliver_challenge(connection, KEY)
-            answer_challenge(connection, KEY)
+        with accept_proven(server, key=KEY, timeout_s=30.0):
             time.sleep(after_s)
 
     with socket.create_server((HOST, 0)) as server:
@@ -128,20 +129,96 @@ def leaving_host(*, after_s: float) -> Iterator[tuple[str, int]]:
         serving.join()
 
 
-def test_whoever_does_not_know_the_key_is_sent_away_and_the_next_one_served() -> None:
+STRANGERS = {
+    "says nothing": b"",
+    "says half of a proof": b"x" * 32,
+    "says a wrong proof": b"x" * 64,
+    "is a browser": b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\nAccept: */*\r\n\r\n",
+    "says no end of things": b"x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_that_connect_first_and_stay_delay_nobody(said: bytes) -> None:
     executed: list[StepPlan] = []
-    address = listen_for_steps(executed.append, host=HOST, key=KEY)
-    with pytest.raises(AuthenticationError):
-        Client(address, authkey=b"x" * 32)
-    with socket.create_connection(address):
-        pass
-    with socket.create_connection(address) as browser:
-        browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    sockets = Sockets([address], key=KEY, timeout_s=30.0)
-    assert sockets.execute(plan_of(1, 3)) is None
+    address = listening(executed.append)
+    with ExitStack() as stack:
+        for _ in range(8):
+            stranger = stack.enter_context(socket.create_connection(address))
+            with suppress(ConnectionError):
+                stranger.sendall(said)
+        started = time.monotonic()
+        assert Sockets([address], key=KEY, timeout_s=30.0).execute(plan_of(1, 3)) is None
+        assert time.monotonic() - started < HANDSHAKE_S, "it did not wait for a stranger's deadline"
     assert [plan.step_id for plan in executed] == [1]
     with pytest.raises(ConnectionError):
-        Client(address, authkey=KEY)
+        socket.create_connection(address)
+
+
+def test_strangers_cannot_take_all_places() -> None:
+    """More of them than are kept, and more while the one with the key connects."""
+    address, done = listening(answer_to), threading.Event()
+
+    def keep_coming() -> None:
+        with ExitStack() as stack:
+            while not done.wait(0.001):
+                with suppress(ConnectionError):
+                    stack.enter_context(socket.create_connection(address))
+
+    with ExitStack() as stack:
+        for _ in range(MOST_UNPROVEN + 10):
+            stack.enter_context(socket.create_connection(address))
+        coming = threading.Thread(target=keep_coming)
+        coming.start()
+        try:
+            assert Sockets([address], key=KEY, timeout_s=30.0).execute(plan_of(1, 3)) is not None
+        finally:
+            done.set()
+            coming.join()
+
+
+def test_strangers_are_sent_away_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
+    address = listening(answer_to)
+    with socket.create_connection(address) as stranger:
+        stranger.settimeout(30.0)
+        while stranger.recv(100):
+            pass
+    assert Sockets([address], key=KEY, timeout_s=30.0).execute(plan_of(1, 3)) is not None
+
+
+def test_who_listens_without_the_key_is_told_nothing_and_refused() -> None:
+    def pretend() -> None:
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.sendall(b"n" * 32)
+            heard.append(accepted.recv(64, socket.MSG_WAITALL))
+            accepted.sendall(heard[0][32:])  # the proof that it has just been shown
+            heard.append(accepted.recv(1))
+
+    heard: list[bytes] = []
+    with socket.create_server((HOST, 0)) as server:
+        pretending = threading.Thread(target=pretend)
+        pretending.start()
+        with pytest.raises(HostLostError, match=r"host 0 is gone.*does not know the key"):
+            Sockets([server.getsockname()], key=KEY, timeout_s=30.0)
+        pretending.join()
+    assert heard[1:] == [b""] and KEY not in heard[0]
+
+
+def test_a_start_ends_by_its_deadline_where_no_host_answers() -> None:
+    with socket.create_server((HOST, 0)) as silent, pytest.raises(HostLostError, match=r"host 0 .* within 0\.2 s"):
+        Sockets([silent.getsockname()], key=KEY, timeout_s=0.2)
+
+
+def test_a_host_that_nobody_connects_to_stops_listening(caplog: pytest.LogCaptureFixture) -> None:
+    before = set(threading.enumerate())
+    address = listening(answer_to, timeout_s=0.05)
+    for serving in set(threading.enumerate()) - before:
+        serving.join(30.0)
+    with pytest.raises(ConnectionError):
+        socket.create_connection(address)
+    assert "nobody who knows the key has connected" in caplog.text
 
 
 def test_a_host_stops_serving_when_the_other_end_closes() -> None:
