@@ -8,19 +8,9 @@ CLIENTS := .venv-clients
 # Two processes share the tests; the longest ones, which come first, are not put behind others.
 SHARED := -n 2 --no-loadscope-reorder
 
-# Nothing is asked of the network once `setup` has run; Ray starts without token files or usage reports, and HTTP reaches
-# the replica through HAProxy (ADR 0010). Your own environment wins: `RAY_AUTH_MODE=token make serve`.
+# Nothing is asked of the network once `setup` has run. Your own environment wins: `JAX_PLATFORMS=tpu,cpu make serve`.
 export HF_HUB_OFFLINE ?= 1
 export JAX_PLATFORMS ?= cpu
-export RAY_AUTH_MODE ?= disabled
-export RAY_USAGE_STATS_ENABLED ?= 0
-export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
-export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
-export RAY_SERVE_ENABLE_HA_PROXY ?= 1
-export RAY_SERVE_LOG_TO_STDERR ?= 1
-export RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.5
-export RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S ?= 30
-export RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export TRANSFORMERS_VERBOSITY ?= error
 
@@ -70,4 +60,4 @@ compile-check-full: $(READY)
 	$(BIN)/python -m benchmarks.compile_gate
 
 serve: $(READY)
-	$(BIN)/serve run configs/qwen3_moe.yaml
+	$(BIN)/rayserve-moe serve configs/qwen3_moe.yaml

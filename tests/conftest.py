@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import secrets
+import shutil
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
+from rayserve_moe.serving.start.environment import environment_of
+from tests.support.ports import reserve_ports
+
+PORTS, RESERVATION = reserve_ports()
+FOLDER = Path(tempfile.mkdtemp(prefix="moe-"))
+"""Of HAProxy; the name is short because its sockets' names may not be long."""
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+atexit.register(RESERVATION.close)
+# As the start command has it, on ports and with a token of this process's own.
+os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu") | {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
 }
+del os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
 
 import hypothesis
 import pytest

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.rollouts import batch_job
+from rayserve_moe.serving.start import command as start
 from rayserve_moe.tools.check_table import render
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, check, use_host_alone
 from rayserve_moe.tools.presets import preset_names, read_config
@@ -21,16 +22,19 @@ DOES_NOT_FIT, WRONG_USE = 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for wrong use, others as the command has them.
 
-    `compile-check` ends with 1 where something does not fit, `rollout` as `rollouts.batch_job` says.
+    `compile-check` ends with 1 where something does not fit, `rollout` as `rollouts.batch_job` says, `serve` as
+    `serving.start.supervisor` does.
     """
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compile_check(commands.add_parser("compile-check", help="compile a model's programs for a TPU topology"))
     rollout = commands.add_parser("rollout", help="sample the prompts of a file into Parquet shards")
     batch_job.add_arguments(rollout)
+    start.add_arguments(commands.add_parser("serve", help="serve a config on this machine, until told to stop"))
     options = parser.parse_args(arguments)
+    run = {"compile-check": _compile_check, "rollout": batch_job.run, "serve": start.run}[options.command]
     try:
-        return _compile_check(options) if options.command == "compile-check" else batch_job.run(options)
+        return run(options)
     except ValueError as error:
         sys.stderr.write(f"rayserve-moe {options.command}: {error}\n")
         return WRONG_USE

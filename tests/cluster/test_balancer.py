@@ -38,8 +38,9 @@ from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
 from tests.support.balancing import GARBAGE
 from tests.support.placements import random_placement
+from tests.support.ports import free_port
 
-PORT = 18437
+PORT = free_port()
 WITHIN_S = 90.0
 NUM_TOKENS = 60
 PLACES = {**SETTINGS, "devices_per_host": 4, "num_redundant_experts": 4}

@@ -20,6 +20,7 @@ from ray._private import ray_constants
 from rayserve_moe.config.load import settings_from_yaml
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.config.topology import TpuSlice, slice_for
+from rayserve_moe.serving.start.environment import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kuberay"
@@ -36,7 +37,7 @@ ACCELERATORS = {
 """What GKE calls a generation in the label `cloud.google.com/gke-tpu-accelerator`."""
 
 ON_A_SLICE = {"RAY_AUTH_MODE": "token", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": None}
-"""Variables of the Makefile that a slice needs otherwise: tokens instead of trust, and Serve's own draining period, in
+"""Variables of the start command that a slice needs otherwise: Serve's own draining period, in
 which a load balancer notices. `JAX_PLATFORMS` depends on the pod."""
 
 SLOWEST_STEP_S = 0.05
@@ -162,10 +163,9 @@ def check_config(manifest: Manifest) -> Iterator[str]:
 
 
 def check_environment(manifest: Manifest) -> Iterator[str]:
-    """Every container has the variables that `make serve` sets, with its values except where a slice differs."""
-    exported = dict(re.findall(r"^export (\w+) \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    """Every container has the variables that the start command sets, with its values except where a slice differs."""
     for name, pod in manifest.pods.items():
-        wanted = exported | ON_A_SLICE | {"JAX_PLATFORMS": "cpu" if name == "head" else "tpu,cpu"}
+        wanted = DEFAULTS | ON_A_SLICE | {"JAX_PLATFORMS": "cpu" if name == "head" else "tpu,cpu"}
         given = environment_of(container_of(pod))
         for variable, value in wanted.items():
             if given.get(variable) != value:

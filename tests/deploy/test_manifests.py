@@ -1,4 +1,4 @@
-"""The manifests are what the operator's schemas accept, and agree with configs, topology, Makefile and image."""
+"""The manifests are what the operator's schemas accept, and agree with configs, topology, start command and image."""
 
 from __future__ import annotations
 

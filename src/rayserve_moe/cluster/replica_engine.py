@@ -16,13 +16,42 @@ from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.cluster.balancer import ActorPlanner
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.load import default_cache_directory
-from rayserve_moe.config.settings import Settings
+from rayserve_moe.config.settings import ModelSettings, Settings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.engine.expert_balancing import ExpertBalancing, balance_experts, planning_rules
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.requests import ModelCard
 from rayserve_moe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """What is known of a model before its weights are read; the settings have its directory."""
+
+    settings: ModelSettings
+    tokenizer: Tokenizer
+    card: ModelCard
+
+
+def describe_model(settings: Settings) -> DescribedModel:
+    """Read config and tokenizer of the checkpoint; a synthetic one is made if it is not there.
+
+    Raises ValueError with what is missing or unsupported.
+    """
+    path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
+    model = dataclasses.replace(settings.model, path=str(path))
+    tokenizer = Tokenizer(path)
+    card = model_card(
+        spec_from_config(read_config(path)),
+        model=model,
+        replay=settings.replay,
+        experts=settings.experts,
+        name=path.name,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    return DescribedModel(model, tokenizer, card)
 
 
 @dataclass(frozen=True)
@@ -53,20 +82,10 @@ def start_replica_engine(
     Raises what stands in the way, and nothing stays reserved: SettingsError, CheckpointError, TimeoutError, a worker's
     error, or GivenUpError once another thread has set `given_up`.
     """
-    path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
-    model = dataclasses.replace(settings.model, path=str(path))
-    tokenizer = Tokenizer(path)
-    card = model_card(
-        spec_from_config(read_config(path)),
-        model=model,
-        replay=settings.replay,
-        experts=settings.experts,
-        name=path.name,
-        eos_token_ids=tokenizer.eos_token_ids,
-    )
+    described = describe_model(settings)
     executor = GroupExecutor(
         RunnerSettings(
-            model,
+            described.settings,
             settings.scheduler,
             settings.cache,
             settings.replay,
@@ -80,15 +99,15 @@ def start_replica_engine(
     )
     with ExitStack() as undo:
         undo.callback(executor.shutdown)
-        loop = EngineLoop(executor, card, settings=_loop_settings(settings))
+        loop = EngineLoop(executor, described.card, settings=_loop_settings(settings))
         balancing = balance_experts(
             loop.rebalancing,
             PlacementAdvisor if find_balancer is None else lambda _: ActorPlanner(find_balancer),
             rules=planning_rules(settings.balancing, settings.experts),
-            layer_ids=card.routing.layer_ids,
+            layer_ids=described.card.routing.layer_ids,
         )
         undo.pop_all()
-    return ReplicaEngine(loop, tokenizer, executor, balancing)
+    return ReplicaEngine(loop, described.tokenizer, executor, balancing)
 
 
 def _loop_settings(settings: Settings) -> LoopSettings:

@@ -10,6 +10,7 @@ import difflib
 import os
 import reprlib
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -85,6 +86,16 @@ def set_environment_defaults(variables: Mapping[str, str]) -> None:
 def environment_setting(name: str) -> str:
     """What the environment says of a setting, for clients of a server; empty where it says nothing."""
     return next((os.environ.get(variable, "") for variable, key in ENVIRONMENT_KEYS.items() if key == name), "")
+
+
+def inherited_environment() -> dict[str, str]:
+    """All variables of this process, for those that it starts."""
+    return dict(os.environ)
+
+
+def temporary_folder() -> Path:
+    """Where Ray keeps the files of running clusters."""
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
 def default_cache_directory() -> Path:

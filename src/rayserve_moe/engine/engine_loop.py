@@ -58,6 +58,7 @@ class EngineLoop:
         self._executor, self._settings = executor, settings
         self._inbox = Inbox()
         self._step_started_at: float | None = None
+        self._ending = ABORTED
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
         self.rebalancing = rebalancing_for(
@@ -139,8 +140,9 @@ class EngineLoop:
         if fault is not None:
             raise fault
 
-    def shutdown(self) -> None:
-        """Abort what runs, stop the thread and the executor. May be called twice."""
+    def shutdown(self, ending: FinishReason = ABORTED) -> None:
+        """End what runs, stop the thread and the executor. May be called twice."""
+        self._ending = ending
         self._inbox.close("the engine is shut down")
         self.control.close()
         if self._thread is not threading.current_thread():
@@ -180,7 +182,7 @@ class EngineLoop:
             log.exception("the engine has failed")
             self._fail(f"{type(error).__name__}: {error}")
         else:
-            self._publication.end_all(ABORTED)
+            self._publication.end_all(self._ending)
 
     def _take_commands(self) -> bool:
         """Carry out what is in the inbox; with nothing to do, sleep. False when it is time to stop."""

@@ -11,6 +11,7 @@ from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.expert_balancing import ExpertBalancing
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.ignored_fields import IgnoredFields
+from rayserve_moe.serving.traffic import Traffic
 from rayserve_moe.text.tokenizer import Tokenizer
 
 _ENCODING_THREADS = 2
@@ -38,6 +39,7 @@ class ApiState:
     encoding: ThreadPoolExecutor = field(default_factory=_encoding_threads)
     started_at: float = field(default_factory=time.time)
     balancing: ExpertBalancing | None = None
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def card(self) -> ModelCard:

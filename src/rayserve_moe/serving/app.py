@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,13 @@ from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.expert_balancing import planning_rules
+from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from rayserve_moe.serving.traffic import Traffic
 
 REPLICA_CPUS = 0.5
+SHUT_DOWN = FinishReason("error", message="the server is shutting down")
 HEALTH_CHECK_PERIOD_S = 2.0
 """Serve replaces a replica after three checks in a row that fail: six seconds here, not its default of thirty."""
 
@@ -32,10 +36,22 @@ class MoeServer:
     def __init__(self, settings: Settings) -> None:
         self._engine = start_replica_engine(settings, find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME))
         self._server = settings.server
+        self._traffic = Traffic()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        engine = self._engine
-        return create_api(ApiState(engine.loop, engine.tokenizer, self._server, balancing=engine.balancing))
+        engine, traffic = self._engine, self._traffic
+        return create_api(
+            ApiState(engine.loop, engine.tokenizer, self._server, balancing=engine.balancing, traffic=traffic)
+        )
+
+    async def drain(self) -> int:
+        """Refuse new work from now on; returns how many requests are under way."""
+        self._traffic.drain()
+        return self._traffic.num_open
+
+    async def give_up(self) -> None:
+        """End what runs with an error, and the engine with it."""
+        await asyncio.to_thread(self._engine.loop.shutdown, SHUT_DOWN)
 
     def check_health(self) -> None:
         """Raise when the engine is dead or stuck; Serve then replaces the replica."""

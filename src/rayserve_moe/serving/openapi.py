@@ -24,7 +24,7 @@ MEANINGS = {
     422: "The model produced logits that are not numbers.",
     429: "Too many requests wait: try again later.",
     501: "This server has no such feature, and the error says what to use instead.",
-    503: "The engine is not running.",
+    503: "The engine is not running, or the server is shutting down.",
 }
 ALWAYS = (401,)
 GENERATION = (400, 404, 413, 422, 429, 503)

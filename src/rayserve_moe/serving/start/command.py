@@ -1,0 +1,115 @@
+"""`rayserve-moe serve CONFIG`: everything that can be refused is refused here; then this process starts the rest.
+
+    this process:  check the config and the model, end what an earlier start left, choose ports, make the token
+      becomes      supervisor    starts the two below, passes signals on, and ends everything
+        child      ray start     the cluster of this machine, on 127.0.0.1
+        child      deployment    deploys, waits until it is served, watches, and drains
+
+It becomes the supervisor by exec, since Ray Serve takes its ports from the environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rayserve_moe.config.derive import most_open_requests
+from rayserve_moe.config.load import inherited_environment, temporary_folder
+from rayserve_moe.serving.haproxy_config import FrontLimits
+from rayserve_moe.serving.haproxy_launcher import write_launcher
+from rayserve_moe.serving.start.environment import LAUNCHER, environment_of, token_path
+from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
+from rayserve_moe.serving.start.processes import all_processes, end, own_by_path, read_process
+from rayserve_moe.serving.start.state import Plan, locked, private_folder, running_plans
+from rayserve_moe.serving.start.token import ensure_token
+from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, check_config
+
+FAILED = 1
+_ORPHAN_GRACE_S = 1.0
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("config", type=Path, help="a Serve config, such as configs/qwen3_moe.yaml")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve a config in this process and others below it. Returns only where the start is refused: 1."""
+    try:
+        os.execve(*_prepared(options.config))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"rayserve-moe serve: {' '.join(str(error).split())}\n")
+    return FAILED
+
+
+def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
+    """Return the arguments of exec: program, command line and environment of the supervisor."""
+    config = check_config(path)
+    inherited = inherited_environment()
+    if inherited.get("RAY_ADDRESS"):
+        raise StartError("RAY_ADDRESS is set: this command starts a cluster of its own; `serve run` joins one")
+    token = token_path(inherited, Path.home())
+    if token is not None:
+        ensure_token(token)
+    folder, ports = _prepare(config)
+    on_cpu = not any(settings.cluster.tpu_topology for settings in config.settings.values())
+    environment = environment_of(ports, inherited, folder=folder, jax_platforms="cpu" if on_cpu else "")
+    return sys.executable, [sys.executable, "-m", "rayserve_moe.serving.start.supervisor", str(folder)], environment
+
+
+def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
+    """Take the deployment's state folder and ports. StartError where somebody has its HTTP port."""
+    root = private_folder(temporary_folder() / f"rayserve-moe-{os.getuid()}")
+    with locked(root):
+        others = running_plans(root)
+        folder = private_folder(root / str(config.port))
+        if folder in others:
+            raise StartError(f"port {config.port} is served already, by process {others[folder].pid}")
+        end_orphans(folder)
+        if not is_free(config.port, "" if config.host in _EVERYWHERE else config.host):
+            raise StartError(f"port {config.port} of http_options is taken by {owner_of(config.port)}")
+        claimed = {plan.first_port for plan in others.values()}
+        ports = choose_ports(config.port, claimed=claimed, is_free=is_free)
+        _write(folder, ports, config)
+    return folder, ports
+
+
+def end_orphans(folder: Path) -> None:
+    """End HAProxy and whatever else works with a file of this folder: the start that it belonged to has ended.
+
+    StartError where that does not help.
+    """
+
+    def left() -> list:
+        return own_by_path(folder, all_processes().values(), user=os.getuid())
+
+    if stubborn := end(left, first=signal.SIGTERM, grace_s=_ORPHAN_GRACE_S):
+        raise StartError(f"process {stubborn[0].pid} ({stubborn[0].title}) of an earlier start does not end")
+
+
+def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
+    this = read_process(os.getpid())
+    assert this is not None, "this process runs"
+    settings = config.settings.values()
+    shown = "127.0.0.1" if config.host in _EVERYWHERE else config.host
+    Plan(
+        pid=this.pid,
+        started=this.started,
+        first_port=ports.first,
+        config=as_deployed(config),
+        url=f"http://{shown}:{config.port}",
+        drain_timeout_s=max(one.server.drain_timeout_s for one in settings),
+        start_timeout_s=max(one.cluster.start_timeout_s for one in settings),
+    ).write(folder)
+    most = sum(most_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
+    limits = FrontLimits(
+        health_port=ports.health,
+        max_connections=2 * most,
+        max_connections_per_source=most,
+        host="*" if config.host in _EVERYWHERE else config.host,
+    )
+    write_launcher(folder / LAUNCHER, limits)

@@ -1,0 +1,189 @@
+"""The process that deploys the config of a start, says when it is served, watches it, and drains it when told to stop.
+
+python -m rayserve_moe.serving.start.deployment STATE_FOLDER
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ServeDeploySchema
+
+from rayserve_moe.serving.start.processes import join_parent
+from rayserve_moe.serving.start.state import APPLICATION, Plan
+
+_POLL_S = 0.5
+_WATCH_S = 2.0
+_ANSWER_S = 10.0
+_FLUSH_S = 5.0
+"""Seconds that error events get to reach their clients."""
+_HARMLESS = (RayError, RayServeException, TimeoutError)
+"""What asking a replica raises that is gone: then nothing runs in it."""
+
+
+class DeploymentFailed(RuntimeError):
+    """The application cannot be served, or no longer."""
+
+
+class StopSignal:
+    """Whether this process has been told to stop."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        signal.signal(signal.SIGTERM, self._set)
+
+    def _set(self, *_: object) -> None:
+        self.is_set = True
+
+
+def main() -> int:
+    """Serve the plan of a state folder until told to stop; returns the exit status, 1 with a line on stderr."""
+    join_parent()
+    plan = Plan.read(Path(sys.argv[1]))
+    started = time.monotonic()
+    try:
+        _say("starting Ray")
+        ray.init(address=f"127.0.0.1:{plan.ports.cluster}", logging_level=logging.WARNING)
+        stop = StopSignal()
+        _say("starting Ray Serve")
+        _deploy(plan)
+        _say("loading the model")
+        if _wait_until_served(plan, stop):
+            _say(f"serving at {plan.url} after {time.monotonic() - started:.0f} s; jobs: {_jobs(plan)}")
+            _watch(plan, stop)
+            return _drain(plan)
+    except (DeploymentFailed, RayError, RayServeException, ConnectionError, TimeoutError) as error:
+        sys.stderr.write(f"rayserve-moe serve: {' '.join(str(error).split())}\n")
+        return 1
+    return 0
+
+
+def cause_of(message: str) -> str:
+    """Return the sentence of a traceback that Serve reports: its last line that names an exception, or all of it."""
+    causes = re.findall(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Failed)\b.*)$", message, re.MULTILINE)
+    return causes[-1] if causes else message
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"rayserve-moe serve: {line}\n")
+    sys.stdout.flush()
+
+
+def _jobs(plan: Plan) -> str:
+    return f"RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:{plan.ports.dashboard}"
+
+
+def _deploy(plan: Plan) -> None:
+    schema = ServeDeploySchema.model_validate(plan.config)
+    serve.start(
+        proxy_location=schema.proxy_location,
+        http_options=schema.http_options.model_dump(),
+        grpc_options=schema.grpc_options.model_dump(),
+        logging_config=schema.logging_config,
+        controller_options=schema.controller_options,
+    )
+    client = _get_global_client()
+    assert client is not None, "Serve has been started"
+    client.deploy_apps(schema)
+
+
+def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
+    """Wait for every application to run and for its HTTP port to answer; False when told to stop before."""
+    names = {application["name"] for application in plan.config["applications"]}
+    while not stop.is_set:
+        found = serve.status().applications
+        for application in found.values():
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise DeploymentFailed(cause_of(_messages(application)))
+        if names == {name for name, application in found.items() if application.status == "RUNNING"} and _answers(plan):
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _watch(plan: Plan, stop: StopSignal) -> None:
+    """Return when told to stop. DeploymentFailed once an application has not run for as long as a start may take."""
+    seen = time.monotonic()
+    while not stop.is_set:
+        found = serve.status().applications.values()
+        if all(application.status == "RUNNING" for application in found):
+            seen = time.monotonic()
+        elif time.monotonic() - seen > plan.start_timeout_s:
+            raise DeploymentFailed(cause_of("\n".join(map(_messages, found))))
+        time.sleep(_WATCH_S)
+
+
+def _messages(application: serve.schema.ApplicationStatusOverview) -> str:
+    return "\n".join([application.message, *(one.message for one in application.deployments.values())])
+
+
+def _answers(plan: Plan) -> bool:
+    """Whether every application says that it is healthy, by the way that clients take."""
+    prefixes = [
+        one.get("route_prefix") or "/" for one in plan.config["applications"] if one["import_path"] == APPLICATION
+    ]
+    connection = http.client.HTTPConnection(plan.url.removeprefix("http://"), timeout=_ANSWER_S)
+    try:
+        for prefix in prefixes:
+            connection.request("GET", f"{prefix.rstrip('/')}/health")
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status != http.HTTPStatus.OK:
+                return False
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True
+
+
+def _drain(plan: Plan) -> int:
+    """Have replicas refuse new work, and wait for what runs, at most `drain_timeout_s`; then it ends with an error.
+
+    Returns 0, or 1 where something had to be ended.
+    """
+    _say(f"draining for up to {plan.drain_timeout_s:g} s; the next signal stops at once")
+    if _wait(lambda: _ask_all(plan, "drain") == 0, plan.drain_timeout_s):
+        return 0
+    _ask_all(plan, "give_up")
+    _wait(lambda: _ask_all(plan, "drain") == 0, _FLUSH_S)
+    return 1
+
+
+def _ask_all(plan: Plan, method: str) -> int:
+    """Call a method of every replica that is ours; returns the sum of what they say, 0 for one that is gone."""
+    total = 0
+    for application in plan.config["applications"]:
+        if application["import_path"] == APPLICATION:
+            try:
+                answers = serve.get_app_handle(application["name"]).broadcast(method)
+                found = answers.results(timeout_s=_ANSWER_S, return_exceptions=True)
+            except _HARMLESS:
+                continue
+            total += sum(one for one in found if isinstance(one, int))
+    return total
+
+
+def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

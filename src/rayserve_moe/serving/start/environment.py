@@ -1,0 +1,67 @@
+"""The environment of everything that a start starts. Pure: what the user has set wins, except for ports and paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rayserve_moe.serving.start.ports import Ports, StartError
+
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_LOG_TO_STDERR": "1",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Of a cluster on one machine. Requests reach the replica through HAProxy (ADR 0010)."""
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray's processes then take 127.0.0.1 for the address of the machine. All listen there alone, but for the port by which
+replicas call each other, which Serve opens on every interface: the token protects it."""
+LAUNCHER = "haproxy"
+
+
+def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:
+    """Where Ray looks for the token; None where the environment holds the token itself.
+
+    StartError where tokens are switched off: a replica takes pickled calls on every interface of the machine.
+    """
+    if (mode := inherited.get("RAY_AUTH_MODE") or "token") != "token":
+        raise StartError(f"RAY_AUTH_MODE is {mode}: whoever reaches this machine could run code in it; unset it")
+    if inherited.get("RAY_AUTH_TOKEN"):
+        return None
+    return Path(inherited.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
+
+
+def environment_of(ports: Ports, inherited: Mapping[str, str], *, folder: Path, jax_platforms: str) -> dict[str, str]:
+    """Return the whole environment of a deployment whose state is in `folder`.
+
+    `jax_platforms` is what jax uses where the user says nothing; empty leaves it to jax.
+    """
+    first, last = ports.replicas
+    first_grpc, last_grpc = ports.grpc_replicas
+    own = {
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": ports.fallback_http,
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": ports.fallback_grpc,
+        "RAY_SERVE_HAPROXY_METRICS_PORT": ports.haproxy_metrics,
+        "RAY_SERVE_HAPROXY_STATS_PORT": ports.haproxy_statistics,
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": first,
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": last,
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": first_grpc,
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": last_grpc,
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": folder / "haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": folder / "a",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": folder / "m",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": folder / "server-state",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": folder / LAUNCHER,
+    }
+    platforms = {"JAX_PLATFORMS": jax_platforms} if jax_platforms else {}
+    return {**DEFAULTS, **platforms, **inherited, **LOOPBACK_ONLY, **{name: str(value) for name, value in own.items()}}

@@ -1,0 +1,126 @@
+"""Processes of this machine, read from /proc: which are whose, and the end of those that are ours."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_ZOMBIE = "Z"
+STOPS = frozenset({signal.SIGTERM, signal.SIGINT})
+AWAITED = STOPS | {signal.SIGCHLD}
+"""Signals that the parent of the other processes waits for; they are blocked in it, and in its children at first."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process; `started` (clock ticks since boot) tells it from a later one with the same id."""
+
+    pid: int
+    parent: int
+    started: int
+    user: int
+    arguments: tuple[str, ...]
+    has_ended: bool = False
+    """It only waits to be collected; a thread of it may still hold its sockets."""
+
+    @property
+    def title(self) -> str:
+        """The command line in short, for messages."""
+        return " ".join(self.arguments)[:80] or "?"
+
+
+def read_process(pid: int) -> Process | None:
+    """Return the process with this id, or None if there is none."""
+    folder = _PROC / str(pid)
+    try:
+        user = folder.stat().st_uid
+        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        arguments = (folder / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return None
+    return Process(pid, int(fields[1]), int(fields[19]), user, tuple(arguments), fields[0] == _ZOMBIE)
+
+
+def all_processes() -> dict[int, Process]:
+    """Return every process that can be seen, by id."""
+    found = (read_process(int(entry.name)) for entry in _PROC.glob("[0-9]*"))
+    return {process.pid: process for process in found if process is not None}
+
+
+def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
+    """Return the processes below `root`, itself left out."""
+    children = defaultdict(list)
+    for process in processes.values():
+        children[process.parent].append(process)
+    family, pids = [], [root]
+    for pid in pids:
+        family += children[pid]
+        pids += [child.pid for child in children[pid]]
+    return family
+
+
+def own_by_path(folder: Path, processes: Iterable[Process], *, user: int) -> list[Process]:
+    """Return the user's processes that are given a file in `folder` on their command line."""
+    prefix = f"{folder}/"
+    return [p for p in processes if p.user == user and any(word.startswith(prefix) for word in p.arguments)]
+
+
+def send(processes: Iterable[Process], number: signal.Signals) -> None:
+    """Send a signal to those that still run."""
+    for process in processes:
+        current = read_process(process.pid)
+        if current is not None and current.started == process.started:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, number)
+
+
+def end(
+    find: Callable[[], list[Process]], *, first: signal.Signals, grace_s: float, limit_s: float = 20.0
+) -> list[Process]:
+    """End what `find` finds, again and again until it finds nothing: by the `first` signal, after `grace_s` by SIGKILL.
+
+    Returns what is left after `limit_s`. Children that have ended are collected.
+    """
+    start = time.monotonic()
+    if grace_s > 0:
+        send(find(), first)
+    while (left := find()) and (waited := time.monotonic() - start) < limit_s:
+        if waited >= grace_s:
+            send(left, signal.SIGKILL)
+        time.sleep(0.05)
+        collect_children()
+    return left
+
+
+def collect_children() -> dict[int, int]:
+    """Collect every child that has ended; returns exit codes by id, negative for a signal."""
+    ended = {}
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return ended
+
+
+def adopt_orphans() -> None:
+    """Have every process below this one whose parent ends become a child of this one."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def join_parent() -> None:
+    """Begin a child of a process that awaits signals: take them, and be killed when that process ends."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, argument: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl has failed")

@@ -1,0 +1,115 @@
+"""The process that a start command becomes: parent of everything it started, which it ends in the end.
+
+    python -m rayserve_moe.serving.start.supervisor STATE_FOLDER
+
+It imports neither Ray nor jax, and decides nothing: what is served and when is the business of `deployment`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from rayserve_moe.config.load import inherited_environment
+from rayserve_moe.serving.start.processes import (
+    AWAITED,
+    STOPS,
+    Process,
+    adopt_orphans,
+    all_processes,
+    collect_children,
+    descendants,
+    end,
+    own_by_path,
+)
+from rayserve_moe.serving.start.state import Plan
+
+FAILED = 1
+_GRACE_S = 3.0
+"""Seconds that processes get to end by themselves, once nothing runs any more."""
+_FLUSH_S = 5.0
+"""Seconds that HAProxy gets to pass on the last bytes of answers that replicas have given."""
+_LAST_WORDS_S = 30.0
+"""Seconds beyond `drain_timeout_s` in which a drain has to be over."""
+_LOG = "ray.log"
+
+
+def main() -> int:
+    """Run the deployment of a state folder to its end; returns the exit status of the command.
+
+    0 once it has drained; 1 where something failed or had to be cut; 128 and the signal's number after a second one.
+    """
+    folder = Path(sys.argv[1])
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    adopt_orphans()
+    status, is_orderly = FAILED, False
+    try:
+        plan = Plan.read(folder)
+        with (folder / _LOG).open("wb") as log:
+            ray = _start("cluster", folder, output=log)
+        # Handles of Serve work outside of an event loop only so.
+        deployment = _start("deployment", folder, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
+        status, is_orderly = _watch(ray, deployment, plan=plan, folder=folder)
+    finally:
+        if is_orderly:
+            end(lambda: own_by_path(folder, _family(), user=os.getuid()), first=signal.SIGUSR1, grace_s=_FLUSH_S)
+        left = end(_family, first=signal.SIGTERM, grace_s=_GRACE_S if is_orderly else 0.0)
+        if left:
+            sys.stderr.write(f"rayserve-moe serve: process {left[0].pid} ({left[0].title}) does not end\n")
+        shutil.rmtree(folder, ignore_errors=True)
+    return status
+
+
+def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: str) -> int:
+    """Start a module of this package, in a session of its own: a terminal's Ctrl-C is for this process alone."""
+    command = [sys.executable, "-m", f"{__package__}.{name}", str(folder)]
+    environment = {**inherited_environment(), **more}
+    child = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+    return child.pid
+
+
+def _watch(ray: int, deployment: int, *, plan: Plan, folder: Path) -> tuple[int, bool]:
+    """Wait for the end of the deployment; returns the exit status, and whether what is left may end by itself."""
+    deadline: float | None = None
+    while True:
+        found = _next_signal(deadline)
+        if found in STOPS and deadline is not None:
+            return 128 + found, False
+        if found in STOPS:
+            deadline = time.monotonic() + plan.drain_timeout_s + _LAST_WORDS_S
+            os.kill(deployment, signal.SIGTERM)
+        ended = collect_children()
+        if deployment in ended:
+            return (FAILED if ended[deployment] else 0), True
+        if ray in ended:
+            lines = (folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "without a word")
+            sys.stderr.write(f"rayserve-moe serve: Ray has ended: {last}\n")
+            return FAILED, False
+        if found is None:
+            sys.stderr.write("rayserve-moe serve: the drain did not come to an end\n")
+            return FAILED, False
+
+
+def _next_signal(deadline: float | None) -> int | None:
+    """Wait for a signal; None when the deadline has passed."""
+    if deadline is None:
+        return signal.sigwait(AWAITED)
+    found = signal.sigtimedwait(AWAITED, max(0.0, deadline - time.monotonic()))
+    return None if found is None else found.si_signo
+
+
+def _family() -> list[Process]:
+    return descendants(os.getpid(), all_processes())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

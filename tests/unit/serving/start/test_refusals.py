@@ -1,0 +1,175 @@
+"""What cannot be served is refused in one line by the command itself, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rayserve_moe import cli
+from rayserve_moe.checkpoints.model_path import TRAINED
+from rayserve_moe.serving.start.deployment import cause_of
+from rayserve_moe.serving.start.validation import as_deployed, check_config
+
+ARGS = {"model_path": "trained:calculator", "max_model_len": 256}
+
+
+def config(**changes: object) -> dict:
+    application = {"name": "moe", "route_prefix": "/", "import_path": "rayserve_moe.serving.app:build", "args": ARGS}
+    document = {"http_options": {"host": "127.0.0.1", "port": 8000}, "applications": [application]}
+    for place, value in changes.items():
+        *parents, last = place.split("__")
+        target = document
+        for name in parents:
+            target = target[int(name) if name.isdigit() else name]
+        if value is None:
+            del target[last]
+        else:
+            target[last] = value
+    return document
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch):
+    """Call the command; returns the one line it ends with. Starting anything fails the test."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("the command has started something")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "made for this test alone")
+    monkeypatch.setattr(os, "execve", never)
+    monkeypatch.setattr(subprocess, "Popen", never)
+
+    def call(document: object) -> str:
+        path = tmp_path / "serve.yaml"
+        path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+        assert cli.main(["serve", str(path)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("rayserve-moe serve: ")
+        return line
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"applications__0__args": {**ARGS, "max_model_length": 5}}, "did you mean 'max_model_len'?"),
+        ({"applications__0__args": {"model_path": "/no/such/model"}}, "/no/such/model"),
+        ({"applications__0__args": {**ARGS, "max_model_len": 10**6}}, "exceeds the checkpoint's"),
+        ({"applications__0__args": {"model_path": "trained:poet"}}, "no trained checkpoint 'poet'"),
+        ({"applications__0__import_path": "some.other:app"}, "no application has import_path"),
+        ({"http_option": {"port": 1}}, "http_option: unknown key; did you mean 'http_options'?"),
+        ({"http_options__prt": 1}, "http_options.prt: unknown key; did you mean 'port'?"),
+        ({"applications__0__arg": {}}, "applications.0.arg: unknown key; did you mean 'args'?"),
+        ({"applications__0__deployments": [{"nme": "moe-server"}]}, "deployments.0.nme: unknown key; did you mean"),
+        ({"http_options__port": "many"}, "http_options.port: Input should be a valid integer"),
+        ({"applications": None}, "applications: Field required"),
+        ({"applications__0__import_path": None}, "import_path"),
+        ({"applications": [5]}, "applications.0"),
+        ({"applications": "moe"}, "applications: Input should be a valid list"),
+    ],
+)
+def test_a_wrong_config_is_one_line(refused, changes, message):
+    assert message in refused(config(**changes))
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- 1\n", "applications: &a [*a]\n", "\0"])
+def test_what_is_no_config_at_all_is_one_line(refused, text):
+    refused(text)
+
+
+def test_a_missing_file_is_one_line(capsys):
+    assert cli.main(["serve", "/no/such/config.yaml"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/no/such/config.yaml" in line
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, "config.json"),
+        ("config.json", "{", "config.json"),
+        ("config.json", json.dumps({"architectures": ["LlamaForCausalLM"]}), "supported: Qwen3MoeForCausalLM"),
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("tokenizer.json", "{}", "tokenizer"),
+        ("model.safetensors", None, "safetensors"),
+        ("model.safetensors", "broken", "safetensors"),
+    ],
+)
+def test_an_unusable_checkpoint_is_one_line(refused, tmp_path, file, content, message):
+    model = tmp_path / "model"
+    shutil.copytree(TRAINED["calculator"], model)
+    (model / file).unlink()
+    if content is not None:
+        (model / file).write_text(content)
+    assert message in refused(config(applications__0__args={"model_path": str(model)}))
+
+
+def test_a_port_that_is_taken_is_named_with_its_owner(refused, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as root, socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_TMPDIR", root)
+        port = server.getsockname()[1]
+        assert f"port {port} of http_options is taken by process {os.getpid()}" in refused(
+            config(http_options__port=port)
+        )
+
+
+def test_a_cluster_that_runs_already_is_not_for_this_command(refused, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "RAY_ADDRESS is set" in refused(config())
+
+
+def test_tokens_cannot_be_switched_off(refused, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "RAY_AUTH_MODE is disabled" in refused(config())
+
+
+def test_serve_gets_a_loopback_host_and_tries_a_constructor_once(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(config(http_options__host="0.0.0.0")))
+    checked = check_config(path)
+    assert (checked.host, checked.port) == ("0.0.0.0", 8000)
+    deployed = as_deployed(checked)
+    assert deployed["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    (application,) = deployed["applications"]
+    assert application["deployments"] == [{"name": "moe-server", "max_constructor_retry_count": 1}]
+    assert application["args"] == ARGS
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_of_ours_has_only_known_keys(path):
+    document = yaml.safe_load(path.read_text())
+    document["applications"][0]["args"] = ARGS
+    assert check_config_of(document)
+
+
+def check_config_of(document: dict) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "serve.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return bool(check_config(path).settings)
+
+
+def test_the_cause_of_a_traceback_is_its_last_sentence():
+    message = """The deployment failed to start 1 times in a row. Error:
+\x1b[36mray::ServeReplica:moe:moe-server.initialize_and_get_metadata()\x1b[39m (pid=1, ip=127.0.0.1)
+  File "app.py", line 39, in __init__
+    raise MemoryError
+rayserve_moe.execution.memory.OutOfMemoryError: 5 GB of weights do not fit into 4 GB
+
+The above exception was the direct cause of the following exception:
+
+RuntimeError: Traceback (most recent call last):
+  File "replica.py", line 1, in call
+rayserve_moe.config.settings.SettingsError: num_pages 3 hold no sequence"""
+    assert cause_of(message) == "SettingsError: num_pages 3 hold no sequence"
+    assert cause_of("nothing of the kind") == "nothing of the kind"
