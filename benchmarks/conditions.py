@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.figures import BUSY_LOAD
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, resolve_model_path
 from rayserve_moe.config.load import default_cache_directory
@@ -20,8 +21,6 @@ from rayserve_moe.inprocess.engine import Engine
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "ray", "transformers", "torch")
-BUSY_LOAD = 0.75
-"""Runnable processes, on average over the last minute, that an idle machine does not have."""
 
 
 def load_before_start() -> float:

@@ -14,6 +14,8 @@ Run = Mapping[str, float]
 PARTS = ("schedule", "pack", "transport", "device", "commit")
 HOST_PARTS = ("schedule", "pack", "commit")
 OUTSIDE = "outside"
+BUSY_LOAD = 0.75
+"""Runnable processes, on average over the last minute, that an idle machine does not have."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a peer (see `process.py`): run by the Python of an environment with xllamacpp and gguf.
+"""llama.cpp's server as a peer (see `process.py`): run by the Python of the folder that `install.py` made.
 
 It is asked over the loop-back, and its own reuse of prompts is off.
 """
@@ -8,52 +8,79 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
-import xllamacpp
 from gguf_file import write_gguf
 
-NUM_THREADS = 2
+HOST = "127.0.0.1"
 NUM_SLOTS = 16
+SIZES = ("--parallel", str(NUM_SLOTS), "--ctx-size", str(NUM_SLOTS * 1024), "--kv-unified", "--batch-size", "2048")
+QUIET = ("--cache-ram", "0", "--offline")
 
 
 def main() -> None:
-    """Convert and load the model of the directory named on the command line; serve runs until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    """Convert the model of the directory named first, serve it by the server of the folder named second.
+
+    Runs until the input ends.
+    """
+    model, folder = map(Path, sys.argv[1:])
+    binary = folder / "build" / "bin" / "llama-server"
+    cores = sorted(os.sched_getaffinity(0))
+    options = [*SIZES, *QUIET, "--threads", str(len(cores))]
     with tempfile.TemporaryDirectory() as directory:
-        file = write_gguf(Path(sys.argv[1]), Path(directory) / "model.gguf")
-        server = start(file)
-        host = urlsplit(server.listening_address)
-        facts = {"version": xllamacpp.__version__, "dtype": "bfloat16", "threads": NUM_THREADS}
-        print(json.dumps(facts), file=answers)
-        for line in sys.stdin:
-            print(json.dumps(generate(host, json.loads(line))), file=answers)
+        file, log, port = write_gguf(model, Path(directory) / "model.gguf"), Path(directory) / "log", free_port()
+        command = [str(binary), "--model", str(file), "--host", HOST, "--port", str(port), *options]
+        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
+            try:
+                wait(server, port, log)
+                print(json.dumps(facts(binary, log.read_text(), cores=cores, options=options)), flush=True)
+                for line in sys.stdin:
+                    print(json.dumps(generate(port, json.loads(line))), flush=True)
+            finally:
+                server.terminate()
 
 
-def start(file: Path) -> xllamacpp.Server:
-    """Start a server of 16 slots over one pool of keys and values."""
-    params = xllamacpp.CommonParams()
-    params.model.path = str(file)
-    params.n_parallel = NUM_SLOTS
-    params.n_ctx = NUM_SLOTS * 1024
-    params.kv_unified = True
-    params.n_batch = 2048
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = NUM_THREADS
-    params.hostnames = ["127.0.0.1"]
-    params.port = 0
-    params.verbosity = -1
-    params.cache_ram_mib = 0
-    return xllamacpp.Server(params)
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server((HOST, 0)) as listener:
+        return listener.getsockname()[1]
 
 
-def generate(host: SplitResult, request: dict[str, Any]) -> dict[str, float]:
+def wait(server: subprocess.Popen, port: int, log: Path) -> None:
+    """Return when the server has loaded its model. RuntimeError with the end of its log where it has ended."""
+    while server.poll() is None:
+        time.sleep(0.1)
+        connection = http.client.HTTPConnection(HOST, port, timeout=10)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == http.client.OK:
+                return
+        except OSError:
+            continue
+        finally:
+            connection.close()
+    raise RuntimeError(log.read_text()[-2000:])
+
+
+def facts(binary: Path, log: str, *, cores: list[int], options: list[str]) -> dict[str, Any]:
+    """What runs: version and compiler as the server names them, and the instructions that it says it uses."""
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+    version, compiler = [
+        line for line in (said.stdout + said.stderr).splitlines() if line.startswith(("vers", "built"))
+    ]
+    features = [line.partition("system_info: ")[2] for line in log.splitlines() if "system_info: " in line]
+    found = {"version": version.removeprefix("version: ").partition(" ")[0], "built": version, "compiler": compiler}
+    return found | {"dtype": "bfloat16", "features": features, "cores": cores, "options": options}
+
+
+def generate(port: int, request: dict[str, Any]) -> dict[str, float]:
     """Run one request: greedy, or sampled at temperature 1 where there are several choices."""
     sampling: dict[str, Any] = {"temperature": 0.0}
     if request["n"] > 1:
@@ -62,13 +89,13 @@ def generate(host: SplitResult, request: dict[str, Any]) -> dict[str, float]:
     body = {"n_predict": request["num_new_tokens"], "ignore_eos": True, "cache_prompt": False, **sampling}
     started = time.perf_counter()
     with ThreadPoolExecutor(len(request["prompts"])) as pool:
-        counts = list(pool.map(lambda prompt: complete(host, {**body, "prompt": prompt}), request["prompts"]))
+        counts = list(pool.map(lambda prompt: complete(port, {**body, "prompt": prompt}), request["prompts"]))
     return {"seconds": time.perf_counter() - started, "num_new_tokens": sum(counts)}
 
 
-def complete(host: SplitResult, body: dict[str, Any]) -> int:
+def complete(port: int, body: dict[str, Any]) -> int:
     """Complete one prompt; returns how many tokens came out, over all choices."""
-    connection = http.client.HTTPConnection(host.hostname, host.port, timeout=600)
+    connection = http.client.HTTPConnection(HOST, port, timeout=600)
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
     answer = json.loads(connection.getresponse().read())
     connection.close()

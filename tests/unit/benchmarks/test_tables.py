@@ -11,6 +11,7 @@ from benchmarks import table
 from benchmarks.engine import SIDES, WATCHED
 from benchmarks.engine_runs import check_complete
 from benchmarks.figures import (
+    BUSY_LOAD,
     OUTSIDE,
     PARTS,
     milliseconds_per_step,
@@ -126,7 +127,11 @@ def every_section() -> dict:
             "devices": 4, "phases": {"before": counted}
         },
         "peers": {
-            "facts": {"vllm": {"version": "1.2"}}, "read_bytes_per_s": 25e9, "limits": {"1": 700.0, "16": 4000.0},
+            "facts": {"vllm": {
+                "version": "1.2", "cores": [0, 1], "build": {"flags": ["-O3", "-mavx"]},
+                "environment": {"LD_PRELOAD": "/a/libx.so:/b/liby.so"},
+            }},
+            "read_bytes_per_s": 25e9, "limits": {"1": 700.0, "16": 4000.0},
             "workloads": {
                 name: {
                     "workload": asdict(WORKLOADS[name]),
@@ -235,6 +240,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("compile_gate", "2.50"),
         ("programs", "528"),
         ("peers", "1.50 (1.50-1.50)"),
+        ("peers", "vLLM: flags -O3 -mavx; LD_PRELOAD=libx.so:liby.so; on cores [0, 1]."),
         ("expert_reading", "0.75 (0.75-0.75)"),
         ("planner", "1.0312 (worst layer 1.5000)"),
         ("balanced_selection", "6.00 (6.00-6.00)"),
@@ -248,6 +254,17 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
 )
 def test_the_figure_that_counts_is_in_the_table(name, figure):
     assert figure in tables({name: every_section()[name]})
+
+
+@pytest.mark.parametrize("place", [(), ("machine",), ("facts",), ("of", "a", "side")])
+def test_a_busy_machine_is_named_wherever_its_load_stands(place):
+    for load, is_busy in ((BUSY_LOAD, False), (BUSY_LOAD + 0.1, True)):
+        found = tables({"curve": every_section()["curve"], "facts": nested(place, load)})
+        assert found.startswith("**Busy machine**") == is_busy
+
+
+def nested(place: tuple[str, ...], load: float) -> dict:
+    return {place[0]: nested(place[1:], load)} if place else {"load_before": load}
 
 
 def test_without_names_all_results_are_printed_and_what_is_no_result_is_not(tmp_path, monkeypatch, capsys):
