@@ -14,8 +14,11 @@ export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 export TRANSFORMERS_VERBOSITY ?= error
 
+# Which part of the slow tests `test-part` runs: another one after every commit.
+PART ?= $(shell git rev-list --count HEAD)/8
+
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all parity clients bench compile-check compile-check-full serve
+.PHONY: setup fmt check test test-all test-native test-part parity clients bench compile-check compile-check-full serve
 
 setup: $(READY)
 
@@ -39,6 +42,13 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/pytest $(SHARED) -m "not parity"
 	$(BIN)/pytest --cpu-kernels native tests/pipelines
+
+# The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
+test-native: $(READY)
+	$(BIN)/pytest $(SHARED) --cpu-kernels native -m "not slow" tests/pipelines
+
+test-part: $(READY)
+	$(BIN)/pytest $(SHARED) -m "slow and not parity" --part $(PART)
 
 parity: $(TORCH)
 	$(BIN)/pytest -m parity tests/parity

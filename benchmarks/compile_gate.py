@@ -3,7 +3,8 @@
     python -m benchmarks.compile_gate [--only qwen3-30b-a3b@v6e:2x4] [--only qwen3-30b-a3b@v6e:2x4+32] [--out FILE.json]
 
 Each model and topology is checked by `rayserve-moe compile-check` in a process of its own; a run takes minutes per
-program on two cores and needs no TPU.
+program on two cores and needs no TPU. Ends with 1 where a case does not fit, copies weights or KV, or does not update
+its state in place.
 """
 
 from __future__ import annotations
@@ -46,19 +47,37 @@ def check(case: str) -> dict[str, Any]:
     return {"status": run.returncode, **json.loads(run.stdout)}
 
 
-def main() -> None:
-    """Check every case, writing the result file after each; then print its table."""
+def faults(report: dict[str, Any]) -> list[str]:
+    """What keeps a case from being served, program by program."""
+    found = []
+    for program in report["programs"]:
+        name = program["name"]
+        if program["error"]:
+            found.append(f"{name} does not compile: {program['error']}")
+            continue
+        found += [f"{name} copies {size / 1e6:.1f} MB of {kind}" for kind, size in program["copied_bytes"].items()]
+        if not program["is_in_place"]:
+            found.append(f"{name} does not update its state in place")
+    return found
+
+
+def main() -> int:
+    """Check every case, writing the result file after each; then print its table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=list(CASES), action="append", help="may be given more than once")
     parser.add_argument("--out", type=Path, default=RESULTS / "compile_gate.json")
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {KEY: {}}
+    status = 0
     for case in arguments.only or CASES:
         known[KEY][case] = check(case)
         arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        print(case, "fits" if known[KEY][case]["status"] == 0 else "does not fit", flush=True)
+        found = faults(known[KEY][case])
+        status = 1 if found else status
+        print(case, "; ".join(found) or "fits", flush=True)
     print(tables(known))
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

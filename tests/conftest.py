@@ -48,6 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what computes the core model: XLA in float32, or the native kernels in bfloat16",
     )
 
+    parser.addoption(
+        "--part",
+        metavar="I/N",
+        help="run the tests of every Nth file only, from file I on in the order of their paths: N runs make the whole",
+    )
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
@@ -57,6 +63,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With the native kernels only tests over the core model run: what they compute, no other test sees."""
+    if part := config.getoption("--part"):
+        index, num_parts = map(int, part.split("/"))
+        files = sorted({item.path for item in items})
+        chosen = {file for position, file in enumerate(files) if position % num_parts == index % num_parts}
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+        items[:] = [item for item in items if item.path in chosen]
     if config.getoption("--cpu-kernels") != "native":
         return
     others = [item for item in items if "is_native" not in getattr(item, "fixturenames", ())]

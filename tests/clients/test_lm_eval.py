@@ -33,7 +33,7 @@ def test_two_local_tasks(url: str, engine: Engine, checkpoint: Path, tmp_path: P
     command += ["--tasks", "toy_mc,toy_gen", "--include_path", "tests/lm_eval_tasks"]
     command += ["--output_path", str(tmp_path), "--log_samples"]
     environment = os.environ | OFFLINE | {"HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     check_likelihoods(samples_of(tmp_path, "toy_mc"), engine)
     check_generations(samples_of(tmp_path, "toy_gen"), engine)

@@ -114,7 +114,7 @@ async def rounds(url: str, checkpoints: list[Path]) -> list[dict]:
         for number, path in enumerate(checkpoints, 1):
             (await control.post("/pause_generation", json={"mode": "retract"})).raise_for_status()
             wanted = {"model_path": str(path), "weight_version": f"after {number}"}
-            told = await control.post("/update_weights_from_disk", json=wanted, timeout=60)
+            told = await control.post("/update_weights_from_disk", json=wanted, timeout=600)
             assert told.json()["success"], told.text
             (await control.post("/continue_generation", json={})).raise_for_status()
             answers.append(await client.generate(**asked))

@@ -164,7 +164,7 @@ def test_a_compiled_graph_answers_as_one_process_and_is_gone_when_idle(
     executor, num_pages = group
     card, wanted = expected
     transport = CompiledGraph(executor.workers, timeout_s=60.0)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not transport.is_compiled:
         assert time.monotonic() < deadline, "the graph was never compiled"
         transport.execute(StepPlan(0))
@@ -224,7 +224,7 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
                     assert rebalance.progress.version == seed + 1 and rebalance.progress.num_slots_done > 0
                 loop.rebalancing.head_for(start)
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + 600
                 while rebalance.progress.version < 4 or not rebalance.progress.is_done:
                     assert time.monotonic() < deadline, "experts never arrive"
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)

@@ -57,7 +57,7 @@ def start(prompts: Path, out: Path, url: str) -> AbstractContextManager[subproce
 
 def wait_for_samples(out: Path, driver: subprocess.Popen[str], count: int) -> None:
     """Wait until so many samples are there, and some are still to come from a driver that runs."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1800
     found = 0
     while found < count:
         assert time.monotonic() < deadline, f"{found} of {count} samples came"
@@ -87,12 +87,12 @@ def test_whatever_is_killed_every_sample_comes_once(url: str, prompts: Path, tmp
         kill("ray::HostWorker")
         wait_for_samples(out, driver, 600)
         driver.terminate()
-        assert driver.wait(timeout=60) == TOLD_TO_STOP
+        assert driver.wait(timeout=1800) == TOLD_TO_STOP
     assert summary_in(out)["retries"] > 0, "nobody asked for anything while there was no worker"
     with start(prompts, out, url) as driver:
         wait_for_samples(out, driver, 700)
         kill("ray::ServeReplica:rollouts:")
-        assert driver.wait(timeout=300) == 0
+        assert driver.wait(timeout=1800) == 0
     assert summary_in(out)["retries"] > 0, "nobody asked for anything while there was no replica"
     found = samples_in(out)
     assert found.keys() == {(str(i), sample) for i in range(NUM_PROMPTS) for sample in range(NUM_SAMPLES)}

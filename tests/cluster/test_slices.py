@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def told() -> Told:
     """What `tests.cluster.tpu_slices` says of its cluster of two fake v6e slices with two hosts each."""
     command = [sys.executable, "-m", "tests.cluster.tpu_slices"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -64,7 +64,7 @@ def probe_hosts(reservation: SliceReservation, num_hosts: int) -> list[dict[str,
     """What an actor on each host finds, by host number."""
     remote = ray.remote(Probe)
     actors = [remote.options(**reservation.actor_options(i)).remote() for i in range(num_hosts)]
-    return ray.get([actor.look.remote() for actor in actors], timeout=120)
+    return ray.get([actor.look.remote() for actor in actors], timeout=1200)
 
 
 def free_resources() -> dict[str, float]:

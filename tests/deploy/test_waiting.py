@@ -59,7 +59,7 @@ def end_answer(engine, monkeypatch):
 
     def run_later():
         begun.set()
-        assert released.wait(60)
+        assert released.wait(600)
         return run()
 
     def end():
@@ -71,7 +71,7 @@ def end_answer(engine, monkeypatch):
     asked = {"input_ids": [5, 6, 7], "max_new_tokens": 8, "ignore_eos": True, "temperature": 0}
     thread = threading.Thread(target=engine.generate, kwargs=asked)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     yield end
     end()
 

@@ -90,14 +90,14 @@ def small_url(small_engine):
 
 @pytest.fixture
 def http(url, engine):
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=600) as client:
         yield client
     assert_idle(engine)
 
 
 @pytest.fixture
 def small_http(small_url, small_engine):
-    with httpx.Client(base_url=small_url, timeout=60) as client:
+    with httpx.Client(base_url=small_url, timeout=600) as client:
         yield client
     assert_idle(small_engine)
 
@@ -116,7 +116,7 @@ def client(url, engine):
     assert_idle(engine)
 
 
-def assert_idle(engine, within_s=20.0):
+def assert_idle(engine, within_s=600.0):
     """Wait until nothing runs; then every page must be free."""
     deadline = time.monotonic() + within_s
     while (numbers := engine.loop.statistics())["requests_live"] and time.monotonic() < deadline:

@@ -28,7 +28,7 @@ def test_two_processes_get_what_the_definition_says(program, environment):
         for i in range(NUM_PROCESSES)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=600)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

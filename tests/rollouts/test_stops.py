@@ -34,7 +34,7 @@ def start(prompts: Path, out: Path, url: str) -> AbstractContextManager[subproce
 
 
 def wait_for_shards(out: Path, process: subprocess.Popen[str], count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while len(list(out.glob("rollouts/[!.]*"))) < count:
         assert process.poll() is None and time.monotonic() < deadline, "no shards came"
         time.sleep(0.01)
@@ -66,6 +66,6 @@ def test_a_job_that_is_told_to_stop_keeps_what_has_come(url: str, many: Path, tm
         with pytest.raises(ShardError, match="another job"), RolloutDirectory(out):
             pass
         process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=30)
+        printed, _ = process.communicate(timeout=600)
     assert process.returncode == 3 and "told to stop" in printed
     assert summary_in(out)["samples_written"] == len(samples_in(out)) < NUM_PROMPTS * NUM_SAMPLES

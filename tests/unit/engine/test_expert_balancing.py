@@ -25,7 +25,7 @@ LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
 RULES = PlanningRules(interval=32, window=400)
 LAYER_IDS = (1, 2, 4)
-WITHIN_S = 20.0
+WITHIN_S = 600.0
 
 
 class Faulty:

@@ -76,3 +76,10 @@ def test_samples_without_a_prompt_are_faulty() -> None:
     bodiless = [replace(sample("a"), start=4, rows=sample("a").rows[4:], weight_version=((4, 6, "a"),), source=())] * 2
     with pytest.raises(Faulty, match="lacks rows"):
         rollouts_in(container(bodiless), [SampleRequest("p", PROMPT, {}, seed=0, count=2)], started_at=0.0)
+
+
+@pytest.mark.parametrize("prompt", [(5, 6, 7), (5, 6, 7, 8, 9)])
+def test_the_answer_to_another_prompt_is_faulty(prompt: tuple[int, ...]) -> None:
+    request = SampleRequest("p", prompt, {}, seed=0, returns_routing=False)
+    with pytest.raises(Faulty, match="another prompt"):
+        rollouts_in(container([sample("a")]), [request], started_at=0.0)

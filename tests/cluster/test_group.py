@@ -1,0 +1,44 @@
+"""What the hosts of a group agree on before they compile."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import ray
+
+from rayserve_moe.cluster import group_executor
+from rayserve_moe.cluster.group_executor import GroupExecutor
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.execution.host_runner import RunnerSettings
+
+PAGES = (70, 50, 60)
+
+
+@ray.remote(num_cpus=0)
+class SmallHost:
+    """A host whose memory has room for so many pages; it says what it is told to prepare."""
+
+    def __init__(self, _: Any, place: Any) -> None:
+        self._num_pages = PAGES[place.host_id]
+
+    def coordinator_address(self) -> str:
+        return "127.0.0.1:1"
+
+    def load(self, _: str) -> int:
+        return self._num_pages
+
+    def prepare(self, num_pages: int) -> None:
+        raise ValueError(f"told {num_pages} pages")
+
+
+def test_hosts_have_the_pages_of_the_smallest(raylets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page tables of a plan hold for every host."""
+    monkeypatch.setattr(group_executor, "RemoteHostWorker", SmallHost)
+    settings, unread = settings_from({"model_path": "unread", "num_hosts": len(PAGES)}), cast(RunnerSettings, None)
+    group = GroupExecutor(unread, parallel=settings.parallel, cluster=settings.cluster)
+    try:
+        with pytest.raises(ValueError, match="told 50 pages"):
+            group.start()
+    finally:
+        group.shutdown()
