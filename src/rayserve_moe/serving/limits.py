@@ -5,6 +5,7 @@ Plain ASGI, so that streamed answers pass through untouched.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,13 +17,16 @@ OPEN_PATHS = frozenset({"/health", "/experts"})
 """What is answered without a key: nothing there tells of requests or their numbers."""
 _DISCARDED_BODIES = 4
 """Refused bodies are read on, up to this many limits: a client still writing cannot read our answer."""
+BODY_TIMEOUT_S = 120.0
+"""For a body to arrive in: until then it holds one of the places that Serve has for requests."""
 
 
 class EdgeGuard:
-    """ASGI wrapper that refuses a missing key (401) and a body over the limit (413)."""
+    """ASGI wrapper that refuses a missing key (401), a body over the limit (413), and one that does not come (408)."""
 
-    def __init__(self, app: ASGIApp, server: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
+        self._body_timeout_s = body_timeout_s
         self._key = server.api_key.encode()
         self._max_bytes = server.max_body_bytes
 
@@ -55,12 +59,19 @@ class EdgeGuard:
         return ApiError(413, f"the request body is longer than {self._max_bytes} bytes", code="body_too_large")
 
     def _counted(self, receive: Receive) -> Receive:
-        """Count what arrives: a chunked body announces no length."""
+        """Count what arrives, and wait for it only so long: a chunked body announces no length."""
         num_bytes = 0
+        deadline: float | None = asyncio.get_running_loop().time() + self._body_timeout_s
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, "the request body did not arrive in time", code="request_timeout") from None
+            if not message.get("more_body", False):
+                deadline = None  # what may follow is the client's leaving
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 if message.get("more_body", False):

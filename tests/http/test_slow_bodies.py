@@ -1,0 +1,56 @@
+"""A body has so long to arrive; what is answered to a whole one may take longer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.errors import install_error_handlers
+from rayserve_moe.serving.limits import EdgeGuard
+from tests.support.serving import running
+
+BODY_TIMEOUT_S = 0.3
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    app = FastAPI()
+    install_error_handlers(app)
+    app.add_middleware(EdgeGuard, server=ServerSettings(), body_timeout_s=BODY_TIMEOUT_S)
+
+    async def slowly(body: bytes) -> AsyncIterator[bytes]:
+        yield body
+        await asyncio.sleep(2 * BODY_TIMEOUT_S)
+        yield body
+
+    @app.post("/")
+    async def answer(request: Request) -> StreamingResponse:
+        return StreamingResponse(slowly(await request.body()))
+
+    with running(app) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 10\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"]
+)
+def test_half_a_body_is_given_up(framing: bytes, url: str) -> None:
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=DEADLINE_S) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + framing)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer
+
+
+def test_a_whole_body_is_answered_for_as_long_as_it_takes(url: str) -> None:
+    assert httpx.post(url, content=b"whole", timeout=DEADLINE_S).text == "wholewhole"
