@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -100,7 +101,8 @@ def running_front(directory: Path, **limits: int) -> Iterator[Front]:
             **limits,
         ),
     )
-    with (directory / "log").open("wb") as log, subprocess.Popen([script, "-db", "-f", config], stderr=log) as haproxy:
+    command, environment = [script, "-db", "-f", config], os.environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": str(script)}
+    with (directory / "log").open("wb") as log, subprocess.Popen(command, env=environment, stderr=log) as haproxy:
         try:
             wait_until_open(front.health_port)
             yield front

