@@ -42,6 +42,9 @@ def test_scores_are_log_probs_of_the_logits(engine: Engine, alone: Outcomes):
             assert scores is not None and scores.start == first and len(scores.logprobs) == len(prompt) - 1 - first
             of_tokens = expected[np.arange(len(expected)), prompt[first + 1 :]]
             np.testing.assert_allclose(scores.logprobs, of_tokens, rtol=0, atol=LOGPROB_TOLERANCE)
+            least = 1 + np.sum(expected > of_tokens[:, None] + LOGPROB_TOLERANCE, axis=1)
+            most = np.sum(expected >= of_tokens[:, None] - LOGPROB_TOLERANCE, axis=1)
+            assert np.all((least <= scores.ranks) & (scores.ranks <= most))
             assert (scores.top is not None) == (request.num_top_logprobs > 0)
             if scores.top is not None:
                 falling = -np.sort(-expected, axis=1)[:, : request.num_top_logprobs]
