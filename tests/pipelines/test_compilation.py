@@ -64,7 +64,7 @@ def test_nothing_is_compiled_for_200_random_requests(engine: Engine):
         request = random_request(generator, number)
         running.append((request, open_stream(engine.loop, engine.tokenizer, request=request)))
         if generator.random() < 0.15:
-            engine.loop.abort(str(generator.choice([request.request_id for request, _ in running])))
+            engine.loop.abort_stem(str(generator.choice([request.request_id for request, _ in running])))
     for request, stream in running:
         ends = [delta for delta in stream if delta.finish is not None]
         assert sorted(delta.choice_index for delta in ends) == list(range(request.sampling.n))

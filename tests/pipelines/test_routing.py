@@ -90,8 +90,8 @@ def test_kept_rows_outrank_what_is_computed_again(engine: Engine, preempted_agai
             cycle.scheduler.flush()
         if step == 11:
             (sequence,) = cycle.scheduler.running
-            assert sequence.sampled_rows is not None and len(sequence.sampled_rows) == 8
-            sequence.sampled_rows[:] = marked
+            assert sequence.kept_rows is not None and sequence.kept_rows.end == 48
+            sequence.kept_rows.rows[40:] = marked
 
     outcome = intervened(engine, wanted, mark_kept_rows)["r", 0]
     untouched = run_alone(engine.runner, engine.card, [wanted])["r", 0]
@@ -114,7 +114,9 @@ def test_an_abort_reports_rows_right_or_missing(engine: Engine, preempted_at: in
     outcome = intervened(engine, wanted, preempt_then_abort, chunk_tokens=16)["r", 0]
     assert outcome.finish == FinishReason("abort")
     _check_right_or_missing(outcome, untouched)
-    assert outcome.routing is not None and outcome.routing.missing, "its pages are gone"
+    num_in = 16 * (preempted_at - 1)
+    assert outcome.routing is not None
+    assert outcome.routing.missing == (((num_in, 39),) if num_in < 39 else ()), "its pages are gone, its rows are not"
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -165,7 +167,7 @@ def test_an_aborted_stream_returns_the_rows_of_its_tokens(engine: Engine):
         input_ids=PROMPT.tolist(), max_new_tokens=300, temperature=0, ignore_eos=True, return_routed_experts=True
     )
     first = next(stream)
-    engine.loop.abort(first["meta_info"]["id"])
+    engine.loop.abort_stem(first["meta_info"]["id"])
     *_, last = stream
     meta = last["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"

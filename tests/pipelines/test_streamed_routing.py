@@ -96,7 +96,7 @@ def collect(engine: Engine, request: GenerationRequest, *, abort_after: int = 10
         if request.stream_routed_experts and result.routing is not None and result.token_ids:
             assert len(result.routing.rows) == len(request.prompt_ids) + len(result.token_ids) - 1
         if len(result.token_ids) >= abort_after and delta.finish is None:
-            engine.loop.abort(request.request_id)
+            engine.loop.abort_stem(request.request_id)
     return result
 
 

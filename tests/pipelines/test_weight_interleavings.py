@@ -35,9 +35,12 @@ from tests.support.workload import request_for
 ABORTED = FinishReason("abort")
 BALANCED = {"enable_eplb": True, "eplb_slots_per_step": 1, "num_redundant_experts": 4, "devices_per_host": 4}
 
+LONGEST_FOLLOWED = 150
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 30), st.integers(1, 3)),
+        st.tuples(st.just("follow"), st.integers(0, 7), st.integers(1, 30)),
         st.tuples(st.just("turn"), st.integers(1, 9)),
         st.tuples(st.sampled_from(["abort", "preempt"]), st.integers(0, 7)),
         st.tuples(st.just("flush")),
@@ -64,14 +67,26 @@ class Interleaving:
 
     def __init__(self, cycle: StepCycle, engine: Engine, reference: VersionedReference, paths: list[Path]) -> None:
         self._cycle, self._engine, self._reference, self._paths = cycle, engine, reference, paths
-        self._num_requests = self._num_swaps = 0
+        self._num_requests = 0
+        self._versions = ["0"]
+        self._born: dict[str, int] = {}
+        self._said: list[np.ndarray] = []
         self._staged: Path | None = None
         reference.note("0", paths[0], is_recomputed=True)
 
     def submit(self, prompt: int, max_new_tokens: int, n: int) -> None:
+        self._submit(PROMPTS[prompt], max_new_tokens, n)
+
+    def follow(self, which: int, max_new_tokens: int) -> None:
+        """Have somebody go on from what another choice has come to."""
+        if self._said and len(said := self._said[which % len(self._said)]) <= LONGEST_FOLLOWED:
+            self._submit(said, max_new_tokens, 1)
+
+    def _submit(self, prompt: np.ndarray, max_new_tokens: int, n: int) -> None:
         self._num_requests += 1
         sampling = {"max_new_tokens": max_new_tokens, "n": n, "temperature": float(n > 1), "seed": self._num_requests}
-        request = request_for(PROMPTS[prompt], f"i{self._num_requests}", **sampling)
+        request = request_for(prompt, f"i{self._num_requests}", **sampling)
+        self._born[request.request_id] = len(self._versions) - 1
         self._cycle.scheduler.add(choices_of(request, self._engine.card))
 
     def turn(self, num_turns: int) -> None:
@@ -100,8 +115,8 @@ class Interleaving:
     def swap(self, retracts: bool) -> None:
         if self._staged is None:
             return
-        self._num_swaps += 1
-        version, path, self._staged = f"swap {self._num_swaps}", self._staged, None
+        version, path, self._staged = f"swap {len(self._versions)}", self._staged, None
+        self._versions.append(version)
         self._check_all(self._cycle.drain().endings)
         if retracts:
             self._cycle.retract()
@@ -128,7 +143,11 @@ class Interleaving:
             ids, logprobs = (values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs))
             ranges = list(labelled_ranges(sequence.weight_versions, last))
             routing = ending.routing
-            assert routing is not None and (sequence.finish == ABORTED or not routing.missing)
+            assert routing is not None
+            assert not routing.missing or (sequence.finish == ABORTED and not sequence.num_outputs)
+            oldest = self._versions[self._born[sequence.request.request_id] :]
+            assert {version for *_, version in routing.weight_version} <= set(oldest), "rows of weights before its time"
+            self._said.append(sequence.tokens(0, last).copy())
             self._reference.check_outputs(sequence.tokens(0, first).tolist(), Labelled(ids, logprobs, ranges, routing))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Choices
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ class EngineControl:
         self._inbox.check_open()
         return self._updates.submit(self._update, order)
 
-    def end(self, sequences: Choices[Sequence], reason: FinishReason) -> None:
+    def end(self, sequences: Iterable[Sequence], reason: FinishReason) -> None:
         """End choices, in the engine thread; those that have ended already are left as they are."""
         for sequence in sequences:
             if sequence.finish is None:

@@ -8,6 +8,7 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
@@ -65,7 +66,9 @@ class EngineLoop:
             card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.num_hosts
         )
         self._cycle = self._assemble(self.start_report.num_pages)
-        self._publication = Publication(self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing)
+        self._publication = Publication(
+            self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
+        )
         self.control = EngineControl(self._cycle, executor, publication=self._publication, inbox=self._inbox)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -76,10 +79,11 @@ class EngineLoop:
         path = self.control.model_path or self._card.path
         return dataclasses.replace(self._card, weight_version=self.control.weight_version, path=path)
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+    def submit(self, request: GenerationRequest, sink: Sink) -> list[Sequence]:
         """Queue a request; `sink` gets its updates from the engine thread and must not block.
 
-        Raises RequestError for what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
+        Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
+        what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
         """
         check_request(request, self._card, longest=self._longest)
         most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.num_data_ranks)
@@ -93,23 +97,20 @@ class EngineLoop:
             sequences = _sequences_of(request, self._card)
             self._publication.add(sequences, sink)
             self._inbox.post(lambda: self._cycle.scheduler.add(sequences))
+        return sequences
 
-    def abort(self, request_id: str) -> None:
-        """End all choices of a request that are still running, with finish reason `abort`; unknown ids are ignored."""
-        self._end_all_of([request_id], None, ABORTED)
+    def abort(self, choices: Iterable[Sequence]) -> None:
+        """End those of the choices that have not ended, with finish reason `abort`."""
+        self._inbox.post(partial(self.control.end, choices, ABORTED))
 
     def abort_stem(self, stem: str) -> None:
-        """Abort the request `stem` and all that are named `stem_0`, `stem_1`, or `stem-0`, ... after it."""
+        """Abort what runs now as request `stem`, or as `stem_0`, `stem_1`, or `stem-0`, ... after it."""
         parts = re.compile(re.escape(stem) + r"([_-]\d+)?")
-        self._end_all_of([name for name in self._publication.request_ids if parts.fullmatch(name)], None, ABORTED)
+        self._abort_named(lambda name: parts.fullmatch(name) is not None)
 
     def abort_all(self) -> None:
         """End everything that was submitted before, with finish reason `abort`."""
-        self._end_all_of(self._publication.request_ids, None, ABORTED)
-
-    def stop(self, request_id: str, choice_index: int) -> None:
-        """End one choice whose text is complete (a stop string was found)."""
-        self._end_all_of([request_id], choice_index, FinishReason("stop"))
+        self._abort_named(lambda _: True)
 
     def flush(self) -> None:
         """Forget all cached prefixes, before anything that is submitted from now on; what runs keeps its pages."""
@@ -200,12 +201,11 @@ class EngineLoop:
             self._executor.release()
             self._inbox.wait()
 
-    def _end_all_of(self, request_ids: list[str], choice_index: int | None, reason: FinishReason) -> None:
-        """Have choices of requests ended that run now: a request may follow under the same name."""
+    def _abort_named(self, is_meant: Callable[[str], bool]) -> None:
+        """Abort the requests that have such an id now: others may follow under the same."""
         with self._inbox.lock:
-            meant = [s for request_id in request_ids for s in self._publication.unfinished(request_id)]
-            chosen = [s for s in meant if choice_index in (None, s.choice_index)]
-            self._inbox.post(partial(self.control.end, chosen, reason))
+            names = filter(is_meant, self._publication.request_ids)
+            self.abort([choice for name in names for choice in self._publication.unfinished(name)])
 
     def _fail(self, message: str) -> None:
         """Refuse everything from now on and end what runs with an error."""

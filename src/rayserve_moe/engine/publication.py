@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +12,16 @@ from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence, top_of
 
-Sink = Callable[[list[GenerationUpdate]], None]
+Sink = Callable[[list[GenerationUpdate]], Iterable[int] | None]
+"""Takes updates of one request; returns the choices whose text is complete, so that they end here, if there are any."""
 StreamedRouting = Callable[[Sequence], RoutedExperts | None]
 """Gives the rows of a running sequence that its client does not have yet; None where they are not streamed."""
 
+End = Callable[[Sequence, FinishReason], Ending]
+"""Ends a sequence between steps."""
+
+STOPPED = FinishReason("stop")
+"""How a choice ends whose text is complete; which string it was is known to its sink."""
 NO_ROWS = np.zeros(0, np.int64)
 GROUPING_S_PER_SEQUENCE = 0.01
 LONGEST_GROUPING_S = 0.13
@@ -25,6 +31,11 @@ is under way it stays within 150 ms."""
 
 def _no_routing(_: Sequence) -> None:
     return None
+
+
+def _only_marked(sequence: Sequence, reason: FinishReason) -> Ending:
+    sequence.finish = reason
+    return Ending(sequence)
 
 
 @dataclass
@@ -43,8 +54,10 @@ class Publication:
     thread.
     """
 
-    def __init__(self, table: RowTable, *, streamed_routing: StreamedRouting = _no_routing) -> None:
-        self._table, self._streamed_routing = table, streamed_routing
+    def __init__(
+        self, table: RowTable, *, streamed_routing: StreamedRouting = _no_routing, end: End = _only_marked
+    ) -> None:
+        self._table, self._streamed_routing, self._end = table, streamed_routing, end
         self._listeners: dict[str, _Listener] = {}
 
     def __len__(self) -> int:
@@ -73,7 +86,10 @@ class Publication:
         return [s for s in listener.sequences if s.finish is None] if listener else []
 
     def publish(self, rows: np.ndarray, endings: list[Ending], *, now: float) -> None:
-        """Send the updates that are due: of rows that got tokens, and of choices that have ended."""
+        """Send the updates that are due: of rows that got tokens, and of choices that have ended.
+
+        Choices whose text proves to be complete end too, before another step is planned.
+        """
         updates: dict[str, list[GenerationUpdate]] = {}
         for row in self._due(rows, now).tolist():
             sequence = self._table.sequences[row]
@@ -82,8 +98,9 @@ class Publication:
                 updates.setdefault(sequence.request.request_id, []).append(news)
         for ending in endings:
             updates.setdefault(ending.sequence.request.request_id, []).append(_news_of(ending.sequence, ending))
-        for request_id, news in updates.items():
-            self._send(request_id, news)
+        complete = [sequence for request_id, news in updates.items() for sequence in self._send(request_id, news)]
+        if complete:
+            self.publish(NO_ROWS, [self._end(sequence, STOPPED) for sequence in complete], now=now)
 
     def end_all(self, reason: FinishReason) -> None:
         """Tell everybody what they have not heard yet, and that what is unfinished ends here."""
@@ -99,12 +116,14 @@ class Publication:
         table.published_at[due] = now
         return due
 
-    def _send(self, request_id: str, news: list[GenerationUpdate]) -> None:
+    def _send(self, request_id: str, news: list[GenerationUpdate]) -> list[Sequence]:
+        """Send updates of one request; returns its choices whose text is complete and that have not ended."""
         listener = self._listeners[request_id]
         listener.num_unfinished -= sum(update.finish is not None for update in news)
         if listener.num_unfinished == 0:
             del self._listeners[request_id]
-        listener.sink(news)
+        complete = listener.sink(news) or ()
+        return [sequence for i in complete if (sequence := listener.sequences[i]).finish is None]
 
 
 def _news_of(sequence: Sequence, ending: Ending | None = None) -> GenerationUpdate:

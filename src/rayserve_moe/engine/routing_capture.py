@@ -12,7 +12,7 @@ from rayserve_moe.replay.routing_store import RoutingStore
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Preemption
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import KnownRows, Sequence
 from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan
 
 SOURCES = ("computed", "cached", "recomputed")
@@ -36,8 +36,9 @@ class _Pending:
 class RoutingCapture:
     """Owns the store. The rows of a step are due with its result, which may come after the next step is submitted.
 
-    Rows of sampled tokens survive preemption: they stay with the sequence, next to their log-probs, and replace what
-    the recomputation finds. Every row remembers the weight version that it was computed under.
+    Rows survive preemption: they stay with the sequence. Those of sampled tokens go with log-probs that are known, and
+    replace what the recomputation finds; those of the prompt stand in until it is computed anew. Every row remembers
+    the weight version that it was computed under.
     """
 
     def __init__(
@@ -90,64 +91,57 @@ class RoutingCapture:
                 return
 
     def retain(self, preemption: Preemption) -> None:
-        """Keep the rows of sampled tokens with a sequence that lost its pages, but those that no output followed on."""
+        """Keep with a sequence that lost its pages the rows that its client wants and does not have, and all of its
+        sampled tokens but those that no output followed on."""
         sequence = preemption.sequence
-        if not sequence.request.return_routed_experts:
-            return
-        first, last = sequence.num_prompt_tokens, min(preemption.num_computed, sequence.num_tokens - 1)
-        if last > first:
-            pages = (preemption.page_ids, preemption.page_generations)
-            places = self._places(preemption.data_rank, pages, first, last)
-            rows, present = self._store.read(*places)
-            num_kept = len(rows) if present.all() else int(np.argmin(present))
-            if sequence.sampled_rows is None or num_kept > len(sequence.sampled_rows):
-                sequence.sampled_rows = rows[:num_kept]
-                sequence.sampled_versions = self._store.versions(places[0][:num_kept])
-                self._has_kept = True
+        if sequence.request.return_routed_experts:
+            start = min(sequence.num_published_rows, sequence.num_prompt_tokens)
+            sequence.kept_rows = self._known_rows(sequence, preemption, start)
+            self._has_kept = True
 
     def gather(self, sequence: Sequence, *, start: int = 0) -> RoutedExperts:
-        """Collect the rows from position `start` on of a sequence that still holds its pages, running or ended.
+        """Collect the rows from position `start` on of a sequence that runs, waits, or has ended.
 
-        Rows are for positions up to num_tokens - 2 (all prompt positions where nothing was generated). What was not
-        computed, or lost in a preemption from which the sequence never came back, is missing.
+        Rows are for positions up to num_tokens - 2 (all prompt positions where nothing was generated). What was never
+        computed is missing.
         """
-        num_fed = sequence.num_tokens - 1
-        end = num_fed if sequence.num_outputs else max(num_fed, sequence.num_computed)
-        count = max(0, end - start)
-        rows = np.zeros((count, *self._layout.row_shape), self._layout.dtype)
-        present, versions = np.zeros(count, np.bool_), np.zeros(count, np.int32)
-        num_computed = max(0, min(sequence.num_computed, end) - start)
-        held = (sequence.pages, sequence.page_generations)
-        slots, stamps = self._places(sequence.data_rank, held, start, start + num_computed)
-        rows[:num_computed], present[:num_computed] = self._store.read(slots, stamps)
-        versions[:num_computed] = self._store.versions(slots)
-        if sequence.sampled_rows is not None:
-            first = sequence.num_prompt_tokens - start
-            skipped = max(0, -first)
-            kept = slice(first + skipped, max(0, min(count, first + len(sequence.sampled_rows))))
-            taken = slice(skipped, skipped + max(0, kept.stop - kept.start))
-            rows[kept], versions[kept] = sequence.sampled_rows[taken], sequence.sampled_versions[taken]
-            present[kept] = True
+        known = self._known_rows(sequence, sequence, start)
         return RoutedExperts(
-            rows=rows,
+            rows=known.rows,
             start=start,
-            missing=tuple((a, b) for a, b, is_present in _runs(present, start) if not is_present),
-            source=tuple((a, b, SOURCES[kind]) for a, b, kind in _runs(_kinds(sequence.origins, start, count), start)),
+            missing=tuple((a, b) for a, b, is_known in _runs(known.is_known, start) if not is_known),
+            source=tuple((a, b, SOURCES[kind]) for a, b, kind in _runs(known.kinds, start)),
             weight_version=tuple(
                 (a, b, self._versions[version])
-                for a, b, version in _runs(np.where(present, versions, NO_VERSION), start)
+                for a, b, version in _runs(np.where(known.is_known, known.versions, NO_VERSION), start)
                 if version != NO_VERSION
             ),
         )
 
-    def _places(
-        self, data_rank: int, pages: tuple[np.ndarray, np.ndarray], first: int, last: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Slots and stamps of positions `[first, last)`, from page ids and their generations."""
-        page_ids, generations = pages
+    def _known_rows(self, sequence: Sequence, held: Sequence | Preemption, start: int) -> KnownRows:
+        """Rows from position `start` on: those in the pages that are or were held, and those kept before."""
+        num_fed = sequence.num_tokens - 1
+        count = max(0, (num_fed if sequence.num_outputs else max(num_fed, held.num_computed)) - start)
+        num_computed = max(0, min(held.num_computed - start, count))
+        known = KnownRows(
+            start,
+            np.zeros(count, np.bool_),
+            np.zeros((count, *self._layout.row_shape), self._layout.dtype),
+            np.zeros(count, np.int32),
+            _kinds(held.origins, start, count),
+        )
+        slots, stamps = self._places(held, start, start + num_computed)
+        known.rows[:num_computed], known.is_known[:num_computed] = self._store.read(slots, stamps)
+        known.versions[:num_computed] = self._store.versions(slots)
+        if sequence.kept_rows is not None:
+            _add_kept(known, sequence.kept_rows, first_output=sequence.num_prompt_tokens)
+        return known
+
+    def _places(self, held: Sequence | Preemption, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and stamps of positions `[first, last)`, from pages that are or were held."""
         index, offset = np.divmod(np.arange(first, last), self._page_size)
-        first_slot = data_rank * self._slots_per_rank
-        return first_slot + page_ids[index].astype(np.int64) * self._page_size + offset, generations[index]
+        first_slot = held.data_rank * self._slots_per_rank
+        return first_slot + held.pages[index].astype(np.int64) * self._page_size + offset, held.page_generations[index]
 
     def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, ...]]:
         """Places, rows and versions of sampled tokens that this step recomputes although their rows were kept."""
@@ -156,17 +150,27 @@ class RoutingCapture:
         for chunk in np.flatnonzero(again).tolist():
             sequence = table.sequences[plan.chunk_rows[chunk]]
             assert sequence is not None, "a chunk belongs to a sequence"
-            if sequence.sampled_rows is None:
+            if (known := sequence.kept_rows) is None:
                 continue
-            prompt, start = sequence.num_prompt_tokens, int(plan.chunk_starts[chunk])
-            stop = start + int(plan.chunk_lengths[chunk])
-            first, last = max(start, prompt), min(stop, prompt + len(sequence.sampled_rows))
+            start, length = int(plan.chunk_starts[chunk]), int(plan.chunk_lengths[chunk])
+            first, last = max(start, sequence.num_prompt_tokens), min(start + length, known.end)
             if last > first:
-                pages = (sequence.pages, sequence.page_generations)
-                places = self._places(sequence.data_rank, pages, first, last)
-                part = slice(first - prompt, last - prompt)
-                kept.append((*places, sequence.sampled_rows[part], sequence.sampled_versions[part]))
+                part = np.arange(first, last)[known.is_known[first - known.start : last - known.start]] - known.start
+                slots, stamps = self._places(sequence, first, last)
+                places = part + known.start - first
+                kept.append((slots[places], stamps[places], known.rows[part], known.versions[part]))
         return kept
+
+
+def _add_kept(known: KnownRows, kept: KnownRows, *, first_output: int) -> None:
+    """Take over kept rows: of outputs all that there are, of the prompt those that are not known otherwise."""
+    first, last = max(known.start, kept.start), min(known.end, kept.end)
+    if first < last:
+        ours, theirs = (slice(first - rows.start, last - rows.start) for rows in (known, kept))
+        is_output = np.arange(first, last) >= first_output
+        taken = kept.is_known[theirs] & (is_output | ~known.is_known[ours])
+        for values, kept_values in zip(known[1:], kept[1:], strict=True):
+            values[ours][taken] = kept_values[theirs][taken]
 
 
 def _runs(values: np.ndarray, start: int) -> list[tuple[int, int, int]]:

@@ -149,11 +149,13 @@ class StepCycle:
         returned = time.perf_counter()
         finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
         self._clock.transport_s += returned - submitted
+        if result is not None and self._capture is not None:
+            self._capture.absorb(result.routing)
+        self._retain_preempted()
+        self.scheduler.preemptions.clear()
         if finished is None:
             return _NOTHING
         assert result is not None and result.step_id == finished.plan.step_id, "a result is not that of its step"
-        if self._capture is not None:
-            self._capture.absorb(result.routing)
         if self.rebalancing is not None:
             self.rebalancing.absorb(result)
         commit = self.scheduler.commit(finished, result)
@@ -164,6 +166,7 @@ class StepCycle:
     def _take_leave(self, sequence: Sequence) -> Ending:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""
         routing = None
+        self._retain_preempted()
         if self._capture is not None and sequence.request.return_routed_experts:
             routing = self._gather(sequence)
         self.scheduler.release(sequence)
@@ -178,9 +181,12 @@ class StepCycle:
         return routing
 
     def _retain_preempted(self) -> None:
-        preemptions, self.scheduler.preemptions = self.scheduler.preemptions, []
+        """Keep the rows of what was preempted: at once, and once more when those of the step in flight have come.
+
+        By then its pages may have other owners, but not yet other rows.
+        """
         if self._capture is not None:
-            for preemption in preemptions:
+            for preemption in self.scheduler.preemptions:
                 self._capture.retain(preemption)
 
     def _account(self, finished: Schedule, result: StepResult, commit_s: float) -> None:

@@ -17,20 +17,22 @@ class GenerationStream:
     """The deltas of one request, in the order they came about; every choice ends with one that has `finish`.
 
     Iterate it with `for` in a thread or with `async for` in an event loop, not both. `close` aborts what is
-    unfinished.
+    unfinished. Stop strings are found where tokens arrive, in the engine thread, however late anybody reads; text that
+    cannot end a choice is left to the reader.
     """
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
-        self._loop, self._request = loop, request
         num_prompt_tokens = len(request.prompt_ids)
         self._texts = [
             ChoiceText(tokenizer, request.sampling, num_prompt_tokens=num_prompt_tokens)
             for _ in range(request.sampling.n)
         ]
         self._num_unfinished = request.sampling.n
-        self._arrived: deque[GenerationUpdate] = deque()
+        self._finds_stops = bool(request.sampling.stop)
+        self._arrived: deque[GenerationUpdate | ChoiceDelta] = deque()
         self._ready = threading.Event()
         self._notify: Callable[[], None] = self._ready.set
+        self._loop, self._choices = loop, loop.submit(request, self._receive)  # from here on updates arrive
 
     def __iter__(self) -> Iterator[ChoiceDelta]:
         while self._num_unfinished:
@@ -53,30 +55,35 @@ class GenerationStream:
         """Everything that has arrived and was not read yet, without waiting."""
         deltas = []
         while self._arrived:
-            update = self._arrived.popleft()
-            delta = self._texts[update.choice_index].feed(update)
-            if delta.stop_found and delta.finish is None:
-                self._loop.stop(update.request_id, update.choice_index)
+            arrived = self._arrived.popleft()
+            delta = arrived if isinstance(arrived, ChoiceDelta) else self._read(arrived)
             self._num_unfinished -= delta.finish is not None
             deltas.append(delta)
         return deltas
 
-    def receive(self, updates: list[GenerationUpdate]) -> None:
-        """Take updates over from the engine thread."""
-        self._arrived.extend(updates)
-        self._notify()
-
     def close(self) -> None:
         """Abort what is unfinished; nothing happens where all is done."""
         if self._num_unfinished:
-            self._loop.abort(self._request.request_id)
+            self._loop.abort(self._choices)
+
+    def _receive(self, updates: list[GenerationUpdate]) -> list[int]:
+        """Take updates over in the engine thread; returns the choices that a stop string has completed."""
+        if not self._finds_stops:
+            self._arrived.extend(updates)
+            self._notify()
+            return []
+        deltas = [self._read(update) for update in updates]
+        self._arrived.extend(deltas)
+        self._notify()
+        return [delta.choice_index for delta in deltas if delta.stop_found]
+
+    def _read(self, update: GenerationUpdate) -> ChoiceDelta:
+        return self._texts[update.choice_index].feed(update)
 
 
 def open_stream(loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> GenerationStream:
     """Submit a request and return its stream. Raises what `EngineLoop.submit` raises."""
-    stream = GenerationStream(loop, tokenizer, request=request)
-    loop.submit(request, stream.receive)
-    return stream
+    return GenerationStream(loop, tokenizer, request=request)
 
 
 def _call_if_open(event_loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -91,9 +91,9 @@ class DataRank:
     def cache_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the whole pages among the first `num_tokens` of a sequence; they stay locked for it.
 
-        What was computed before a flush is not cached after it.
+        What was computed before a flush is not cached after it, nor what lies beyond `num_cacheable`.
         """
-        num_pages = min(num_tokens // self._table.page_size, len(sequence.pages))
+        num_pages = min(min(num_tokens, sequence.num_cacheable) // self._table.page_size, len(sequence.pages))
         assert sequence.prefix is not None, "only a sequence that was admitted has computed pages"
         if num_pages <= len(sequence.prefix.page_ids) or sequence.num_flushes != self._num_flushes:
             return

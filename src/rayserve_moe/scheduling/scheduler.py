@@ -23,13 +23,17 @@ from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_tokens
 
 @dataclass(frozen=True)
 class Preemption:
-    """A sequence that lost its pages: what it had computed, and where that was; it may be on another rank already."""
+    """A sequence that lost its pages: what it had computed, how it came about, and where that was.
+
+    It may be on another rank already.
+    """
 
     sequence: Sequence
     data_rank: int
     num_computed: int
-    page_ids: np.ndarray
+    pages: np.ndarray
     page_generations: np.ndarray
+    origins: tuple[tuple[int, int, str], ...]
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class Scheduler:
         self.ranks[sequence.data_rank].dismiss(sequence)
         num_computed = min(sequence.num_computed, sequence.num_tokens)
         pages = (sequence.pages, sequence.page_generations)
-        self.preemptions.append(Preemption(sequence, sequence.data_rank, num_computed, *pages))
+        self.preemptions.append(Preemption(sequence, sequence.data_rank, num_computed, *pages, sequence.origins))
         sequence.num_to_recompute = max(sequence.num_to_recompute, num_computed)
         self._give_up_pages(sequence)
         self.waiting.appendleft(sequence)

@@ -34,6 +34,23 @@ class SequenceState(NamedTuple):
     page_generations: np.ndarray
 
 
+class KnownRows(NamedTuple):
+    """Routing rows of positions `start ...`: arrays [N, ...] whose entries mean something where `is_known`.
+
+    `versions` int32 and `kinds` int8 are numbers that only the capture of routing understands.
+    """
+
+    start: int
+    is_known: np.ndarray
+    rows: np.ndarray
+    versions: np.ndarray
+    kinds: np.ndarray
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows)
+
+
 class Sequence:
     """Tokens, pages and row of one choice.
 
@@ -41,8 +58,9 @@ class Sequence:
     `num_published` tokens. `num_to_recompute` positions were computed before it was preempted. `origins` are ranges
     `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; later ones outrank.
     `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client
-    has, or does not want, the first `num_published_rows` routing rows. `sampled_rows` and `sampled_versions` are rows
-    of outputs that outlive a preemption. `weight_versions` are those of its outputs, as in `GenerationUpdate`.
+    has, or does not want, the first `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption,
+    `num_cacheable` the tokens whose rows and keys come from the same weights, and may be found by others.
+    `weight_versions` are those of its outputs, as in `GenerationUpdate`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -73,8 +91,8 @@ class Sequence:
         self.num_to_recompute = 0
         self.origins: tuple[tuple[int, int, str], ...] = ()
         self.weight_versions: tuple[tuple[int, str], ...] = ()
-        self.sampled_rows: np.ndarray | None = None
-        self.sampled_versions = np.zeros(0, np.int32)
+        self.kept_rows: KnownRows | None = None
+        self.num_cacheable = limit
         self.num_published_rows = request.routed_experts_start
         self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
         self.scoring: PromptScoring | None = None

@@ -22,7 +22,8 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
     """Go on under other weights.
 
     No prefix from before is found again, whatever the weights are called. What has no output yet starts over, so that
-    all it tells is of the new weights; what has outputs goes on from the keys and values that it holds.
+    all it tells is of the new weights; what has outputs goes on from the keys and values that it holds. Once it is
+    computed anew, the rows that it keeps are those of older weights than its keys: nobody else finds such pages.
     """
     scheduler.weight_version = weight_version
     for sequence in reversed(scheduler.running):
@@ -31,5 +32,7 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
     scheduler.flush()
     for sequence in unfinished(scheduler):
         note_weights(sequence, weight_version)
+        if sequence.num_outputs and sequence.request.return_routed_experts:
+            sequence.num_cacheable = sequence.num_prompt_tokens
         if sequence.scoring is not None:
             sequence.scoring.change_weights(weight_version)

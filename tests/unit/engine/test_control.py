@@ -84,7 +84,7 @@ def test_what_a_pause_keeps_waiting_can_be_aborted():
         paused = loop.control.pause("in_place")
         let_go(executor)
         paused.result(TIMEOUT_S)
-        loop.abort("a")
+        loop.abort_stem("a")
         assert first.read_all()[0].kind == "abort"
         loop.abort_all()
         assert second.read_all()[0].kind == "abort"
@@ -235,7 +235,7 @@ class Trainer:
         self.futures.append(self._loop.control.resume())
 
     def abort(self, index: int) -> None:
-        self._loop.abort(f"r{index}")
+        self._loop.abort_stem(f"r{index}")
 
     def abort_all(self) -> None:
         self._loop.abort_all()

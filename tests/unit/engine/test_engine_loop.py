@@ -133,7 +133,7 @@ def test_a_failing_executor_ends_all_requests_and_refuses_new_ones(caplog):
             loop.check_health()
         with pytest.raises(EngineStoppedError, match="host 1 is gone"):
             loop.check_integrity()
-        loop.abort("r0")
+        loop.abort_stem("r0")
     assert executor.num_calls == 1, "nothing may be executed after a failure"
     assert executor.num_shutdowns == 1
 
@@ -177,9 +177,9 @@ def test_abort_ends_every_choice_and_frees_its_pages():
         listener = run(loop, request("gone", n=3, max_new_tokens=50))
         other = run(loop, request("stays"))
         assert executor.in_step.wait(TIMEOUT_S)
-        loop.abort("gone")
-        loop.abort("gone")
-        loop.abort("never was")
+        loop.abort_stem("gone")
+        loop.abort_stem("gone")
+        loop.abort_stem("never was")
         executor.may_step.set()
         assert listener.read_all() == [FinishReason("abort")] * 3
         assert all(len(ids) < 50 for ids in listener.ids)
@@ -188,16 +188,18 @@ def test_abort_ends_every_choice_and_frees_its_pages():
         assert loop.statistics()["pages_free"] == loop.statistics()["pages_total"]
 
 
-def test_stop_ends_one_choice_and_leaves_the_others():
-    executor = CountingExecutor()
-    with loop_over(executor) as loop:
-        executor.may_step.clear()
-        listener = run(loop, request(n=2, max_new_tokens=40))
-        assert executor.in_step.wait(TIMEOUT_S)
-        loop.stop("r", 1)
-        executor.may_step.set()
+def test_a_choice_whose_text_is_complete_ends_and_leaves_the_others():
+    with loop_over(CountingExecutor()) as loop:
+        listener = Listener(2)
+
+        def receive(updates: list[GenerationUpdate]) -> list[int]:
+            listener.receive(updates)
+            return [update.choice_index for update in updates if update.choice_index == 1]
+
+        loop.submit(request(n=2, max_new_tokens=40), receive)
         assert listener.read_all() == [FinishReason("length"), FinishReason("stop")]
-        assert len(listener.ids[0]) == 40 and len(listener.ids[1]) < 40
+        assert listener.ids[0] == list(range(8, 48)) and listener.ids[1] == [8]
+        loop.check_integrity()
 
 
 def test_shutdown_aborts_what_runs_and_refuses_what_comes():
@@ -330,7 +332,7 @@ def test_a_late_abort_does_not_meet_the_next_request_of_that_name():
         executor.may_step.clear()
         held_by = run(loop, request("b", max_new_tokens=2))
         assert executor.in_step.wait(TIMEOUT_S)
-        loop.abort("a")
+        loop.abort_stem("a")
         again = run(loop, request("a"))
         executor.may_step.set()
         assert again.read_all() == [FinishReason("length")] and held_by.read_all() == [FinishReason("length")]

@@ -9,7 +9,7 @@ from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.replay.routing_store import RoutingStore
 from rayserve_moe.requests import RoutedExperts
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from tests.support.counting import ROUTING, CountingExecutor
 from tests.support.scheduling import ABORT, choices, one, scheduler
 
@@ -21,11 +21,14 @@ class Captured:
     """A step cycle with capture, and the routing of every sequence that has ended."""
 
     def __init__(self, *, overlaps: bool = True, num_data_ranks: int = 1, **limits: object) -> None:
-        target = scheduler(num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_data_ranks=num_data_ranks, **limits)
+        target = scheduler(
+            **{"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "num_data_ranks": num_data_ranks, **limits}
+        )
         self.capture = RoutingCapture(
             ROUTING, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_data_ranks=num_data_ranks, weight_version="v"
         )
-        self.cycle = StepCycle(target, CountingExecutor(), capture=self.capture, overlaps=overlaps)
+        self.executor = CountingExecutor()
+        self.cycle = StepCycle(target, self.executor, capture=self.capture, overlaps=overlaps)
         self.scheduler = target
         self.routing: dict[Sequence, RoutedExperts | None] = {}
 
@@ -176,8 +179,38 @@ def test_an_abort_while_it_waits_reports_what_was_kept():
     captured.turn()
     captured.scheduler.waiting.append(sequence)
     routing = captured.abort(sequence)
-    assert len(routing.rows) == 13 and positions(routing)[9:] == [9, 10, 11, 12]
-    assert routing.missing == ((0, 9),)
+    assert positions(routing) == list(range(13)) and routing.missing == ()
+    assert steps(routing) == [0] * 9 + [1, 2, 3, 4] and routing.source == ((0, 13, "computed"),)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_rows_that_were_on_their_way_at_a_preemption_are_kept_once_they_are_in(overlaps: bool):
+    """Nine pages are too few for two prompts of twenty and what follows them: the younger one gives its pages back."""
+    captured = Captured(overlaps=overlaps, num_pages=10, chunk_tokens=8, step_tokens=32)
+    old, young = wanting("old", 12, num_new=20), wanting("young", [300 + i for i in range(20)], num_new=2)
+    captured.scheduler.add([old])
+    captured.turn(4)
+    captured.scheduler.add([young])
+    while not captured.scheduler.num_preemptions:
+        captured.turn()
+    num_computed = young.num_to_recompute
+    assert young.row == NO_ROW and num_computed > 0
+    assert captured.abort(young).missing == (((num_computed, 19),) if num_computed < 19 else ())
+
+
+def test_rows_of_a_prompt_stand_in_until_it_is_computed_anew():
+    captured = Captured(chunk_tokens=8)
+    sequence = wanting("a", 20, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    for _ in range(2):
+        captured.scheduler.preempt(sequence)
+        captured.scheduler.flush()
+        captured.turn(2)
+    routing = captured.abort(sequence)
+    assert positions(routing) == list(range(sequence.num_tokens - 1)) and routing.missing == ()
+    assert steps(routing)[:20] == [8] * 8 + [7] * 8 + [2] * 4, "of each row the last one that came"
+    assert routing.source == ((0, 16, "recomputed"), (16, len(routing.rows), "computed"))
 
 
 def test_rows_of_data_ranks_do_not_mix():
@@ -237,6 +270,31 @@ def test_kept_rows_keep_their_version():
     assert routing.weight_version == ((0, 9, "w"), (9, 13, "v"), (13, 20, "w"))
 
 
+def changed(captured: Captured, *, retracts: bool) -> None:
+    """Go on under weights `w`."""
+    captured.executor.stage_weights("w", None)
+    captured.cycle.drain()
+    if retracts:
+        captured.cycle.retract()
+    captured.cycle.take_staged_weights("w")
+
+
+@pytest.mark.parametrize("retracts", [True, False])
+def test_pages_whose_rows_are_of_older_weights_than_their_keys_are_found_by_nobody(retracts: bool):
+    captured, sequence = Captured(), wanting("a", 9, num_new=12)
+    captured.scheduler.add([sequence])
+    captured.turn(6)
+    changed(captured, retracts=retracts)
+    captured.turn(2)
+    if not retracts:
+        captured.scheduler.preempt(sequence)
+    captured.finish()
+    assert captured.of(sequence).weight_version[1] == (9, 14, "v"), "the rows of outputs go with their log-probs"
+    (later,) = captured.finish([wanting("later", sequence.tokens(0, 17).tolist(), num_new=1)])
+    assert later.source[0] == (0, 8, "cached") and later.missing == ()
+    assert later.weight_version == ((0, 17, "w"),)
+
+
 def corrupt(store: RoutingStore, generator: np.random.Generator, slots: np.ndarray) -> None:
     """Do to some slots what may not happen: lose a stamp, take another's, or swap whole slots with another."""
     for slot in slots:
@@ -286,8 +344,7 @@ def test_pieces_start_where_they_are_asked_to():
     captured.cycle._retain_preempted()
     for start in (0, 5, 9, 11, 13):
         routing = captured.capture.gather(sequence, start=start)
-        assert positions(routing)[max(9 - start, 0) :] == list(range(max(start, 9), 13))
-        assert routing.missing == (((start, 9),) if start < 9 else ())
+        assert positions(routing) == list(range(start, 13)) and routing.missing == ()
     captured.finish()
 
 

@@ -97,7 +97,7 @@ def test_the_youngest_gives_way_when_pages_run_out_and_comes_back_first():
         turns.turn()
     (preemption,) = target.preemptions
     assert preemption.sequence is young and target.waiting[0] is young
-    assert preemption.num_computed == len(preemption.page_ids) == len(preemption.page_generations) == 6
+    assert preemption.num_computed == len(preemption.pages) == len(preemption.page_generations) == 6
     assert young.num_computed == 0 and young.num_outputs > 0, "it keeps its tokens, not its pages"
     turns.finish()
     assert young.num_outputs == old.num_outputs == late.num_outputs == 8
