@@ -18,6 +18,11 @@ class SamplingParams:
     draw one. `max_new_tokens` 0 runs the prompt only. Stop strings are matched above the engine, on text. With a seed,
     the choices are those numbered from `first_choice` on among all that it stands for.
 
+    Ids that end a choice, the end of sequence among them even where it is ignored, have no probability before
+    `min_new_tokens` were generated; no stop string ends within the first `stop_strings_after` tokens. Text ends before
+    the stop string and without the stop id, or, with `include_stop_str_in_output`, after them. With `no_stop_trim` it
+    is that of all tokens, the rest of the last one included.
+
     Penalties change logits before everything else: `repetition_penalty` divides positive and multiplies negative logits
     of tokens seen in prompt or output, `frequency_penalty` is subtracted once per earlier output of the token,
     `presence_penalty` once if there was any. `logit_bias` is added before them, per token id.
@@ -39,6 +44,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     first_choice: int = 0
+    min_new_tokens: int = 0
+    stop_strings_after: int = 0
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
 
 
 @dataclass(frozen=True)

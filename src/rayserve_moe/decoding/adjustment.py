@@ -1,4 +1,4 @@
-"""Changing logits before they are sampled from: biases, and penalties for tokens seen before.
+"""Changing logits before they are sampled from: biases, penalties for tokens seen before, ids that are withheld.
 
 What a row has seen is kept as one number per word: `PROMPT_MARK` if the prompt has it, plus how often it was sampled.
 So a step reads and writes the words it needs, however long the sequence is.
@@ -25,7 +25,7 @@ ARRAYS = ["seen_RV", "bias_ids_RB", "bias_values_RB"]
 class AdjustmentState:
     """What is remembered of rows that adjust their logits, int32 but for the values; stale for all others.
 
-    Biases beyond those of a row have an id that no word has.
+    Biases beyond those of a row have an id that no word has; one of -inf says that the word is withheld.
     """
 
     seen_RV: jax.Array
@@ -34,19 +34,22 @@ class AdjustmentState:
 
 
 class Penalties(NamedTuple):
-    """Whether each sampled row adjusts its logits, bool [S], and by which penalties, float32 [S]."""
+    """Whether each sampled row adjusts its logits, bool [S], by which penalties, float32 [S], and whether words are
+    withheld from it, bool [S]."""
 
     is_adjusted_S: jax.Array
     repetition_S: jax.Array
     presence_S: jax.Array
     frequency_S: jax.Array
+    withholds_S: jax.Array
 
 
 def adjust(logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, penalties: Penalties) -> jax.Array:
     """Adjusted float32 logits; rows that adjust nothing keep theirs to the last bit.
 
     Biases are added first. Then the repetition penalty divides positive and multiplies negative logits of every word
-    seen in prompt or output; frequency is subtracted for each output of a word, presence once for any.
+    seen in prompt or output; frequency is subtracted for each output of a word, presence once for any. Words that are
+    withheld get the lowest finite logit, which no probability is left of.
     """
     # A loop of one turn or none: unlike a branch, it copies nothing where it does nothing.
     num_turns = jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
@@ -79,11 +82,15 @@ def _adjust(state: AdjustmentState, rows_S: jax.Array, penalties: Penalties, log
         biases.at[rows_S].get(mode="clip") for biases in (state.bias_ids_RB, state.bias_values_RB)
     )
     samples_S1 = jnp.arange(len(logits_SV))[:, None]
-    changed_SV = logits_SV.at[samples_S1, bias_ids_SB].add(bias_values_SB, mode="drop")
+    is_withheld_SB, nowhere = jnp.isneginf(bias_values_SB), logits_SV.shape[1]
+    added_ids_SB = jnp.where(is_withheld_SB, nowhere, bias_ids_SB)
+    changed_SV = logits_SV.at[samples_S1, added_ids_SB].add(bias_values_SB, mode="drop")
     repetition_S1 = penalties.repetition_S[:, None]
     repeated_SV = jnp.where(changed_SV > 0, changed_SV / repetition_S1, changed_SV * repetition_S1)
     changed_SV = jnp.where(seen_SV > 0, repeated_SV, changed_SV)
     outputs_SV = (seen_SV & (PROMPT_MARK - 1)).astype(jnp.float32)
     changed_SV -= penalties.frequency_S[:, None] * outputs_SV
     changed_SV -= penalties.presence_S[:, None] * (outputs_SV > 0)
+    withheld_ids_SB = jnp.where(is_withheld_SB & penalties.withholds_S[:, None], bias_ids_SB, nowhere)
+    changed_SV = changed_SV.at[samples_S1, withheld_ids_SB].set(jnp.finfo(changed_SV.dtype).min, mode="drop")
     return jnp.where(penalties.is_adjusted_S[:, None], changed_SV, logits_SV)

@@ -15,6 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+LOWEST_LOGPROB = -9999.0
+"""What is told of tokens that are less likely still, or cannot be sampled at all."""
+
 ARRAYS = ["temperature_S", "top_p_S", "min_p_S", "top_k_S", "seed_S", "choice_S", "position_S", "num_top_S"]
 
 
@@ -89,6 +92,8 @@ def ranks_of(logprobs_SV: jax.Array, ids_S: jax.Array) -> jax.Array:
 def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -> TopTokens:
     """The `num_wanted` likeliest tokens of each row in `most_top` places, or as many as there are words; then zeros.
 
+    None is told to be less likely than LOWEST_LOGPROB.
+
     Each is the best of those that come after the one before, in falling order with ties to the smaller id: unlike a
     sort, that takes no time where nothing is wanted, and next to none to compile.
     """
@@ -102,7 +107,8 @@ def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -
         comes_after_SV = (values_SV < value_S1) | ((values_SV == value_S1) & (ids_V > id_S1))
         id_S1 = jnp.argmax(jnp.where(comes_after_SV, values_SV, -jnp.inf), axis=-1, keepdims=True).astype(jnp.int32)
         own_S1 = jnp.take_along_axis(logprobs_SV, id_S1, axis=-1)
-        top = TopTokens(top.ids_SJ.at[:, turn].set(id_S1[:, 0]), top.logprobs_SJ.at[:, turn].set(own_S1[:, 0]))
+        told_S = jnp.maximum(own_S1[:, 0], LOWEST_LOGPROB)
+        top = TopTokens(top.ids_SJ.at[:, turn].set(id_S1[:, 0]), top.logprobs_SJ.at[:, turn].set(told_S))
         return top, id_S1, jnp.maximum(own_S1, lowest)
 
     empty = TopTokens(jnp.zeros((num_rows, count), jnp.int32), jnp.zeros((num_rows, count), logprobs_SV.dtype))

@@ -14,7 +14,7 @@ from rayserve_moe.requests import (
     RoutingLayout,
     SamplingParams,
 )
-from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
+from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS, MAX_WITHHELD_IDS
 
 MAX_TOP_K = 2**31 - 1
 
@@ -46,6 +46,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
             "return_routed_experts",
         )
     _check_sampling(sampling)
+    _check_ends(sampling, card)
     _check_logit_bias(sampling, card)
     _check_scoring(request, most_top=min(MAX_TOP_LOGPROBS, card.vocab_size))
     if request.forced_routing is not None and not card.takes_forced_routing:
@@ -73,6 +74,18 @@ def _check_sampling(sampling: SamplingParams) -> None:
     for name, (is_within, wanted) in bounds.items():
         if not is_within:
             raise RequestError(f"{name} must be {wanted}", name)
+
+
+def ending_ids(sampling: SamplingParams, card: ModelCard) -> frozenset[int]:
+    """Ids that `min_new_tokens` holds back: all that could end a choice, asked for or not."""
+    return frozenset(i for i in (*sampling.stop_token_ids, *card.eos_token_ids) if 0 <= i < card.vocab_size)
+
+
+def _check_ends(sampling: SamplingParams, card: ModelCard) -> None:
+    if not all(0 <= n <= sampling.max_new_tokens for n in (sampling.min_new_tokens, sampling.stop_strings_after)):
+        raise RequestError("must lie in [0, max_tokens]", "min_tokens")
+    if sampling.min_new_tokens and len(ending_ids(sampling, card)) > MAX_WITHHELD_IDS:
+        raise RequestError(f"at most {MAX_WITHHELD_IDS} ids that end a choice go with min_tokens", "stop_token_ids")
 
 
 def _check_logit_bias(sampling: SamplingParams, card: ModelCard) -> None:

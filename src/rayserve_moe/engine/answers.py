@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from rayserve_moe.engine.joining import joined_ranges, joined_routing, joined_top, labelled_ranges
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
 from rayserve_moe.requests import (
@@ -179,14 +177,10 @@ def _with_likeliest(own: Iterable[ToldToken], top: TopLogprobs | None, num_top: 
 
 
 def likeliest(top: TopLogprobs) -> list[list[tuple[float, int]]]:
-    """Pairs of log-prob and token id, likeliest first, per position.
-
-    At temperatures near zero the others' log-probs fall below what float32 holds: they are told as its lowest number.
-    """
-    finite = np.maximum(top.logprobs, np.finfo(np.float32).min)
+    """Pairs of log-prob and token id, likeliest first, per position."""
     return [
         list(zip(logprobs, token_ids, strict=True))
-        for logprobs, token_ids in zip(finite.tolist(), top.token_ids.tolist(), strict=True)
+        for logprobs, token_ids in zip(top.logprobs.tolist(), top.token_ids.tolist(), strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
 from rayserve_moe.config.settings import BalancingSettings, CacheSettings, SchedulerSettings
-from rayserve_moe.engine.admission import check_request
+from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.control import ABORTED, EngineControl
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.inbox import EngineStoppedError, Inbox
@@ -240,4 +240,5 @@ def _sequences_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]
     sampling = request.sampling
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
     stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
-    return [Sequence(request, i, seed=seed, stop_token_ids=stops) for i in range(sampling.n)]
+    withheld = ending_ids(sampling, card) if sampling.min_new_tokens else frozenset()
+    return [Sequence(request, i, seed=seed, stop_token_ids=stops, withheld_ids=withheld) for i in range(sampling.n)]

@@ -13,11 +13,12 @@ import numpy as np
 
 from rayserve_moe.decoding.adjustment import note_known
 from rayserve_moe.execution.step_types import RowState
-from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, RowAdjustment
+from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, MAX_WITHHELD_IDS, RowAdjustment
 
 HEADER_FIELDS = 6
 MAX_IDS = 4096
-ADJUSTMENT_SIZE = HEADER_FIELDS + MAX_IDS + 2 * MAX_LOGIT_BIASES
+MAX_BIASES = MAX_LOGIT_BIASES + MAX_WITHHELD_IDS
+ADJUSTMENT_SIZE = HEADER_FIELDS + MAX_IDS + 2 * MAX_BIASES
 """A vector for one row: rank, row, whether it is the row's first, prompt ids, ids, biases (all counts); the ids; ids of
 biases; their values as bits. A rank of -1 marks padding. The row is the rank's own.
 """
@@ -54,8 +55,8 @@ def apply_adjustment(rows: RowState, vector: jax.Array, *, data_rank: jax.Array)
     before_V = jnp.where(is_first > 0, 0, state.seen_RV.at[row].get(mode="clip"))
     ids_N = vector[HEADER_FIELDS : HEADER_FIELDS + MAX_IDS]
     seen_V = note_known(before_V, ids_N, num_prompt=num_prompt, num_known=num_known)
-    ids_B, bits_B = vector[HEADER_FIELDS + MAX_IDS :].reshape(2, MAX_LOGIT_BIASES)
-    ids_B = jnp.where(jnp.arange(MAX_LOGIT_BIASES) < num_biases, ids_B, vocab_size)
+    ids_B, bits_B = vector[HEADER_FIELDS + MAX_IDS :].reshape(2, MAX_BIASES)
+    ids_B = jnp.where(jnp.arange(MAX_BIASES) < num_biases, ids_B, vocab_size)
     mine = jnp.where(rank == data_rank, row, num_rows)
     values_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)
     adjustments = replace(

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rayserve_moe.decoding.adjustment import AdjustmentState
+from rayserve_moe.execution.adjustment_updates import MAX_BIASES
 from rayserve_moe.execution.step import COUNT_AXES, KV_AXES, ROW_AXES
 from rayserve_moe.execution.step_types import DeviceState, RowState
 from rayserve_moe.model.parameters import kv_repeats
 from rayserve_moe.model.transformer import ModelRule
-from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, NUM_FLOATS, NUM_INTEGERS
+from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 
 def allocate_state(
@@ -35,8 +36,8 @@ def allocate_state(
             last_tokens_R=zeros((num_rows,), jnp.int32, ROW_AXES[:1]),
             adjustments=AdjustmentState(
                 seen_RV=zeros((num_rows, spec.vocab_size), jnp.int32, ROW_AXES),
-                bias_ids_RB=zeros((num_rows, MAX_LOGIT_BIASES), jnp.int32, ROW_AXES),
-                bias_values_RB=zeros((num_rows, MAX_LOGIT_BIASES), jnp.float32, ROW_AXES),
+                bias_ids_RB=zeros((num_rows, MAX_BIASES), jnp.int32, ROW_AXES),
+                bias_values_RB=zeros((num_rows, MAX_BIASES), jnp.float32, ROW_AXES),
             ),
         ),
     )

@@ -18,7 +18,7 @@ from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.execution.step_types import RowState, StepShape
 from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, NUM_INTEGERS
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, NUM_TOP
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_siz
     batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, num_singles=shape.num_singles)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = _sampling(rows, rows_S, positions_T[places_S] + 1)
-    block_wants_top_B = rows.sampling_integers_RI[block_rows, NUM_INTEGERS - 1] > 0
+    block_wants_top_B = rows.sampling_integers_RI[block_rows, NUM_TOP] > 0
     return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B)
 
 
@@ -134,7 +134,7 @@ def _sampling(rows: RowState, rows_S: jax.Array, positions_S: jax.Array) -> tupl
     temperature_S, top_p_S, min_p_S, *penalties = jnp.where(
         is_real_S[:, None], rows.sampling_floats_RF[rows_S], nothing_F
     ).T
-    top_k_S, seed_S, choice_S, adjusts_S, num_top_S = jnp.where(
+    top_k_S, seed_S, choice_S, adjusts_S, num_top_S, first_end_S = jnp.where(
         is_real_S[:, None], rows.sampling_integers_RI[rows_S], 0
     ).T
     sampling = SamplingBatch(
@@ -147,4 +147,5 @@ def _sampling(rows: RowState, rows_S: jax.Array, positions_S: jax.Array) -> tupl
         position_S=positions_S.astype(jnp.uint32),
         num_top_S=num_top_S,
     )
-    return sampling, Penalties(adjusts_S > 0, *penalties)
+    withholds_S = sampling.position_S < first_end_S
+    return sampling, Penalties((adjusts_S > 0) | withholds_S, *penalties, withholds_S)

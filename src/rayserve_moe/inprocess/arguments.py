@@ -94,9 +94,14 @@ def token_ids_of(values: Any) -> np.ndarray:
 
 
 def sampling_from(values: Mapping[str, Any]) -> SamplingParams:
-    """Build SamplingParams from SGLang's names; RequestError names an unknown one."""
+    """Build SamplingParams from SGLang's names; RequestError names an unknown one.
+
+    vLLM's `min_tokens` holds back stop strings too, unlike `min_new_tokens`.
+    """
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     named = {RENAMED.get(key, key): value for key, value in values.items()}
+    if "min_tokens" in named:
+        named["min_new_tokens"] = named["stop_strings_after"] = named.pop("min_tokens")
     if unknown := sorted(set(named) - known):
         raise RequestError(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])
     for key in SEQUENCES:

@@ -22,8 +22,9 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0 or -1 and `top_p` 1 keep the whole vocabulary. `max_tokens` 0 runs the prompt
     only, None goes on to the end of the context. `logprobs` k tells the log-prob of every token and of the k likeliest
-    ones beside it, `prompt_logprobs` those of the prompt. Routing rows before position `routed_experts_prompt_start`
-    are left out.
+    ones beside it, `prompt_logprobs` those of the prompt. Nothing ends within the first `min_tokens` tokens, and the
+    text holds what it stopped at where `include_stop_str_in_output`. Routing rows before position
+    `routed_experts_prompt_start` are left out.
     """
 
     n: int = 1
@@ -40,6 +41,8 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -6,7 +6,14 @@ import numpy as np
 
 from rayserve_moe.requests import SamplingParams
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import NO_NEW_ROWS, NUM_FLOATS, NUM_INTEGERS, RowAdjustment, RowSampling
+from rayserve_moe.scheduling.step_plan import (
+    NO_NEW_ROWS,
+    NUM_FLOATS,
+    NUM_INTEGERS,
+    WITHHELD,
+    RowAdjustment,
+    RowSampling,
+)
 
 NO_IDS = np.zeros(0, np.int32)
 
@@ -20,7 +27,7 @@ def row_sampling_of(sequences: list[Sequence]) -> RowSampling:
         (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params
     ]
     integers = [
-        (p.top_k, s.seed, p.first_choice + s.choice_index, _adjusts(p), s.request.num_top_logprobs)
+        (p.top_k, s.seed, p.first_choice + s.choice_index, _adjusts(p), s.request.num_top_logprobs, _first_end(s))
         for p, s in zip(params, sequences, strict=True)
     ]
     return RowSampling(
@@ -32,19 +39,27 @@ def row_sampling_of(sequences: list[Sequence]) -> RowSampling:
 
 def adjustments_of(sequences: list[Sequence]) -> tuple[RowAdjustment, ...]:
     """What the logits of those are adjusted by whose requests ask for it: all known tokens count as seen."""
-    return tuple(_adjustment(sequence) for sequence in sequences if _adjusts(sequence.request.sampling))
+    return tuple(_adjustment(s) for s in sequences if _adjusts(s.request.sampling) or _first_end(s))
 
 
 def _adjustment(sequence: Sequence) -> RowAdjustment:
     sampling, num_prompt = sequence.request.sampling, sequence.num_prompt_tokens
     counts = _penalizes(sampling)
+    withheld = [(token_id, WITHHELD) for token_id in sorted(sequence.withheld_ids if _first_end(sequence) else ())]
+    biases = [*sampling.logit_bias, *withheld]
     return RowAdjustment(
         sequence.row,
         prompt_ids=sequence.tokens(0, num_prompt).copy() if counts else NO_IDS,
         output_ids=sequence.tokens(num_prompt, sequence.num_tokens).copy() if counts else NO_IDS,
-        bias_ids=np.asarray([token_id for token_id, _ in sampling.logit_bias], np.int32),
-        bias_values=np.asarray([value for _, value in sampling.logit_bias], np.float32),
+        bias_ids=np.asarray([token_id for token_id, _ in biases], np.int32),
+        bias_values=np.asarray([value for _, value in biases], np.float32),
     )
+
+
+def _first_end(sequence: Sequence) -> int:
+    """First position where withheld ids may stand; 0 where nothing is withheld any more."""
+    position = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
+    return position if sequence.withheld_ids and sequence.num_tokens < position else 0
 
 
 def _adjusts(params: SamplingParams) -> bool:

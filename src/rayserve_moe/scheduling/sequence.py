@@ -54,13 +54,14 @@ class KnownRows(NamedTuple):
 class Sequence:
     """Tokens, pages and row of one choice.
 
-    `choices` are those of its request, itself among them; `followers` wait for its prompt. Its client knows the first
-    `num_published` tokens. `num_to_recompute` positions were computed before it was preempted. `origins` are ranges
-    `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; later ones outrank.
-    `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client
-    has, or does not want, the first `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption,
-    `num_cacheable` the tokens whose rows and keys come from the same weights, and may be found by others.
-    `weight_versions` are those of its outputs, as in `GenerationUpdate`.
+    It ends at `stop_token_ids`; its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of
+    its request, itself among them; `followers` wait for its prompt. Its client knows the first `num_published` tokens.
+    `num_to_recompute` positions were computed before it was preempted. `origins` are ranges `(from, to, "cached" or
+    "recomputed")` of positions that it found cached, or computed once more; later ones outrank. `top_of_outputs` are
+    the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client has, or does not
+    want, the first `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable`
+    the tokens whose rows and keys come from the same weights, and may be found by others. `weight_versions` are those
+    of its outputs, as in `GenerationUpdate`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -68,7 +69,13 @@ class Sequence:
     """
 
     def __init__(
-        self, request: GenerationRequest, choice_index: int, *, seed: int, stop_token_ids: frozenset[int]
+        self,
+        request: GenerationRequest,
+        choice_index: int,
+        *,
+        seed: int,
+        stop_token_ids: frozenset[int],
+        withheld_ids: frozenset[int] = frozenset(),
     ) -> None:
         prompt_len, max_new_tokens = len(request.prompt_ids), request.sampling.max_new_tokens
         limit = prompt_len + max_new_tokens
@@ -76,6 +83,7 @@ class Sequence:
         self.choice_index = choice_index
         self.seed = seed
         self.stop_token_ids = stop_token_ids
+        self.withheld_ids = withheld_ids
         self.num_prompt_tokens = prompt_len
         self.num_cached = 0
         self.row = NO_ROW

@@ -33,6 +33,12 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 256
 """Tokens that one request can bias."""
 
+MAX_WITHHELD_IDS = 128
+"""Ids that one request can withhold from its first tokens."""
+
+WITHHELD = -np.inf
+"""The bias of an id that is withheld."""
+
 
 def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
     return np.zeros((0,) if columns is None else (0, columns), dtype)
@@ -47,7 +53,9 @@ class PageTableChanges:
     page_ids: np.ndarray = field(default_factory=lambda: _empty(np.int32))
 
 
-NUM_FLOATS, NUM_INTEGERS = 6, 5
+NUM_FLOATS, NUM_INTEGERS = 6, 6
+NUM_TOP = 4
+"""Place of the number of likeliest tokens in `RowSampling.integers`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ class RowSampling:
     """Sampling parameters of rows taken by new sequences.
 
     `rows` int32 [S]; `floats` float32 [S, 6] = temperature, top_p, min_p, and the repetition, presence and frequency
-    penalties; `integers` uint32 [S, 5] = top_k, seed, choice index, whether logits are adjusted, likeliest tokens told.
+    penalties; `integers` uint32 [S, 6] = top_k, seed, choice index, whether logits are adjusted at all positions,
+    likeliest tokens told, and the first position where withheld ids may stand.
     """
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.int32))
@@ -65,7 +74,10 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class RowAdjustment:
-    """What a new row's logits are adjusted by: the tokens that penalties count, int32, and biases by token id."""
+    """What a new row's logits are adjusted by: the tokens that penalties count, int32, and biases by token id.
+
+    A bias of WITHHELD counts up to the first position where withheld ids may stand.
+    """
 
     row: int
     prompt_ids: np.ndarray

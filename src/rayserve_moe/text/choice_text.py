@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rayserve_moe.requests import (
     FinishReason,
@@ -43,11 +44,13 @@ class StopStringScanner:
     """Passes text on up to the first stop string, and holds back what could be the start of one.
 
     The first stop string is the one that ends first; of several that end together, the one that starts first. So the
-    cut depends on the text alone, not on the pieces it came in.
+    cut depends on the text alone, not on the pieces it came in. Where it `keeps` the stop string, that is passed on
+    too, and where it keeps the `rest`, what follows it in its piece.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keeps: Literal["stop", "rest"] | None = None) -> None:
         self._stops = tuple(stop for stop in stops if stop)
+        self._keeps = keeps
         self._held = ""
         self.matched: str | None = None
 
@@ -56,16 +59,21 @@ class StopStringScanner:
         """Whether there is a stop string to look for."""
         return bool(self._stops)
 
-    def push(self, piece: str) -> str:
-        """Take the next piece; return what is certain to precede any stop string. After a match, nothing."""
+    def push(self, piece: str, *, may_end: bool = True) -> str:
+        """Take the next piece; return what is certain to precede any stop string. After a match, nothing.
+
+        Unless it `may_end`, no stop string ends in this piece.
+        """
         if self.matched is not None:
             return ""
-        text = self._held + piece
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            _, start, self.matched = min(found)
+        text, first_end = self._held + piece, len(self._held) + 1
+        found = [
+            (start + len(stop), start, stop) for stop in self._stops if (start := _find(text, stop, first_end)) >= 0
+        ]
+        if found and may_end:
+            end, start, self.matched = min(found)
             self._held = ""
-            return text[:start]
+            return text[: {None: start, "stop": end, "rest": len(text)}[self._keeps]]
         num_passed = len(text) - self._num_undecided(text)
         self._held = text[num_passed:]
         return text[:num_passed]
@@ -85,12 +93,19 @@ class StopStringScanner:
         return 0
 
 
+def _find(text: str, stop: str, first_end: int) -> int:
+    """Where `stop` starts first among those that end at `first_end` or later; below 0 where there is none."""
+    return text.find(stop, max(0, first_end - len(stop)))
+
+
 class ChoiceText:
     """Follows one choice from update to delta. Feed it every update of that choice, in order."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, num_prompt_tokens: int) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
-        self._scanner = StopStringScanner(sampling.stop)
+        keeps = "rest" if sampling.no_stop_trim else "stop" if sampling.include_stop_str_in_output else None
+        self._scanner = StopStringScanner(sampling.stop, keeps=keeps)
+        self._keeps_stops, self._stops_after = keeps is not None, sampling.stop_strings_after
         self._num_prompt_tokens = num_prompt_tokens
         self._num_kept = 0
 
@@ -98,7 +113,8 @@ class ChoiceText:
         """Turn the engine's update into what the client is to get.
 
         Text ends before the first stop string; ids and log-probs end with the token that completed it, and so do the
-        routing rows, streamed or not. An id that the engine stopped at stays among the ids and adds no text.
+        routing rows, streamed or not. An id that the engine stopped at stays among the ids and adds no text. Unless
+        stops are to be kept: then they are text like any other.
         """
         was_matched = self._scanner.matched is not None
         text, num_kept = self._take(update)
@@ -125,12 +141,14 @@ class ChoiceText:
         """Add the update's tokens up to a stop string; return their text and how many were kept."""
         if self._scanner.matched is not None:
             return "", 0
-        silent = len(update.token_ids) - 1 if _ends_at_token(update.finish) else len(update.token_ids)
+        drops_last = _ends_at_token(update.finish) and not self._keeps_stops
+        silent = len(update.token_ids) - drops_last
         if not self._scanner.watches:
             return self._detokenizer.extend(update.token_ids[:silent]), len(update.token_ids)
         pieces: list[str] = []
         for position, token_id in enumerate(update.token_ids[:silent]):
-            pieces.append(self._scanner.push(self._detokenizer.push(token_id)))
+            may_end = self._num_kept + position >= self._stops_after
+            pieces.append(self._scanner.push(self._detokenizer.push(token_id), may_end=may_end))
             if self._scanner.matched is not None:
                 return "".join(pieces), position + 1
         return "".join(pieces), len(update.token_ids)
@@ -139,7 +157,8 @@ class ChoiceText:
         """Release the unfinished character and the held text, unless a stop string has ended it all."""
         if self._scanner.matched is not None:
             return ""
-        return self._scanner.push(self._detokenizer.flush()) + self._scanner.flush()
+        may_end = self._num_kept > self._stops_after
+        return self._scanner.push(self._detokenizer.flush(), may_end=may_end) + self._scanner.flush()
 
     def _trim(self, routing: RoutedExperts | None) -> RoutedExperts | None:
         """Drop the rows of tokens that were generated after the stop string."""
