@@ -9,7 +9,7 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
-from tests.support.asking import adjusted_requests, logprobs_by_definition
+from tests.support.asking import ENDING, adjusted_requests, logprobs_by_definition
 from tests.support.drive import Way, preempt_every, run_alone, run_together
 from tests.support.logits import prompt_logits_of
 from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same
@@ -52,14 +52,28 @@ def test_the_likeliest_tokens_are_those_of_the_same_distribution(alone: Outcomes
     for request in adjusted_requests():
         for choice in range(request.sampling.n if request.num_top_logprobs else 0):
             outcome = alone[request.request_id, choice]
-            assert outcome.top is not None and outcome.top.token_ids.shape == (18, request.num_top_logprobs)
+            assert outcome.top is not None and outcome.top.token_ids.shape == (
+                len(outcome.ids),
+                request.num_top_logprobs,
+            )
             expected = logprobs_by_definition(request, outcome.ids, logits_of)
             falling = -np.sort(-expected, axis=1)[:, : request.num_top_logprobs]
             np.testing.assert_allclose(outcome.top.logprobs, falling, rtol=0, atol=LOGPROB_TOLERANCE)
             at_ids = np.take_along_axis(expected, outcome.top.token_ids.astype(np.int64), axis=1)
             np.testing.assert_allclose(outcome.top.logprobs, at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
             num_checked += 1
-    assert num_checked == 6
+    assert num_checked == 8
+
+
+def test_nothing_ends_before_as_many_tokens_as_are_wanted(alone: Outcomes):
+    withheld = [request for request in adjusted_requests() if request.sampling.min_new_tokens]
+    for request in withheld:
+        for choice in range(request.sampling.n):
+            ids, least = alone[request.request_id, choice].ids, request.sampling.min_new_tokens
+            assert len(ids) >= least and not set(ids[:least]) & set(ENDING)
+    assert any(
+        outcome.ids[-1] in ENDING for (name, _), outcome in alone.items() if name in ("adjusted 7", "adjusted 8")
+    )
 
 
 def test_adjusting_changes_what_is_sampled(engine: Engine, alone: Outcomes):

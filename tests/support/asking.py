@@ -14,6 +14,8 @@ from tests.support.workload import draw_prompt, request_for
 Logits = Callable[[Sequence[int]], np.ndarray]
 """From the ids of a sequence to its logits, float32 [T, V]."""
 
+ENDING = tuple(range(120))
+"""So many ids end a choice that it hardly lives without being kept from them; the end of sequence is one."""
 BIASES = ((17, 4.0), (99, -50.0), (301, 2.5))
 SAMPLED = {"temperature": 1.0, "top_p": 1.0}
 
@@ -29,6 +31,8 @@ def adjusted_requests() -> list[GenerationRequest]:
         (21, 0, {}),
         (64, 1, {"repetition_penalty": 0.8, "presence_penalty": -0.7, "frequency_penalty": 0.3, "logit_bias": BIASES}),
         (12, 2, {**SAMPLED, "seed": 5, "top_k": 30}),
+        (35, 0, {"min_new_tokens": 9, "stop_token_ids": ENDING}),
+        (50, 4, {"min_new_tokens": 11, "stop_token_ids": ENDING, **SAMPLED, "n": 2, "seed": 6, "logit_bias": BIASES}),
     ]
     return [
         replace(
@@ -71,7 +75,7 @@ def log_softmax(values: np.ndarray) -> np.ndarray:
 def adjusted_by_definition(
     logits: np.ndarray, sampling: SamplingParams, *, prompt: list[int], outputs: list[int]
 ) -> np.ndarray:
-    """One row of logits [V], float64, as penalties and biases leave it."""
+    """One row of logits [V], float64, as penalties, biases and withheld ids leave it."""
     wide = logits.astype(np.float64)
     for token_id, value in sampling.logit_bias:
         wide[token_id] += value
@@ -80,6 +84,8 @@ def adjusted_by_definition(
         wide[token_id] = value / sampling.repetition_penalty if value > 0 else value * sampling.repetition_penalty
     for token_id, count in Counter(outputs).items():
         wide[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    if len(outputs) < sampling.min_new_tokens:
+        wide[list(sampling.stop_token_ids)] = -np.inf
     return wide
 
 

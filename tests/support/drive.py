@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rayserve_moe.engine.admission import ending_ids
 from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
@@ -139,7 +140,11 @@ def choices_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:
     sampling = request.sampling
     assert sampling.seed is not None or sampling.temperature == 0, "a run that is compared needs a seed"
     stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
-    return [Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops) for i in range(sampling.n)]
+    withheld = ending_ids(sampling, card) if sampling.min_new_tokens else frozenset()
+    return [
+        Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops, withheld_ids=withheld)
+        for i in range(sampling.n)
+    ]
 
 
 def preempt_every(num_steps: int, *, forgets: bool = False) -> Intervention:

@@ -36,17 +36,6 @@ class RequestBody(BaseModel):
         return fields
 
 
-def neutral_only(*neutral: object) -> AfterValidator:
-    """Accept a feature that is not served only at the values that switch it off."""
-
-    def check(value: object) -> object:
-        if value not in neutral:
-            raise fault("is not supported yet: leave it out")
-        return value
-
-    return AfterValidator(check)
-
-
 def fault(sentence: str) -> PydanticCustomError:
     """Return the error for a validator to raise; the sentence follows the field's name."""
     return PydanticCustomError("field", "{sentence}", {"sentence": sentence})
@@ -125,6 +114,7 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(_seed)]
 NumChoices = Annotated[int, Field(ge=1, le=128)]
 NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
 MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
+MinTokens = MaxTokens
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
@@ -132,6 +122,4 @@ CacheSalt = Annotated[str, Field(max_length=256)]
 RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-FalseOnly = Annotated[bool, neutral_only(False), WithJsonSchema({"const": False})]
-ZeroOnly = Annotated[int, Field(ge=0), neutral_only(0), WithJsonSchema({"const": 0})]
 RoutingFormat = Literal["sglang", "nested", "npy", "packed"]

@@ -63,9 +63,6 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("c h gs", "stop_regex", ()),
     ("c h is", "thinking_token_budget repetition_detection truncate_prompt_tokens", ()),
     ("g gs", "max_thinking_tokens", ()),
-    ("c h", "min_tokens", (0,)),
-    ("c h is", "include_stop_str_in_output", (False,)),
-    ("c h", "no_stop_trim", (False,)),
     ("i", "output_mode", ("tokens",)),
     # distribution
     ("c h is", "allowed_token_ids bad_words logits_processors", ()),

@@ -5,7 +5,6 @@ A stream sends, per event, the whole answer of a choice so far: text and ids gro
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 
 from fastapi import APIRouter
@@ -61,7 +60,8 @@ def native_router(state: ApiState) -> APIRouter:
 def _param_names(body: GenerateBody) -> dict[str, str]:
     names = {"top_logprobs": "top_logprobs_num", "logit_bias": "sampling_params.logit_bias"}
     prompt = "input_ids" if body.text is None else "text"
-    return {"prompt": prompt, "max_tokens": "sampling_params.max_new_tokens", **names}
+    limits = {"max_tokens": "sampling_params.max_new_tokens", "min_tokens": "sampling_params.min_new_tokens"}
+    return {"prompt": prompt, **limits, **names}
 
 
 async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationRequest]:
@@ -89,7 +89,7 @@ async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationReque
 
 def _sampling(state: ApiState, params: NativeSampling, prompt_len: int) -> SamplingParams:
     limit = num_new_tokens(state, params.max_new_tokens, default=_DEFAULT_NEW_TOKENS, prompt_len=prompt_len)
-    return dataclasses.replace(params.sampling(limit, params.sampling_seed), first_choice=params.first_choice)
+    return params.sampling(limit, params.sampling_seed, **params.ends)
 
 
 def _request_ids(body: GenerateBody) -> list[str]:

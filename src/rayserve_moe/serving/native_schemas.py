@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -10,12 +10,11 @@ from rayserve_moe.serving.field_types import (
     INT32_MAX,
     LONGEST_RID,
     CacheSalt,
-    FalseOnly,
     MaxTokens,
+    MinTokens,
     NumTopLogprobs,
     RoutingFormat,
     Seed,
-    ZeroOnly,
     fault,
 )
 from rayserve_moe.serving.prompt_types import MAX_PROMPTS, IdsBatch, PromptBatch, TextBatch
@@ -47,13 +46,25 @@ Rids = Annotated[
 
 
 class NativeSampling(SamplingFields):
-    """One `sampling_params` object. `first_choice` c gives choices c to c + n - 1 of all that one seed stands for."""
+    """One `sampling_params` object. `first_choice` c gives choices c to c + n - 1 of all that one seed stands for.
+
+    Stop strings end a choice before `min_new_tokens` too; with `no_stop_trim` they stay in the text.
+    """
 
     max_new_tokens: MaxTokens | None = None
     sampling_seed: Seed | None = None
     first_choice: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
-    min_new_tokens: ZeroOnly = 0
-    no_stop_trim: FalseOnly = False
+    min_new_tokens: MinTokens = 0
+    no_stop_trim: bool = False
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """The engine's names of what is this dialect's own."""
+        return {
+            "first_choice": self.first_choice,
+            "min_new_tokens": self.min_new_tokens,
+            "no_stop_trim": self.no_stop_trim,
+        }
 
 
 OneOrMoreSamplings = Annotated[

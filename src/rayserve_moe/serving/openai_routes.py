@@ -108,7 +108,9 @@ async def _requests(
         GenerationRequest(
             request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{position}",
             prompt_ids=prompt_ids,
-            sampling=body.sampling(_num_new_tokens(state, body, len(prompt_ids)), body.seed),
+            sampling=body.sampling(
+                _num_new_tokens(state, body, len(prompt_ids)), body.seed, **body.ends, no_stop_trim=body.no_stop_trim
+            ),
             return_routed_experts=body.return_routed_experts or body.stream_routed_experts,
             cache_salt=body.cache_salt,
             incremental=(body.stream and not scores_prompt) or bool(body.stop),

@@ -18,7 +18,7 @@ from rayserve_moe.serving.field_types import (
 )
 from rayserve_moe.serving.prompt_types import Prompts
 from rayserve_moe.serving.routing_fields import RoutingFields, RowStart
-from rayserve_moe.serving.sampling_fields import SamplingFields
+from rayserve_moe.serving.sampling_fields import SamplingFields, VllmEnds
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -64,13 +64,14 @@ class StreamOptions(RequestBody):
         return self.include_usage and self.continuous_usage_stats
 
 
-class OpenAIGeneration(SamplingFields, RoutingFields):
-    """What both OpenAI routes take."""
+class OpenAIGeneration(SamplingFields, VllmEnds, RoutingFields):
+    """What both OpenAI routes take. SGLang's `no_stop_trim` keeps what follows the stop string in its token as well."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     seed: Seed | None = None
     max_tokens: MaxTokens | None = None
+    no_stop_trim: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt = ""
     rid: RequestId | None = None

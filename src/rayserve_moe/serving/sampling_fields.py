@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from rayserve_moe.requests import SamplingParams
 from rayserve_moe.serving.field_types import (
     LogitBias,
     MinP,
+    MinTokens,
     NumChoices,
     Penalty,
     RepetitionPenalty,
@@ -38,8 +39,8 @@ class SamplingFields(RequestBody):
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: LogitBias = Field(default_factory=tuple)
 
-    def sampling(self, max_new_tokens: int, seed: int | None) -> SamplingParams:
-        """Return the engine's form."""
+    def sampling(self, max_new_tokens: int, seed: int | None, **ends: Any) -> SamplingParams:
+        """Return the engine's form; `ends` are the fields in which dialects differ."""
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
@@ -56,4 +57,21 @@ class SamplingFields(RequestBody):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
+            **ends,
         )
+
+
+class VllmEnds(RequestBody):
+    """When a choice may end, and what is told of its end, in vLLM's dialect: stop strings wait for `min_tokens` too."""
+
+    min_tokens: MinTokens = 0
+    include_stop_str_in_output: bool = False
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """The engine's names."""
+        return {
+            "min_new_tokens": self.min_tokens,
+            "stop_strings_after": self.min_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+        }

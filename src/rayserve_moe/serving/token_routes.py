@@ -31,6 +31,7 @@ from rayserve_moe.serving.token_schemas import TokenBody
 _PARAM_NAMES = {
     "prompt": "token_ids",
     "max_tokens": "sampling_params.max_tokens",
+    "min_tokens": "sampling_params.min_tokens",
     "logit_bias": "sampling_params.logit_bias",
     "rid": "request_id",
 }
@@ -83,7 +84,7 @@ async def _request(state: ApiState, body: TokenBody) -> GenerationRequest:
     return GenerationRequest(
         request_id=body.request_id or uuid.uuid4().hex,
         prompt_ids=prompts[0],
-        sampling=params.sampling(limit, params.seed),
+        sampling=params.sampling(limit, params.seed, **params.ends),
         return_routed_experts=(state.card.returns_routing or body.stream_routed_experts) if switch is None else switch,
         cache_salt=body.cache_salt,
         incremental=body.stream or bool(params.stop),

@@ -13,20 +13,18 @@ from rayserve_moe.serving.field_types import (
     RequestId,
     RoutingFormat,
     Seed,
-    ZeroOnly,
     fault,
 )
 from rayserve_moe.serving.openai_schemas import StreamOptions
 from rayserve_moe.serving.prompt_types import TokenIds
 from rayserve_moe.serving.routing_fields import RoutingFields, RowStart
-from rayserve_moe.serving.sampling_fields import SamplingFields
+from rayserve_moe.serving.sampling_fields import SamplingFields, VllmEnds
 
 
-class TokenSampling(SamplingFields):
+class TokenSampling(SamplingFields, VllmEnds):
     """`sampling_params`: `logprobs` 0 or 1 gives the sampled tokens' alone, more gives as many of the likeliest."""
 
     max_tokens: MaxTokens | None = None
-    min_tokens: ZeroOnly = 0
     seed: Seed | None = None
     logprobs: NumTopLogprobs | None = None
     prompt_logprobs: NumTopLogprobs | None = None

@@ -32,7 +32,10 @@ def state_of(prompts: dict[int, list[int]], outputs: dict[int, list[int]], biase
 def penalties_of(params: list[SamplingParams | None]) -> Penalties:
     fields = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     columns = [[getattr(p or SamplingParams(), name) for p in params] for name in fields]
-    return Penalties(np.array([p is not None for p in params]), *(np.asarray(c, np.float32) for c in columns))
+    withholds = np.array([p is not None and p.min_new_tokens > 0 for p in params])
+    return Penalties(
+        np.array([p is not None for p in params]), *(np.asarray(c, np.float32) for c in columns), withholds
+    )
 
 
 PROMPTS, OUTPUTS = {0: [1, 2, 2], 2: [5], 4: [9, 1, 0]}, {0: [2, 3, 3, 3], 2: [], 4: [9, 9]}
@@ -58,6 +61,22 @@ def test_rows_are_adjusted_by_definition_each_by_its_own():
         assert of_row is not None
         expected = adjusted_by_definition(logits[i], of_row, prompt=PROMPTS[row], outputs=OUTPUTS[row])
         np.testing.assert_allclose(found[i], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_withheld_words_keep_no_probability_whatever_else_raises_them_and_later_cost_nothing():
+    logits = np.random.default_rng(4).standard_normal((3, VOCABULARY)).astype(np.float32)
+    withheld = [(3, -np.inf), (23, -np.inf)]
+    state = state_of({0: [], 2: []}, {0: [], 2: []}, {0: [(3, 50.0), *withheld[:1]], 2: withheld})
+    params = [SamplingParams(min_new_tokens=1), SamplingParams(presence_penalty=-2.0), SamplingParams(min_new_tokens=1)]
+    rows = np.array([2, 0, 0])
+    found = np.asarray(compiled_adjust(logits, state, rows_S=rows, penalties=penalties_of(params)))
+    np.testing.assert_array_equal(
+        np.isclose(found[0], np.finfo(np.float32).min), np.isin(np.arange(VOCABULARY), [3, 23])
+    )
+    np.testing.assert_array_equal(found[0, 4:23], logits[0, 4:23])
+    assert found[1, 3] == logits[1, 3] + 50, "nothing is withheld from this row any more"
+    probabilities = np.asarray(jax.nn.softmax(found[2]))
+    assert probabilities[3] == 0 and np.isfinite(found).all()
 
 
 def test_nothing_is_touched_where_nobody_adjusts():

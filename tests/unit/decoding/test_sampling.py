@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.decoding.sampling import SamplingBatch, sample
+from rayserve_moe.decoding.sampling import LOWEST_LOGPROB, SamplingBatch, sample
 
 VOCABULARY = 24
 compiled_sample = jax.jit(partial(sample, most_top=5))
@@ -187,7 +187,7 @@ def test_words_of_no_probability_come_last_each_once():
     logits[0, 3] = 1e38
     found = jax.jit(partial(sample, most_top=5))(jnp.asarray(logits), rows(1, temperature=0.25, num_top=5))
     np.testing.assert_array_equal(found.top.ids_SJ, [[3, 0, 1, 2, 4]])
-    np.testing.assert_array_equal(found.top.logprobs_SJ[0, 1:], -np.inf)
+    np.testing.assert_array_equal(found.top.logprobs_SJ[0, 1:], LOWEST_LOGPROB)
 
 
 def test_a_vocabulary_may_be_smaller_than_what_is_told():

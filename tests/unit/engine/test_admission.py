@@ -45,6 +45,14 @@ REFUSED = {
     "bias of a token that is none": (request(logit_bias=((1000, 1.0),)), "logit_bias", r"\[0, 1000\)"),
     "endless bias": (request(logit_bias=((1, float("inf")),)), "logit_bias", "finite"),
     "too many biases": (request(logit_bias=tuple((i, 1.0) for i in range(257))), "logit_bias", "at most 256"),
+    "negative least length": (request(min_new_tokens=-1), "min_tokens", r"\[0, max_tokens\]"),
+    "least beyond the most": (request(min_new_tokens=5), "min_tokens", r"\[0, max_tokens\]"),
+    "stop strings beyond the most": (request(stop_strings_after=5), "min_tokens", r"\[0, max_tokens\]"),
+    "too many ids to withhold": (
+        request(min_new_tokens=1, stop_token_ids=tuple(range(128))),
+        "stop_token_ids",
+        "at most 128",
+    ),
     "min_p that is no number": (request(min_p=float("nan")), "min_p", r"\[0, 1\]"),
 }
 

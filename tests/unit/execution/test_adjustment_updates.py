@@ -11,13 +11,14 @@ import pytest
 from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState
 from rayserve_moe.execution.adjustment_updates import (
     ADJUSTMENT_SIZE,
+    MAX_BIASES,
     MAX_IDS,
     adjustment_vectors,
     apply_adjustment,
     no_adjustment,
 )
 from rayserve_moe.execution.step_types import RowState
-from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, NUM_FLOATS, NUM_INTEGERS, RowAdjustment
+from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS, RowAdjustment
 
 NUM_ROWS, VOCABULARY = 3, 50
 compiled = jax.jit(apply_adjustment)
@@ -27,8 +28,8 @@ def rows() -> RowState:
     """A rank's rows, full of what their owners before have left."""
     stale = AdjustmentState(
         np.full((NUM_ROWS, VOCABULARY), PROMPT_MARK + 3, np.int32),
-        np.ones((NUM_ROWS, MAX_LOGIT_BIASES), np.int32),
-        np.ones((NUM_ROWS, MAX_LOGIT_BIASES), np.float32),
+        np.ones((NUM_ROWS, MAX_BIASES), np.int32),
+        np.ones((NUM_ROWS, MAX_BIASES), np.float32),
     )
     floats, integers = np.zeros((NUM_ROWS, NUM_FLOATS), np.float32), np.zeros((NUM_ROWS, NUM_INTEGERS), np.uint32)
     return RowState(np.zeros((NUM_ROWS, 2), np.int32), floats, integers, np.zeros(NUM_ROWS, np.int32), stale)
@@ -73,5 +74,5 @@ def test_other_ranks_and_padding_change_nothing():
 
 
 def test_all_biases_fit():
-    told = adjustment(0, 1, 1, num_biases=MAX_LOGIT_BIASES)
+    told = adjustment(0, 1, 1, num_biases=MAX_BIASES)
     np.testing.assert_array_equal(applied(told, data_rank=0).bias_values_RB[0], told.bias_values)

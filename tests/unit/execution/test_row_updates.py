@@ -47,7 +47,7 @@ def changed(*entries: tuple[int, int, int]) -> PageTableChanges:
 
 def sampling_of(*row_ids: int) -> RowSampling:
     floats = np.array([[0.5, 0.9, -0.0, 1.1, -2.0, 3.0]] * len(row_ids), np.float32)
-    integers = np.array([[row, LARGEST, 2, 1, 20] for row in row_ids], np.uint32)
+    integers = np.array([[row, LARGEST, 2, 1, 20, 7] for row in row_ids], np.uint32)
     return RowSampling(np.asarray(row_ids), floats, integers)
 
 
@@ -66,7 +66,7 @@ def test_only_what_a_plan_names_changes():
 def test_new_rows_bring_their_sampling_to_the_last_bit():
     found = updated(rows_of(3, 4), StepPlan(0, sampling=sampling_of(2)))
     np.testing.assert_array_equal(found.sampling_floats_RF[2].view(np.int32), sampling_of(2).floats[0].view(np.int32))
-    np.testing.assert_array_equal(found.sampling_integers_RI[2], [2, LARGEST, 2, 1, 20])
+    np.testing.assert_array_equal(found.sampling_integers_RI[2], [2, LARGEST, 2, 1, 20, 7])
     untouched = rows_of(3, 4)
     np.testing.assert_array_equal(found.sampling_floats_RF[:2], untouched.sampling_floats_RF[:2])
     np.testing.assert_array_equal(found.last_tokens_R, untouched.last_tokens_R)

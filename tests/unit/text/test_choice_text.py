@@ -93,6 +93,55 @@ def _check_cut(tokenizer, ids, stops, cuts):
     assert len(kept) == len(ids) or _first_stop(tokenizer.decode(kept[:-1]).rstrip("\ufffd"), stops) is None
 
 
+KEEPS = {
+    "nothing": {},
+    "the stop string": {"include_stop_str_in_output": True},
+    "all of its token": {"no_stop_trim": True},
+}
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@given(
+    pieces=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3).map(tuple),
+    after=st.integers(0, 12),
+)
+def test_stop_strings_end_only_in_tokens_after_those_they_wait_for(keeps, pieces, stops, after):
+    """Each token is a piece of text. What completes a stop string before ends nothing, but may begin one."""
+    sampling = SamplingParams(stop=stops, stop_strings_after=after, **KEEPS[keeps])
+    choice = ChoiceText(Spelled(pieces), sampling, num_prompt_tokens=1)
+    deltas = [choice.feed(update) for update in _updates(list(range(len(pieces))), [len(pieces) // 2])]
+    whole, free = "".join(pieces), len("".join(pieces[:after]))
+    ends = [end for end in range(free + 1, len(whole) + 1) if any(whole[:end].endswith(stop) for stop in stops)]
+    if not ends:
+        assert (_text(deltas), deltas[-1].finish) == (whole, LENGTH)
+        return
+    matched = max((stop for stop in stops if whole[: ends[0]].endswith(stop)), key=len)
+    count = next(n for n in range(1, len(pieces) + 1) if len("".join(pieces[:n])) >= ends[0])
+    kept = {"nothing": ends[0] - len(matched), "the stop string": ends[0]}.get(keeps, len("".join(pieces[:count])))
+    assert _text(deltas) == whole[:kept] and deltas[-1].finish == FinishReason("stop", matched)
+    assert len(_ids(deltas)) == count
+
+
+class Spelled:
+    """A tokenizer whose ids are places in a list of texts."""
+
+    special_ids = frozenset()
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.token_bytes = [piece.encode() for piece in pieces].__getitem__
+
+
+@pytest.mark.parametrize(
+    ("keeps", "text"), [("nothing", "ab"), ("the stop string", "abc"), ("all of its token", "abc")]
+)
+def test_a_stop_id_is_text_where_stops_are_kept(tokenizer, keeps, text):
+    ids = tokenizer.encode("abc")
+    finish = FinishReason("stop", ids[-1])
+    deltas = _feed(tokenizer, SamplingParams(**KEEPS[keeps]), _updates(ids, [1], finish=finish))
+    assert (_text(deltas), _ids(deltas), deltas[-1].finish) == (text, ids, finish)
+
+
 @given(text=st.text(LETTERS, max_size=20), stops=STOPS, cuts=st.lists(st.integers(0, 40), max_size=6))
 def test_what_was_shown_is_never_taken_back_nor_held_without_reason(tokenizer, text, stops, cuts):
     shown = ""
