@@ -12,12 +12,13 @@ import pytest
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine import publication
+from rayserve_moe.engine.control import ABORTED
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.counting import CARD, CountingExecutor
+from tests.support.counting import CARD, ROUTING, CountingExecutor
 
 NUM_REQUESTS = 31
 NUM_NEW = 60
@@ -39,7 +40,8 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(publication, "LONGEST_GROUPING_S", 0.0)
     limits = SchedulerSettings(max_running_requests=8, max_waiting_requests=16, overlap_steps=request.param)
     settings = LoopSettings(limits, CacheSettings(page_size=4), idle_release_s=0.01)
-    running = EngineLoop(CountingExecutor(num_pages=1024), CARD, settings=settings)
+    card = replace(CARD, routing=ROUTING, returns_routing=True)
+    running = EngineLoop(CountingExecutor(num_pages=1024), card, settings=settings)
     yield running
     running.shutdown()
 
@@ -88,6 +90,29 @@ def test_an_event_loop_finds_what_a_thread_finds(loop: EngineLoop, tokenizer: To
 
     asyncio.run(wait_for_all())
     check(loop, running)
+
+
+def test_whatever_ends_a_choice_while_it_is_retracted_it_has_its_rows(loop: EngineLoop, tokenizer: Tokenizer):
+    """Half of them are left by their clients, and the others by nobody."""
+    sampling = SamplingParams(max_new_tokens=80, seed=1, ignore_eos=True)
+    prompts = [np.arange(100 * i, 100 * i + 9, dtype=np.int32) for i in range(8)]
+    running = [
+        RunningRequest(loop, tokenizer, request=GenerationRequest(f"r{i}", ids, sampling, return_routed_experts=True))
+        for i, ids in enumerate(prompts)
+    ]
+    while loop.statistics()["tokens_sampled"] < 16:
+        loop.check_integrity()
+    loop.control.pause("retract").result(TIMEOUT_S)
+    for one in running[::2]:
+        one.stream.close()
+        one.wait()
+    loop.control.resume()
+    for one in running:
+        one.wait()
+        (result,) = one.results
+        assert result.routing is not None and result.routing.missing == ()
+        assert result.routing.rows[:, 0, 0].tolist() == list(range(8 + len(result.token_ids)))
+    assert {result.finish for one in running[::2] for result in one.results} <= {ABORTED, FinishReason("length")}
 
 
 @pytest.mark.parametrize("is_read", [True, False])
