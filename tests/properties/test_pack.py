@@ -71,10 +71,18 @@ def some(generator: np.random.Generator, count: int, share: float) -> np.ndarray
     return generator.permutation(count)[: generator.binomial(count, share)]
 
 
+def random_integers(generator: np.random.Generator, count: int) -> np.ndarray:
+    """Integers of sampling parameters; some rows adjust nothing, and withhold words up to some position."""
+    integers = generator.integers(0, 2**32, (count, NUM_INTEGERS))
+    integers[:, 3] %= 2
+    integers[:, 5] %= LONGEST
+    return integers.astype(np.uint32)
+
+
 def random_rows(generator: np.random.Generator, num_rows: int, page_size: int) -> Rows:
     width = -(-LONGEST // page_size)
     floats = generator.random((num_rows, NUM_FLOATS)).astype(np.float32)
-    integers = generator.integers(0, 2**32, (num_rows, NUM_INTEGERS)).astype(np.uint32)
+    integers = random_integers(generator, num_rows)
     pages = generator.integers(1, 500, (num_rows, width)).astype(np.int32)
     return Rows(page_size, pages, floats, integers, generator.integers(1, 1000, num_rows).astype(np.int32))
 
@@ -113,7 +121,7 @@ def random_plan(data: st.DataObject, rows: Rows, *, rows_per_rank: int, num_rank
         sampling=RowSampling(
             new_rows,
             generator.random((len(new_rows), NUM_FLOATS)).astype(np.float32),
-            generator.integers(0, 2**32, (len(new_rows), NUM_INTEGERS)).astype(np.uint32),
+            random_integers(generator, len(new_rows)),
         ),
     )
 
@@ -203,12 +211,14 @@ def check_samples(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], 
         place = packed.token_places[last_tokens[chunk]] - rank * packed.shape.num_tokens
         assert step.sample_places_S[sample] == place
         assert sampling.position_S[sample] == plan.chunk_starts[chunk] + plan.chunk_lengths[chunk]
-        _, *penalties = step.penalties
+        _, *penalties, withholds = step.penalties
         floats = [a[sample] for a in (sampling.temperature_S, sampling.top_p_S, sampling.min_p_S, *penalties)]
         integers = [a[sample] for a in (sampling.top_k_S, sampling.seed_S, sampling.choice_S)]
         np.testing.assert_array_equal(floats, rows.floats[row])
         np.testing.assert_array_equal(integers, rows.integers[row, :3])
-        assert step.penalties.is_adjusted_S[sample] == (rows.integers[row, 3] > 0)
+        is_withheld = sampling.position_S[sample] < rows.integers[row, 5]
+        assert withholds[sample] == is_withheld
+        assert step.penalties.is_adjusted_S[sample] == (rows.integers[row, 3] > 0 or is_withheld)
         assert sampling.num_top_S[sample] == rows.integers[row, 4]
     for rank, step in enumerate(steps):
         unused = np.setdiff1d(np.arange(num_samples), packed.sample_places - rank * num_samples)
