@@ -40,7 +40,7 @@ def main() -> None:
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
             try:
                 wait(server, port, log)
-                print(json.dumps(facts(binary, log.read_text(), cores=cores, options=options)), flush=True)
+                print(json.dumps(facts(binary, options) | {"cores": cores}), flush=True)
                 for line in sys.stdin:
                     print(json.dumps(generate(port, json.loads(line))), flush=True)
             finally:
@@ -69,15 +69,20 @@ def wait(server: subprocess.Popen, port: int, log: Path) -> None:
     raise RuntimeError(log.read_text()[-2000:])
 
 
-def facts(binary: Path, log: str, *, cores: list[int], options: list[str]) -> dict[str, Any]:
+def facts(binary: Path, options: list[str]) -> dict[str, Any]:
     """What runs: version and compiler as the server names them, and the instructions that it says it uses."""
-    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
-    version, compiler = [
-        line for line in (said.stdout + said.stderr).splitlines() if line.startswith(("vers", "built"))
-    ]
-    features = [line.partition("system_info: ")[2] for line in log.splitlines() if "system_info: " in line]
+    said = _output(binary, "--version")
+    version, compiler = [line for line in said if line.startswith(("version", "built"))]
+    # It says so only where it traces, which costs time: a second one does, and ends without a model.
+    traced = _output(binary, "--log-verbosity", "4", "--model", "none")
+    features = [line.partition("system_info: ")[2] for line in traced if "system_info: " in line]
     found = {"version": version.removeprefix("version: ").partition(" ")[0], "built": version, "compiler": compiler}
-    return found | {"dtype": "bfloat16", "features": features, "cores": cores, "options": options}
+    return found | {"dtype": "bfloat16", "features": features, "options": options}
+
+
+def _output(*command: object) -> list[str]:
+    found = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    return (found.stdout + found.stderr).splitlines()
 
 
 def generate(port: int, request: dict[str, Any]) -> dict[str, float]:
