@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1024
 _MAX_LISTED = 16
 _LONGEST_NAME = 64
-_KEY = "ignored_fields"
+_KEY = "rayserve_moe.ignored_fields"
 
 
 class IgnoredFields:
@@ -30,7 +30,7 @@ class IgnoredFields:
     def note(self, request: Request, names: Sequence[str]) -> None:
         """Have the answer to `request` list them; log those that are new, only so many: clients choose them."""
         if names:
-            setattr(request.state, _KEY, names)
+            request.scope[_KEY] = names
         for name in names:
             if name not in self._seen and len(self._seen) < _MAX_REMEMBERED:
                 self._seen.add(name)
@@ -52,7 +52,7 @@ class IgnoredFieldsHeader:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_listing(message: Message) -> None:
-            if message["type"] == "http.response.start" and (names := scope.get("state", {}).get(_KEY)):
+            if message["type"] == "http.response.start" and (names := scope.get(_KEY)):
                 headers = [*message["headers"], (HEADER.encode(), listed(names).encode())]
                 message = {**message, "headers": headers}
             await send(message)
