@@ -20,12 +20,21 @@ def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPla
 
 
 def free_bytes(devices: list[jax.Device]) -> int:
-    """Free memory of the fullest local device; emulated devices share what the host has available."""
-    return _bytes_beyond("bytes_in_use", devices)
+    """Free memory of the fullest local device; emulated devices share what the host has available, rounded down.
+
+    What a host has available differs from start to start, and programs are found only for the same number of pages.
+    """
+    free = _bytes_beyond("bytes_in_use", devices)
+    return free if all(device.memory_stats() for device in devices) else rounded_down(free)
+
+
+def rounded_down(number: int) -> int:
+    """To its four leading bits: by an eighth at most."""
+    return number >> (bits := max(0, number.bit_length() - 4)) << bits
 
 
 def spare_bytes(devices: list[jax.Device]) -> int:
-    """Memory of the fullest local device that no step so far has needed; for emulated devices as `free_bytes`."""
+    """Memory of the fullest local device that no step so far has needed; for emulated devices all that is free."""
     return _bytes_beyond("peak_bytes_in_use", devices)
 
 

@@ -72,6 +72,14 @@ def test_emulated_devices_share_what_the_host_has():
     assert 0.5 * one < 4 * four < 2 * one, "free memory changes between two looks, but not by that much"
 
 
+@pytest.mark.parametrize("number", [0, 1, 15, 16, 1000, 10**10, 2**40 - 1])
+def test_numbers_are_rounded_down_by_an_eighth_at_most_and_to_few(number):
+    rounded = memory.rounded_down(number)
+    assert 7 * number <= 8 * rounded <= 8 * number
+    assert len({memory.rounded_down(n) for n in range(10**6, 2 * 10**6, 997)}) <= 10
+    assert memory.rounded_down(rounded) == rounded
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
