@@ -65,14 +65,27 @@ def expected(checkpoint: Path) -> Iterator[tuple[ModelCard, list[ChoiceResult]]]
 
 
 @pytest.fixture(scope="module")
-def group(raylets: int, checkpoint: Path) -> Iterator[tuple[GroupExecutor, int]]:
-    with two_hosts(checkpoint) as running:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the hosts of this file keep their programs: nowhere before the first of them."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def group(raylets: int, checkpoint: Path, programs: Path) -> Iterator[tuple[GroupExecutor, int]]:
+    with two_hosts(checkpoint, compile_cache=programs) as running:
         yield running
 
 
 @contextmanager
 def two_hosts(checkpoint: Path, **changes: object) -> Iterator[tuple[GroupExecutor, int]]:
     """A group of two hosts with two devices each, and its number of pages."""
+    with starting_hosts(checkpoint, **changes) as executor:
+        yield executor, executor.start().num_pages
+
+
+@contextmanager
+def starting_hosts(checkpoint: Path, **changes: object) -> Iterator[GroupExecutor]:
+    """A group that is yet to be started."""
     values = {"model_path": str(checkpoint), "num_hosts": 2, "devices_per_host": 2, **SETTINGS, **changes}
     settings = settings_from(values)
     executor = GroupExecutor(
@@ -82,13 +95,14 @@ def two_hosts(checkpoint: Path, **changes: object) -> Iterator[tuple[GroupExecut
             settings.cache,
             settings.replay,
             settings.experts,
-            balancing=settings.balancing,
+            settings.compile,
+            settings.balancing,
         ),
         parallel=settings.parallel,
         cluster=settings.cluster,
     )
     try:
-        yield executor, executor.start().num_pages
+        yield executor
     finally:
         executor.shutdown()
 
@@ -285,7 +299,7 @@ def test_no_host_collects_what_it_has_loaded(group: tuple[GroupExecutor, int]) -
 def test_a_lost_host_ends_requests_with_an_error_and_the_engine_says_so(
     group: tuple[GroupExecutor, int], expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
 ) -> None:
-    """Runs last: it leaves the group without a host."""
+    """It leaves the group without a host."""
     executor, num_pages = group
     card, _ = expected
     loop = loop_over(OverTransport(executor, num_pages), card)
@@ -299,3 +313,40 @@ def test_a_lost_host_ends_requests_with_an_error_and_the_engine_says_so(
     with pytest.raises(EngineStoppedError):
         loop.check_health()
     loop.shutdown()
+
+
+def restarted(
+    checkpoint: Path, programs: Path, expected: tuple[ModelCard, list[ChoiceResult]]
+) -> tuple[StartReport, list[int]]:
+    """Start a group anew, which answers as one process; returns its report, and what its hosts compiled afterwards."""
+    card, wanted = expected
+    with starting_hosts(checkpoint, compile_cache=programs) as executor:
+        report = executor.start()
+        loop = loop_over(OverTransport(executor, report.num_pages), card)
+        try:
+            assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
+            counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
+        finally:
+            loop.shutdown()
+    return report, counts
+
+
+def test_the_next_group_finds_the_programs_of_every_host_and_answers_as_one_process(
+    group: object, expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path, programs: Path
+) -> None:
+    """After a host was lost, too."""
+    report, counts = restarted(checkpoint, programs, expected)
+    assert report.num_programs_found == report.num_programs > 0
+    assert counts == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_host_that_lacks_a_program_compiles_it_while_the_others_wait(
+    group: object, expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path, programs: Path
+) -> None:
+    largest = max((programs / "executables" / "1-of-2").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:1000])
+    report, counts = restarted(checkpoint, programs, expected)
+    assert report.num_programs_found == report.num_programs - 1 and counts == [0, 0]
+    report, _ = restarted(checkpoint, programs, expected)
+    assert report.num_programs_found == report.num_programs

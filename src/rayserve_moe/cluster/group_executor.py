@@ -64,7 +64,9 @@ class GroupExecutor:
 
         coordinator = told(self.workers[0].coordinator_address.remote())
         num_pages = min(told([worker.load.remote(coordinator) for worker in self.workers]))
-        reports = told([worker.prepare.remote(num_pages) for worker in self.workers])
+        told([worker.prepare.remote(num_pages) for worker in self.workers])
+        # A host whose peers compile for longer than a collective waits cannot meet them in one: all compile first.
+        reports = told([worker.warm_up.remote() for worker in self.workers])
         self._transport = TRANSPORTS[derive.transport(self._cluster)](
             self.workers, timeout_s=self._cluster.step_timeout_s
         )

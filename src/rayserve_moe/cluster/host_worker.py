@@ -75,9 +75,13 @@ class HostWorker:
         )
         return self._runner.load()
 
-    def prepare(self, num_pages: int) -> StartReport:
+    def prepare(self, num_pages: int) -> None:
         """Allocate pages and compile; all hosts get the same number."""
-        report = self._runner.prepare(num_pages)
+        self._runner.compile(num_pages)
+
+    def warm_up(self) -> StartReport:
+        """Run every program once, together with all hosts: each has its programs by now."""
+        report = self._runner.warm_up()
         freeze_what_stays()
         return report
 

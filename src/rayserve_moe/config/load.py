@@ -21,6 +21,7 @@ from rayserve_moe.config.settings import ParallelSettings, Settings, SettingsErr
 from rayserve_moe.config.topology import check_slices
 
 ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH": "model_path"}
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
 
 LISTS: dict[Any, tuple[type, str]] = {tuple[int, ...]: (int, "integers"), tuple[str, ...]: (str, "texts")}
 """Kinds of settings that are lists: of what, and what that is called."""
@@ -96,6 +97,11 @@ def inherited_environment() -> dict[str, str]:
 def temporary_folder() -> Path:
     """Where Ray keeps the files of running clusters."""
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+
+
+def compiler_environment() -> dict[str, str]:
+    """What the environment tells compilers, by variable."""
+    return {name: os.environ[name] for name in COMPILER_VARIABLES if name in os.environ}
 
 
 def default_cache_directory() -> Path:

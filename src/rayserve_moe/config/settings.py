@@ -147,8 +147,7 @@ class CompileSettings:
 
     cache: str = _named("auto", "compile_cache")
     """Directory that keeps compiled programs for later starts; `auto` is one in the user's cache directory, `off` none.
-    Several hosts need one that all of them see: only the first writes. Who can write to it can run code in the server.
-    """
+    Every host keeps its own, there or on a disk of its own. What another user could write to is refused: it is code."""
     cpu_kernels: str = _choice("auto", "off", "native")
     """On a CPU: `native` computes in bfloat16, by kernels that a C++ compiler of the machine builds on first use; `off`
     leaves everything to XLA. `auto` is native for a bfloat16 model on one device, where the machine can do it."""

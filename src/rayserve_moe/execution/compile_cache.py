@@ -1,102 +1,160 @@
-"""Keeping compiled programs on disk, so that the next start of the same server finds them.
+"""Compiled programs that a later start finds: which there are, by all that determines what a compiler makes of them.
 
-jax keys a program by its text, its options, and the versions of jax and of the platform. Where the machine's own
-instructions are compiled in, each kind of CPU gets a directory of its own, for directories that machines share.
+A program is found without tracing it, so its key holds what tracing would have shown: the source of every package that
+a program can be built from, what it is called with, and the rule it is specialised for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
+import os
+import pickle
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import jax
+import jaxlib
+from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.config.load import compiler_environment, default_cache_directory
 from rayserve_moe.config.settings import CompileSettings, SettingsError
+from rayserve_moe.execution.program_files import ProgramFiles
+from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.parallel.sharding import ParallelPlan
 
 log = logging.getLogger(__name__)
 
+FORMAT = 1
 MOST_BYTES = 2 << 30
-"""Beyond this, programs that were not used for the longest time are dropped."""
+"""Of one rank."""
+ROOMS_ABOVE = ("cli.py", "serving", "rollouts", "tools", "cluster", "inprocess", "engine", "text")
+"""Packages that nothing which is compiled can import."""
+CACHE_OF_JAX = "jax_enable_compilation_cache"
+NOT_IN_PROGRAMS = ("cache", "dump", "log", "timeout")
+"""Settings of jax with these in their names leave programs as they are."""
+NOT_PORTABLE = (
+    *(jax.errors.JaxRuntimeError, NotImplementedError, pickle.PickleError, ImportError),
+    *(ValueError, TypeError, LookupError, AttributeError),
+)
+"""What comes of a program, or of a file, that cannot be written or loaded."""
+_COMPILING = Lock()
+"""Held where settings of jax are changed that belong to the whole process."""
 
 
-@contextmanager
-def programs_on_disk(settings: CompileSettings, *, platform: str) -> Generator[None]:
-    """Look for programs on disk, and leave them there, in everything that is compiled inside; whoever compiles it.
+class KeptPrograms:
+    """Programs for the devices of `plan`, this process's part of them, in `files`."""
 
-    With `auto`, a cache that jax has been given already stays in charge. SettingsError for a directory that was asked
-    for and cannot be written; where `auto` finds none, programs are compiled anew at every start.
+    def __init__(self, files: ProgramFiles, plan: ParallelPlan) -> None:
+        self._files, self._devices = files, list(plan.mesh.devices.flat)
+        self._surroundings = "\n".join(_surroundings(plan))
+
+    def find(self, signature: str) -> Any | None:
+        """The program that was kept under this signature, ready to be called; None where there is none."""
+        payload = self._files.read(self._key(signature))
+        if payload is None:
+            return None
+        try:
+            return serialize_executable.deserialize_and_load(
+                *pickle.loads(payload), backend=self._devices[0].client, execution_devices=self._devices
+            )
+        except NOT_PORTABLE as error:
+            log.warning("a program on disk cannot be loaded, and is compiled again: %s", error)
+            return None
+
+    def keep(self, signature: str, compiled: Any) -> None:
+        """Leave a program to later starts."""
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+        except NOT_PORTABLE as error:
+            log.warning("a compiled program is not kept: %s", error)
+            return
+        self._files.write(self._key(signature), payload)
+
+    def _key(self, signature: str) -> str:
+        return hashlib.sha256(f"{self._surroundings}\n{signature}".encode()).hexdigest()
+
+
+def kept_programs(settings: CompileSettings, plan: ParallelPlan) -> KeptPrograms | None:
+    """Where programs for `plan` are kept, None where they are not.
+
+    SettingsError for a directory that was asked for and cannot be written, or that others can write to; where `auto`
+    finds none, programs are compiled anew at every start.
     """
-    if settings.cache == "auto" and jax.config.values["jax_compilation_cache_dir"]:
-        yield
-        return
-    with _jax_settings(_cache_options(_directory(settings, platform))), warnings.catch_warnings():
-        # A damaged file costs compiling once more, and no more than that.
-        warnings.filterwarnings("default", message="Error (reading|writing) persistent compilation cache")
-        yield
-
-
-def _directory(settings: CompileSettings, platform: str) -> Path | None:
-    """Where programs for this machine are; None where they are not kept."""
-    # In a group only the first process writes, and CPU processes do not find each other's programs.
-    if settings.cache == "off" or (platform == "cpu" and jax.process_count() > 1):
+    if settings.cache == "off":
         return None
     is_ours = settings.cache == "auto"
-    root = default_cache_directory() / "programs" if is_ours else Path(settings.cache).expanduser()
-    directory = root / (_cpu_kind() if platform == "cpu" else platform)
+    root = default_cache_directory() if is_ours else Path(settings.cache).expanduser()
+    directory = root / "executables" / f"{jax.process_index()}-of-{jax.process_count()}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _drop_unfinished(directory)
+        return KeptPrograms(ProgramFiles(directory, most_bytes=MOST_BYTES), plan)
     except OSError as error:
         if not is_ours:
             raise SettingsError(f"compile_cache {settings.cache}: {error}") from error
         log.warning("compiled programs are not kept: %s", error)
         return None
-    return directory
-
-
-def _drop_unfinished(directory: Path) -> None:
-    """Remove what a process left that ended while it wrote: a program without the time of its last use."""
-    for program in directory.glob("*-cache"):
-        if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
-            program.unlink(missing_ok=True)
-
-
-def _cpu_kind() -> str:
-    """A name for CPUs of one model with the same instructions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    described = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-    return "cpu-" + hashlib.sha256("\n".join(described).encode()).hexdigest()[:12]
-
-
-def _cache_options(directory: Path | None) -> dict[str, object]:
-    return {
-        "jax_enable_compilation_cache": directory is not None,
-        "jax_compilation_cache_dir": str(directory) if directory is not None else None,
-        "jax_compilation_cache_max_size": MOST_BYTES,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_enable_xla_caches": "none",
-    }
 
 
 @contextmanager
-def _jax_settings(options: dict[str, object]) -> Generator[None]:
-    """Settings of the whole process, put back at the end."""
-    before = {name: jax.config.values[name] for name in options}
-    _update(options)
-    try:
+def without_cache_of_jax() -> Generator[None]:
+    """Compile inside, one caller at a time: what jax's own cache brings cannot be kept.
+
+    A CPU program that came out of it can be written and loaded, and fails when it is called.
+    """
+    with _COMPILING, ExitStack() as undo:
+        undo.callback(_switch_cache_of_jax, jax.config.values[CACHE_OF_JAX])
+        _switch_cache_of_jax(False)
         yield
-    finally:
-        _update(before)
 
 
-def _update(options: dict[str, object]) -> None:
-    for name, value in options.items():
-        jax.config.update(name, value)
-    # jax opens a cache once: without this it stays with the first directory.
-    compilation_cache.reset_cache()
+def _switch_cache_of_jax(is_on: bool) -> None:
+    jax.config.update(CACHE_OF_JAX, is_on)
+    compilation_cache.reset_cache()  # jax decides once whether it has one
+
+
+def signature_of(function: partial[Any], *args: Any, **named: Any) -> str:
+    """What tells a program from others of this server: a partial function, and shapes and places of its arguments."""
+    leaves, tree = jax.tree.flatten((args, named))
+    shapes = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False), leaf.sharding) for leaf in leaves]
+    fixed = {name: _name(value) if callable(value) else value for name, value in sorted(function.keywords.items())}
+    return f"{_name(function.func)} {fixed}\n{tree}\n{shapes}"
+
+
+def _name(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _surroundings(plan: ParallelPlan) -> Iterator[str]:
+    """All that determines a program besides its signature, one after the other."""
+    devices = list(plan.mesh.devices.flat)
+    yield f"{FORMAT} {jax.__version__} {jaxlib.__version__} {devices[0].client.platform_version}"
+    yield f"process {jax.process_index()} of {jax.process_count()}"
+    yield str([(repr(device), device.device_kind, device.process_index) for device in devices])
+    yield str(sorted((k, v) for k, v in jax.config.values.items() if not any(part in k for part in NOT_IN_PROGRAMS)))
+    yield str(compiler_environment())
+    yield source_digest()
+    if platform_of(plan.mesh) == "cpu":
+        yield _cpu_features()
+
+
+@cache
+def source_digest() -> str:
+    """A hash over the source of everything that a program can be built from, native kernels too."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*")):
+        inside = path.relative_to(root)
+        if path.suffix in {".py", ".cc", ".h"} and inside.parts[0] not in ROOMS_ABOVE:
+            digest.update(f"{inside}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cpu_features() -> str:
+    """How many processors share the work of a program, and what they can do."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    kinds = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    return f"{len(os.sched_getaffinity(0))} of {kinds}"

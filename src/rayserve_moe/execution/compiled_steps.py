@@ -15,6 +15,7 @@ import numpy as np
 
 from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.block_inputs import block_input_shapes
+from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
 from rayserve_moe.execution.rebalance import (
     RebalancePrograms,
     expert_state,
@@ -34,7 +35,6 @@ from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-FOUND_EVENT = "/jax/compilation_cache/cache_hits"
 NUM_THREADS = 4
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
@@ -70,18 +70,14 @@ class Movables(NamedTuple):
 
 
 class CompilationCount:
-    """Counts every program this process compiles, whoever asks for it, and those of them that it found on disk."""
+    """Counts every program this process compiles, whatever asks for it."""
 
     def __init__(self) -> None:
-        self.total = self.num_found = 0
+        self.total = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        jax.monitoring.register_event_listener(self._on_event)
 
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         self.total += event == COMPILE_EVENT
-
-    def _on_event(self, event: str, **_: Any) -> None:
-        self.num_found += event == FOUND_EVENT
 
 
 def compile_programs(
@@ -90,55 +86,64 @@ def compile_programs(
     *,
     layouts: dict[StepShape, InputLayout],
     rule: StepRule,
-    count: CompilationCount,
+    kept: KeptPrograms | None = None,
     movables: Movables | None = None,
 ) -> CompiledPrograms:
     """Compile the step for every shape and the updates of rows, several at a time, the largest first.
 
-    With `movables` also what moves experts; the weights need maps then.
+    With `movables` also what moves experts; the weights need maps then. Programs that are `kept` are not compiled.
     """
-    started, num_found, compiler = time.perf_counter(), count.num_found, _Compiler(rule.model.plan)
+    started, compiler = time.perf_counter(), _Compiler(rule.model.plan, kept)
 
     def compile_step(layout: InputLayout) -> CompiledStep:
         vectors = compiler.integers(rule.model.plan.data_size, len(layout.padding))
-        jitted = jax.jit(partial(run_step, layout=layout, rule=rule), donate_argnums=1)
+        run = partial(run_step, layout=layout, rule=rule)
         blocks = block_input_shapes(layout.shape, rule.model) if layout.shape.num_blocks else None
-        return compiler.compile(jitted, weights, state, vectors_NW=vectors, blocks=blocks)
+        return compiler.compile(run, weights, state, donated=1, vectors_NW=vectors, blocks=blocks)
 
     def compile_update(apply: RowUpdate, size: int) -> CompiledUpdate:
-        jitted = jax.jit(partial(update_rows, apply=apply, rule=rule), donate_argnums=0)
-        return compiler.compile(jitted, state, compiler.integers(size))
+        return compiler.compile(partial(update_rows, apply=apply, rule=rule), state, compiler.integers(size), donated=0)
 
     largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
-    with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
+    with without_cache_of_jax(), ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
         steps = {shape: pool.submit(compile_step, layouts[shape]) for shape in largest_first}
         update = pool.submit(compile_update, apply_update, VECTOR_SIZE)
         adjust = pool.submit(compile_update, apply_adjustment, ADJUSTMENT_SIZE)
         compiled = {shape: step.result() for shape, step in steps.items()}
         compiled_updates = update.result(), adjust.result()
-    rebalance = None
-    if movables is not None:
-        rebalance = _compile_rebalance(compiler, weights, state, movables=movables, rule=rule.model)
+        rebalance = None
+        if movables is not None:
+            rebalance = _compile_rebalance(compiler, weights, state, movables=movables, rule=rule.model)
     seconds = compiler.seconds
-    times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), count.num_found - num_found)
+    times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
     return CompiledPrograms(compiled, *compiled_updates, rebalance, times)
 
 
 class _Compiler:
-    """Compiles for the devices of `plan`, and notes the seconds of every program."""
+    """Compiles for the devices of `plan` what is not `kept`, and notes the seconds of every program."""
 
-    def __init__(self, plan: ParallelPlan) -> None:
+    def __init__(self, plan: ParallelPlan, kept: KeptPrograms | None) -> None:
         self.seconds: list[float] = []
-        self._replicated = plan.replicated()
+        self.num_found = 0
+        self._replicated, self._kept = plan.replicated(), kept
         self._options = COMPILER_OPTIONS_OF_PLATFORM.get(platform_of(plan.mesh))
 
     def integers(self, *shape: int) -> jax.ShapeDtypeStruct:
         """The shape of int32 numbers that every device gets."""
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._replicated)
 
-    def compile(self, jitted: Any, *args: Any, **named: Any) -> Any:
+    def compile(self, run: partial[Any], *args: Any, donated: int | None = None, **named: Any) -> Any:
+        """The program of `run` for arguments like these, of which it takes one for its own where that is `donated`."""
         begun = time.perf_counter()
-        compiled = jitted.lower(*args, **named).compile(compiler_options=self._options)
+        signature = f"{signature_of(run, *args, **named)}\n{donated}"
+        compiled = None if self._kept is None else self._kept.find(signature)
+        if compiled is None:
+            jitted = jax.jit(run, donate_argnums=donated)
+            compiled = jitted.lower(*args, **named).compile(compiler_options=self._options)
+            if self._kept is not None:
+                self._kept.keep(signature, compiled)
+        else:
+            self.num_found += 1
         self.seconds.append(time.perf_counter() - begun)
         return compiled
 
@@ -148,9 +153,9 @@ def _compile_rebalance(
 ) -> RebalancePrograms:
     held, (staging, slots_per_step) = expert_state(weights), movables
     sizes = vector_sizes(rule, slots_per_step=slots_per_step)
-    fetching, swapping = (jax.jit(partial(run, rule=rule), donate_argnums=i) for run, i in ((fetch, 1), (swap, 0)))
+    fetching, swapping, reading = (partial(run, rule=rule) for run in (fetch, swap, read_counts))
     return RebalancePrograms(
-        compiler.compile(fetching, held, staging, vector=compiler.integers(sizes.fetch)),
-        compiler.compile(swapping, held, staging, vector=compiler.integers(sizes.swap)),
-        compiler.compile(jax.jit(partial(read_counts, rule=rule)), state.expert_counts_ME),
+        compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(sizes.fetch)),
+        compiler.compile(swapping, held, staging, donated=0, vector=compiler.integers(sizes.swap)),
+        compiler.compile(reading, state.expert_counts_ME),
     )

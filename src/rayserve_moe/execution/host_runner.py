@@ -27,7 +27,7 @@ from rayserve_moe.execution import memory
 from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adjustment
 from rayserve_moe.execution.block_inputs import BlockInputSource
 from rayserve_moe.execution.buckets import step_cost, step_shapes
-from rayserve_moe.execution.compile_cache import programs_on_disk
+from rayserve_moe.execution.compile_cache import kept_programs
 from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.expert_mover import ExpertMover
@@ -121,7 +121,13 @@ class HostRunner:
         )
 
     def prepare(self, num_pages: int) -> StartReport:
-        """Allocate the pool, compile every step shape, and run each once as a real step of padding."""
+        """Allocate the pool, compile every step shape, and run each once: all that one host does before its steps."""
+        self.compile(num_pages)
+        return self.warm_up()
+
+    def compile(self, num_pages: int) -> None:
+        """Allocate the pool, and compile every step shape that is not found on disk. It waits for no other host."""
+        self._num_pages = num_pages
         cache, num_rows = self._settings.cache, self._settings.scheduler.max_running_requests
         self._packer = Packer(
             step_shapes(self._settings.scheduler, step_cost(self.rule, dtype=self.dtype)),
@@ -136,22 +142,24 @@ class HostRunner:
             num_rows=num_rows,
             pages_per_row=derive.pages_per_sequence(self._longest, cache.page_size),
         )
-        with programs_on_disk(self._settings.compile, platform=platform_of(self.rule.plan.mesh)):
-            self.programs = compile_programs(
-                self.weights,
-                self._state,
-                layouts=self._packer.layouts,
-                rule=StepRule(self.rule, cache.page_size, self._settings.replay.enabled),
-                count=self._compilations,
-                movables=None if self._mover is None else self._mover.movables,
-            )
+        self.programs = compile_programs(
+            self.weights,
+            self._state,
+            layouts=self._packer.layouts,
+            rule=StepRule(self.rule, cache.page_size, self._settings.replay.enabled),
+            kept=kept_programs(self._settings.compile, self.rule.plan),
+            movables=None if self._mover is None else self._mover.movables,
+        )
+
+    def warm_up(self) -> StartReport:
+        """Run every shape once as a real step of padding, at the same time as all other hosts."""
         started = time.perf_counter()
         self._block_inputs = {
             shape: BlockInputSource(shape, self.rule) for shape in self._packer.layouts if shape.num_blocks
         }
-        self._warm_up()
+        self._run_each_once()
         self._compilations_of_start = self._compilations.total
-        return self._start_report(num_pages, first_run_s=time.perf_counter() - started)
+        return self._start_report(first_run_s=time.perf_counter() - started)
 
     @property
     def num_compilations_since_start(self) -> int:
@@ -177,10 +185,10 @@ class HostRunner:
         """Run a piece of a rebalance that goes with no step. Call while idle."""
         self._move(vectors_of(piece))
 
-    def _start_report(self, num_pages: int, *, first_run_s: float) -> StartReport:
+    def _start_report(self, *, first_run_s: float) -> StartReport:
         times = self.programs.times
         return StartReport(
-            num_pages,
+            self._num_pages,
             load_s=self._load_s,
             compile_s=times.wall_s,
             compile_sum_s=times.sum_s,
@@ -250,31 +258,32 @@ class HostRunner:
         result = step_result(step.step_id, output, packed=step.packed, wanted=step.wanted, times=times)
         return result if self._mover is None else replace(result, failed_fetch=self._mover.failed_fetch)
 
-    def _warm_up(self) -> None:
+    def _run_each_once(self) -> None:
         """Run a real step of every shape on page 0, which belongs to nobody, then forget what it counted."""
         self._state = self.programs.adjust(self._state, no_adjustment())
         if self._mover is not None:
             sizes = vector_sizes(self.rule, slots_per_step=self._mover.movables.slots_per_step)
             self._move(vectors_of_nothing(sizes))
             self._rebalance_programs.read_counts(self._state.expert_counts_ME)
+        num_rows = self._settings.scheduler.max_running_requests
         for shape in self._packer.layouts:
-            self.execute(self._filling_plan(shape))
+            self.execute(_filling_plan(shape, longest=self._longest, num_rows=num_rows))
         self.execute(StepPlan(step_id=-1))
         counts = self._state.expert_counts_ME
         self._state = replace(self._state, expert_counts_ME=jnp.zeros_like(counts))
         jax.block_until_ready(self._state)
 
-    def _filling_plan(self, shape: StepShape) -> StepPlan:
-        """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens."""
-        blocks = [min(shape.block_tokens, self._longest)] * shape.num_blocks
-        lengths = np.asarray(blocks or [1] * shape.num_singles, np.int32)
-        num_tokens, num_rows = int(lengths.sum()), self._settings.scheduler.max_running_requests
-        return StepPlan(
-            step_id=-1,
-            chunk_rows=np.arange(len(lengths), dtype=np.int32) % num_rows,
-            chunk_starts=np.zeros(len(lengths), np.int32),
-            chunk_lengths=lengths,
-            token_ids=np.zeros(num_tokens, np.int32),
-            chunk_samples=np.arange(len(lengths)) == 0,
-            wants_routing=True,
-        )
+
+def _filling_plan(shape: StepShape, *, longest: int, num_rows: int) -> StepPlan:
+    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens."""
+    blocks = [min(shape.block_tokens, longest)] * shape.num_blocks
+    lengths = np.asarray(blocks or [1] * shape.num_singles, np.int32)
+    return StepPlan(
+        step_id=-1,
+        chunk_rows=np.arange(len(lengths), dtype=np.int32) % num_rows,
+        chunk_starts=np.zeros(len(lengths), np.int32),
+        chunk_lengths=lengths,
+        token_ids=np.zeros(int(lengths.sum()), np.int32),
+        chunk_samples=np.arange(len(lengths)) == 0,
+        wants_routing=True,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,29 +19,19 @@ from rayserve_moe.config.settings import (
     SchedulerSettings,
     SettingsError,
 )
-from rayserve_moe.execution.compile_cache import programs_on_disk
-from rayserve_moe.execution.compiled_steps import CompilationCount
+from rayserve_moe.execution import compile_cache
+from rayserve_moe.execution.compile_cache import KeptPrograms, kept_programs, signature_of, without_cache_of_jax
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.program_files import ProgramFiles
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
-OPTIONS = [
-    "jax_enable_compilation_cache",
-    "jax_compilation_cache_dir",
-    "jax_compilation_cache_max_size",
-    "jax_persistent_cache_min_compile_time_secs",
-]
+DIRECTORY = "executables/0-of-1"
 
 
-@pytest.fixture(autouse=True)
-def settings_of_jax_are_put_back() -> Iterator[None]:
-    before = {name: jax.config.values[name] for name in OPTIONS}
-    yield
-    assert {name: jax.config.values[name] for name in OPTIONS} == before
-
-
-def started(path: Path, cache: str) -> tuple[StartReport, StepResult]:
-    """Start a runner and decode one token."""
+def started(path: Path, cache: str, *, places: slice = slice(1)) -> tuple[StartReport, StepResult]:
+    """Start a runner and decode one token, which lies in its pages after the same one before it."""
     settings = RunnerSettings(
         ModelSettings(path=str(path), max_model_len=32),
         SchedulerSettings(max_running_requests=2, max_step_tokens=32, decode_batch_sizes=(2,)),
@@ -48,31 +39,60 @@ def started(path: Path, cache: str) -> tuple[StartReport, StepResult]:
         ReplaySettings(enabled=True),
         compile=CompileSettings(cache),
     )
-    runner = HostRunner(settings, plan_for(jax.devices()[:1]))
+    runner = HostRunner(settings, plan_for(jax.devices()[places]))
     report = runner.prepare(runner.load())
-    one, none = np.ones(1, np.intp), np.zeros(1, np.intp)
-    runner.execute(StepPlan(0, none, none, one, np.array([7], np.int32), np.array([True]), wants_routing=True))
-    result = runner.execute(StepPlan(1))
+    pages = runner._state.kv_pages
+    for step_id in range(2):
+        place, one = np.full(1, step_id, np.intp), np.ones(1, np.intp)
+        token, row = np.array([7], np.int32), np.zeros(1, np.intp)
+        runner.execute(StepPlan(step_id, row, place, one, token, np.array([True]), wants_routing=True))
+    result = runner.execute(StepPlan(2))
     assert result is not None
+    assert pages.is_deleted(), "the pool is donated, not copied"
+    assert runner.num_compilations_since_start == 0
     return report, result
 
 
-def compile_something(cache: str, *, platform: str = "cpu", factor: float = 2.0) -> int:
-    """Compile a small program; returns how many were found on disk."""
-    count = CompilationCount()
-    with programs_on_disk(CompileSettings(cache), platform=platform):
-        compiled = jax.jit(lambda x: jnp.sin(x) * factor).lower(np.ones(3, np.float32)).compile()
-    np.testing.assert_allclose(compiled(np.ones(3, np.float32)), factor * np.sin(1.0), rtol=1e-6)
-    return count.num_found
+def plan_of(first: int = 0, number: int = 1) -> ParallelPlan:
+    return plan_for(jax.devices()[first : first + number])
+
+
+def scaled(x: jax.Array, *, factor: float, of: object = None) -> jax.Array:
+    return jnp.sin(x) * factor
+
+
+def compile_something(cache: str, *, factor: float = 2.0, plan: ParallelPlan | None = None) -> bool:
+    """Have a small program, compiled where it is not kept; returns whether it was."""
+    plan = plan or plan_of()
+    kept, run = kept_programs(CompileSettings(cache), plan), partial(scaled, factor=factor)
+    like = jax.ShapeDtypeStruct((3,), np.float32, sharding=plan.replicated())
+    found = kept and kept.find(signature_of(run, like))
+    if not found:
+        with without_cache_of_jax():
+            compiled = jax.jit(run).lower(like).compile()
+        if kept:
+            kept.keep(signature_of(run, like), compiled)
+    array = jax.device_put(np.ones(3, np.float32), plan.replicated())
+    np.testing.assert_allclose((found or compiled)(array), factor * np.sin(1.0), rtol=1e-6)
+    return bool(found)
 
 
 def files(directory: Path) -> list[Path]:
-    return sorted(directory.rglob("*-cache"))
+    return sorted((directory / DIRECTORY).iterdir())
 
 
-def test_a_second_start_finds_every_program_computes_the_same_and_says_what_took_time(core_checkpoint, tmp_path):
-    cold, fresh = started(core_checkpoint, str(tmp_path))
-    warm, found = started(core_checkpoint, str(tmp_path))
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(slice(1), id="one device"),
+        pytest.param(slice(2, 4), id="others than the first", marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_start_finds_every_program_computes_the_same_and_says_what_took_time(
+    places, core_checkpoint, tmp_path
+):
+    cold, fresh = started(core_checkpoint, str(tmp_path), places=places)
+    warm, found = started(core_checkpoint, str(tmp_path), places=places)
     assert (cold.num_programs, cold.num_programs_found) == (4, 0), "one decode shape, one mixed shape, two updates"
     assert (warm.num_programs, warm.num_programs_found) == (4, 4)
     assert len(files(tmp_path)) == 4
@@ -88,70 +108,131 @@ def test_a_second_start_finds_every_program_computes_the_same_and_says_what_took
 def test_nothing_is_kept_where_it_is_off(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert compile_something("off") == compile_something("off") == 0
+    assert not compile_something("off") and not compile_something("off")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_directory_of_the_user_is_taken_where_none_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert (compile_something("auto"), compile_something("auto")) == (0, 1)
-    (program,) = files(tmp_path / "rayserve_moe" / "programs")
-    assert program.parent.name.startswith("cpu-"), "machines that share a directory may differ in their instructions"
+    assert (compile_something("auto"), compile_something("auto")) == (False, True)
+    assert len(files(tmp_path / "rayserve_moe")) == 1
 
 
 def test_directories_do_not_mix(tmp_path):
-    assert compile_something(str(tmp_path / "a")) == 0
-    assert compile_something(str(tmp_path / "b")) == 0
-    assert compile_something(str(tmp_path / "a")) == 1
+    assert not compile_something(str(tmp_path / "a"))
+    assert not compile_something(str(tmp_path / "b"))
+    assert compile_something(str(tmp_path / "a"))
     assert len(files(tmp_path / "a")) == len(files(tmp_path / "b")) == 1
 
 
-def test_a_cache_that_jax_has_already_stays_in_charge_of_auto(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+def test_what_the_cache_of_jax_brings_is_not_kept(tmp_path):
+    """On CPUs it can be written and loaded, and fails when it is called."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    for name, value in zip(names, (str(tmp_path / "theirs"), 0.0), strict=True):
+        jax.config.update(name, value)
     try:
-        compile_something("auto")
-        assert not (tmp_path / "ours").exists()
+        jax.jit(partial(scaled, factor=7.0)).lower(np.ones(3, np.float32)).compile()
+        assert not compile_something(str(tmp_path), factor=7.0)
+        assert compile_something(str(tmp_path), factor=7.0)
+        assert jax.config.values["jax_enable_compilation_cache"], "it is put back"
     finally:
-        jax.config.update("jax_compilation_cache_dir", None)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
-def test_a_damaged_file_costs_compiling_again(tmp_path):
+def test_a_program_that_cannot_be_loaded_is_compiled_again_and_replaced(tmp_path, caplog):
     compile_something(str(tmp_path))
-    (program,) = files(tmp_path)
-    program.write_bytes(program.read_bytes()[:50])
-    with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
-        assert compile_something(str(tmp_path)) == 0
+    (path,) = files(tmp_path)
+    written = ProgramFiles(tmp_path / DIRECTORY, most_bytes=1 << 30)
+    for payload in (b"no pickle", pickle.dumps((b"no program", None, None)), pickle.dumps(("too", "short"))):
+        written.write(path.name, payload)
+        assert not compile_something(str(tmp_path))
+        assert "cannot be loaded, and is compiled again" in caplog.text
+        assert compile_something(str(tmp_path))
+        caplog.clear()
 
 
-def test_what_an_interrupted_process_left_is_written_anew(tmp_path):
-    compile_something(str(tmp_path))
-    (program,) = files(tmp_path)
-    program.write_bytes(b"half of a pro")
-    program.with_name(program.name.removesuffix("-cache") + "-atime").unlink()
-    assert compile_something(str(tmp_path)) == 0
-    assert compile_something(str(tmp_path)) == 1
+CHANGES = {
+    "source of a kernel": lambda patch: patch.setattr(compile_cache, "source_digest", lambda: "edited"),
+    "flags of the compiler": lambda patch: patch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_something=true"),
+    "threads of the compiler": lambda patch: patch.setenv("PJRT_NPROC", "1"),
+    "version of jax": lambda patch: patch.setattr(jax, "__version__", "0.0.1"),
+    "instructions of the CPU": lambda patch: patch.setattr(compile_cache, "_cpu_features", lambda: "flags: fpu"),
+    "rank": lambda patch: patch.setattr(jax, "process_index", lambda: 1),
+    "size of the group": lambda patch: patch.setattr(jax, "process_count", lambda: 2),
+    "layout of programs on disk": lambda patch: patch.setattr(compile_cache, "FORMAT", -1),
+}
 
 
-def test_a_directory_that_was_asked_for_and_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match=r"compile_cache .*file"):
-        compile_something(str(tmp_path / "file"))
+def key_in(directory: Path) -> str:
+    return KeptPrograms(ProgramFiles(directory / "programs", most_bytes=1), plan_of())._key("something")
 
 
-def test_without_a_directory_of_the_user_everything_is_compiled(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert compile_something("auto") == compile_something("auto") == 0
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_program_is_found_by_all_that_determines_it(change, tmp_path, monkeypatch):
+    before = key_in(tmp_path)
+    assert before == key_in(tmp_path)
+    with monkeypatch.context() as patch:
+        change(patch)
+        assert key_in(tmp_path) != before
+    assert key_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "matters"), [("jax_use_magma", "on", True), ("jax_log_compiles", True, False)]
+)
+def test_settings_of_jax_determine_a_program_but_for_those_that_only_tell(name, value, matters, tmp_path):
+    before, was = key_in(tmp_path), jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        assert (key_in(tmp_path) != before) == matters
+    finally:
+        jax.config.update(name, was)
+
+
+def test_programs_are_told_apart_by_what_they_are_called_with_and_made_for():
+    plans = {first_and_number: plan_of(*first_and_number) for first_and_number in ((0, 1), (1, 1), (0, 2))}
+    like = {plan: jax.ShapeDtypeStruct((3,), np.float32, sharding=plan.replicated()) for plan in plans.values()}
+    plan = plans[0, 1]
+    signatures = [
+        signature_of(partial(scaled, factor=2.0), like[plan]),
+        signature_of(partial(scaled, factor=3.0), like[plan]),
+        signature_of(partial(scaled, factor=2.0, of=signature_of), like[plan]),
+        signature_of(partial(scaled, factor=2.0, of=kept_programs), like[plan]),
+        signature_of(partial(scaled, factor=2.0), like[plans[0, 2]]),
+        signature_of(partial(scaled, factor=2.0), jax.ShapeDtypeStruct((4,), np.float32, sharding=plan.replicated())),
+        signature_of(partial(scaled, factor=2.0), jax.ShapeDtypeStruct((3,), np.int32, sharding=plan.replicated())),
+        signature_of(partial(scaled, factor=2.0), x=like[plan]),
+    ]
+    assert len(set(signatures)) == len(signatures)
+    assert not any(" at 0x" in signature for signature in signatures), "an address is another one at the next start"
+
+
+def test_devices_are_told_apart(tmp_path):
+    assert not compile_something(str(tmp_path), plan=plan_of(0))
+    assert not compile_something(str(tmp_path), plan=plan_of(1))
+    assert compile_something(str(tmp_path), plan=plan_of(0)) and compile_something(str(tmp_path), plan=plan_of(1))
+
+
+def test_the_source_covers_what_programs_are_built_from_and_no_more():
+    root = Path(compile_cache.__file__).parents[1]
+    packages = {path.name for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert set(compile_cache.ROOMS_ABOVE) < packages, "a package that was renamed"
+    assert {"execution", "model", "kernels", "experts", "decoding", "parallel"} <= packages - set(
+        compile_cache.ROOMS_ABOVE
+    )
+
+
+@pytest.mark.parametrize("problem", ["a file in its place", "others can write to it"])
+def test_a_directory_that_was_asked_for_and_cannot_be_used_is_refused(problem, tmp_path, monkeypatch, caplog):
+    if problem == "a file in its place":
+        (tmp_path / "rayserve_moe").touch()
+    else:
+        (tmp_path / "rayserve_moe" / DIRECTORY).mkdir(parents=True)
+        (tmp_path / "rayserve_moe" / DIRECTORY).chmod(0o777)
+    with pytest.raises(SettingsError, match=r"compile_cache .*rayserve_moe"):
+        compile_something(str(tmp_path / "rayserve_moe"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not compile_something("auto") and not compile_something("auto")
     assert "compiled programs are not kept" in caplog.text
-
-
-def test_accelerators_are_told_apart_by_jax_and_share_a_directory(tmp_path):
-    compile_something(str(tmp_path), platform="tpu")
-    assert [program.parent.name for program in files(tmp_path)] == ["tpu"]
-
-
-def test_cpu_processes_that_work_together_keep_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert compile_something(str(tmp_path)) == compile_something(str(tmp_path)) == 0
-    assert files(tmp_path) == []
