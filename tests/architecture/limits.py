@@ -22,7 +22,13 @@ MAX_PACKAGE_LINES = 20_000
 
 MAY_COMPILE = {"execution/compiled_steps.py", "tools/compile_check.py"}
 MAY_READ_ENVIRONMENT = {"config/load.py"}
-MAY_CATCH_ALL = {"engine/engine_loop.py", "serving/errors.py", "cluster/step_sockets.py"}
+MAY_CATCH_ALL = {
+    "engine/engine_loop.py",
+    "serving/errors.py",
+    "cluster/step_sockets.py",
+    "execution/staged_weights.py",
+    "text/tokenizer.py",
+}
 
 PURE_ROOMS = {"parallel", "kernels", "experts", "model", "decoding"}
 THIRD_PARTIES = {

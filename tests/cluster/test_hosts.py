@@ -97,6 +97,7 @@ def starting_hosts(checkpoint: Path, **changes: object) -> Iterator[GroupExecuto
             settings.experts,
             settings.compile,
             settings.balancing,
+            settings.updates,
         ),
         parallel=settings.parallel,
         cluster=settings.cluster,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS
+from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop
@@ -27,7 +29,7 @@ from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_same, complete, loop_over, two_hosts
-from tests.support.broken_weights import broken_copy
+from tests.support.broken_weights import WAYS, broken_copy
 
 LONG = SamplingParams(max_new_tokens=90, temperature=0.0, ignore_eos=True)
 
@@ -165,23 +167,74 @@ class _Elsewhere:
         return self._worker.begin_staging.remote(self._path, expert_of_slot)
 
 
+@pytest.mark.parametrize("way", ["header nested", "more layers than any model"])
+def test_a_host_that_cannot_make_sense_of_a_file_is_not_lost(
+    way: str, group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, tmp_path: Path
+) -> None:
+    card, answers = expected
+    with running_loop(group, card, "sockets") as loop:
+        outcome = loop.control.update_weights(WeightOrder(str(broken_copy(checkpoint, way, tmp_path / "x")))).result(60)
+        assert not outcome.success and WAYS[way][1] in outcome.message
+        assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
+
+
+def test_a_host_that_reads_too_slowly_is_not_waited_for(
+    group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
+) -> None:
+    """The update is refused, what was read elsewhere is dropped, and the next update is not behind it."""
+    card, answers = expected
+    executor, _ = group
+    settings = executor._settings
+    executor._settings = replace(settings, updates=UpdateSettings(staging_timeout_s=1.0))
+    hang(executor)
+    with running_loop(group, card, "sockets") as loop:
+        outcome = loop.control.update_weights(WeightOrder(str(other_checkpoint))).result(60)
+        assert not outcome.success and "staging_timeout_s = 1 s" in outcome.message
+        assert ray.get([worker.__ray_call__.remote(_has_staged) for worker in executor.workers]) == [False, False]
+        assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
+        executor._settings = settings
+        ray.get(executor.workers[1].__ray_call__.remote(_answer_again))
+        for path in (other_checkpoint, checkpoint):
+            assert loop.control.update_weights(WeightOrder(str(path), "0")).result(60).success
+            assert_same(complete(loop, Tokenizer(checkpoint)), answers[path])
+
+
+def hang(executor: GroupExecutor) -> None:
+    """Have the second host wait for its disk, as for a mount that does not answer."""
+    ray.get(executor.workers[1].__ray_call__.remote(_hang))
+
+
+def _hang(worker: object) -> None:
+    worker._copy, worker._answers = os.preadv, threading.Event()
+
+    def preadv(*arguments: object) -> int:
+        worker._answers.wait()
+        return worker._copy(*arguments)
+
+    os.preadv = preadv
+
+
+def _answer_again(worker: object) -> None:
+    os.preadv = worker._copy
+    worker._answers.set()
+
+
 def test_a_host_that_is_killed_while_it_reads_ends_the_engine_and_never_serves_the_new_weights(
-    group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
+    group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
 ) -> None:
     """Runs last: it leaves the group without a host. Who starts it again starts with the weights it was configured for.
 
-    The host hangs in a file that never comes, so that it is sure to be reading.
+    The host's disk does not answer, so that it is sure to be reading.
     """
     card, _ = expected
     executor, _ = group
-    stuck = broken_copy(other_checkpoint, "config missing", tmp_path / "stuck")
-    os.mkfifo(stuck / "config.json")
+    hang(executor)
     pid = ray.get(executor.workers[1].__ray_call__.remote(lambda self: os.getpid()))
     with running_loop(group, card, "sockets") as loop:
         deltas = iter(open_stream(loop, Tokenizer(checkpoint), request=long_request("doomed")))
         first = next(deltas)
         assert first.finish is None
-        update = loop.control.update_weights(WeightOrder(str(stuck), "never"))
+        update = loop.control.update_weights(WeightOrder(str(other_checkpoint), "never"))
         time.sleep(0.3)
         assert not update.done()
         os.kill(pid, signal.SIGKILL)
@@ -192,10 +245,3 @@ def test_a_host_that_is_killed_while_it_reads_ends_the_engine_and_never_serves_t
         assert [version for _, version in last.weight_versions] == ["0"] == [loop.card.weight_version]
         with pytest.raises(EngineStoppedError):
             loop.check_health()
-        threading.Thread(target=_end_fifo, args=(stuck / "config.json",), daemon=True).start()
-
-
-def _end_fifo(file: Path) -> None:
-    """Let whoever still reads come to an end."""
-    with file.open("w"):
-        pass

@@ -21,7 +21,7 @@ from tests.support import steps
 from tests.support.serving import running
 
 POISONED_TOKEN_ID = 300
-"""Its embedding is NaN in the poisoned checkpoint."""
+"""It makes the logits NaN in the poisoned checkpoint, whose weights are all finite."""
 MAX_MODEL_LEN = 512
 
 
@@ -43,7 +43,10 @@ def checkpoint(tmp_path_factory):
 def poisoned_checkpoint(tmp_path_factory):
     path = write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "poisoned", PRESETS["tiny"], dtype="float32")
     weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][POISONED_TOKEN_ID] = np.nan
+    # Only this token has a value in one dimension, and the first layer's values overflow on it.
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[:, 0] = np.arange(len(embedding)) == POISONED_TOKEN_ID
+    weights["model.layers.0.self_attn.v_proj.weight"][:, 0] = np.finfo(np.float32).max
     save_file(weights, path / "model.safetensors")
     return path
 

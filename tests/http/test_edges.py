@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.serving.limits import ADMIN_PATHS
 from tests.http.asking import wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
@@ -92,6 +93,48 @@ def test_the_api_key_guards_everything_but_health(engine):
         allowed = {"Authorization": f"Bearer {KEY}"}
         assert http.post("/v1/completions", json=SHORT, headers=allowed).status_code == 200
         assert http.get("/v1/models", headers={"Authorization": f"bearer  {KEY}"}).status_code == 200
+    assert_idle(engine)
+
+
+ADMIN_KEY = "the key of a trainer"
+CONTROL = [("GET", "/flush_cache"), *(("POST", path) for path in sorted(ADMIN_PATHS))]
+ORDINARY = {"/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate", "/abort_request"}
+"""What a client's own key is good for, of what changes anything."""
+
+
+def test_every_route_that_changes_something_is_guarded_by_one_of_the_keys(http):
+    paths = http.get("/openapi.json").json()["paths"]
+    changing = {path for path, methods in paths.items() if methods.keys() - {"get", "head"}}
+    assert changing - ORDINARY <= ADMIN_PATHS <= set(paths)
+
+
+@pytest.mark.parametrize("client_key", ["", KEY])
+def test_the_admin_key_guards_what_concerns_all_clients(engine, client_key):
+    """No other key does, and it is good for everything else too."""
+    with served(engine, api_key=client_key, admin_api_key=ADMIN_KEY) as url, httpx.Client(base_url=url) as http:
+        admin, client = {"Authorization": f"Bearer {ADMIN_KEY}"}, {"Authorization": f"Bearer {client_key}"}
+        for headers in ({}, client, {"Authorization": ADMIN_KEY}):
+            for method, path in CONTROL:
+                answer = http.request(method, path, json={"model_path": "/x"}, headers=headers)
+                assert check_error(answer, 401)["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer" and ADMIN_KEY not in answer.text
+        assert check_error(http.post("/abort_request", json={"abort_all": True}, headers=client), 401)
+        assert http.post("/abort_request", json={"rid": "mine"}, headers=client).status_code == 200
+        for headers in (client, admin):
+            assert http.post("/v1/completions", json=SHORT, headers=headers).status_code == 200
+        assert http.post("/v1/completions", json=SHORT).status_code == (401 if client_key else 200)
+        for path, body in (("/pause_generation", {}), ("/continue_generation", {}), ("/flush_cache", {})):
+            assert http.post(path, json=body, headers=admin).status_code == 200
+        assert http.post("/abort_request", json={"abort_all": True}, headers=admin).status_code == 200
+        refused = http.post("/update_weights_from_disk", json={"model_path": "/nowhere"}, headers=admin)
+        assert check_error(refused, 400)["code"] == "weights_refused"
+    assert_idle(engine)
+
+
+def test_without_an_admin_key_the_other_one_is_enough(engine):
+    with served(engine, api_key=KEY) as url, httpx.Client(base_url=url) as http:
+        assert http.post("/flush_cache").status_code == 401
+        assert http.post("/flush_cache", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     assert_idle(engine)
 
 

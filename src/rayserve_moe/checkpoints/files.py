@@ -1,57 +1,53 @@
 """Open a Hugging Face checkpoint directory: its config, and its safetensors, lazily.
 
-Opening reads `config.json` and the headers only. A read maps the file and copies just the slice asked for. What the
-tensors mean is the business of `names`.
+Opening reads `config.json` and the headers only. A read copies just the rows asked for out of their file, and finds out
+whether it is still the file that was opened. What the tensors mean is the business of `names`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+
+from rayserve_moe.checkpoints.header import (
+    DTYPES,
+    LONGEST_NAME,
+    CheckpointError,
+    TensorEntry,
+    is_usable_name,
+    read_header,
+)
+from rayserve_moe.config.given_files import (
+    ANYWHERE,
+    MOST_BYTES_AT_ONCE,
+    FileStamp,
+    GivenFile,
+    GivenFileError,
+    Reach,
+    opened,
+    read_json_object,
+)
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-DTYPES: dict[str, np.dtype] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-}
-"""Tensor types that weights may have, by their name in safetensors headers."""
-
-_LENGTH_BYTES = 8
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used as it is; the message names the file and the tensor."""
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies: bytes `[begin, end)` of `file`, C order, `dtype` as the header spells it."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """An opened directory: the parsed `config.json` and every tensor by name."""
+    """An opened directory: the parsed `config.json`, every tensor by name, and the files as they were."""
 
     directory: Path
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    reach: Reach = ANYWHERE
 
     @property
     def num_bytes(self) -> int:
@@ -59,10 +55,10 @@ class CheckpointFiles:
         return sum(entry.end - entry.begin for entry in self.tensors.values())
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Copy `tensor[index]` out of its file, in the file's dtype; nothing else of the file is read.
+        """Copy `tensor[index]` out of its file, in the file's dtype; rows before and after are not read.
 
-        `index` holds one slice per leading dimension. CheckpointError for an unknown name, a dtype that weights
-        cannot have, or a file that shrank since it was opened.
+        `index` holds one slice per leading dimension. CheckpointError for an unknown name, a dtype that
+        weights cannot have, or a file that was written to, or replaced, since it was opened.
         """
         entry = self.tensors.get(name)
         if entry is None:
@@ -71,60 +67,89 @@ class CheckpointFiles:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype} (readable: {', '.join(DTYPES)})"
             )
-        if entry.begin == entry.end:
-            return np.zeros(entry.shape, DTYPES[entry.dtype])[index]
         try:
-            mapped = np.memmap(entry.file, DTYPES[entry.dtype], "r", offset=entry.begin, shape=entry.shape)
-        except (OSError, ValueError) as error:
+            with opened(entry.file, self.reach) as given:
+                self._check_stamp(entry.file, given)
+                return _read_slices(given, entry, index)
+        except GivenFileError as error:
             raise CheckpointError(f"{entry.file}: cannot read tensor {name}: {error}") from error
-        return np.array(mapped[index])
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where a file is not as it was when it was opened: what was read may be torn."""
+        for file in self.stamps:
+            try:
+                with opened(file, self.reach) as given:
+                    self._check_stamp(file, given)
+            except GivenFileError as error:
+                raise CheckpointError(f"{file}: {error}") from error
+
+    def _check_stamp(self, file: Path, given: GivenFile) -> None:
+        if given.stamp != self.stamps[file]:
+            raise GivenFileError("the file has changed since it was opened")
 
 
-def open_checkpoint(directory: str | Path) -> CheckpointFiles:
+def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE) -> CheckpointFiles:
     """Open a directory that holds `config.json` with `model.safetensors`, alone or as an indexed set.
 
-    CheckpointError for anything missing, unreadable, truncated or stated twice.
+    CheckpointError for anything missing, unreadable, truncated, stated twice or out of reach.
     """
     path = Path(directory)
-    config = read_config(path)
-    tensors: dict[str, TensorEntry] = {}
-    if (path / INDEX_FILE).exists():
-        tensors = _read_indexed(path)
-    elif (path / SINGLE_FILE).exists():
-        tensors = _read_header(path / SINGLE_FILE)
+    config = read_config(path, reach)
+    stamps: dict[Path, FileStamp] = {}
+    if _exists(path / INDEX_FILE):
+        tensors = _read_indexed(path, stamps, reach)
+    elif _exists(path / SINGLE_FILE):
+        tensors = _read_shard(path / SINGLE_FILE, stamps, reach)
     else:
         raise CheckpointError(f"{path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    return CheckpointFiles(path, config, tensors)
+    return CheckpointFiles(path, config, tensors, stamps, reach)
 
 
-def read_config(directory: str | Path) -> dict[str, Any]:
+def read_config(directory: str | Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
     """Parse `config.json` of a checkpoint directory without looking at its weights."""
     path = Path(directory)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint directory")
-    return _read_json_object(path / CONFIG_FILE)
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
+    if not reach.covers(path):
+        raise CheckpointError(f"{path}: lies outside of weight_roots")
     try:
-        parsed = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: file is missing") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{file}: holds a JSON {type(parsed).__name__}, not an object")
-    return parsed
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint directory")
+    except OSError as error:
+        raise CheckpointError(f"{path}: not readable: {error.strerror}") from error
+    return _read_json(path / CONFIG_FILE, reach)
 
 
-def _read_indexed(directory: Path) -> dict[str, TensorEntry]:
+def _exists(file: Path) -> bool:
+    """Whether there is anything under that name."""
+    return os.path.lexists(file)
+
+
+def _read_json(file: Path, reach: Reach) -> dict[str, Any]:
+    try:
+        return read_json_object(file, reach)
+    except GivenFileError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _read_shard(file: Path, stamps: dict[Path, FileStamp], reach: Reach) -> dict[str, TensorEntry]:
+    """Read the header of one file, and note the file in `stamps`."""
+    try:
+        with opened(file, reach) as given:
+            stamps[file] = given.stamp
+            return read_header(file, given)
+    except GivenFileError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _read_indexed(directory: Path, stamps: dict[Path, FileStamp], reach: Reach) -> dict[str, TensorEntry]:
     index_file = directory / INDEX_FILE
-    weight_map = _read_json_object(index_file).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    weight_map = _read_json(index_file, reach).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        is_usable_name(name) and isinstance(file_name, str) for name, file_name in weight_map.items()
+    ):
         raise CheckpointError(f"{index_file}: weight_map must map tensor names to file names")
     tensors: dict[str, TensorEntry] = {}
     for file_name in sorted(set(weight_map.values())):
-        for name, entry in _read_header(_shard_path(index_file, file_name)).items():
+        for name, entry in _read_shard(_shard_path(index_file, file_name), stamps, reach).items():
             if name in tensors:
                 raise CheckpointError(f"{entry.file}: tensor {name} is already in {tensors[name].file.name}")
             tensors[name] = entry
@@ -140,50 +165,36 @@ def _read_indexed(directory: Path) -> dict[str, TensorEntry]:
 
 def _shard_path(index_file: Path, file_name: str) -> Path:
     """Resolve a file named by the index; it must be a plain name beside it."""
-    if Path(file_name).name != file_name:
-        raise CheckpointError(f"{index_file}: {file_name!r} is not the name of a file beside the index")
+    if Path(file_name).name != file_name or file_name == "..":
+        raise CheckpointError(f"{index_file}: {file_name[:LONGEST_NAME]!r} is not the name of a file beside the index")
     shard = index_file.parent / file_name
-    if not shard.exists():
+    if not _exists(shard):
         raise CheckpointError(f"{shard}: file is missing, though {INDEX_FILE} lists it")
     return shard
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if _LENGTH_BYTES + header_bytes > size:
-                raise CheckpointError(f"{file}: truncated: {size} bytes do not hold its header of {header_bytes} bytes")
-            header = json.loads(stream.read(header_bytes))
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not a safetensors file: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
-    start = _LENGTH_BYTES + header_bytes
-    entries = {name: _entry(file, name, fields, start) for name, fields in header.items() if name != "__metadata__"}
-    for entry in entries.values():
-        if entry.end > size:
-            raise CheckpointError(
-                f"{file}: truncated: tensor {entry.name} ends at byte {entry.end}, the file at byte {size}"
-            )
-    return entries
+def _read_slices(given: GivenFile, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
+    """Copy the rows that `index` names, then of each the columns, some rows at a time."""
+    dtype = DTYPES[entry.dtype]
+    num_rows, *row_shape = entry.shape or (1,)
+    first, rest = (index or (slice(None),))[0], index[1:]
+    start, stop, step = first.indices(num_rows)
+    row_bytes = math.prod(row_shape) * dtype.itemsize
+    sizes = [len(range(size)[part]) for size, part in zip(row_shape, rest, strict=False)]
+    values = np.empty((max(0, stop - start), *sizes, *row_shape[len(sizes) :]), dtype)
+    if values.size == 0:
+        return values
+    if values[0].nbytes == row_bytes:
+        given.read_into(_bytes_of(values), entry.begin + start * row_bytes)
+        return values[::step] if entry.shape else values.reshape(())
+    rows_at_once = max(1, MOST_BYTES_AT_ONCE // row_bytes)
+    block = np.empty((min(rows_at_once, len(values)), *row_shape), dtype)
+    for row in range(0, len(values), rows_at_once):
+        rows = block[: len(values) - row]
+        given.read_into(_bytes_of(rows), entry.begin + (start + row) * row_bytes)
+        values[row : row + len(rows)] = rows[:, *rest]
+    return values[::step]
 
 
-def _entry(file: Path, name: str, fields: Any, start: int) -> TensorEntry:
-    """Check one header field; `start` is where the tensor bytes of the file begin."""
-    try:
-        dtype, (begin, end) = str(fields["dtype"]), fields["data_offsets"]
-        shape = tuple(int(size) for size in fields["shape"])
-        begin, end = int(begin), int(end)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: tensor {name} has a malformed header: {fields!r}") from error
-    if min((begin, end - begin, *shape)) < 0:
-        raise CheckpointError(f"{file}: tensor {name} has a negative size in its header: {fields!r}")
-    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise CheckpointError(
-            f"{file}: tensor {name} of shape {list(shape)} and dtype {dtype} cannot take {end - begin} bytes"
-        )
-    return TensorEntry(name, file, dtype, shape, start + begin, start + end)
+def _bytes_of(values: np.ndarray) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 
 from rayserve_moe.checkpoints.files import CheckpointFiles
+from rayserve_moe.checkpoints.finite import is_finite
+from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, verify, walk
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.model.parameters import ParamSpec
@@ -94,8 +96,9 @@ def load_parameters(
 
     Arrays have the spec's shape and dtype and the sharding that `sharding_of` names for it. `expert_of_slot` int
     [MoE layers, slots] names the expert of each slot; without it slot i holds expert i. In a multi-process run every
-    process calls this with the same arguments and reads its own part. CheckpointError as in `names.verify`; ValueError
-    where `expert_of_slot` is not of the tree's layers, slots and experts.
+    process calls this with the same arguments and reads its own part. CheckpointError as in `names.verify`, for values
+    that are not finite, and for files that change meanwhile; ValueError where `expert_of_slot` is not of the tree's
+    layers, slots and experts.
     """
     source = _checked_source(files, tree, rules=rules, expert_of_slot=expert_of_slot)
 
@@ -103,7 +106,9 @@ def load_parameters(
         sharding = sharding_of(spec)
         return _on_devices(spec, sharding, shards=_shards(source, spec, sharding))
 
-    return _mapped(load, tree)
+    loaded = _mapped(load, tree)
+    files.check_unchanged()
+    return loaded
 
 
 def stage_parameters(
@@ -121,7 +126,9 @@ def stage_parameters(
         sharding = sharding_of(spec)
         return StagedParameter(spec, sharding, tuple(_shards(source, spec, sharding)))
 
-    return _mapped(stage, tree)
+    staged = _mapped(stage, tree)
+    files.check_unchanged()
+    return staged
 
 
 def _checked_source(
@@ -198,6 +205,8 @@ def _fill(source: WeightSource, spec: ParamSpec, region: Region, reader: PieceRe
         read = reader.take(piece)
         held = read.T if spec.transposed else read
         values[place + within] = held if spec.repeats == 1 else held[..., columns - columns[0]]
+        if not is_finite(values[place + within]):
+            raise CheckpointError(f"{source.files.directory}: tensor {piece[0]} holds values that are not finite")
     return LAYOUTS[spec.layout](values)
 
 

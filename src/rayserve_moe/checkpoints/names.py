@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 
-from rayserve_moe.checkpoints.files import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, CheckpointFiles
+from rayserve_moe.checkpoints.files import INDEX_FILE, SINGLE_FILE, CheckpointFiles
+from rayserve_moe.checkpoints.header import DTYPES, CheckpointError
 from rayserve_moe.model.parameters import ParamSpec
 
 IGNORABLE = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
@@ -83,7 +84,7 @@ def _summary(what: str, found: list[str]) -> str:
 
 
 def _missing(files: CheckpointFiles, places: Mapping[str, TensorPlace]) -> list[str]:
-    index = INDEX_FILE if (files.directory / INDEX_FILE).exists() else SINGLE_FILE
+    index = SINGLE_FILE if files.directory / SINGLE_FILE in files.stamps else INDEX_FILE
     return [f"{name} (not in {index})" for name in places if name not in files.tensors]
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.interruptible import get
@@ -20,11 +20,13 @@ from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.execution.weight_reading import too_late
 from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start
 
 POLL_S = 0.02
 """From asking the hosts whether they have read new weights to asking again."""
+DROP_TIMEOUT_S = 10.0
 
 
 class GroupExecutor:
@@ -80,17 +82,37 @@ class GroupExecutor:
             raise ExecutorFailure(f"step {plan.step_id} was lost: {error}") from error
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        timeout_s = self._settings.updates.staging_timeout_s
         try:
-            timeout_s = self._cluster.step_timeout_s
-            ray.get([w.begin_staging.remote(model_path, expert_of_slot) for w in self.workers], timeout=timeout_s)
-            while None in (told := ray.get([w.staging_outcome.remote() for w in self.workers], timeout=timeout_s)):
-                time.sleep(POLL_S)
+            told = self._staged(model_path, expert_of_slot, deadline=time.monotonic() + timeout_s)
             refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(told) if refusal]
             if refusals:
-                ray.get([worker.drop_staged.remote() for worker in self.workers], timeout=timeout_s)
+                self._drop_staged()
                 raise WeightsRefusedError(refusals[0])
+        except GetTimeoutError as error:
+            self._drop_staged()
+            raise too_late(timeout_s) from error
+        except RayTaskError as error:
+            self._drop_staged()
+            raise WeightsRefusedError("a host could not read the weights") from error
         except RayError as error:
             raise ExecutorFailure(f"a host was lost while it read new weights: {error}") from error
+
+    def _staged(self, model_path: str, expert_of_slot: np.ndarray | None, *, deadline: float) -> list[str]:
+        """Have every host read; returns why each of them cannot use the weights. GetTimeoutError after the deadline."""
+
+        def told(calls: list[ray.ObjectRef]) -> list[str | None]:
+            return ray.get(calls, timeout=max(0.0, deadline - time.monotonic()))
+
+        told([worker.begin_staging.remote(model_path, expert_of_slot) for worker in self.workers])
+        while None in (outcomes := told([worker.staging_outcome.remote() for worker in self.workers])):
+            time.sleep(POLL_S)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _drop_staged(self) -> None:
+        """Have every host forget what it read. One that does not answer does so before it reads anything else."""
+        with suppress(GetTimeoutError, RayTaskError):
+            ray.get([worker.drop_staged.remote() for worker in self.workers], timeout=DROP_TIMEOUT_S)
 
     def release(self) -> None:
         if self._transport is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.weight_reading import WeightReading
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
-from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 ONE_THREAD_BYTES = 32 * 2**20
@@ -50,8 +49,6 @@ class HostWorker:
 
     def __init__(self, settings: RunnerSettings, place: HostPlace) -> None:
         self._settings, self._place = settings, place
-        self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
-        self._staging: Future[None] | None = None
 
     def coordinator_address(self) -> str:
         """An address on this host that the group can meet at: its IP, and a port free right now."""
@@ -73,6 +70,7 @@ class HostWorker:
         self._runner = HostRunner(
             self._settings, plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
         )
+        self._reading = WeightReading(self._runner.staged)
         return self._runner.load()
 
     def prepare(self, num_pages: int) -> None:
@@ -97,22 +95,15 @@ class HostWorker:
     def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         """Read other weights, beside the steps: `staging_outcome` tells when they are there."""
         owned = None if expert_of_slot is None else np.array(expert_of_slot)
-        self._staging = self._reading.submit(self._runner.staged.read, model_path, owned)
+        self._reading.begin(model_path, owned)
 
     def staging_outcome(self) -> str | None:
         """None while weights are being read, empty once they are there, otherwise why they cannot be used."""
-        assert self._staging is not None, "begin_staging comes first"
-        if not self._staging.done():
-            return None
-        try:
-            self._staging.result()
-        except WeightsRefusedError as refusal:
-            return str(refusal)
-        return ""
+        return self._reading.outcome()
 
     def drop_staged(self) -> None:
-        """Forget what was read: another host cannot use the checkpoint."""
-        self._runner.staged.drop()
+        """Forget what was read, or still is: nobody waits for it any more."""
+        self._reading.give_up()
 
     def num_compilations_since_start(self) -> int:
         return self._runner.num_compilations_since_start

@@ -92,6 +92,7 @@ def start_replica_engine(
             settings.experts,
             settings.compile,
             settings.balancing,
+            settings.updates,
         ),
         parallel=settings.parallel,
         cluster=settings.cluster,

@@ -20,7 +20,11 @@ import yaml
 from rayserve_moe.config.settings import ParallelSettings, Settings, SettingsError
 from rayserve_moe.config.topology import check_slices
 
-ENVIRONMENT_KEYS = {"RAYSERVE_MOE_API_KEY": "api_key", "RAYSERVE_MOE_MODEL_PATH": "model_path"}
+ENVIRONMENT_KEYS = {
+    "RAYSERVE_MOE_API_KEY": "api_key",
+    "RAYSERVE_MOE_ADMIN_API_KEY": "admin_api_key",
+    "RAYSERVE_MOE_MODEL_PATH": "model_path",
+}
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
 
 LISTS: dict[Any, tuple[type, str]] = {tuple[int, ...]: (int, "integers"), tuple[str, ...]: (str, "texts")}
@@ -190,6 +194,11 @@ def _check_together(settings: Settings) -> None:
         )
     if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
         raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
+    for root in settings.updates.weight_roots:
+        if not Path(root).is_absolute():
+            raise SettingsError(f"weight_roots must be absolute directories, found {_shown(root)}")
+    if settings.server.admin_api_key and settings.server.admin_api_key == settings.server.api_key:
+        raise SettingsError("admin_api_key is api_key: give it another value, or leave it empty")
     _check_parallel(settings.parallel)
     _check_selection(settings)
     check_slices(settings.cluster, settings.parallel)

@@ -142,6 +142,16 @@ class BalancingSettings:
 
 
 @dataclass(frozen=True)
+class UpdateSettings:
+    """Other weights while the server runs."""
+
+    weight_roots: tuple[str, ...] = ()
+    """Directories below which weights may be read, wherever links lead; empty: every local directory."""
+    staging_timeout_s: float = _number(600.0, (0.1, DAY_S))
+    """Longest time that hosts may take to read and check other weights; after it the old ones serve on."""
+
+
+@dataclass(frozen=True)
 class CompileSettings:
     """Compiling the steps at the start."""
 
@@ -182,6 +192,9 @@ class ServerSettings:
 
     api_key: str = ""
     """Bearer token that every route but `/health` and the empty page `/experts` asks for; empty for none."""
+    admin_api_key: str = ""
+    """Bearer token for what concerns all clients: weight updates, pauses, flushes, aborting everything; good for all
+    other routes too. Empty: `api_key` is enough for these."""
     max_body_bytes: int = _number(16 << 20, (1, 1 << 30))
     """Longest request body."""
     drain_timeout_s: float = _number(120.0, (0, DAY_S))
@@ -199,6 +212,7 @@ class Settings:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     balancing: BalancingSettings = field(default_factory=BalancingSettings)
+    updates: UpdateSettings = field(default_factory=UpdateSettings)
     compile: CompileSettings = field(default_factory=CompileSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

@@ -34,7 +34,8 @@ class Executor(Protocol):
         """Have every host read and check its share of a checkpoint, while steps run; one call at a time.
 
         Experts go where `expert_of_slot` [MoE layers, slots] says, None: where they were at the start. A plan with
-        `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them: then none keeps any.
+        `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them, or has not read them
+        in time: then none keeps any.
         """
         ...
 

@@ -22,6 +22,7 @@ from rayserve_moe.config.settings import (
     ModelSettings,
     ReplaySettings,
     SchedulerSettings,
+    UpdateSettings,
 )
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adjustment
@@ -64,6 +65,7 @@ class RunnerSettings:
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     compile: CompileSettings = field(default_factory=CompileSettings)
     balancing: BalancingSettings = field(default_factory=BalancingSettings)
+    updates: UpdateSettings = field(default_factory=UpdateSettings)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ class HostRunner:
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
         self._in_flight: _InFlight | None = None
-        self.staged = StagedWeights(self.rule, dtype=self.dtype, first_placement=self.placement)
+        self.staged = StagedWeights(
+            self.rule, dtype=self.dtype, first_placement=self.placement, roots=settings.updates.weight_roots
+        )
 
     def load(self) -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +13,11 @@ import jax
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.checkpoints.files import CheckpointError, CheckpointFiles, open_checkpoint
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.loader import ArrayTree, StagedParameter, StagedTree, load_parameters, stage_parameters
 from rayserve_moe.checkpoints.names import walk
+from rayserve_moe.config.given_files import Reach, one_line
 from rayserve_moe.execution.memory import spare_bytes
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.execution.weights import parameter_tree, read_parameters
@@ -21,6 +25,8 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.model.transformer import ModelRule, Parameters
 from rayserve_moe.requests import WeightsRefusedError
+
+log = logging.getLogger(__name__)
 
 SPARE_SHARE = 1.25
 """Free memory of a device over the bytes of its weights, from which on it holds the new ones beside the old."""
@@ -33,10 +39,13 @@ class StagedWeights:
     memory, and `take` frees one parameter on the devices before it copies the next one there.
     """
 
-    def __init__(self, rule: ModelRule, *, dtype: str, first_placement: ExpertPlacement) -> None:
-        self._rule, self._first_placement = rule, first_placement
+    def __init__(
+        self, rule: ModelRule, *, dtype: str, first_placement: ExpertPlacement, roots: tuple[str, ...] = ()
+    ) -> None:
+        self._rule, self._first_placement, self._roots = rule, first_placement, roots
         self._tree = parameter_tree(rule, dtype=dtype)
         self._ready: ArrayTree | StagedTree | None = None
+        self._changing = threading.Lock()
 
     @property
     def bytes_per_device(self) -> int:
@@ -45,20 +54,35 @@ class StagedWeights:
         shards = ((spec, sharding_of(spec.axes).shard_shape(spec.shape)) for _, spec in walk(self._tree))
         return sum(math.prod(shape) * jax.numpy.dtype(spec.dtype).itemsize for spec, shape in shards)
 
-    def read(self, directory: str, expert_of_slot: np.ndarray | None = None, *, spare: int | None = None) -> None:
+    def read(
+        self,
+        directory: str,
+        expert_of_slot: np.ndarray | None = None,
+        *,
+        spare: int | None = None,
+        given_up: threading.Event | None = None,
+    ) -> None:
         """Read a checkpoint's share of this host, experts into the slots that `expert_of_slot` says.
 
         None stands for where they were at the start. What was staged before is dropped. `spare` is the free memory of a
-        device, measured where it is not told. WeightsRefusedError where the checkpoint is of another model, incomplete
-        or not readable: then nothing is staged.
+        device, measured where it is not told. WeightsRefusedError, on one line, for whatever is wrong with the
+        checkpoint, and nothing else whatever it holds; or once `given_up` is set: then nothing is staged.
         """
         self.drop()
+        reach = Reach(self._roots, given_up or threading.Event())
         try:
-            self._ready = self._read(directory, expert_of_slot, spare)
-        except (CheckpointError, OSError) as error:
-            raise WeightsRefusedError(_without_place(str(error), directory)) from error
+            ready = self._read(directory, expert_of_slot, spare=spare, reach=reach)
+        except (CheckpointError, UnsupportedModelError) as error:
+            raise WeightsRefusedError(one_line(_without_place(str(error), directory))) from error
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             raise WeightsRefusedError("a host has no memory for the new weights beside the old ones") from error
+        except Exception as error:
+            log.exception("a checkpoint could not be read")
+            raise WeightsRefusedError(f"the checkpoint cannot be read ({type(error).__name__})") from error
+        with self._changing:
+            if reach.given_up.is_set():
+                raise WeightsRefusedError("reading was given up")
+            self._ready = ready
 
     def take(self, serving: ModelWeights) -> ModelWeights:
         """Return the staged weights on the devices, under the maps that serve; those that served are given away."""
@@ -68,11 +92,15 @@ class StagedWeights:
 
     def drop(self) -> None:
         """Forget what is staged."""
-        self._ready = None
+        with self._changing:
+            self._ready = None
 
-    def _read(self, directory: str, expert_of_slot: np.ndarray | None, spare: int | None) -> ArrayTree | StagedTree:
-        files, plan = open_checkpoint(directory), self._rule.plan
-        _check_alike(_spec_of(files), self._rule.spec)
+    def _read(
+        self, directory: str, expert_of_slot: np.ndarray | None, *, spare: int | None, reach: Reach
+    ) -> ArrayTree | StagedTree:
+        plan = self._rule.plan
+        files = open_checkpoint(directory, reach)
+        _check_alike(spec_from_config(files.config), self._rule.spec)
         free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
         read = load_parameters if free >= SPARE_SHARE * self.bytes_per_device else stage_parameters
         slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
@@ -87,15 +115,6 @@ def _put(ready: Any, serving: Any) -> Any:
         serving.delete()
         return ready.on_devices()
     return ready
-
-
-def _spec_of(files: CheckpointFiles) -> ModelSpec:
-    try:
-        return spec_from_config(files.config)
-    except UnsupportedModelError as error:
-        raise CheckpointError(str(error)) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError("config.json: a value is of a wrong type") from error
 
 
 def _check_alike(found: ModelSpec, served: ModelSpec) -> None:

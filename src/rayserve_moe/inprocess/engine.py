@@ -68,13 +68,14 @@ class Engine:
             wanted.experts,
             wanted.compile,
             wanted.balancing,
+            wanted.updates,
         )
         parallel = wanted.parallel
         data_size, num_slices = parallel.data_parallel_size, parallel.num_slices
         plan = plan_for(local_devices(parallel.devices_per_host), data_size=data_size, num_slices=num_slices)
         self.runner = HostRunner(runner_settings, plan)
         self.loop = EngineLoop(
-            LocalExecutor(self.runner),
+            LocalExecutor(self.runner, wanted.updates),
             card,
             settings=LoopSettings(wanted.scheduler, wanted.cache, data_size, balancing=wanted.balancing),
         )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.weight_reading import WeightReading, too_late
+from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class LocalExecutor:
     """Wraps one HostRunner as an `engine.executor.Executor`."""
 
-    def __init__(self, runner: HostRunner) -> None:
+    def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
         self.runner = runner
+        self._reading, self._updates = WeightReading(runner.staged), updates or UpdateSettings()
 
     def start(self) -> StartReport:
         return self.runner.prepare(self.runner.load())
@@ -21,10 +25,16 @@ class LocalExecutor:
         return self.runner.execute(plan)
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        self.runner.staged.read(model_path, expert_of_slot)
+        self._reading.begin(model_path, expert_of_slot)
+        refusal = self._reading.outcome(self._updates.staging_timeout_s)
+        if refusal is None:
+            self._reading.give_up()
+            raise too_late(self._updates.staging_timeout_s)
+        if refusal:
+            raise WeightsRefusedError(refusal)
 
     def release(self) -> None:
         """Nothing runs here between steps."""
 
     def shutdown(self) -> None:
-        """The runner's arrays go with the runner."""
+        self._reading.give_up()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,11 @@ FAMILIES: dict[str, ModuleType] = {qwen3_moe.ARCHITECTURE: qwen3_moe}
 def family_of(config: Mapping[str, Any]) -> ModuleType:
     """Find the family of a parsed `config.json`; UnsupportedModelError lists what there is."""
     architectures = config.get("architectures") or []
-    for name in architectures:
-        if name in FAMILIES:
+    for name in architectures if isinstance(architectures, list) else ():
+        if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
     raise UnsupportedModelError(
-        f"config.json: architectures = {architectures!r}; supported: {', '.join(sorted(FAMILIES))}"
+        f"config.json: architectures = {reprlib.repr(architectures)}; supported: {', '.join(sorted(FAMILIES))}"
     )
 
 

@@ -17,6 +17,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control_schemas import AbortBody, PauseBody, UpdateWeightsBody
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.json_body import read_body
+from rayserve_moe.serving.limits import has_admin_key, refused_key
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
 from rayserve_moe.serving.request_streams import RequestStreams
 from rayserve_moe.serving.streaming import json_answer
@@ -45,6 +46,8 @@ def control_router(state: ApiState) -> APIRouter:
     async def abort_request(request: Request) -> Response:
         body = await read_body(request, AbortBody, ignored=state.ignored_fields)
         state.loop.check_health()
+        if body.abort_all and not has_admin_key(state.server, request.headers.get("authorization", "")):
+            raise refused_key()
         if body.abort_all:
             state.loop.abort_all()
         else:

@@ -47,6 +47,8 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """Return the HTTP answer, with `Retry-After` where a later try may succeed."""
         headers = {"Retry-After": str(_RETRY_AFTER_S[self.status])} if self.status in _RETRY_AFTER_S else None
+        if self.status == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
         return JSONResponse(self.body(), self.status, headers)
 
 

@@ -1,4 +1,4 @@
-"""What a request must pass before a route sees it: the API key, and the limit on its body.
+"""What a request must pass before a route sees it: the API keys, and the limit on its body.
 
 Plain ASGI, so that streamed answers pass through untouched.
 """
@@ -15,19 +15,49 @@ from rayserve_moe.serving.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/experts"})
 """What is answered without a key: nothing there tells of requests or their numbers."""
+ADMIN_PATHS = frozenset(
+    {
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/flush_cache",
+        "/reset_prefix_cache",
+    }
+)
+"""What changes the answers of all clients: it asks for `admin_api_key`, where there is one."""
 _DISCARDED_BODIES = 4
 """Refused bodies are read on, up to this many limits: a client still writing cannot read our answer."""
 BODY_TIMEOUT_S = 120.0
 """For a body to arrive in: until then it holds one of the places that Serve has for requests."""
 
 
+def has_admin_key(server: ServerSettings, authorization: str) -> bool:
+    """Whether a request may do what concerns all clients, by its header; where there is no such key, it may."""
+    return not server.admin_api_key or _is_bearer(authorization.encode("latin-1"), server.admin_api_key)
+
+
+def refused_key() -> ApiError:
+    """The answer to a request without the key that it needs."""
+    return ApiError(401, "missing or wrong API key: send it as a bearer token", code="invalid_api_key")
+
+
+def _is_bearer(authorization: bytes, key: str) -> bool:
+    scheme, _, token = authorization.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode())
+
+
 class EdgeGuard:
     """ASGI wrapper that refuses a missing key (401), a body over the limit (413), and one that does not come (408)."""
 
     def __init__(self, app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
-        self._app = app
+        self._app, self._server = app, server
         self._body_timeout_s = body_timeout_s
-        self._key = server.api_key.encode()
         self._max_bytes = server.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,10 +66,7 @@ class EdgeGuard:
             return
         headers = dict(scope["headers"])
         if not self._is_allowed(scope, headers.get(b"authorization", b"")):
-            error = ApiError(401, "missing or wrong API key: send it as a bearer token", code="invalid_api_key")
-            response = error.response()
-            response.headers["WWW-Authenticate"] = "Bearer"
-            await response(scope, receive, send)
+            await refused_key().response()(scope, receive, send)
         elif self._is_too_long(headers.get(b"content-length", b"")):
             await self._discard(receive)
             await self._too_large().response()(scope, receive, send)
@@ -47,10 +74,12 @@ class EdgeGuard:
             await self._app(scope, self._counted(receive), send)
 
     def _is_allowed(self, scope: Scope, authorization: bytes) -> bool:
-        if not self._key or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        server, path = self._server, scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in ADMIN_PATHS and server.admin_api_key:
+            return _is_bearer(authorization, server.admin_api_key)
+        if not server.api_key or path in OPEN_PATHS:
             return True
-        scheme, _, token = authorization.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._key)
+        return any(_is_bearer(authorization, key) for key in (server.api_key, server.admin_api_key) if key)
 
     def _is_too_long(self, content_length: bytes) -> bool:
         return content_length.isdigit() and (len(content_length) > 18 or int(content_length) > self._max_bytes)

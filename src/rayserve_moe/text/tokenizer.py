@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rayserve_moe.config.given_files import GivenFileError, one_line, opened, read_json_object
+
 TOKENIZER_FILE = "tokenizer.json"
+MOST_TOKEN_ID = (1 << 31) - 1
 
 
 class TokenizerError(ValueError):
@@ -55,12 +58,12 @@ class Tokenizer:
 
 def _load(directory: Path) -> PreTrainedTokenizerFast:
     # Without this file transformers would make up an empty tokenizer from config.json alone.
-    if not (directory / TOKENIZER_FILE).is_file():
-        raise TokenizerError(f"{directory / TOKENIZER_FILE}: file is missing")
+    for file in {directory / TOKENIZER_FILE, *directory.glob("*.json"), *directory.glob("*.jinja")}:
+        _check_opens(file)
     try:
         backing = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise TokenizerError(f"{directory}: no usable tokenizer: {error}") from error
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise TokenizerError(one_line(f"{directory}: no usable tokenizer: {error}")) from error
     if not isinstance(backing, PreTrainedTokenizerFast):
         raise TokenizerError(f"{directory}: {type(backing).__name__} is not a tokenizer of the tokenizers library")
     decoder = backing.backend_tokenizer.decoder
@@ -69,6 +72,15 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
             f"{directory}: its tokenizer decodes by {type(decoder).__name__}; only ByteLevel is supported"
         )
     return backing
+
+
+def _check_opens(file: Path) -> None:
+    """TokenizerError for a file that cannot be opened, or would have whoever opens it wait."""
+    try:
+        with opened(file):
+            pass
+    except GivenFileError as error:
+        raise TokenizerError(f"{file}: {error}") from error
 
 
 def _special_added_ids(backing: PreTrainedTokenizerFast) -> frozenset[int]:
@@ -85,13 +97,12 @@ def _eos_token_ids(backing: PreTrainedTokenizerFast, directory: Path) -> tuple[i
 
 def _listed_eos(file: Path) -> list[int]:
     try:
-        config: Any = json.loads(file.read_bytes())
-        listed = config.get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise TokenizerError(f"{file}: not a JSON object: {error}") from error
+        listed: Any = read_json_object(file).get("eos_token_id")
+    except GivenFileError as error:
+        raise TokenizerError(f"{file}: {error}") from error
     listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
-    if not all(isinstance(token_id, int) for token_id in listed):
-        raise TokenizerError(f"{file}: eos_token_id must be an id or a list of ids, not {listed!r}")
+    if not all(type(token_id) is int and 0 <= token_id <= MOST_TOKEN_ID for token_id in listed):
+        raise TokenizerError(f"{file}: eos_token_id must be an id or a list of ids, not {reprlib.repr(listed)}")
     return listed
 
 

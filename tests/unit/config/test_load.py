@@ -77,6 +77,12 @@ WRONG = {
         r"num_pages \* page_size must be at most 2147483647",
     ),
     "chips beyond counting": ({"tpu_topology": f"4x4x{4 * 10**30}", "tpu_version": "v4"}, "tpu_topology .* is none"),
+    "a root that depends on where one stands": (
+        {"weight_roots": ["/good", "bad"]},
+        "weight_roots must be absolute directories, found 'bad'",
+    ),
+    "one root without a list": ({"weight_roots": "/good"}, "weight_roots must be a list of texts, found '/good'"),
+    "one key for everything": ({"api_key": "k", "admin_api_key": "k"}, "admin_api_key is api_key"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
     "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),
@@ -223,7 +229,7 @@ def test_yaml_is_a_flat_mapping_or_a_serve_config(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["- a\n- b\n", "a: [", "just text", "", f"page_size: {'9' * 5000}", "a: " + "[" * 5000 + "]" * 5000],
+    ["- a\n- b\n", "a: [", "just text", "", f"page_size: {'9' * 5000}", "a: " + "[" * 1200 + "]" * 1200],
     ids=["list", "unfinished", "text", "empty", "a number of 5000 digits", "nested"],
 )
 def test_yaml_that_holds_no_settings_is_named(tmp_path, text):

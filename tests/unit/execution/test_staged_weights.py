@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from rayserve_moe.config.settings import (
     ModelSettings,
     ReplaySettings,
     SchedulerSettings,
+    UpdateSettings,
 )
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.execution.weights import load_weights
@@ -28,7 +30,7 @@ from tests.support.placements import random_placement
 PLENTY, NOTHING = 1 << 60, 0
 
 
-def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), **experts) -> HostRunner:
+def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), weight_roots: tuple[str, ...] = (), **experts) -> HostRunner:
     """A runner with weights and nothing compiled."""
     settings = RunnerSettings(
         ModelSettings(path=str(path)),
@@ -36,6 +38,7 @@ def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), **experts) -> HostRunn
         CacheSettings(num_pages=16),
         ReplaySettings(),
         ExpertSettings(**experts),
+        updates=UpdateSettings(weight_roots=weight_roots),
     )
     runner = HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
     runner.load()
@@ -95,6 +98,28 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_what_was_staged_is_gone(
     with pytest.raises(AssertionError, match="nothing is staged"):
         runner.staged.take(runner.weights)
     assert_weights(runner, core_checkpoint, runner.placement)
+
+
+def test_weights_outside_of_the_roots_are_refused(core_checkpoint, other_checkpoint):
+    runner = loaded(core_checkpoint, weight_roots=(str(other_checkpoint.parent),))
+    runner.staged.read(str(other_checkpoint))
+    with pytest.raises(WeightsRefusedError, match=r"^the checkpoint: lies outside of weight_roots$"):
+        runner.staged.read(str(core_checkpoint))
+
+
+def test_a_fault_that_nobody_thought_of_is_a_refusal(core_checkpoint, other_checkpoint, monkeypatch):
+    """Whatever reading runs into."""
+    runner = loaded(core_checkpoint)
+    for fault in (OverflowError("much"), RecursionError(), MemoryError(), AssertionError(), OSError(5, "broken")):
+
+        def fail(*_: object, fault: Exception = fault) -> int:
+            raise fault
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(WeightsRefusedError):
+            runner.staged.read(str(other_checkpoint))
+    monkeypatch.undo()
+    runner.staged.read(str(other_checkpoint))
 
 
 def test_a_file_that_cannot_be_read_is_not_named(core_checkpoint, tmp_path):

@@ -63,9 +63,15 @@ REFUSED = {
     "window": ({"use_sliding_window": True}, "use_sliding_window = True"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8"),
     "no experts": ({"mlp_only_layers": [0, 1, 2]}, "no layer has experts"),
-    "missing size": ({"vocab_size": None}, "vocab_size must be a positive integer, found None"),
-    "size of zero": ({"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, found 0"),
-    "size in text": ({"num_experts_per_tok": "2"}, "num_experts_per_tok must be a positive integer, found '2'"),
+    "missing size": ({"vocab_size": None}, "vocab_size must be a positive integer up to 4194304, found None"),
+    "size of zero": (
+        {"moe_intermediate_size": 0},
+        "moe_intermediate_size must be a positive integer up to 1048576, found 0",
+    ),
+    "size in text": (
+        {"num_experts_per_tok": "2"},
+        "num_experts_per_tok must be a positive integer up to 256, found '2'",
+    ),
 }
 
 

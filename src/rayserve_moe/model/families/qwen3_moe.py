@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from rayserve_moe.model.config_values import integer_of, number_of, object_of
 from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -38,63 +40,58 @@ CHECKPOINT_RULES = {
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a `config.json`, in the spelling of the published files or of transformers 5.
 
-    Raises UnsupportedModelError for what this family does not compute, by key and value; KeyError never: a missing
-    key is an UnsupportedModelError that names it.
+    Raises UnsupportedModelError and nothing else, by key and value: for what this family does not compute, for a key
+    that is missing, and for numbers that no model has.
     """
     _refuse_unsupported(config)
-    heads = _required(config, "num_attention_heads")
-    head_dim = config.get("head_dim") or _required(config, "hidden_size") // heads
+    heads = integer_of(config, "num_attention_heads")
+    hidden_size = integer_of(config, "hidden_size")
     return ModelSpec(
         family="qwen3_moe",
-        vocab_size=_required(config, "vocab_size"),
-        hidden_size=_required(config, "hidden_size"),
-        num_layers=_required(config, "num_hidden_layers"),
+        vocab_size=integer_of(config, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=integer_of(config, "num_hidden_layers"),
         dense_layer_ids=_dense_layer_ids(config),
-        dense_intermediate_size=_required(config, "intermediate_size"),
+        dense_intermediate_size=integer_of(config, "intermediate_size"),
         attention=AttentionSpec(
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
+            num_kv_heads=integer_of(config, "num_key_value_heads", heads),
+            head_dim=integer_of(config, "head_dim", hidden_size // heads),
             bias=bool(config.get("attention_bias", False)),
             qk_norm="head",
         ),
         rope=RopeSpec(theta=_rope_theta(config)),
         router=RouterSpec(
             num_experts=_num_experts(config),
-            top_k=_required(config, "num_experts_per_tok"),
+            top_k=integer_of(config, "num_experts_per_tok"),
             renormalize=bool(config.get("norm_topk_prob", False)),
         ),
-        experts=ExpertSpec(_required(config, "moe_intermediate_size")),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        experts=ExpertSpec(integer_of(config, "moe_intermediate_size")),
+        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=int(config.get("max_position_embeddings", 32768)),
+        max_position_embeddings=integer_of(config, "max_position_embeddings", 32768),
         checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     )
 
 
-def _required(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise UnsupportedModelError(f"config.json: {key} must be a positive integer, found {value!r}")
-    return value
-
-
 def _num_experts(config: Mapping[str, Any]) -> int:
-    return _required(config, "num_local_experts" if config.get("num_local_experts") is not None else "num_experts")
+    return integer_of(config, "num_local_experts" if config.get("num_local_experts") is not None else "num_experts")
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    return float(_rope_parameters(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
+    return number_of(_rope_parameters(config), "rope_theta", number_of(config, "rope_theta", 10000.0))
 
 
 def _dense_layer_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    listed = set(config.get("mlp_only_layers") or ())
-    every = config.get("decoder_sparse_step") or 1
-    return tuple(i for i in range(_required(config, "num_hidden_layers")) if i in listed or (i + 1) % every != 0)
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list | tuple) or any(type(layer) is not int for layer in listed):
+        raise UnsupportedModelError(f"config.json: mlp_only_layers must be a list of layers: {reprlib.repr(listed)}")
+    dense, every = set(listed), integer_of(config, "decoder_sparse_step", 1)
+    return tuple(i for i in range(integer_of(config, "num_hidden_layers")) if i in dense or (i + 1) % every != 0)
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -110,5 +107,5 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     for key, (value, supported) in wanted.items():
         if value not in supported:
             raise UnsupportedModelError(
-                f"config.json: {key} = {value!r} is not supported for qwen3_moe (only {supported[0]!r})"
+                f"config.json: {key} = {reprlib.repr(value)} is not supported for qwen3_moe (only {supported[0]!r})"
             )

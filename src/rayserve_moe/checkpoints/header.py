@@ -1,0 +1,113 @@
+"""The header of a safetensors file: where each tensor lies. Every statement of it is checked against the file."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFile, GivenFileError, parse_json_object
+
+DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+"""Tensor types that weights may have, by their name in safetensors headers."""
+
+MOST_DIMS = 8
+LONGEST_NAME = 256
+_LENGTH_BYTES = 8
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used as it is; the message names the file and the tensor."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: bytes `[begin, end)` of `file`, C order, `dtype` as the header spells it."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(file: Path, given: GivenFile) -> dict[str, TensorEntry]:
+    """Read the tensors of an open file by name: they fill it from the header to its end, without gap or overlap."""
+    size = given.stamp.num_bytes
+    if size < _LENGTH_BYTES:
+        raise CheckpointError(f"{file}: truncated: {size} bytes are no safetensors file")
+    header_bytes = int.from_bytes(given.read(_LENGTH_BYTES), "little")
+    if _LENGTH_BYTES + header_bytes > size:
+        raise CheckpointError(f"{file}: truncated: {size} bytes do not hold its header of {header_bytes} bytes")
+    if header_bytes > MOST_JSON_BYTES:
+        raise CheckpointError(f"{file}: a header of {header_bytes} bytes is longer than {MOST_JSON_BYTES}")
+    try:
+        header = parse_json_object(given.read(header_bytes, _LENGTH_BYTES))
+    except GivenFileError as error:
+        raise CheckpointError(f"{file}: not a safetensors file: header {error}") from error
+    start = _LENGTH_BYTES + header_bytes
+    entries = {name: _entry(file, name, fields, start) for name, fields in header.items() if name != "__metadata__"}
+    _check_places(file, list(entries.values()), start, size)
+    return entries
+
+
+def is_usable_name(name: Any) -> bool:
+    """Whether a name is text that may stand in a message."""
+    return isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
+
+
+def _entry(file: Path, name: str, fields: Any, start: int) -> TensorEntry:
+    """Check one header field; `start` is where the tensor bytes of the file begin."""
+    if not is_usable_name(name):
+        raise CheckpointError(f"{file}: a tensor has no usable name: {reprlib.repr(name)}")
+    shown = f"{file}: tensor {name}"
+    if not isinstance(fields, dict) or not _is_well_formed(fields):
+        raise CheckpointError(f"{shown} has a malformed header: {reprlib.repr(fields)}")
+    dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    if min((begin, end - begin, *shape)) < 0:
+        raise CheckpointError(f"{shown} has a negative size in its header: {reprlib.repr(fields)}")
+    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(
+            f"{shown} of shape {reprlib.repr(list(shape))} and dtype {dtype} cannot take "
+            f"{reprlib.repr(end - begin)} bytes"
+        )
+    return TensorEntry(name, file, dtype, shape, start + begin, start + end)
+
+
+def _is_well_formed(fields: dict[str, Any]) -> bool:
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    return (
+        isinstance(dtype, str)
+        and dtype.isalnum()
+        and isinstance(shape, list)
+        and isinstance(offsets, list)
+        and (len(shape) <= MOST_DIMS and len(offsets) == 2)
+        and all(type(number) is int for number in (*shape, *offsets))
+    )
+
+
+def _check_places(file: Path, entries: list[TensorEntry], start: int, size: int) -> None:
+    """Check that tensors follow each other up to the end of the file."""
+    end = start
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.end > size:
+            raise CheckpointError(
+                f"{file}: truncated: tensor {entry.name} ends at byte {reprlib.repr(entry.end)}, "
+                f"the file at byte {size}"
+            )
+        if entry.begin != end:
+            what = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
+            raise CheckpointError(f"{file}: tensor {entry.name} begins at byte {entry.begin}, not {end}: it {what}")
+        end = entry.end
+    if end != size:
+        raise CheckpointError(f"{file}: {size - end} bytes follow the last tensor")

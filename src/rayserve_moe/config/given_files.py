@@ -1,0 +1,159 @@
+"""Files that others wrote, opened and parsed so that nothing in them stops the process.
+
+Only regular files are opened, and opening never waits for a writer. Bytes are copied out of a file, never mapped: one
+that shrinks is an error then, and no signal. JSON is strict: finite numbers, no key twice, bounded in length and depth.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+MOST_JSON_BYTES = 32 << 20
+"""Longest JSON that is parsed: far above a checkpoint of a hundred thousand tensors."""
+MOST_BYTES_AT_ONCE = 16 << 20
+"""Copied between two looks at whether anybody still wants them."""
+LONGEST_MESSAGE = 300
+
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class GivenFileError(ValueError):
+    """A file that cannot be used; the message does not name it."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which files may be opened: below `roots`, links followed (without any: everywhere), until `given_up` is set."""
+
+    roots: tuple[str, ...] = ()
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+    def covers(self, path: str | Path) -> bool:
+        """Whether a path lies below a root, where there are roots."""
+        real = Path(os.path.realpath(path))
+        return not self.roots or any(real.is_relative_to(os.path.realpath(root)) for root in self.roots)
+
+    def check_wanted(self) -> None:
+        """Raise GivenFileError once nobody waits for what is read."""
+        if self.given_up.is_set():
+            raise GivenFileError("reading was given up")
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What tells a file from another under its name, and from itself after it was written to."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True)
+class GivenFile:
+    """An open regular file, its stamp when it was opened."""
+
+    descriptor: int
+    stamp: FileStamp
+    reach: Reach
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from `offset` on. GivenFileError where the file ends before."""
+        done = 0
+        while done < len(buffer):
+            self.reach.check_wanted()
+            copied = os.preadv(self.descriptor, [buffer[done : done + MOST_BYTES_AT_ONCE]], offset + done)
+            if copied == 0:
+                raise GivenFileError(f"truncated: it ends at byte {offset + done} of {offset + len(buffer)}")
+            done += copied
+
+    def read(self, num_bytes: int, offset: int = 0) -> bytes:
+        """Copy `num_bytes` from `offset` on."""
+        content = bytearray(num_bytes)
+        self.read_into(memoryview(content), offset)
+        return bytes(content)
+
+
+ANYWHERE = Reach()
+
+
+@contextmanager
+def opened(file: Path, reach: Reach = ANYWHERE) -> Generator[GivenFile]:
+    """Open a regular file. GivenFileError for a missing or unreadable one, and in the block for what fails there."""
+    try:
+        descriptor = os.open(file, _FLAGS)
+    except FileNotFoundError as error:
+        raise GivenFileError("file is missing") from error
+    except (OSError, ValueError) as error:
+        raise GivenFileError(f"not readable: {_reason(error)}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise GivenFileError("not a regular file")
+        if reach.roots and not reach.covers(f"/proc/self/fd/{descriptor}"):
+            raise GivenFileError("a link leads out of weight_roots")
+        yield GivenFile(descriptor, FileStamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns), reach)
+    except OSError as error:
+        raise GivenFileError(f"not readable: {_reason(error)}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_json_object(file: Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
+    """Parse a file that holds one JSON object; GivenFileError says what is wrong with it."""
+    with opened(file, reach) as given:
+        if given.stamp.num_bytes > MOST_JSON_BYTES:
+            raise GivenFileError(f"{given.stamp.num_bytes} bytes of JSON are more than {MOST_JSON_BYTES}")
+        return parse_json_object(given.read(given.stamp.num_bytes))
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Parse one JSON object; GivenFileError says what is wrong with it."""
+    try:
+        parsed = json.loads(
+            raw, parse_constant=_refuse_constant, parse_float=_finite_number, object_pairs_hook=_object_of_pairs
+        )
+    except RecursionError as error:
+        raise GivenFileError("not readable as JSON: nested too deeply") from error
+    except ValueError as error:
+        raise GivenFileError(f"not readable as JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise GivenFileError(f"holds a JSON {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def one_line(message: str) -> str:
+    """A message on one line of bounded length, whatever a file put into it."""
+    plain = "".join(character if character.isprintable() else "?" for character in message[: 4 * LONGEST_MESSAGE])
+    return plain if len(plain) <= LONGEST_MESSAGE else plain[:LONGEST_MESSAGE] + " ..."
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite_number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number in it is too large")
+    return number
+
+
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        raise ValueError("an object in it has the same key twice")
+    return parsed
