@@ -162,7 +162,10 @@ WAYS: dict[str, tuple[Callable[[Path], None], str]] = {
     "layers of another kind": (_configure(mlp_only_layers={"1": [2]}), "mlp_only_layers must be a list"),
     "architecture of another kind": (_configure(architectures=[{"a": 1}]), "architectures"),
     "header nested": (_header_text('{"a": ' + NESTED + "}"), "nested too deeply"),
-    "shape infinite": (_header_text('{"a": {"shape": [Infinity]}}'), "Infinity is no JSON number"),
+    "shape infinite": (
+        _header_text('{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}'),
+        "Infinity is no JSON number",
+    ),
     "shape not whole": (_edit_header(_set(GATE, shape=[16.0, 128])), "malformed header"),
     "shape of many dimensions": (_edit_header(_set(GATE, shape=[1] * 10**5)), "malformed header"),
     "shape beyond memory": (_edit_header(_set(GATE, shape=[10**30, 10**30])), "cannot take"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.text.tokenizer import Tokenizer, TokenizerError
+
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
 
 @given(text=st.text())
@@ -99,3 +102,35 @@ def test_an_unusable_tokenizer_is_one_clear_error(tmp_path, directory, what):
     assert str(path) in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+BROKEN = {
+    "a pipe": (TOKENIZER, lambda file: (file.unlink(), os.mkfifo(file)), "not a regular file"),
+    "a directory": (TOKENIZER, lambda file: (file.unlink(), file.mkdir()), "not a regular file"),
+    "a pipe for a template": (
+        "chat_template.jinja",
+        lambda file: (file.unlink(True), os.mkfifo(file)),
+        "not a regular",
+    ),
+    "not JSON": (TOKENIZER, lambda file: file.write_text("{"), "no usable tokenizer"),
+    "of another kind": (TOKENIZER, lambda file: file.write_text('{"model": {"type": "None"}}'), "no usable tokenizer"),
+    "nested": (TOKENIZER, lambda file: file.write_text('{"model": ' + NESTED + "}"), "no usable tokenizer"),
+    "configured by a nest": ("tokenizer_config.json", lambda file: file.write_text(NESTED), "no usable tokenizer"),
+    "ends in a nest": (
+        GENERATION,
+        lambda file: file.write_text('{"eos_token_id": ' + NESTED + "}"),
+        "nested too deeply",
+    ),
+    "ends nowhere": (GENERATION, lambda file: file.write_text('{"eos_token_id": 1e400}'), "too large"),
+    "ends beyond ids": (GENERATION, lambda file: file.write_text('{"eos_token_id": [true, -1]}'), "must be an id"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_whatever_its_files_hold_is_one_clear_error(tmp_path, directory, name, damage, message):
+    path = shutil.copytree(directory, tmp_path / "model")
+    damage(path / name)
+    with pytest.raises(TokenizerError, match=message) as refusal:
+        Tokenizer(path)
+    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 400
