@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from rayserve_moe.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError
 from rayserve_moe.checkpoints.names import TensorPlace, tensor_places
 from rayserve_moe.checkpoints.synthetic_tokenizer import BOS_ID, EOS_ID, MIN_VOCAB_SIZE, PAD_ID, write_tokenizer
+from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.model.families.qwen3_moe import ARCHITECTURE, CHECKPOINT_RULES, spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs
 
@@ -143,8 +144,8 @@ def _recipe_of(target: Path) -> dict[str, Any] | None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
     try:
-        return json.loads((target / MARKER_FILE).read_bytes())
-    except (OSError, ValueError) as error:
+        return read_json_object(target / MARKER_FILE)
+    except GivenFileError as error:
         raise CheckpointError(f"{target}: exists, is no synthetic checkpoint, and will not be overwritten") from error
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rayserve_moe.checkpoints.files import CONFIG_FILE
+from rayserve_moe.config.given_files import GivenFileError, read_json_object
+from rayserve_moe.model.family_table import spec_from_config
 
 PRESETS = Path(__file__).parents[1] / "model" / "presets"
 
@@ -27,16 +28,14 @@ def read_config(model: str, *, num_layers: int = 0) -> dict[str, Any]:
     """
     path = PRESETS / f"{model}.json" if model in preset_names() else Path(model).expanduser() / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        config = read_json_object(path)
+    except GivenFileError as error:
+        if path.exists():
+            raise PresetError(f"{path}: {error}") from error
         names = ", ".join(preset_names())
         raise PresetError(f"{model} is neither a preset ({names}) nor a directory with {CONFIG_FILE}") from error
-    except ValueError as error:
-        raise PresetError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise PresetError(f"{path}: expected a JSON object")
     if num_layers:
-        if num_layers > config.get("num_hidden_layers", num_layers):
+        if num_layers > spec_from_config(config).num_layers:
             raise PresetError(f"{model} has {config['num_hidden_layers']} layers, {num_layers} are asked for")
         config["num_hidden_layers"] = num_layers
     return config
