@@ -111,8 +111,9 @@ def test_every_route_that_changes_something_is_guarded_by_one_of_the_keys(http):
 @pytest.mark.parametrize("client_key", ["", KEY])
 def test_the_admin_key_guards_what_concerns_all_clients(engine, client_key):
     """No other key does, and it is good for everything else too."""
-    with served(engine, api_key=client_key, admin_api_key=ADMIN_KEY) as url, httpx.Client(base_url=url) as http:
-        admin, client = {"Authorization": f"Bearer {ADMIN_KEY}"}, {"Authorization": f"Bearer {client_key}"}
+    keys = {"api_key": client_key, "admin_api_key": ADMIN_KEY}
+    with served(engine, **keys) as url, httpx.Client(base_url=url, timeout=60) as http:
+        admin, client = {"Authorization": f"Bearer {ADMIN_KEY}"}, {"Authorization": f"Bearer {client_key or KEY}"}
         for headers in ({}, client, {"Authorization": ADMIN_KEY}):
             for method, path in CONTROL:
                 answer = http.request(method, path, json={"model_path": "/x"}, headers=headers)
@@ -132,7 +133,7 @@ def test_the_admin_key_guards_what_concerns_all_clients(engine, client_key):
 
 
 def test_without_an_admin_key_the_other_one_is_enough(engine):
-    with served(engine, api_key=KEY) as url, httpx.Client(base_url=url) as http:
+    with served(engine, api_key=KEY) as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.post("/flush_cache").status_code == 401
         assert http.post("/flush_cache", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     assert_idle(engine)

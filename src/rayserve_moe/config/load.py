@@ -144,7 +144,8 @@ def _checked(name: str, value: Any, key: _Key) -> Any:
     if kind is str and isinstance(value, Path):
         value = str(value)
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise SettingsError(f"{name} must be of type {kind.__name__}, found {_shown(value)}")
+        bounds = "; it may be {} to {}".format(*key.bounds) if key.bounds else ""
+        raise SettingsError(f"{name} must be of type {kind.__name__}, found {_shown(value)}{bounds}")
     if key.choices and value not in key.choices:
         raise SettingsError(f"{name} must be one of {', '.join(key.choices)}, found {_shown(value)}")
     if kind in (int, float):

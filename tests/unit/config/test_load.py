@@ -56,6 +56,7 @@ WRONG = {
     "unknown, like nothing": ({"zzzz": 1}, "unknown setting 'zzzz'; known settings: .*page_size"),
     "text for a number": ({"page_size": "16"}, "page_size must be of type int, found '16'"),
     "a number for a switch": ({"enable_return_routed_experts": 1}, "enable_return_routed_experts must be of type bool"),
+    "a number that YAML takes for text": ({"page_size": "1e9"}, "of type int, found '1e9'; it may be 1 to 4096"),
     "a switch for a number": ({"page_size": True}, "page_size must be of type int"),
     "a fraction for a count": ({"num_pages": 1.5}, "num_pages must be of type int"),
     "null": ({"dtype": None}, "dtype must be of type str"),
