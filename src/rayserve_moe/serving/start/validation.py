@@ -95,7 +95,7 @@ def as_deployed(config: CheckedConfig) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, RecursionError) as error:
         raise StartError(f"{path}: {error}") from error
     except yaml.YAMLError as error:
         raise StartError(f"{path}: {' '.join(str(error).split())}") from error
