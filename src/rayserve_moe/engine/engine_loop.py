@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
@@ -50,8 +51,9 @@ class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
     Commands travel through an inbox and take effect between steps. After a failure every request ends with an
-    error, and nothing is accepted any more. `rebalancing` moves experts between devices, where that is switched on;
-    `control` pauses the engine and changes its weights.
+    error, and nothing is accepted any more. `has_failed` says how the thread ended, after everybody was told.
+    `rebalancing` moves experts between devices, where that is switched on; `control` pauses the engine and changes
+    its weights.
     """
 
     def __init__(self, executor: Executor, card: ModelCard, *, settings: LoopSettings) -> None:
@@ -60,6 +62,7 @@ class EngineLoop:
         self._inbox = Inbox()
         self._step_started_at: float | None = None
         self._ending = ABORTED
+        self.has_failed: Future[bool] = Future()
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
         self.rebalancing = rebalancing_for(
@@ -184,6 +187,7 @@ class EngineLoop:
             self._fail(f"{type(error).__name__}: {error}")
         else:
             self._publication.end_all(self._ending)
+            self.has_failed.set_result(False)
 
     def _take_commands(self) -> bool:
         """Carry out what is in the inbox; with nothing to do, sleep. False when it is time to stop."""
@@ -214,6 +218,7 @@ class EngineLoop:
             self._step_started_at = None
         self._inbox.give_up()
         self._publication.end_all(FinishReason("error", message=f"the engine has failed: {message}"))
+        self.has_failed.set_result(True)
 
 
 def _fault_of(scheduler: Scheduler) -> AssertionError | None:

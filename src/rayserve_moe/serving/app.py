@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import partial
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
@@ -20,12 +22,13 @@ from rayserve_moe.engine.expert_balancing import planning_rules
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from rayserve_moe.serving.replica_end import end_after_failure
 from rayserve_moe.serving.traffic import Traffic
 
 REPLICA_CPUS = 0.5
 SHUT_DOWN = FinishReason("error", message="the server is shutting down")
-HEALTH_CHECK_PERIOD_S = 2.0
-"""Serve replaces a replica after three checks in a row that fail: six seconds here, not its default of thirty."""
+HEALTH_CHECK_PERIOD_S = 1.0
+"""Serve replaces a replica that is gone after one check, and one that fails after three in a row."""
 
 
 @serve.deployment(name="moe-server")
@@ -37,6 +40,9 @@ class MoeServer:
         self._engine = start_replica_engine(settings, find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME))
         self._server = settings.server
         self._traffic = Traffic()
+        this_replica = ray.get_runtime_context().current_actor
+        end = partial(end_after_failure, self._engine, self._traffic, end_process=partial(ray.kill, this_replica))
+        threading.Thread(target=end, name="end", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         engine, traffic = self._engine, self._traffic
