@@ -33,16 +33,16 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-"""Of a cluster as `make serve` starts it; what is set already wins."""
+"""Of a cluster that applications of benchmarks join; what is set already wins."""
 PARTS_BY_TITLE = {"ray::ProxyActor": "proxy", "ray::ServeReplica": "replica", "ray::HostWorker": "host_worker"}
 REST = "ray_daemons"
 
 
 class ServeProcess:
-    """A context manager around `serve run` with the flat `settings`; inside it, the application is healthy.
+    """A context manager around a server with the flat `settings`; inside it, the application is healthy.
 
-    It has a Ray cluster of its own, or joins that at `ray_address`, which has to have been started under `ENVIRONMENT`
-    too. RuntimeError where it ends, or is not healthy in time.
+    It has a Ray cluster of its own, from the start command, or joins that at `ray_address`, which has to have been
+    started under `ENVIRONMENT` too. RuntimeError where it ends, or is not healthy in time.
     """
 
     def __init__(self, settings: dict[str, Any], *, ray_address: str = "local") -> None:
@@ -51,13 +51,28 @@ class ServeProcess:
         config = self._directory / "serve.yaml"
         config.write_text(yaml.safe_dump(serve_config(settings, port=self.port)), encoding="utf-8")
         self._log = (self._directory / "log").open("wb")
-        command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
-        environment = {**ENVIRONMENT, **os.environ, "RAY_ADDRESS": ray_address}
+        programs = Path(sys.executable).parent
+        environment: dict[str, str] = dict(os.environ)
+        if ray_address == "local":
+            command = [programs / "rayserve-moe", "serve", config]
+            environment.pop("RAY_ADDRESS", None)
+        else:
+            command = [programs / "serve", "run", config]
+            environment = {**ENVIRONMENT, **environment, "RAY_ADDRESS": ray_address}
         self._child = subprocess.Popen(command, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used since the start: proxy, replica (engine and HTTP edge), host worker, Ray's own daemons."""
         return cpu_seconds_by_part(_processes(), self._child.pid)
+
+    def pids_of(self, title: str) -> list[int]:
+        """This server's processes whose title, or the name of whose executable, begins so."""
+        processes = _processes()
+        return sorted(
+            pid
+            for pid in _family(processes, self._child.pid)
+            if processes[pid][1].startswith(title) or Path(processes[pid][1].split(" ")[0]).name.startswith(title)
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -110,17 +125,22 @@ def cpu_seconds_by_part(processes: dict[int, tuple[int, str, float]], root: int)
     `processes` maps a process id to its parent's, its title and its CPU seconds.
     """
     seconds: dict[str, float] = dict.fromkeys((*PARTS_BY_TITLE.values(), REST), 0.0)
+    for pid in _family(processes, root):
+        _, title, spent = processes[pid]
+        part = next((part for start, part in PARTS_BY_TITLE.items() if title.startswith(start)), REST)
+        seconds[part] += spent
+    return seconds
+
+
+def _family(processes: dict[int, tuple[int, str, float]], root: int) -> list[int]:
+    """Those of `processes` that descend from `root`, and itself."""
     children = defaultdict(list)
     for pid, (parent, _, _) in processes.items():
         children[parent].append(pid)
     family = [root]
     for pid in family:
         family += children[pid]
-        if pid in processes:
-            _, title, spent = processes[pid]
-            part = next((part for start, part in PARTS_BY_TITLE.items() if title.startswith(start)), REST)
-            seconds[part] += spent
-    return seconds
+    return [pid for pid in family if pid in processes]
 
 
 def _processes() -> dict[int, tuple[int, str, float]]:
