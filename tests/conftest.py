@@ -20,7 +20,7 @@ FOLDER = Path(tempfile.mkdtemp(prefix="moe-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 atexit.register(RESERVATION.close)
 # As the start command has it, on ports and with a token of this process's own.
-os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu") | {
+os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu", longest_answer_s=120.0) | {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "JAX_PLATFORMS": "cpu",

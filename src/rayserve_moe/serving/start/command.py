@@ -56,26 +56,41 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
     if token is not None:
         ensure_token(token)
     folder, ports = _prepare(config)
-    on_cpu = not any(settings.cluster.tpu_topology for settings in config.settings.values())
-    environment = environment_of(ports, inherited, folder=folder, jax_platforms="cpu" if on_cpu else "")
+    settings = config.settings.values()
+    environment = environment_of(
+        ports,
+        inherited,
+        folder=folder,
+        jax_platforms="" if any(one.cluster.tpu_topology for one in settings) else "cpu",
+        longest_answer_s=max(one.server.drain_timeout_s for one in settings),
+    )
     return sys.executable, [sys.executable, "-m", "rayserve_moe.serving.start.supervisor", str(folder)], environment
 
 
 def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
     """Take the deployment's state folder and ports. StartError where somebody has its HTTP port."""
-    root = private_folder(temporary_folder() / f"rayserve-moe-{os.getuid()}")
+    root = private_folder(temporary_folder() / f"rayserve-{os.getuid()}")
     with locked(root):
         others = running_plans(root)
         folder = private_folder(root / str(config.port))
         if folder in others:
             raise StartError(f"port {config.port} is served already, by process {others[folder].pid}")
         end_orphans(folder)
-        if not is_free(config.port, "" if config.host in _EVERYWHERE else config.host):
-            raise StartError(f"port {config.port} of http_options is taken by {owner_of(config.port)}")
+        _check_front(config)
         claimed = {plan.first_port for plan in others.values()}
         ports = choose_ports(config.port, claimed=claimed, is_free=is_free)
         _write(folder, ports, config)
     return folder, ports
+
+
+def _check_front(config: CheckedConfig) -> None:
+    """Raise StartError where HAProxy could not listen."""
+    try:
+        is_possible = is_free(config.port, "" if config.host in _EVERYWHERE else config.host)
+    except OSError as error:
+        raise StartError(f"http_options {config.host}, port {config.port}: {error.strerror}") from error
+    if not is_possible:
+        raise StartError(f"port {config.port} of http_options is taken by {owner_of(config.port)}")
 
 
 def end_orphans(folder: Path) -> None:

@@ -21,6 +21,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
+from rayserve_moe.serving.start.ports import is_free
 from rayserve_moe.serving.start.processes import join_parent
 from rayserve_moe.serving.start.state import APPLICATION, Plan
 
@@ -42,6 +43,10 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.is_set = False
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signal, also where Ray has taken it meanwhile."""
         signal.signal(signal.SIGTERM, self._set)
 
     def _set(self, *_: object) -> None:
@@ -54,9 +59,14 @@ def main() -> int:
     plan = Plan.read(Path(sys.argv[1]))
     started = time.monotonic()
     try:
-        _say("starting Ray")
-        ray.init(address=f"127.0.0.1:{plan.ports.cluster}", logging_level=logging.WARNING)
         stop = StopSignal()
+        _say("starting Ray")
+        while is_free(plan.ports.cluster):
+            if stop.is_set:
+                return 0
+            time.sleep(_POLL_S)
+        ray.init(address=f"127.0.0.1:{plan.ports.cluster}", logging_level=logging.WARNING)
+        stop.listen()
         _say("starting Ray Serve")
         _deploy(plan)
         _say("loading the model")

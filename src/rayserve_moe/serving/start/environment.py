@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,10 +42,13 @@ def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:
     return Path(inherited.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
 
 
-def environment_of(ports: Ports, inherited: Mapping[str, str], *, folder: Path, jax_platforms: str) -> dict[str, str]:
+def environment_of(
+    ports: Ports, inherited: Mapping[str, str], *, folder: Path, jax_platforms: str, longest_answer_s: float
+) -> dict[str, str]:
     """Return the whole environment of a deployment whose state is in `folder`.
 
-    `jax_platforms` is what jax uses where the user says nothing; empty leaves it to jax.
+    `jax_platforms` is what jax uses where the user says nothing; empty leaves it to jax. Streams through a HAProxy that
+    another one has replaced get `longest_answer_s`.
     """
     first, last = ports.replicas
     first_grpc, last_grpc = ports.grpc_replicas
@@ -64,5 +68,7 @@ def environment_of(ports: Ports, inherited: Mapping[str, str], *, folder: Path, 
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": folder / "server-state",
         "RAY_SERVE_HAPROXY_BINARY_PATH": folder / LAUNCHER,
     }
-    platforms = {"JAX_PLATFORMS": jax_platforms} if jax_platforms else {}
-    return {**DEFAULTS, **platforms, **inherited, **LOOPBACK_ONLY, **{name: str(value) for name, value in own.items()}}
+    defaults = {**DEFAULTS, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_answer_s))}
+    if jax_platforms:
+        defaults["JAX_PLATFORMS"] = jax_platforms
+    return {**defaults, **inherited, **LOOPBACK_ONLY, **{name: str(value) for name, value in own.items()}}

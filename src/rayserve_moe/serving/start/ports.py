@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Collection
@@ -97,12 +98,14 @@ def choose_ports(http_port: int, *, claimed: Collection[int], is_free: Callable[
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """Whether nobody listens on a port, on this interface or all."""
+    """Whether nobody listens on a port, on this interface or all. OSError where this user may not listen there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             return False
         return True
 

@@ -1,6 +1,6 @@
 """What a start leaves on disk, for its own processes and for the next start: a folder that only its owner can enter.
 
-    <Ray's temporary folder>/rayserve-moe-<user id>/      lock
+    <Ray's temporary folder>/rayserve-<user id>/      lock
         <HTTP port>/       plan.json, haproxy (what starts HAProxy), and HAProxy's own files
 
 A deployment is known by its user and its HTTP port. Whoever finds a folder whose start has ended may end what is left.

@@ -64,6 +64,8 @@ def check_config(path: Path) -> CheckedConfig:
     except ValidationError as error:
         first = error.errors()[0]
         raise StartError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if not 0 < (port := CheckedConfig(document, {}).port) < 2**16:
+        raise StartError(f"{path}: http_options.port must lie in [1, {2**16 - 1}], found {port}")
     ours = {
         application.get("name", "default"): settings_from(application.get("args") or {})
         for application in document["applications"]

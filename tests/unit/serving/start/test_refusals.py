@@ -37,7 +37,14 @@ def config(**changes: object) -> dict:
 
 
 @pytest.fixture
-def refused(tmp_path, capsys, monkeypatch):
+def root():
+    """A folder whose name is short, as those of sockets have to be."""
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as path:
+        yield path
+
+
+@pytest.fixture
+def refused(tmp_path, root, capsys, monkeypatch):
     """Call the command; returns the one line it ends with. Starting anything fails the test."""
 
     def never(*_: object) -> None:
@@ -45,6 +52,7 @@ def refused(tmp_path, capsys, monkeypatch):
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "made for this test alone")
+    monkeypatch.setenv("RAY_TMPDIR", str(root))
     monkeypatch.setattr(os, "execve", never)
     monkeypatch.setattr(subprocess, "Popen", never)
 
@@ -72,6 +80,9 @@ def refused(tmp_path, capsys, monkeypatch):
         ({"applications__0__arg": {}}, "applications.0.arg: unknown key; did you mean 'args'?"),
         ({"applications__0__deployments": [{"nme": "moe-server"}]}, "deployments.0.nme: unknown key; did you mean"),
         ({"http_options__port": "many"}, "http_options.port: Input should be a valid integer"),
+        ({"http_options__port": 10**6}, "http_options.port must lie in [1, 65535], found 1000000"),
+        ({"http_options__host": "192.0.2.1"}, "http_options 192.0.2.1, port 8000: Cannot assign requested address"),
+        ({"http_options__host": "no.such.host.invalid"}, "http_options no.such.host.invalid, port 8000: "),
         ({"applications": None}, "applications: Field required"),
         ({"applications__0__import_path": None}, "import_path"),
         ({"applications": [5]}, "applications.0"),
@@ -82,7 +93,7 @@ def test_a_wrong_config_is_one_line(refused, changes, message):
     assert message in refused(config(**changes))
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "- 1\n", "applications: &a [*a]\n", "\0"])
+@pytest.mark.parametrize("text", ["", "a: [", "- 1\n", "applications: &a [*a]\n", "\0", "[" * 100_000])
 def test_what_is_no_config_at_all_is_one_line(refused, text):
     refused(text)
 
@@ -114,9 +125,8 @@ def test_an_unusable_checkpoint_is_one_line(refused, tmp_path, file, content, me
     assert message in refused(config(applications__0__args={"model_path": str(model)}))
 
 
-def test_a_port_that_is_taken_is_named_with_its_owner(refused, monkeypatch):
-    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as root, socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("RAY_TMPDIR", root)
+def test_a_port_that_is_taken_is_named_with_its_owner(refused):
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert f"port {port} of http_options is taken by process {os.getpid()}" in refused(
             config(http_options__port=port)

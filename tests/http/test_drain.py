@@ -1,0 +1,53 @@
+"""A server that drains: new work is refused with a time to come back, what runs is completed, control goes on."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, prompt_fields, wait_until
+from tests.support.serving import running
+
+
+@pytest.fixture
+def state(engine):
+    return ApiState(engine.loop, engine.tokenizer, ServerSettings())
+
+
+@pytest.fixture
+def client(state):
+    with running(create_api(state)) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, TOKENS])
+def test_new_work_is_refused_with_a_time_to_come_back(client, state, path):
+    state.traffic.drain()
+    answer = client.post(path, json=prompt_fields(path, [5, 6], max_tokens=1))
+    assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
+    assert answer.json()["error"]["code"] == "draining"
+    health = client.get("/health")
+    assert health.status_code == 503 and "Retry-After" in health.headers
+    assert client.get("/v1/loads").status_code == client.get("/metrics").status_code == 200
+    assert client.post("/abort_request", json={"abort_all": True}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_runs_is_counted_until_its_last_byte_and_completed(client, state, stream):
+    assert client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+    body = {**prompt_fields(GENERATE, [5, 6], max_tokens=20), "stream": stream}
+    found = []
+    asking = threading.Thread(target=lambda: found.append(client.post(GENERATE, json=body)))
+    asking.start()
+    wait_until(lambda: state.traffic.num_open == 1 and not state.loop.is_idle)
+    state.traffic.drain()
+    assert client.post("/continue_generation").status_code == 200
+    asking.join(timeout=60)
+    assert found[0].status_code == 200
+    assert '"type":"length"' in found[0].text
+    wait_until(lambda: state.traffic.num_open == 0)
