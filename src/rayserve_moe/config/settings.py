@@ -197,6 +197,8 @@ class ServerSettings:
     other routes too. Empty: `api_key` is enough for these."""
     max_body_bytes: int = _number(16 << 20, (1, 1 << 30))
     """Longest request body."""
+    max_intake_bytes: int = _number(256 << 20, (1, 1 << 40))
+    """Bytes of bodies and prompts that are read, parsed and tokenized at once; what comes beyond is answered 429."""
     drain_timeout_s: float = _number(120.0, (0, DAY_S))
     """Seconds running requests get to finish at shutdown."""
 

@@ -12,13 +12,10 @@ from rayserve_moe.engine.expert_balancing import ExpertBalancing
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.ignored_fields import IgnoredFields
 from rayserve_moe.serving.traffic import Traffic
+from rayserve_moe.serving.intake import Intake
 from rayserve_moe.text.tokenizer import Tokenizer
 
 _ENCODING_THREADS = 2
-
-
-def _tokenizing_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
 
 def _encoding_threads() -> ThreadPoolExecutor:
@@ -27,19 +24,21 @@ def _encoding_threads() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class ApiState:
-    """The engine and what surrounds it. Prompts are tokenized in one thread: long ones must not stop the event loop,
-    and the tokenizer is not safe to share. Large answers and routing to replay have threads of their own.
-    `balancing` is there where experts move."""
+    """The engine and what surrounds it. What is long is done on threads: for requests those of `intake`, for answers
+    and routing to replay those of `encoding`. `balancing` is there where experts move."""
 
     loop: EngineLoop
     tokenizer: Tokenizer
     server: ServerSettings = field(default_factory=ServerSettings)
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
-    tokenizing: ThreadPoolExecutor = field(default_factory=_tokenizing_thread)
     encoding: ThreadPoolExecutor = field(default_factory=_encoding_threads)
     started_at: float = field(default_factory=time.time)
     balancing: ExpertBalancing | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    intake: Intake = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "intake", Intake(self.server.max_intake_bytes))
 
     @property
     def card(self) -> ModelCard:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
-from typing import NoReturn, TypeVar
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -12,37 +13,57 @@ from starlette.requests import Request
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.field_checks import taken_fields
 from rayserve_moe.serving.ignored_fields import IgnoredFields
+from rayserve_moe.serving.intake import INLINE_BYTES, Intake
+from rayserve_moe.serving.json_pieces import JsonFault, parse_in_pieces
 from rayserve_moe.serving.known_fields import FIELDS
-
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-async def read_body(request: Request, schema: type[Schema], *, ignored: IgnoredFields) -> Schema:
-    """Read, parse and check the body; whatever its content type says, it is taken as JSON."""
-    taken, unknown = taken_fields(parse_object(await request.body()), FIELDS[schema])
+async def read_body(request: Request, schema: type[Schema], *, intake: Intake, ignored: IgnoredFields) -> Schema:
+    """Read, parse and check the body, on a thread where it is long; whatever its type says, it is taken as JSON."""
+    with ExitStack() as held:
+        body = await _bytes_of(request, intake, held)
+        check = partial(_checked, body, schema)
+        if len(body) > INLINE_BYTES:
+            checked, unknown = await intake.run(lambda _: check(), size=len(body), receive=request.receive)
+        else:
+            checked, unknown = check()
     ignored.note(request, unknown)
-    return validate(schema, taken)
+    return checked
+
+
+async def _bytes_of(request: Request, intake: Intake, held: ExitStack) -> bytes:
+    """The whole body, which counts as held as it arrives. One that is refused is read on: its client still writes."""
+    parts: list[bytes] = []
+    refusal: ApiError | None = None
+    async for part in request.stream():
+        try:
+            if refusal is None:
+                held.enter_context(intake.holding(len(part)))
+                parts.append(part)
+        except ApiError as error:
+            refusal = error
+            parts.clear()
+            held.close()
+    if refusal is not None:
+        raise refusal
+    return b"".join(parts)
+
+
+def _checked(body: bytes, schema: type[Schema]) -> tuple[Schema, Sequence[str]]:
+    taken, unknown = taken_fields(parse_object(body), FIELDS[schema])
+    return validate(schema, taken), unknown
 
 
 def parse_object(body: bytes) -> dict:
-    """Parse one strict JSON object: UTF-8, finite numbers, no duplicate keys, no lone surrogates."""
+    """Parse one strict JSON object, as `parse_in_pieces` has it."""
     try:
-        text = body.decode("utf-8")
-        parsed = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object_of_pairs)
-        if _SURROGATE_ESCAPE.search(text):
-            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
-    except UnicodeError as error:
-        raise _bad_json("it is not valid Unicode text in UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise _bad_json(f"{error.msg} at line {error.lineno} column {error.colno}") from error
-    except RecursionError as error:
-        raise _bad_json("it is nested too deeply") from error
-    except ValueError as error:
-        raise _bad_json("a number in it has too many digits") from error
+        parsed = parse_in_pieces(body)
+    except JsonFault as error:
+        raise ApiError(400, f"cannot read the request body as JSON: {error}", code="invalid_json") from error
     if not isinstance(parsed, dict):
-        raise _bad_json("it must be an object")
+        raise ApiError(400, "cannot read the request body as JSON: it must be an object", code="invalid_json")
     return parsed
 
 
@@ -56,18 +77,3 @@ def validate(schema: type[Schema], fields: dict) -> Schema:
         sentence = fault["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("Field ")
         sentence = {"required": "is required"}.get(sentence, sentence)
         raise ApiError(400, f"`{param}` {sentence}" if param else sentence, param=param) from error
-
-
-def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    parsed = dict(pairs)
-    if len(parsed) != len(pairs):
-        raise _bad_json("an object in it has the same key twice")
-    return parsed
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _bad_json("NaN and Infinity are not JSON numbers")
-
-
-def _bad_json(reason: str) -> ApiError:
-    return ApiError(400, f"cannot read the request body as JSON: {reason}", code="invalid_json")

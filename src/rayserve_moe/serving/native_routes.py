@@ -33,9 +33,9 @@ def native_router(state: ApiState) -> APIRouter:
 
     @router.post("/generate", **generates(GenerateBody, in_containers=True))
     async def generate(request: Request) -> Response:
-        body = await read_body(request, GenerateBody, ignored=state.ignored_fields)
+        body = await read_body(request, GenerateBody, intake=state.intake, ignored=state.ignored_fields)
         media_type = rollout_type(request, streams=body.stream)
-        streams = RequestStreams(state, await _requests(state, body), param_names=_param_names(body))
+        streams = RequestStreams(state, await _requests(state, body, request), param_names=_param_names(body))
         dialect = "binary" if media_type else body.routed_experts_format
         form = RoutingForm(dialect, body.routed_experts_start_len, shares_prompt_rows=dialect == "binary")
         routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)
@@ -64,8 +64,9 @@ def _param_names(body: GenerateBody) -> dict[str, str]:
     return {"prompt": prompt, **limits, **names}
 
 
-async def _requests(state: ApiState, body: GenerateBody) -> list[GenerationRequest]:
-    prompts = await prompt_ids_of(state, body.batch.prompts, param=_param_names(body)["prompt"])
+async def _requests(state: ApiState, body: GenerateBody, http_request: Request) -> list[GenerationRequest]:
+    param = _param_names(body)["prompt"]
+    prompts = await prompt_ids_of(state, body.batch.prompts, param=param, request=http_request)
     check_start(body.routed_experts_start_len, prompts, param="routed_experts_start_len")
     forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=body.batch.is_batch)
     sampling = body.sampling_params if len(body.sampling_params) > 1 else body.sampling_params * len(prompts)

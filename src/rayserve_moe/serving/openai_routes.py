@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,6 +21,7 @@ from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.request_parts import (
     check_model,
     check_start,
+    encoded,
     forced_routing_of,
     num_new_tokens,
     prompt_ids_of,
@@ -31,6 +31,7 @@ from rayserve_moe.serving.routing_answers import RoutingForm
 from rayserve_moe.text.chat import ChatTemplateError, encode_chat
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_BYTES_PER_MESSAGE = 64
 _CHAT_NAMES = {"prompt": "messages"}
 _COMPLETION_NAMES = {"top_logprobs": "logprobs"}
 
@@ -41,26 +42,36 @@ def openai_router(state: ApiState) -> APIRouter:
 
     @router.post("/v1/completions", **generates(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionBody, ignored=state.ignored_fields)
+        body = await read_body(request, CompletionBody, intake=state.intake, ignored=state.ignored_fields)
         check_model(state, body.model)
-        prompts = await prompt_ids_of(state, body.prompt, param="prompt")
+        prompts = await prompt_ids_of(state, body.prompt, param="prompt", request=request)
         return await _answer(state, request, body=body, dialect=COMPLETION, prompts=prompts)
 
     @router.post("/v1/chat/completions", **generates(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatBody, ignored=state.ignored_fields)
+        body = await read_body(request, ChatBody, intake=state.intake, ignored=state.ignored_fields)
         check_model(state, body.model)
-        prompt_ids = await _chat_ids(state, body.messages)
+        prompt_ids = await _chat_ids(state, body.messages, request)
         return await _answer(state, request, body=body, dialect=CHAT, prompts=[prompt_ids])
 
     return router
 
 
-async def _chat_ids(state: ApiState, messages: Sequence[ChatMessage]) -> np.ndarray:
+async def _chat_ids(state: ApiState, messages: Sequence[ChatMessage], request: Request) -> np.ndarray:
+    size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in messages)
+    encode = partial(_encode_chat, state, messages)
+    with state.intake.holding(size):
+        return await state.intake.run(lambda _: encode(), size=size, receive=request.receive)
+
+
+def _num_characters(content: str | list[dict] | None) -> int:
+    return sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
+
+
+def _encode_chat(state: ApiState, messages: Sequence[ChatMessage]) -> np.ndarray:
     plain = [message.model_dump(exclude_none=True) for message in messages]
-    encode = partial(encode_chat, state.tokenizer, plain)
     try:
-        ids = await asyncio.get_running_loop().run_in_executor(state.tokenizing, encode)
+        ids = encoded(partial(encode_chat, state.tokenizer, plain), state.card, param="messages")
     except ChatTemplateError as error:
         raise ApiError(400, "the checkpoint's chat template cannot render these messages", param="messages") from error
     return np.asarray(ids, np.int32)

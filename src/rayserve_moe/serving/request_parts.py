@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+from starlette.requests import Request
 
 from rayserve_moe.replay.encoding import decode_forced
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.requests import ModelCard, RoutedExperts
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.intake import INLINE_BYTES
 from rayserve_moe.serving.prompt_types import Prompt
+from rayserve_moe.text.tokenizer import TextTooLongError
 
 FORCED = "forced_routed_experts"
+_BYTES_PER_ID = 8
 
 
 def check_model(state: ApiState, model: str | None) -> None:
@@ -26,21 +31,45 @@ def check_model(state: ApiState, model: str | None) -> None:
         )
 
 
-async def prompt_ids_of(state: ApiState, prompts: Sequence[Prompt], *, param: str) -> list[np.ndarray]:
-    """Turn prompts into int32 ids; texts are tokenized off the event loop. ApiError for ids the model lacks."""
-    running = asyncio.get_running_loop()
-    texts_to_ids = [
-        running.run_in_executor(state.tokenizing, state.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
-    ids = [np.asarray(one if isinstance(one, list) else await one, np.int32) for one in texts_to_ids]
-    for prompt_ids in ids:
-        if not len(prompt_ids):
+async def prompt_ids_of(
+    state: ApiState, prompts: Sequence[Prompt], *, param: str, request: Request
+) -> list[np.ndarray]:
+    """Turn prompts into int32 ids, on a thread where they are texts or many. ApiError for ids the model lacks."""
+    encode = partial(_encode_all, state, prompts, param)
+    size = sum(len(prompt) if isinstance(prompt, str) else _BYTES_PER_ID * len(prompt) for prompt in prompts)
+    if size <= INLINE_BYTES and not any(isinstance(prompt, str) for prompt in prompts):
+        return encode(threading.Event())
+    with state.intake.holding(size):
+        return await state.intake.run(encode, size=size, receive=request.receive)
+
+
+def _encode_all(state: ApiState, prompts: Sequence[Prompt], param: str, given_up: threading.Event) -> list[np.ndarray]:
+    card, all_ids = state.card, []
+    for prompt in prompts:
+        if given_up.is_set():
+            break
+        ids = encoded(partial(state.tokenizer.encode, prompt), card, param=param) if isinstance(prompt, str) else prompt
+        if not ids:
             raise ApiError(400, f"`{param}` has no tokens", param=param)
-        if prompt_ids.max() >= state.card.vocab_size:
-            limit = state.card.vocab_size
+        if len(ids) > card.max_model_len:
+            raise _too_long(card, param)
+        all_ids.append(np.asarray(ids, np.int32))
+        if all_ids[-1].max() >= card.vocab_size:
+            limit = card.vocab_size
             raise ApiError(400, f"`{param}` holds token ids outside the vocabulary of {limit} tokens", param=param)
-    return ids
+    return all_ids
+
+
+def encoded(encode: Callable[..., list[int]], card: ModelCard, *, param: str) -> list[int]:
+    """Encode a text. ApiError, before any work where its length tells so, for one longer than the context."""
+    try:
+        return encode(max_tokens=card.max_model_len)
+    except TextTooLongError as error:
+        raise _too_long(card, param) from error
+
+
+def _too_long(card: ModelCard, param: str) -> ApiError:
+    return ApiError(400, f"`{param}` exceeds the context of {card.max_model_len} tokens", param=param)
 
 
 def num_new_tokens(state: ApiState, wanted: int | None, *, default: int, prompt_len: int) -> int:

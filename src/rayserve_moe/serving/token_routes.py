@@ -46,10 +46,10 @@ def token_router(state: ApiState) -> APIRouter:
 
     @router.post("/inference/v1/generate", **generates(TokenBody, in_containers=True))
     async def generate(request: Request) -> Response:
-        body = await read_body(request, TokenBody, ignored=state.ignored_fields)
+        body = await read_body(request, TokenBody, intake=state.intake, ignored=state.ignored_fields)
         check_model(state, body.model)
         media_type = rollout_type(request, streams=body.stream)
-        wanted = await _request(state, body)
+        wanted = await _request(state, body, request)
         streams = RequestStreams(state, [wanted], param_names=_PARAM_NAMES)
         form = _routing_form(body, in_container=media_type is not None)
         routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)
@@ -71,10 +71,10 @@ def token_router(state: ApiState) -> APIRouter:
     return router
 
 
-async def _request(state: ApiState, body: TokenBody) -> GenerationRequest:
+async def _request(state: ApiState, body: TokenBody, http_request: Request) -> GenerationRequest:
     """Return the engine's request. Routing is wanted unless it is switched off, or the server captures none."""
     params = body.sampling_params
-    prompts = await prompt_ids_of(state, [body.token_ids], param="token_ids")
+    prompts = await prompt_ids_of(state, [body.token_ids], param="token_ids", request=http_request)
     check_start(params.routed_experts_prompt_start, prompts, param=_START)
     if body.routed_experts_dtype and state.card.routing.num_experts > _MOST_INT16_EXPERTS:
         raise ApiError(400, "`routed_experts_dtype` cannot hold the expert ids", param="routed_experts_dtype")

@@ -58,8 +58,12 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Render OpenAI messages to prompt ids; special tokens are those that the template writes."""
+    """Render OpenAI messages to prompt ids; special tokens are those that the template writes.
+
+    TextTooLongError where that is certainly more than `max_tokens`: a template may also leave text out.
+    """
     text = render_chat(
         tokenizer,
         messages,
@@ -67,7 +71,7 @@ def encode_chat(
         template_kwargs=template_kwargs,
         add_generation_prompt=add_generation_prompt,
     )
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 
 def _plain(message: Mapping[str, Any], position: int) -> dict[str, Any]:

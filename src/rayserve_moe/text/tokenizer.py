@@ -11,6 +11,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayserve_moe.config.given_files import GivenFileError, one_line, opened, read_json_object
+from rayserve_moe.text.token_length import longest_token_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
 MOST_TOKEN_ID = (1 << 31) - 1
@@ -20,8 +21,15 @@ class TokenizerError(ValueError):
     """A checkpoint whose tokenizer cannot be loaded or is of a kind this build does not decode."""
 
 
+class TextTooLongError(ValueError):
+    """A text that has more tokens than it may, however it is tokenized."""
+
+
 class Tokenizer:
-    """A byte-level tokenizer read from a checkpoint directory; nothing is fetched from elsewhere."""
+    """A byte-level tokenizer read from a checkpoint directory; nothing is fetched from elsewhere.
+
+    It may be shared by threads; others run while one of them encodes.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         """Load it. TokenizerError where there is none, or its decoder is not byte-level."""
@@ -30,15 +38,39 @@ class Tokenizer:
         self.special_ids = frozenset(self.backing.all_special_ids) | _special_added_ids(self.backing)
         self.eos_token_ids = _eos_token_ids(self.backing, self.directory)
         self._bytes_by_id = {token_id: _bytes_of(token) for token, token_id in self.backing.get_vocab().items()}
+        self._fast = self.backing.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._longest_bytes = longest_token_bytes(self.backing, self._bytes_by_id.values())
 
     @property
     def vocab_size(self) -> int:
         """Number of ids that stand for something, added tokens included."""
         return len(self.backing)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Turn text into ids, with the tokenizer's own leading or trailing special tokens where it has such."""
-        return self.backing.encode(text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Turn text into ids, with the tokenizer's own leading or trailing special tokens where it has such.
+
+        TextTooLongError, before any work, where no `max_tokens` tokens can hold so many bytes.
+        """
+        if max_tokens is not None and self.exceeds(max_tokens, text):
+            raise TextTooLongError(f"the text has more than {max_tokens} tokens")
+        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def exceeds(self, num_tokens: int, text: str) -> bool:
+        """Whether `text` certainly has more than `num_tokens` tokens, told from its length: False says nothing.
+
+        Every byte of what the normalizer leaves of a text lies in a token, and no token holds more bytes than the
+        longest of the vocabulary; what is added (a leading space, special tokens) only makes for more tokens.
+        """
+        if self._longest_bytes is None:
+            return False
+        most = num_tokens * self._longest_bytes
+        if 4 * len(text) <= most or len(text.encode("utf-8", "replace")) <= most:
+            return False
+        normalizer = self._fast.normalizer
+        return normalizer is None or len(normalizer.normalize_str(text).encode("utf-8", "replace")) > most
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn ids into text. Bytes that are not UTF-8 become U+FFFD; ids of no token are passed over."""

@@ -1,0 +1,43 @@
+"""How many bytes of text a single token can stand for, where that has a limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+_KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"}
+_MAY_REMOVE = {"Split", "Punctuation"}
+
+
+def longest_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[bytes]) -> int | None:
+    """Bytes of the longest token; None where bytes of a text can lie in no token, or in one of whatever length.
+
+    That is so where words may be unknown, where the pre-tokenizer removes what it splits at, and where an added token
+    takes the blanks around it along.
+    """
+    fast, added = backing.backend_tokenizer, backing.added_tokens_decoder.values()
+    has_every_byte = isinstance(fast.model, models.BPE) and all(
+        fast.token_to_id(character) is not None for character in pre_tokenizers.ByteLevel.alphabet()
+    )
+    steps = [] if fast.pre_tokenizer is None else list(_steps(json.loads(fast.pre_tokenizer.__getstate__())))
+    is_spelled_in_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    if not (has_every_byte and is_spelled_in_bytes and all(map(_keeps_everything, steps))):
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    return max(map(len, (*token_bytes, *(token.content.encode("utf-8", "replace") for token in added))))
+
+
+def _steps(described: dict) -> Iterator[dict]:
+    """The steps of a pre-tokenizer, in order."""
+    if described["type"] != "Sequence":
+        yield described
+    for step in described.get("pretokenizers", ()):
+        yield from _steps(step)
+
+
+def _keeps_everything(step: dict) -> bool:
+    return step["type"] in _KEEPS_ALL or (step["type"] in _MAY_REMOVE and step["behavior"] != "Removed")

@@ -1,0 +1,83 @@
+"""Bodies that cost more than they are worth: they hold up nobody, and are given up with their clients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import statistics
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.http.asking import wait_until
+from tests.http.conftest import served
+from tests.http.test_bad_inputs import check_error
+
+MANY_KEYS = b"{" + b",".join(b'"k%d":1' % i for i in range(600_000)) + b"}"
+MANY_IDS = b'{"prompt":[' + b"5," * 2_000_000 + b"5]}"
+LONG_TEXT = json.dumps({"prompt": "a b " * 1_000_000}).encode()
+DEEP = b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+STREAMED = {"prompt": [5, 6], "max_tokens": 480, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [(MANY_KEYS, None), (DEEP, None), (MANY_IDS, "prompt"), (LONG_TEXT, "prompt")],
+    ids=["keys", "nesting", "ids", "text"],
+)
+def test_it_is_refused(http, body, param):
+    assert check_error(http.post("/v1/completions", content=body), 400)["param"] == param
+
+
+def test_long_messages_are_refused(http):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a b " * 100_000}] * 3}]
+    assert check_error(http.post("/v1/chat/completions", json={"messages": messages}), 400)["param"] == "messages"
+
+
+def test_a_running_stream_goes_on_while_they_arrive(url, http, unhurried):
+    """No gap in the stream is near to what the standard library takes to parse one of them in a piece."""
+    started = time.perf_counter()
+    json.loads(MANY_KEYS, object_pairs_hook=dict)
+    at_once = time.perf_counter() - started
+    stop, answered = threading.Event(), []
+
+    def besiege():
+        with httpx.Client(base_url=url, timeout=120) as client:
+            while not stop.is_set():
+                answered.append(client.post("/v1/completions", content=MANY_KEYS).status_code)
+
+    with contextlib.ExitStack() as undo:
+        hostile = threading.Thread(target=besiege)
+        undo.callback(hostile.join)
+        undo.callback(stop.set)
+        hostile.start()
+        gaps = _gaps_of_a_stream(http)
+    assert set(answered) == {400} and len(answered) > 1
+    assert max(gaps) < at_once / 2, (max(gaps), statistics.median(gaps), at_once)
+
+
+def test_what_is_held_is_bounded_and_given_back(engine):
+    """While one body is on its way, others find no room; afterwards they do."""
+    text = json.dumps({"prompt": [5, 6], "max_tokens": 1, "user": "x" * 60_000}).encode()
+    with served(engine, max_intake_bytes=100_000) as url:
+        address = urlsplit(url)
+        with socket.create_connection((address.hostname, address.port)) as slow:
+            slow.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n".encode())
+            slow.sendall(text[:-1])
+            wait_until(lambda: httpx.post(f"{url}/v1/completions", content=text, timeout=60).status_code == 429)
+            refusal = httpx.post(f"{url}/v1/completions", content=text, timeout=60)
+            assert check_error(refusal, 429)["code"] == "intake_full" and refusal.headers["retry-after"]
+            slow.sendall(text[-1:])
+            assert slow.recv(64).startswith(b"HTTP/1.1 200")
+        assert httpx.post(f"{url}/v1/completions", content=text, timeout=60).status_code == 200
+
+
+def _gaps_of_a_stream(http):
+    with http.stream("POST", "/v1/completions", json=STREAMED) as answer:
+        arrivals = [time.perf_counter() for line in answer.iter_lines() if line]
+    return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
