@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.execution.weight_reading import WeightReading
+from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
 
 ONE_THREAD_BYTES = 32 * 2**20
 """Where the checkpoint is smaller, XLA gets one thread of a CPU host: sharing such short steps takes more CPU time than
@@ -48,6 +52,7 @@ class HostWorker:
     """A HostRunner behind methods that a Ray actor can have. Calls come in the order of their definition."""
 
     def __init__(self, settings: RunnerSettings, place: HostPlace) -> None:
+        use_logging(settings.logging)
         self._settings, self._place = settings, place
 
     def coordinator_address(self) -> str:
@@ -59,6 +64,7 @@ class HostWorker:
     def load(self, coordinator: str) -> int:
         """Meet the other hosts, load this host's share; returns how many KV pages fit here."""
         place = self._place
+        log.info("host %d of %d loads %s", place.host_id, place.num_hosts, self._settings.model.path)
         if place.num_cpu_devices:
             limit_threads(self._settings.model.path)
             use_cpu_devices(place.num_cpu_devices)

@@ -93,6 +93,7 @@ def start_replica_engine(
             settings.compile,
             settings.balancing,
             settings.updates,
+            settings.logging,
         ),
         parallel=settings.parallel,
         cluster=settings.cluster,

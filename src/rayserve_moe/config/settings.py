@@ -204,6 +204,16 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
+class LoggingSettings:
+    """Lines that the replica, its workers and the rollout job write; an engine in your own process leaves it to you."""
+
+    level: str = _choice("info", "debug", "warning", "error", key="log_level")
+    """The least of what is written."""
+    format: str = _choice("text", "json", key="log_format")
+    """`text` for people; `json` has an object per line: `time`, `level`, `logger`, `message`, `request_id`, `trace`."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything, by owner. A component is given its own section, never the whole."""
 
@@ -218,3 +228,4 @@ class Settings:
     compile: CompileSettings = field(default_factory=CompileSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)

@@ -19,6 +19,7 @@ from rayserve_moe.config.settings import (
     CacheSettings,
     CompileSettings,
     ExpertSettings,
+    LoggingSettings,
     ModelSettings,
     ReplaySettings,
     SchedulerSettings,
@@ -66,6 +67,7 @@ class RunnerSettings:
     compile: CompileSettings = field(default_factory=CompileSettings)
     balancing: BalancingSettings = field(default_factory=BalancingSettings)
     updates: UpdateSettings = field(default_factory=UpdateSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from tqdm import tqdm
 
 from rayserve_moe.cluster.startup_memory import frozen
 from rayserve_moe.config.load import environment_setting, settings_from_yaml
+from rayserve_moe.config.settings import LoggingSettings
+from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.rollouts.answers import Unusable
 from rayserve_moe.rollouts.client import RolloutClient
 from rayserve_moe.rollouts.company import Companions
@@ -145,10 +147,12 @@ async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
     _stop_when_told()
     together = max(1, (options.in_flight or DEFAULT_IN_FLIGHT) // 4)
     if options.url:
+        use_logging(LoggingSettings())
         async with RolloutClient(options.url, api_key=environment_setting("api_key")) as client:
             yield Companions(client, most_samples=together)
         return
     wanted, joins = settings_from_yaml(options.config), not ray.is_initialized()
+    use_logging(wanted.logging)
     if joins:
         ray.init()
         _stop_when_told()  # Ray has its own way, which loses what is not written

@@ -25,6 +25,7 @@ from rayserve_moe.engine.engine_loop import EngineBusyError
 from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.inprocess.arguments import sampling_from
 from rayserve_moe.inprocess.running import RunningRequest
+from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import GenerationRequest, RequestError
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, rollout_of
 from rayserve_moe.rollouts.schema import Rollout
@@ -119,6 +120,7 @@ class ReplicaProcess(LocalReplica):
     """A replica that has a process for itself."""
 
     async def start(self) -> dict[str, Any]:
+        use_logging(self._settings.logging)
         facts = await super().start()
         freeze_what_stays()
         return facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from functools import partial
 from typing import Any
@@ -19,12 +20,15 @@ from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.expert_balancing import planning_rules
+from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.replica_end import end_after_failure
 from rayserve_moe.serving.traffic import Traffic
 
+SERVE_LOGGER = "ray.serve"
+"""Serve's lines go to the replica's own file and, where it is asked to, to standard error: so do the package's."""
 REPLICA_CPUS = 0.5
 SHUT_DOWN = FinishReason("error", message="the server is shutting down")
 HEALTH_CHECK_PERIOD_S = 1.0
@@ -37,6 +41,7 @@ class MoeServer:
     """Engine and HTTP edge of one slice, in one process, so that a token crosses one process border on its way out."""
 
     def __init__(self, settings: Settings) -> None:
+        use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
         self._engine = start_replica_engine(settings, find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME))
         self._server = settings.server
         self._traffic = Traffic()

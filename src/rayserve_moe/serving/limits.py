@@ -11,6 +11,7 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.observability.logs import REQUEST_ID, request_id_from
 from rayserve_moe.serving.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/experts"})
@@ -65,6 +66,7 @@ class EdgeGuard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        REQUEST_ID.set(request_id_from(headers.get(b"x-request-id", b"")))
         if not self._is_allowed(scope, headers.get(b"authorization", b"")):
             await refused_key().response()(scope, receive, send)
         elif self._is_too_long(headers.get(b"content-length", b"")):

@@ -1,0 +1,85 @@
+"""One form for the lines of the log: time, level, the request that a line is about, where it is from, what it says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from logging.handlers import MemoryHandler
+
+from rayserve_moe.config.settings import LoggingSettings
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the HTTP request that runs, empty outside of one."""
+LONGEST_REQUEST_ID = 128
+_ROOT = "rayserve_moe"
+
+
+class TextLines(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z INFO rayserve_moe.engine [request id] message`, a trace below."""
+
+    def __init__(self) -> None:
+        super().__init__("%(at)s %(levelname)s %(name)s %(about)s%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = _request_id(record)
+        record.at, record.about = _time(record), f"[{request_id}] " if request_id else ""
+        return super().format(record)
+
+
+class JsonLines(logging.Formatter):
+    """One object per line: `time`, `level`, `logger`, `message`, and where there is one `request_id` and `trace`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := _request_id(record):
+            line["request_id"] = request_id
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+LINES = {"text": TextLines, "json": JsonLines}
+
+
+def use_logging(settings: LoggingSettings, *, handlers: Sequence[logging.Handler] = ()) -> None:
+    """Have this process write the package's lines to `handlers`, or to standard error where there are none.
+
+    What others write by these handlers takes the same form. The package's lines are few: they pass buffers by.
+    """
+    writers = [handler.target if isinstance(handler, MemoryHandler) else handler for handler in handlers]
+    chosen = [writer for writer in writers if writer is not None] or [logging.StreamHandler()]
+    for writer in chosen:
+        writer.setFormatter(LINES[settings.format]())
+        writer.addFilter(_note_request)
+    log = logging.getLogger(_ROOT)
+    log.handlers[:] = chosen
+    log.setLevel(settings.level.upper())
+
+
+def request_id_from(header: bytes) -> str:
+    """What a client, or the proxy before it, calls its request: printable ASCII, cut to a length."""
+    text = header[:LONGEST_REQUEST_ID].decode("ascii", "replace")
+    return "".join(character if " " < character <= "~" else "?" for character in text)
+
+
+def _note_request(record: logging.LogRecord) -> bool:
+    """Leave the request's id with a line of the package; Serve's own lines have one already, or are of none."""
+    if record.name.startswith(_ROOT):
+        record.request_id = REQUEST_ID.get()
+    return True
+
+
+def _request_id(record: logging.LogRecord) -> str:
+    return getattr(record, "request_id", "") or ""
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
