@@ -17,16 +17,18 @@ from tests.support.serving import KEY
 
 BOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text())
 (SCRAPE,) = yaml.safe_load((ROOT / "deploy" / "prometheus.yaml").read_text())["scrape_configs"]
+(ALERTS,) = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"]
 QUERIES = [
     pytest.param(target, id=f"{panel['title']}: {target['legendFormat']}")
     for panel in BOARD["panels"]
     for target in panel["targets"]
 ]
+RULES = [pytest.param({"expr": rule["expr"]}, id=rule["alert"]) for rule in ALERTS["rules"]]
 
 
 @pytest.fixture(scope="module")
 def kinds(url):
-    """Counter or gauge, by the name of the sample; a counter by labels has samples once it counted something."""
+    """What it is, by the name of the sample; a counter by labels has samples once it counted something."""
     families = list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
     return {sample.name: family.type for family in families for sample in family.samples} | {
         f"{family.name}_total": "counter" for family in families if family.type == "counter"
@@ -72,23 +74,25 @@ def test_a_job_has_nothing_to_ask(name):
     assert not any(relabelled(target) for target in targets_of(Manifest.read(name)))
 
 
-@pytest.mark.parametrize("target", QUERIES)
-def test_the_board_asks_for_metrics_that_the_server_has(target, kinds):
+@pytest.mark.parametrize("target", QUERIES + RULES)
+def test_board_and_alerts_ask_for_metrics_that_the_server_has(target, kinds):
     query = target["expr"]
     names = re.findall(r"\brayserve_moe_\w+", query)
-    assert names or query.startswith("up{")
+    assert names or re.match(r"up\b", query)
     for name in names:
         assert name in kinds, f"{name} is not on /metrics; nearest: {sorted(kinds)}"
         is_rate = re.search(rf"\b(rate|increase)\({name}\b", query) is not None
-        assert is_rate == (kinds[name] == "counter"), f"{name} is a {kinds[name]}"
+        assert is_rate == (kinds[name] != "gauge"), f"{name} is a {kinds[name]}"
 
 
 def test_the_board_filters_and_names_by_labels_that_samples_have():
     labels = {rule["target_label"] for rule in SCRAPE["relabel_configs"] if "target_label" in rule}
-    labels |= {"job", "instance", "placement", "reason"}
-    for target in (param.values[0] for param in QUERIES):
+    labels |= {"job", "instance", "placement", "reason", "status", "le"}
+    for target in (param.values[0] for param in QUERIES + RULES):
         assert set(re.findall(r"[{,]\s*(\w+)\s*=", target["expr"])) <= labels
-        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
+        for names in re.findall(r"\bby \(([^)]*)\)", target["expr"]):
+            assert set(names.split(", ")) <= labels
+        assert set(re.findall(r"{{(\w+)}}", target.get("legendFormat", ""))) <= labels
     (cluster,) = (variable for variable in BOARD["templating"]["list"] if variable["name"] == "cluster")
     assert cluster["query"]["query"] == "label_values(rayserve_moe_steps_total, cluster)"
 

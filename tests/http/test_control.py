@@ -140,7 +140,7 @@ def test_metrics_are_the_engine_s_statistics(http, engine):
     numbers = engine.loop.statistics()
     sampled = families["rayserve_moe_tokens_sampled"]
     assert sampled.type == "counter" and sampled.samples[0].value == numbers["tokens_sampled"]
-    assert families["rayserve_moe_pages_total"].type == "gauge"
+    assert families["rayserve_moe_kv_pages"].type == "gauge"
     assert families["rayserve_moe_device_seconds"].samples[0].value == pytest.approx(numbers["device_s"])
     assert len(families) >= len(numbers)
 

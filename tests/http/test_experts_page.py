@@ -12,6 +12,7 @@ from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.policy import imbalance, rank_loads
 from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView, RebalanceRecord
+from rayserve_moe.engine.expert_counting import COUNTS_EVERY
 from rayserve_moe.serving.experts_routes import PAGE
 from tests.http.conftest import served
 from tests.support.serving import KEY
@@ -76,8 +77,20 @@ def test_every_name_the_page_reads_is_in_the_numbers(shown):
     assert len(read["view"]) > 10 and read["progress"] & set(numbers["progress"])
 
 
-def test_without_balancing_the_numbers_say_so(http):
-    assert http.get("/experts/state").json() == {"enabled": False}
+def test_without_balancing_loads_are_shown_all_the_same(http, engine):
+    """Every token of every step counts, once per layer and pick; the last few steps come with the next reading."""
+    assert http.get("/experts/state").json().keys() == ShownBalancing().view().as_json().keys()
+    before, computed = http.get("/experts/state").json(), engine.loop.statistics()["tokens_computed"]
+    body = {"prompt": [5, 6], "max_tokens": 3 * COUNTS_EVERY, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    after, computed = http.get("/experts/state").json(), engine.loop.statistics()["tokens_computed"] - computed
+    assert after["enabled"] is False and after["history"] == []
+    layout = engine.loop.card.routing
+    for row, earlier in zip(after["tokens"], before["tokens"], strict=True):
+        counted = (sum(row) - sum(earlier)) / layout.top_k
+        assert 0 < counted < computed + COUNTS_EVERY * 9
+    assert after["layer_ids"] == list(layout.layer_ids) and np.shape(after["tokens"])[1] == layout.num_experts
+    assert np.allclose(np.sum(after["rank_load_now"], axis=1), np.sum(after["tokens"], axis=1))
 
 
 def test_the_numbers_are_those_of_balancing(engine, shown):

@@ -17,12 +17,14 @@ from rayserve_moe.config.settings import BalancingSettings, CacheSettings, Sched
 from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.control import ABORTED, EngineControl
 from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.expert_counting import ExpertCounting
 from rayserve_moe.engine.inbox import EngineStoppedError, Inbox
 from rayserve_moe.engine.publication import Publication, Sink
 from rayserve_moe.engine.rebalancing import rebalancing_for
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.statistics import loop_statistics
 from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
@@ -68,6 +70,7 @@ class EngineLoop:
         self.rebalancing = rebalancing_for(
             card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.num_hosts
         )
+        self.expert_counting = ExpertCounting(card.routing, self.start_report, settings=settings.balancing)
         self._cycle = self._assemble(self.start_report.num_pages)
         self._publication = Publication(
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
@@ -124,6 +127,11 @@ class EngineLoop:
         """Whether no request is waiting or running."""
         return len(self._publication) == 0
 
+    @property
+    def request_metrics(self) -> RequestMetrics:
+        """What was measured of requests; it goes on counting."""
+        return self._publication.times.metrics
+
     def statistics(self) -> dict[str, float]:
         """Pages, requests and the step clock, as of now; pages that are only cached count as free.
 
@@ -173,6 +181,7 @@ class EngineLoop:
             capture=_capture_for(self._card, limits) if self._card.returns_routing else None,
             overlaps=scheduler.overlap_steps,
             rebalancing=self.rebalancing,
+            counting=self.expert_counting,
         )
 
     def _run(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rayserve_moe.engine.request_times import RequestTimes
 from rayserve_moe.engine.step_cycle import Ending
 from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
@@ -59,6 +61,7 @@ class Publication:
     ) -> None:
         self._table, self._streamed_routing, self._end = table, streamed_routing, end
         self._listeners: dict[str, _Listener] = {}
+        self.times = RequestTimes(table)
 
     def __len__(self) -> int:
         return len(self._listeners)
@@ -91,11 +94,14 @@ class Publication:
         Choices whose text proves to be complete end too, before another step is planned.
         """
         updates: dict[str, list[GenerationUpdate]] = {}
+        self.times.note_tokens(rows, now=now)
         for row in self._due(rows, now).tolist():
             sequence = self._table.sequences[row]
             if sequence is not None:
                 news = replace(_news_of(sequence), routing=self._streamed_routing(sequence))
                 updates.setdefault(sequence.request.request_id, []).append(news)
+        if endings:
+            self.times.note_ends([(ending.sequence, _kind_of(ending.sequence)) for ending in endings], now=now)
         for ending in endings:
             updates.setdefault(ending.sequence.request.request_id, []).append(_news_of(ending.sequence, ending))
         complete = [sequence for request_id, news in updates.items() for sequence in self._send(request_id, news)]
@@ -106,6 +112,7 @@ class Publication:
         """Tell everybody what they have not heard yet, and that what is unfinished ends here."""
         for request_id, listener in list(self._listeners.items()):
             unfinished = [sequence for sequence in listener.sequences if sequence.finish is None]
+            self.times.note_ends([(sequence, reason.kind) for sequence in unfinished], now=time.monotonic())
             self._send(request_id, [replace(_news_of(sequence), finish=reason) for sequence in unfinished])
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
@@ -124,6 +131,11 @@ class Publication:
             del self._listeners[request_id]
         complete = listener.sink(news) or ()
         return [sequence for i in complete if (sequence := listener.sequences[i]).finish is None]
+
+
+def _kind_of(sequence: Sequence) -> str:
+    assert sequence.finish is not None, "what has ended says how"
+    return sequence.finish.kind
 
 
 def _news_of(sequence: Sequence, ending: Ending | None = None) -> GenerationUpdate:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.expert_counting import ExpertCounting
 from rayserve_moe.engine.rebalancing import Rebalancing
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
@@ -59,8 +60,8 @@ class StepCycle:
     """Drives scheduler, executor and routing capture in step; knows nothing of clients.
 
     With `overlaps` the devices run a step while the host takes over the one before it and plans the next. With
-    `rebalancing` steps take pieces of a rebalance along. While `is_paused` no step is planned. `tally` adds up those of
-    all steps, where they bring any.
+    `rebalancing` steps take pieces of a rebalance along, without it `counting` has experts counted. While `is_paused`
+    no step is planned. `tally` adds up those of all steps, where they bring any.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class StepCycle:
         capture: RoutingCapture | None,
         overlaps: bool = True,
         rebalancing: Rebalancing | None = None,
+        counting: ExpertCounting | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.rebalancing = rebalancing
+        self._experts = rebalancing or counting
         self.is_paused = False
         self._executor = executor
         self._capture = capture
@@ -90,8 +93,8 @@ class StepCycle:
         """Plan and submit a step, and commit the one before; pages of ended sequences are free again."""
         started = time.perf_counter()
         schedule = self.scheduler.schedule(captures_all=self._captures_all)
-        if self.rebalancing is not None:
-            schedule = self.rebalancing.attach(schedule)
+        if self._experts is not None:
+            schedule = self._experts.attach(schedule)
         self._retain_preempted()
         if self._capture is not None:
             self._capture.submit(schedule.plan, self.scheduler.table)
@@ -118,8 +121,8 @@ class StepCycle:
         self._retain_preempted()
         if self._capture is not None:
             self._capture.set_weight_version(weight_version)
-        if self.rebalancing is not None:
-            self.rebalancing.change_weights()
+        if self._experts is not None:
+            self._experts.change_weights()
 
     def streamed_routing(self, sequence: Sequence) -> RoutedExperts | None:
         """The rows of a running sequence that its client does not have yet; None where they are not streamed."""
@@ -156,8 +159,8 @@ class StepCycle:
         if finished is None:
             return _NOTHING
         assert result is not None and result.step_id == finished.plan.step_id, "a result is not that of its step"
-        if self.rebalancing is not None:
-            self.rebalancing.absorb(result)
+        if self._experts is not None:
+            self._experts.absorb(result)
         commit = self.scheduler.commit(finished, result)
         endings = [self._take_leave(sequence) for sequence in commit.ended]
         self._account(finished, result, time.perf_counter() - returned)

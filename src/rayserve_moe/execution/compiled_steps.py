@@ -58,6 +58,7 @@ class CompiledPrograms:
     steps: dict[StepShape, CompiledStep]
     update: CompiledUpdate
     adjust: CompiledUpdate
+    read_counts: Callable[[jax.Array], jax.Array]
     rebalance: RebalancePrograms | None
     times: CompileTimes
 
@@ -111,12 +112,13 @@ def compile_programs(
         adjust = pool.submit(compile_update, apply_adjustment, ADJUSTMENT_SIZE)
         compiled = {shape: step.result() for shape, step in steps.items()}
         compiled_updates = update.result(), adjust.result()
+        read = compiler.compile(partial(read_counts, rule=rule.model), state.expert_counts_ME)
         rebalance = None
         if movables is not None:
-            rebalance = _compile_rebalance(compiler, weights, state, movables=movables, rule=rule.model)
+            rebalance = _compile_rebalance(compiler, weights, movables=movables, rule=rule.model)
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
-    return CompiledPrograms(compiled, *compiled_updates, rebalance, times)
+    return CompiledPrograms(compiled, *compiled_updates, read, rebalance, times)
 
 
 class _Compiler:
@@ -149,13 +151,12 @@ class _Compiler:
 
 
 def _compile_rebalance(
-    compiler: _Compiler, weights: ModelWeights, state: DeviceState, *, movables: Movables, rule: ModelRule
+    compiler: _Compiler, weights: ModelWeights, *, movables: Movables, rule: ModelRule
 ) -> RebalancePrograms:
     held, (staging, slots_per_step) = expert_state(weights), movables
     sizes = vector_sizes(rule, slots_per_step=slots_per_step)
-    fetching, swapping, reading = (partial(run, rule=rule) for run in (fetch, swap, read_counts))
+    fetching, swapping = (partial(run, rule=rule) for run in (fetch, swap))
     return RebalancePrograms(
         compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(sizes.fetch)),
         compiler.compile(swapping, held, staging, donated=0, vector=compiler.integers(sizes.swap)),
-        compiler.compile(reading, state.expert_counts_ME),
     )

@@ -241,7 +241,7 @@ class HostRunner:
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
         self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
         if wanted.expert_counts:
-            counts_ME = self._rebalance_programs.read_counts(self._state.expert_counts_ME)
+            counts_ME = self.programs.read_counts(self._state.expert_counts_ME)
             output = replace(output, expert_counts_ME=counts_ME)
         if self._copies_to_host:
             start_copies(output, wanted)
@@ -270,7 +270,7 @@ class HostRunner:
         if self._mover is not None:
             sizes = vector_sizes(self.rule, slots_per_step=self._mover.movables.slots_per_step)
             self._move(vectors_of_nothing(sizes))
-            self._rebalance_programs.read_counts(self._state.expert_counts_ME)
+        self.programs.read_counts(self._state.expert_counts_ME)
         num_rows = self._settings.scheduler.max_running_requests
         for shape in self._packer.layouts:
             self.execute(_filling_plan(shape, longest=self._longest, num_rows=num_rows))

@@ -50,11 +50,10 @@ class FetchError(RuntimeError):
 
 
 class RebalancePrograms(NamedTuple):
-    """Compiled: `fetch`, `swap` and `read_counts`. The first takes the staging area for its own, the second weights."""
+    """Compiled: `fetch` and `swap`. The first takes the staging area for its own, the second weights."""
 
     fetch: Callable[..., ExpertWeights]
     swap: Callable[..., ExpertState]
-    read_counts: Callable[[jax.Array], jax.Array]
 
 
 class RebalanceVectors(NamedTuple):

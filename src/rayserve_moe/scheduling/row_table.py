@@ -43,6 +43,8 @@ class RowTable:
         self.capacities = np.zeros(num_rows, np.int64)
         self.is_incremental = np.zeros(num_rows, np.bool_)
         self.published_at = np.full(num_rows, -np.inf)
+        self.accepted_at = np.zeros(num_rows)
+        self.token_at = np.full(num_rows, np.nan)
         self.wants_routing = np.zeros(num_rows, np.bool_)
         self.num_top = np.zeros(num_rows, np.int64)
         self.stop_ids = np.full((num_rows, 1), NO_TOKEN, np.int32)
@@ -76,6 +78,7 @@ class RowTable:
         self.capacities[row] = old.counters[NUM_PAGES] * self.page_size
         self.is_incremental[row] = sequence.request.incremental
         self.published_at[row] = -np.inf
+        self.accepted_at[row], self.token_at[row] = sequence.accepted_at, sequence.token_at
         self.sequences[row], sequence.row = sequence, row
         sequence.state = SequenceState(
             self._counters[:, row],
@@ -100,6 +103,7 @@ class RowTable:
             views.page_generations[pages].copy(),
         )
         self.sequences[row], sequence.row = None, NO_ROW
+        sequence.token_at = float(self.token_at[row])
         self.epochs[row] += 1
         self.num_departures += 1
         self.num_with_stop_ids -= bool(sequence.stop_token_ids)

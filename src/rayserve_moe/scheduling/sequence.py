@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -61,7 +62,8 @@ class Sequence:
     the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client has, or does not
     want, the first `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable`
     the tokens whose rows and keys come from the same weights, and may be found by others. `weight_versions` are those
-    of its outputs, as in `GenerationUpdate`.
+    of its outputs, as in `GenerationUpdate`. It came, first got a row, and got its last token, at `accepted_at`,
+    `started_at` and, out of a row, `token_at`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -155,6 +157,8 @@ class Sequence:
         num_known = self.num_to_recompute
         if num_known == 0:
             self.num_cached = num_cached
+        if self.started_at is None:
+            self.started_at = time.monotonic()
         again = (num_cached, min(num_known, self.num_prompt_tokens), "recomputed")
         ranges = ((num_known, num_cached, "cached"), again)
         self.origins += tuple(origin for origin in ranges if origin[0] < origin[1])

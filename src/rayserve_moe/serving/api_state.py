@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class ApiState:
     balancing: ExpertBalancing | None = None
     traffic: Traffic = field(default_factory=Traffic)
     intake: Intake = field(init=False)
+    answered: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intake", Intake(self.server.max_intake_bytes))

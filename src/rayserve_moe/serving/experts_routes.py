@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, Response
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.openapi import answers
-from rayserve_moe.serving.streaming import json_answer, to_json
+from rayserve_moe.serving.streaming import to_json
 
 PAGE = Path(__file__).with_name("experts_page.html")
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -27,9 +27,7 @@ def experts_router(state: ApiState) -> APIRouter:
 
     @router.get("/experts/state", **answers())
     async def experts_state() -> Response:
-        balancing = state.balancing
-        if balancing is None:
-            return json_answer({"enabled": False})
+        balancing = state.balancing or state.loop.expert_counting
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(state.encoding, lambda: to_json(balancing.view().as_json()))
         return Response(text, media_type="application/json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.absent_routes import absent_router
+from rayserve_moe.serving.answer_count import AnswerCount
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control_routes import control_router
 from rayserve_moe.serving.control_schemas import AbortBody, PauseBody, UpdateWeightsBody
@@ -40,6 +41,7 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(IgnoredFieldsHeader)
     app.add_middleware(EdgeGuard, server=state.server)
     app.add_middleware(CountedTraffic, traffic=state.traffic)
+    app.add_middleware(AnswerCount, answered=state.answered)
     # Routes are tried in order: those that are asked most come first.
     for router in (native_router, openai_router, token_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])

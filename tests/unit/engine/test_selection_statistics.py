@@ -12,7 +12,7 @@ from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.engine.statistics import selection_statistics
 from rayserve_moe.requests import GenerationRequest, GenerationUpdate, SamplingParams
-from rayserve_moe.serving.load_routes import EngineMetrics
+from rayserve_moe.serving.metrics import EngineMetrics
 from tests.support.counting import CARD, CountingExecutor
 
 
@@ -28,7 +28,7 @@ def statistics_after_three_tokens(executor: CountingExecutor) -> tuple[dict[str,
     try:
         loop.submit(prompt, receive)
         assert is_done.wait(600)
-        families = {family.name: family for family in EngineMetrics(loop).collect()}
+        families = {family.name: family for family in EngineMetrics(loop, {}).collect()}
         return loop.statistics(), families
     finally:
         loop.shutdown()
@@ -44,7 +44,7 @@ def test_steps_add_up():
     assert numbers["rank_imbalance"] == 1.0
     for name in ("picks_rerouted", "picks_unfilled"):
         assert isinstance(families[f"rayserve_moe_{name}"], CounterMetricFamily)
-    for name in ("picks_kept_share", "rank_imbalance"):
+    for name in ("picks_kept_ratio", "rank_imbalance_ratio"):
         assert isinstance(families[f"rayserve_moe_{name}"], GaugeMetricFamily)
 
 

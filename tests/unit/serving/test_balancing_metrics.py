@@ -25,7 +25,7 @@ LAYER_IDS = (1, 3)
 def scraped(balancing: ExpertBalancing) -> dict[tuple[str, ...], float]:
     """Every sample by its name, without what all names begin with, and the values of its labels."""
     registry = CollectorRegistry()
-    registry.register(BalancingMetrics(balancing))
+    registry.register(BalancingMetrics(balancing, model="m"))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     told = {}
     for sample in (sample for family in families for sample in family.samples):

@@ -1,0 +1,65 @@
+"""What is counted of requests: plain histograms and counters, without any library for telling them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+GAP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+LENGTH_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class HistogramState(NamedTuple):
+    """Numbers of values at or below each bound, the last of which is infinity, and the sum of all values."""
+
+    bounds: tuple[float, ...]
+    at_or_below: tuple[int, ...]
+    total: float
+
+
+class Histogram:
+    """Counts values by bounds, ascending. One thread adds to it; any may read it."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = np.asarray(bounds, np.float64)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._total = 0.0
+
+    def add(self, values: np.ndarray | float) -> None:
+        """Count one value or several."""
+        places = np.searchsorted(self._bounds, values)
+        np.add.at(self._counts, places, 1)
+        self._total += float(np.sum(values))
+
+    def state(self) -> HistogramState:
+        """What has been counted."""
+        bounds = (*self._bounds.tolist(), float("inf"))
+        return HistogramState(bounds, tuple(np.cumsum(self._counts).tolist()), self._total)
+
+
+def _seconds() -> Histogram:
+    return Histogram(LATENCY_BOUNDS_S)
+
+
+def _tokens() -> Histogram:
+    return Histogram(LENGTH_BOUNDS)
+
+
+@dataclass
+class RequestMetrics:
+    """Of all choices since the start: seconds and lengths, how they ended, and prompt tokens, each prompt once."""
+
+    time_to_first_token: Histogram = field(default_factory=_seconds)
+    inter_token: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
+    queue_time: Histogram = field(default_factory=_seconds)
+    end_to_end: Histogram = field(default_factory=_seconds)
+    prompt_tokens: Histogram = field(default_factory=_tokens)
+    output_tokens: Histogram = field(default_factory=_tokens)
+    finished: Counter[str] = field(default_factory=Counter)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0

@@ -1,0 +1,118 @@
+"""The numbers of engine and HTTP edge as Prometheus metrics: names and units by its conventions, all with the model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.observability.metrics import HistogramState
+
+PREFIX = "rayserve_moe"
+MODEL = "model_name"
+"""The label that every metric has, by the name that vLLM gives it."""
+
+GAUGES = {
+    "pages_total": ("kv_pages", "KV pages of all data ranks"),
+    "pages_free": ("kv_pages_free", "KV pages that no running choice holds"),
+    "pages_cached": ("kv_pages_cached", "KV pages that hold cached prefixes"),
+    "tokens_in_use": ("kv_tokens_in_use", "tokens of running choices with keys and values in pages"),
+    "requests_live": ("requests_live", "requests in the engine"),
+    "requests_running": ("requests_running", "choices that own a row"),
+    "requests_waiting": ("requests_waiting", "choices that wait for a row"),
+    "paused": ("paused", "1 while generation is paused"),
+    "picks_kept_share": ("picks_kept_ratio", "picks of experts that limits of slots left as they were, of all"),
+    "rank_imbalance": ("rank_imbalance_ratio", "picks of the hottest rank over the mean rank, over all steps"),
+    "start_load_s": ("start_load_seconds", "time that loading weights took"),
+    "start_compile_s": ("start_compile_seconds", "time that compiling took, by the wall"),
+    "start_compile_sum_s": ("start_compile_work_seconds", "time that compiling took, programs one by one"),
+    "start_first_run_s": ("start_first_run_seconds", "time of running every program once"),
+    "start_num_programs": ("start_programs", "programs of the start"),
+    "start_num_programs_found": ("start_programs_found", "programs of the start that were on disk"),
+}
+COUNTERS = {
+    "preemptions": ("preemptions", "times that a running choice gave its pages back"),
+    "steps": ("steps", "steps computed"),
+    "tokens_computed": ("tokens_computed", "tokens computed, those of prompts too, cached ones not"),
+    "tokens_sampled": ("tokens_sampled", "tokens sampled"),
+    "schedule_s": ("schedule_seconds", "time spent planning steps"),
+    "pack_s": ("pack_seconds", "time spent packing steps"),
+    "transport_s": ("transport_seconds", "time that steps and results were on their way"),
+    "device_s": ("device_seconds", "time spent waiting for devices"),
+    "commit_s": ("commit_seconds", "time spent taking results over"),
+    "picks_rerouted": ("picks_rerouted", "picks of experts that full slots sent elsewhere"),
+    "picks_unfilled": ("picks_unfilled", "picks of experts that found no slot"),
+}
+"""Statistics of the engine: the name of the metric, which begins with the package's, and what it says."""
+
+
+class EngineMetrics(Collector):
+    """Statistics of the engine, measures of its requests, and answers by route and status."""
+
+    def __init__(self, loop: EngineLoop, answered: Mapping[tuple[str, int], int]) -> None:
+        self._loop, self._answered = loop, answered
+
+    def describe(self) -> list[Metric]:
+        """Registering asks for no numbers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every number as it is now."""
+        model = self._loop.card.name
+        statistics = self._loop.statistics()
+        for key, value in statistics.items():
+            name, meaning = GAUGES.get(key) or COUNTERS[key]
+            family = (GaugeMetricFamily if key in GAUGES else CounterMetricFamily)(_name(name), meaning, labels=[MODEL])
+            family.add_metric([model], value)
+            yield family
+        used = 1 - statistics["pages_free"] / max(1.0, statistics["pages_total"])
+        yield _gauge("kv_usage_ratio", "KV pages that running choices hold, of all", {(): used}, model)
+        yield from self._of_requests(model)
+        yield _counter("http_requests", "answers by route and status", dict(self._answered), model, "route", "status")
+
+    def _of_requests(self, model: str) -> Iterator[Metric]:
+        measured = self._loop.request_metrics
+        histograms = {
+            "time_to_first_token_seconds": ("time from a request to its first token", measured.time_to_first_token),
+            "inter_token_latency_seconds": ("time from a token of a choice to its next one", measured.inter_token),
+            "queue_time_seconds": ("time that a choice waited for its row", measured.queue_time),
+            "request_duration_seconds": ("time from a request to the end of a choice", measured.end_to_end),
+            "prompt_length_tokens": ("tokens of a prompt", measured.prompt_tokens),
+            "output_length_tokens": ("tokens that a choice has got", measured.output_tokens),
+        }
+        for name, (meaning, histogram) in histograms.items():
+            yield _histogram(name, meaning, histogram.state(), model)
+        ends = {(kind,): count for kind, count in Counter(measured.finished).items()}
+        yield _counter("choices_finished", "choices that have ended, by how", ends, model, "reason")
+        prompts, cached = measured.num_prompt_tokens, measured.num_cached_tokens
+        yield _counter("prompt_tokens", "tokens of the prompts of ended requests", {(): prompts}, model)
+        yield _counter("prompt_tokens_cached", "those that were found cached", {(): cached}, model)
+
+
+def _name(name: str) -> str:
+    return f"{PREFIX}_{name}"
+
+
+def _gauge(name: str, meaning: str, values: Mapping[Sequence, float], model: str) -> Metric:
+    family = GaugeMetricFamily(_name(name), meaning, labels=[MODEL])
+    for labels, value in values.items():
+        family.add_metric([model, *map(str, labels)], value)
+    return family
+
+
+def _counter(name: str, meaning: str, values: Mapping[tuple, float], model: str, *labels: str) -> Metric:
+    family = CounterMetricFamily(_name(name), meaning, labels=[MODEL, *labels])
+    for told, value in values.items():
+        family.add_metric([model, *map(str, told)], value)
+    return family
+
+
+def _histogram(name: str, meaning: str, state: HistogramState, model: str) -> Metric:
+    family = HistogramMetricFamily(_name(name), meaning, labels=[MODEL])
+    bounds = ["+Inf" if math.isinf(bound) else repr(float(bound)) for bound in state.bounds]
+    family.add_metric([model], list(zip(bounds, state.at_or_below, strict=True)), state.total)
+    return family
