@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import httpx
 import pytest
 from ray import serve
+from ray._private import worker
 
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import SettingsError
@@ -22,6 +25,7 @@ from tests.support.ports import free_port
 PORT = free_port()
 URL = f"http://127.0.0.1:{PORT}"
 IDLE_SECONDS = 2.0
+LOG_FILES = {"replica": "logs/serve/replica_moe_*.log", "worker": "logs/worker-*.err"}
 ACTORS = ("ray::HostWorker", "ray::ServeReplica:moe:", "ray::DAGDriverProxyActor")
 
 
@@ -34,7 +38,7 @@ def foreign() -> set[int]:
 @pytest.fixture(scope="module")
 def app(foreign: set[int], raylets: int, checkpoint: Path) -> Iterator[httpx.Client]:
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
-    settings = {**SETTINGS, "idle_release_s": 0.3}
+    settings = {**SETTINGS, "idle_release_s": 0.3, "log_format": "json"}
     serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
     with httpx.Client(base_url=URL, timeout=600) as client:
         yield client
@@ -58,6 +62,20 @@ def test_completion_carries_routing(app: httpx.Client) -> None:
     generated = answer["usage"]["completion_tokens"]
     assert choice["meta_info"]["routed_experts_info"]["shape"] == [3 + generated - 1, 4, 2]
     assert extract_routed_experts_from_meta_info(choice).size == (3 + generated - 1) * 4 * 2
+
+
+def test_the_log_tells_of_the_start_in_lines_of_json(app: httpx.Client) -> None:
+    """The replica's lines stand in its own file of Serve's, those of its worker on its standard error."""
+    body = {"prompt": [5], "max_tokens": 1, "nobody_knows_this": 1}
+    assert app.post("/v1/completions", json=body, headers={"x-request-id": "seen-1"}).status_code == 200
+    lines = {name: lines_of_json(pattern) for name, pattern in LOG_FILES.items()}
+    (started,) = (line for line in lines["replica"] if line["message"].startswith("started: "))
+    assert started["level"] == "INFO" and "KV pages" in started["message"]
+    (ignored,) = (line for line in lines["replica"] if "nobody_knows_this" in line["message"])
+    assert ignored["request_id"] == "seen-1" and ignored["level"] == "WARNING"
+    assert any("host 0 of 1 loads" in line["message"] for line in lines["worker"])
+    for line in (*lines["replica"], *lines["worker"]):
+        assert datetime.fromisoformat(line["time"]).tzinfo is not None and line["level"] and line["logger"]
 
 
 def test_stream_equals_the_whole(app: httpx.Client) -> None:
@@ -119,6 +137,13 @@ def pids_of(*titles: str) -> list[int]:
             title = (entry / "cmdline").read_text()
             found += [int(entry.name)] if title.startswith(titles) else []
     return found
+
+
+def lines_of_json(pattern: str) -> list[dict]:
+    """Lines of this deployment's log files from the first in JSON on; what is before is Ray's or Serve's own."""
+    session = Path(worker._global_node.get_session_dir_path())
+    texts = [file.read_text() for file in session.glob(pattern)]
+    return [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
 
 
 def cpu_seconds(pids: list[int]) -> float:

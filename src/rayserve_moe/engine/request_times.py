@@ -22,15 +22,16 @@ class RequestTimes:
         """Note that each of `rows` has got a token: its first one, or one more. `now` is of the monotonic clock."""
         if not len(rows):
             return
-        table = self._table
-        before = table.token_at[rows]
+        table, metrics = self._table, self.metrics
+        gaps = now - table.token_at[rows]
         table.token_at[rows] = now
-        is_first = np.isnan(before)
-        if is_first.any():
-            self.metrics.time_to_first_token.add(now - table.accepted_at[rows[is_first]])
-            before = before[~is_first]
-        if len(before):
-            self.metrics.inter_token.add(now - before)
+        longest = gaps.max()
+        if gaps.min() == longest:  # all got one with the step before too, and none is a first one, whose gap is NaN
+            metrics.inter_token.add(float(longest), len(gaps))
+            return
+        is_first = np.isnan(gaps)
+        metrics.time_to_first_token.add_all(now - table.accepted_at[rows[is_first]])
+        metrics.inter_token.add_all(gaps[~is_first])
 
     def note_ends(self, ended: Iterable[tuple[Sequence, str]], *, now: float) -> None:
         """Note that choices have ended, and how (`FinishReason.kind`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,20 +27,23 @@ class Histogram:
     """Counts values by bounds, ascending. One thread adds to it; any may read it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = np.asarray(bounds, np.float64)
+        self._bounds = tuple(map(float, bounds))
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._total = 0.0
 
-    def add(self, values: np.ndarray | float) -> None:
-        """Count one value or several."""
-        places = np.searchsorted(self._bounds, values)
-        np.add.at(self._counts, places, 1)
-        self._total += float(np.sum(values))
+    def add(self, value: float, count: int = 1) -> None:
+        """Count one value, once or several times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._total += value * count
+
+    def add_all(self, values: np.ndarray) -> None:
+        """Count several values."""
+        self._counts += np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
+        self._total += float(values.sum())
 
     def state(self) -> HistogramState:
         """What has been counted."""
-        bounds = (*self._bounds.tolist(), float("inf"))
-        return HistogramState(bounds, tuple(np.cumsum(self._counts).tolist()), self._total)
+        return HistogramState((*self._bounds, float("inf")), tuple(np.cumsum(self._counts).tolist()), self._total)
 
 
 def _seconds() -> Histogram:

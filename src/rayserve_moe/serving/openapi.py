@@ -28,7 +28,7 @@ MEANINGS = {
 }
 ALWAYS = (401,)
 GENERATION = (400, 404, 413, 422, 429, 503)
-COMMAND = (400, 413, 503)
+COMMAND = (400, 413, 429, 503)
 
 _NULLABLE_TEXT = {"type": ["string", "null"]}
 _ERROR = {
