@@ -24,7 +24,6 @@ from rayserve_moe.engine.rebalancing import rebalancing_for
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.statistics import loop_statistics
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
@@ -55,7 +54,7 @@ class EngineLoop:
     Commands travel through an inbox and take effect between steps. After a failure every request ends with an
     error, and nothing is accepted any more. `has_failed` says how the thread ended, after everybody was told.
     `rebalancing` moves experts between devices, where that is switched on; `control` pauses the engine and changes
-    its weights.
+    its weights. `request_metrics` measures requests, `expert_counting` counts experts that stay where they are.
     """
 
     def __init__(self, executor: Executor, card: ModelCard, *, settings: LoopSettings) -> None:
@@ -75,6 +74,7 @@ class EngineLoop:
         self._publication = Publication(
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
+        self.request_metrics = self._publication.times.metrics
         self.control = EngineControl(self._cycle, executor, publication=self._publication, inbox=self._inbox)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -126,11 +126,6 @@ class EngineLoop:
     def is_idle(self) -> bool:
         """Whether no request is waiting or running."""
         return len(self._publication) == 0
-
-    @property
-    def request_metrics(self) -> RequestMetrics:
-        """What was measured of requests; it goes on counting."""
-        return self._publication.times.metrics
 
     def statistics(self) -> dict[str, float]:
         """Pages, requests and the step clock, as of now; pages that are only cached count as free.
