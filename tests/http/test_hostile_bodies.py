@@ -34,6 +34,13 @@ def test_it_is_refused(http, body, param):
     assert check_error(http.post("/v1/completions", content=body), 400)["param"] == param
 
 
+def test_a_long_id_to_abort_is_looked_for_at_no_cost(http):
+    """A pattern made of it would take seconds to compile, on the event loop."""
+    started = time.process_time()
+    assert http.post("/abort_request", json={"rid": "a+" * 4_000_000}).status_code == 200
+    assert time.process_time() - started < 3
+
+
 def test_long_messages_are_refused(http):
     messages = [{"role": "user", "content": [{"type": "text", "text": "a b " * 100_000}] * 3}]
     assert check_error(http.post("/v1/chat/completions", json={"messages": messages}), 400)["param"] == "messages"

@@ -29,6 +29,7 @@ from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 
 log = logging.getLogger(__name__)
+_PART = re.compile(r"([_-]\d+)?")
 
 
 class EngineBusyError(RuntimeError):
@@ -111,8 +112,7 @@ class EngineLoop:
 
     def abort_stem(self, stem: str) -> None:
         """Abort what runs now as request `stem`, or as `stem_0`, `stem_1`, or `stem-0`, ... after it."""
-        parts = re.compile(re.escape(stem) + r"([_-]\d+)?")
-        self._abort_named(lambda name: parts.fullmatch(name) is not None)
+        self._abort_named(lambda name: name.startswith(stem) and _PART.fullmatch(name, len(stem)) is not None)
 
     def abort_all(self) -> None:
         """End everything that was submitted before, with finish reason `abort`."""

@@ -19,7 +19,7 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.json_body import read_body
 from rayserve_moe.serving.limits import has_admin_key, refused_key
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
-from rayserve_moe.serving.request_streams import RequestStreams
+from rayserve_moe.serving.request_streams import open_streams
 from rayserve_moe.serving.streaming import json_answer
 
 LONGEST_PROBE_S = 20.0
@@ -110,7 +110,7 @@ async def _generate_one_token(state: ApiState) -> None:
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         incremental=False,
     )
-    streams = RequestStreams(state, [request])
+    streams = await open_streams(state, [request])
     try:
         (result,) = await asyncio.wait_for(streams.results(), LONGEST_PROBE_S)
     except (TimeoutError, ApiError) as error:

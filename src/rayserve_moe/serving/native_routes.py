@@ -20,7 +20,7 @@ from rayserve_moe.serving.native_answers import NativeWriter
 from rayserve_moe.serving.native_schemas import GenerateBody, NativeSampling
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.request_parts import check_start, forced_routing_of, num_new_tokens, prompt_ids_of
-from rayserve_moe.serving.request_streams import RequestStreams
+from rayserve_moe.serving.request_streams import open_streams
 from rayserve_moe.serving.rollout_answers import respond_in_rollout, rollout_type
 from rayserve_moe.serving.routing_answers import RoutingForm, RoutingWriter
 
@@ -35,7 +35,7 @@ def native_router(state: ApiState) -> APIRouter:
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateBody, intake=state.intake, ignored=state.ignored_fields)
         media_type = rollout_type(request, streams=body.stream)
-        streams = RequestStreams(state, await _requests(state, body, request), param_names=_param_names(body))
+        streams = await open_streams(state, await _requests(state, body, request), param_names=_param_names(body))
         dialect = "binary" if media_type else body.routed_experts_format
         form = RoutingForm(dialect, body.routed_experts_start_len, shares_prompt_rows=dialect == "binary")
         routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)

@@ -26,7 +26,7 @@ from rayserve_moe.serving.request_parts import (
     num_new_tokens,
     prompt_ids_of,
 )
-from rayserve_moe.serving.request_streams import RequestStreams
+from rayserve_moe.serving.request_streams import open_streams
 from rayserve_moe.serving.routing_answers import RoutingForm
 from rayserve_moe.text.chat import ChatTemplateError, encode_chat
 
@@ -87,7 +87,7 @@ async def _answer(
 ) -> Response:
     answer_id = body.rid or new_answer_id(dialect)
     requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
-    streams = RequestStreams(state, requests, param_names=_CHAT_NAMES if dialect is CHAT else _COMPLETION_NAMES)
+    streams = await open_streams(state, requests, param_names=_CHAT_NAMES if dialect is CHAT else _COMPLETION_NAMES)
     writer = AnswerWriter(
         dialect,
         answer_id,

@@ -22,20 +22,16 @@ from rayserve_moe.text.choice_text import ChoiceDelta
 
 NumberedDelta = tuple[int, ChoiceDelta]
 _Item = TypeVar("_Item")
+CHOICES_AT_ONCE = 64
+"""Choices that are opened before the event loop does something else: about two milliseconds."""
 
 
 class RequestStreams:
     """The open streams of one HTTP request. `close` must follow, however the request ends."""
 
-    def __init__(
-        self, state: ApiState, requests: Sequence[GenerationRequest], *, param_names: Mapping[str, str] | None = None
-    ) -> None:
-        """Submit every request, or none: what `open_stream` raises for one takes back those before it.
-
-        `param_names` gives the route's own names of the fields that the engine may find fault with.
-        """
+    def __init__(self, state: ApiState, requests: Sequence[GenerationRequest]) -> None:
         self._started_s = time.monotonic()
-        self._loop = state.loop
+        self._loop, self._tokenizer = state.loop, state.tokenizer
         self.request_of_choice = [request for request in requests for _ in range(request.sampling.n)]
         if len(self.request_of_choice) > MAX_CHOICES:
             raise ApiError(400, f"a request may ask for at most {MAX_CHOICES} choices, prompts times `n`", param="n")
@@ -45,16 +41,10 @@ class RequestStreams:
         self._tasks: list[asyncio.Task[None]] = []
         self._all_ended: asyncio.Future[list] | None = None
         self._streams: list[GenerationStream] = []
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            try:
-                for request in requests:
-                    self._streams.append(open_stream(state.loop, state.tokenizer, request=request))
-            except RequestError as error:
-                param = (param_names or {}).get(error.param or "", error.param)
-                message = f"`{param}`: {error}" if param and param not in str(error) else str(error)
-                raise ApiError(400, message, param=param) from error
-            undo.pop_all()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Open the stream of the next request."""
+        self._streams.append(open_stream(self._loop, self._tokenizer, request=request))
 
     def close(self) -> None:
         """Abort what is unfinished. May be called twice."""
@@ -109,6 +99,32 @@ class RequestStreams:
                 arrivals.put_nowait((self._first_choice[prompt] + delta.choice_index, delta))
         finally:
             arrivals.put_nowait(prompt)
+
+
+async def open_streams(
+    state: ApiState, requests: Sequence[GenerationRequest], *, param_names: Mapping[str, str] | None = None
+) -> RequestStreams:
+    """Submit every request, or none: what `open_stream` raises for one takes back those before it.
+
+    `param_names` gives the route's own names of the fields that the engine may find fault with. Where there are many
+    choices others have their turn in between.
+    """
+    streams, num_choices = RequestStreams(state, requests), 0
+    with contextlib.ExitStack() as undo:
+        undo.callback(streams.close)
+        try:
+            for request in requests:
+                streams.submit(request)
+                num_choices += request.sampling.n
+                if num_choices >= CHOICES_AT_ONCE:
+                    num_choices = 0
+                    await asyncio.sleep(0)
+        except RequestError as error:
+            param = (param_names or {}).get(error.param or "", error.param)
+            message = f"`{param}`: {error}" if param and param not in str(error) else str(error)
+            raise ApiError(400, message, param=param) from error
+        undo.pop_all()
+    return streams
 
 
 def _take_ready(first: _Item, queue: asyncio.Queue[_Item]) -> list[_Item]:

@@ -22,7 +22,7 @@ from rayserve_moe.serving.request_parts import (
     num_new_tokens,
     prompt_ids_of,
 )
-from rayserve_moe.serving.request_streams import RequestStreams
+from rayserve_moe.serving.request_streams import open_streams
 from rayserve_moe.serving.rollout_answers import respond_in_rollout, rollout_type
 from rayserve_moe.serving.routing_answers import RoutingForm, RoutingWriter
 from rayserve_moe.serving.token_answers import TokenParts, TokenWriter
@@ -50,7 +50,7 @@ def token_router(state: ApiState) -> APIRouter:
         check_model(state, body.model)
         media_type = rollout_type(request, streams=body.stream)
         wanted = await _request(state, body, request)
-        streams = RequestStreams(state, [wanted], param_names=_PARAM_NAMES)
+        streams = await open_streams(state, [wanted], param_names=_PARAM_NAMES)
         form = _routing_form(body, in_container=media_type is not None)
         routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)
         writer = TokenWriter(
