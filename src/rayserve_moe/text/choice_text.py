@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from rayserve_moe.requests import (
@@ -52,6 +53,7 @@ class StopStringScanner:
         self._stops = tuple(stop for stop in stops if stop)
         self._keeps = keeps
         self._held = ""
+        self._begun = [0] * len(self._stops)
         self.matched: str | None = None
 
     @property
@@ -74,7 +76,7 @@ class StopStringScanner:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: {None: start, "stop": end, "rest": len(text)}[self._keeps]]
-        num_passed = len(text) - self._num_undecided(text)
+        num_passed = len(text) - self._num_undecided(piece)
         self._held = text[num_passed:]
         return text[:num_passed]
 
@@ -83,14 +85,35 @@ class StopStringScanner:
         held, self._held = self._held, ""
         return held
 
-    def _num_undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for size in range(min(longest, len(text)), 0, -1):
-            end = text[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return size
-        return 0
+    def _num_undecided(self, piece: str) -> int:
+        """Length of the longest end of all text, of which `piece` is the last, that begins a stop string."""
+        self._begun = [_advanced(stop, begun, piece) for stop, begun in zip(self._stops, self._begun, strict=True)]
+        return max(self._begun, default=0)
+
+
+def _advanced(stop: str, begun: int, piece: str) -> int:
+    """How much of `stop` a text ends with after `piece`, where it ended with `begun` characters of it before.
+
+    That takes a few operations per character, however long and repetitive the stop string is.
+    """
+    borders = _borders(stop)
+    for character in piece:
+        while begun and (begun == len(stop) or stop[begun] != character):
+            begun = borders[begun - 1]
+        begun += stop[begun] == character
+    return borders[begun - 1] if begun == len(stop) else begun
+
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For every beginning of `stop`, the longest shorter one that it ends with (Knuth, Morris and Pratt)."""
+    borders, longest = [0], 0
+    for character in stop[1:]:
+        while longest and stop[longest] != character:
+            longest = borders[longest - 1]
+        longest += stop[longest] == character
+        borders.append(longest)
+    return tuple(borders)
 
 
 def _find(text: str, stop: str, first_end: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -261,3 +262,17 @@ def test_routing_is_whole_where_no_stop_string_was_found(tokenizer):
     ids = tokenizer.encode("abcde")
     (delta,) = _feed(tokenizer, SamplingParams(stop=("x",)), _updates(ids, [], routing=routing))
     assert delta.routing is routing
+
+
+def test_long_stop_strings_cost_no_more_than_short_ones():
+    """Those that begin like the text all the time are the worst: each of its ends could be the start of one."""
+
+    def seconds(length):
+        scanner = StopStringScanner(["a" * length + chr(ord("b") + i) for i in range(16)])
+        scanner.push("a" * length)
+        started = time.process_time()
+        for _ in range(50):
+            scanner.push("aaaa")
+        return time.process_time() - started
+
+    assert seconds(1000) < 10 * max(seconds(5) for _ in range(3))
