@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -101,6 +102,9 @@ class Sequence:
         self.num_to_recompute = 0
         self.origins: tuple[tuple[int, int, str], ...] = ()
         self.weight_versions: tuple[tuple[int, str], ...] = ()
+        self.accepted_at = time.monotonic()
+        self.started_at: float | None = None
+        self.token_at = math.nan
         self.kept_rows: KnownRows | None = None
         self.num_cacheable = limit
         self.num_published_rows = request.routed_experts_start
