@@ -16,9 +16,12 @@ _SLIME = {
     "stop": None,
     "stop_token_ids": None,
     "skip_special_tokens": True,
+    "no_stop_trim": True,
     "spaces_between_special_tokens": False,
 }
 _SKYRL = {
+    "min_tokens": 1,
+    "include_stop_str_in_output": True,
     "skip_special_tokens": True,
     "max_tokens": 2,
     "temperature": 1.0,
@@ -39,7 +42,7 @@ COMPUTED = {
                                                      "skip_special_tokens": False},
                                  "return_logprob": True, "logprob_start_len": 10, "input_ids": _IDS}),
     "NeMo-RL": (GENERATE, {"sampling_params": {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 2,
-                                               "spaces_between_special_tokens": False},
+                                               "no_stop_trim": True, "spaces_between_special_tokens": False},
                            "return_logprob": True, "input_ids": _IDS}),
     "AReaL by SGLang": (GENERATE, {"input_ids": _IDS, "image_data": None,
                                    "sampling_params": {**_AREAL, "max_new_tokens": 2, "stop_token_ids": [],
