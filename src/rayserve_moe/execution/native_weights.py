@@ -26,7 +26,6 @@ PACKED = (
     *("q_LDH", "k_LDG", "v_LDG", "o_LHD"),
     *("gate_MPDF", "up_MPDF", "down_MPFD"),
     *("gate_NDI", "up_NDI", "down_NID"),
-    "head_DV",
 )
 """What the kernels read as the right side of a product."""
 
@@ -60,7 +59,7 @@ def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kern
 
 def packed_specs(tree: Mapping[str, Mapping[str, ParamSpec]], *, is_tied: bool) -> dict[str, dict[str, ParamSpec]]:
     """The same parameters, laid out for the native kernels where those multiply with them."""
-    layouts = dict.fromkeys(PACKED, "packed") | ({"table_VD": "packed_columns"} if is_tied else {})
+    layouts = {**dict.fromkeys(PACKED, "packed"), "table_VD" if is_tied else "head_VD": "packed_columns"}
     return {
         group: {name: replace(spec, layout=layouts.get(name, "")) for name, spec in specs.items()}
         for group, specs in tree.items()

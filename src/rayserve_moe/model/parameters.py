@@ -119,9 +119,7 @@ def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str,
         "final_norm_D": ParamSpec((spec.hidden_size,), dtype, ("model",), "final_norm", initial="ones"),
     }
     if not spec.tie_embeddings:
-        specs["head_DV"] = ParamSpec(
-            table[::-1], dtype, ("model", "vocabulary"), "head", transposed=True, num_padding=padding
-        )
+        specs["head_VD"] = ParamSpec(table, dtype, ("vocabulary", "model"), "head", num_padding=padding)
     return specs
 
 

@@ -177,12 +177,10 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, rule: ModelRule) -> j
     normed_SD = norm(hidden_SD, embedding["final_norm_D"], rule.spec.norm_eps)
 
     def score_my_part(hidden_WD: jax.Array) -> jax.Array:
-        if rule.kernels.is_native:
-            table_VD = embedding["table_VD"]
-            return product(hidden_WD, embedding.get("head_DV", table_VD.reshape(table_VD.shape[::-1])))
-        if "head_DV" in embedding:
-            return jnp.matmul(hidden_WD, embedding["head_DV"], preferred_element_type=jnp.float32)
-        return jnp.einsum("SD,VD->SV", hidden_WD, embedding["table_VD"], preferred_element_type=jnp.float32)
+        head_VD = embedding.get("head_VD", embedding["table_VD"])
+        if rule.kernels.is_native:  # packed as the right side of a product, whose shape is [D, V]
+            return product(hidden_WD, head_VD.reshape(head_VD.shape[::-1]))
+        return jnp.einsum("SD,VD->SV", hidden_WD, head_VD, preferred_element_type=jnp.float32)
 
     return score_all(normed_SD, score_my_part, vocab_size=rule.spec.vocab_size, plan=rule.plan)
 

@@ -226,7 +226,7 @@ def test_a_vocabulary_that_does_not_divide_ends_in_zeros(single, num_devices, co
     files, spec = open_checkpoint(single), spec_from_config(open_checkpoint(single).config)
     plain, padded = (parameter_specs(spec, dtype="float32", num_devices=size)["embedding"] for size in (1, num_devices))
     source = WeightSource(files, CHECKPOINT_RULES)
-    for name, dim in (("table_VD", 0), ("head_DV", 1)):
+    for name, dim in (("table_VD", 0), ("head_VD", 0)):
         wanted = read_region(source, plain[name], region=tuple((0, size) for size in plain[name].shape))
         size = padded[name].shape[dim]
         assert size % num_devices == 0 and size - config.vocab_size < num_devices

@@ -32,7 +32,7 @@ def test_the_router_alone_stays_float32():
 
 def test_parts_that_a_model_lacks_are_not_stated():
     assert "dense" not in tree_with(mlp_only_layers=())
-    assert "head_DV" not in tree_with(tie_word_embeddings=True)["embedding"]
+    assert "head_VD" not in tree_with(tie_word_embeddings=True)["embedding"]
     assert "q_bias_LH" not in tree_with()["attention"]
 
 
@@ -67,5 +67,5 @@ def test_redundant_slots_are_held_and_not_in_files():
 def test_the_vocabulary_is_padded_until_it_divides(num_devices, size):
     spec = spec_from_hf(asdict(CORE_CONFIG) | {"vocab_size": 510})
     specs = parameter_specs(spec, dtype="bfloat16", num_devices=num_devices)["embedding"]
-    assert specs["table_VD"].shape == (size, 32) and specs["head_DV"].shape == (32, size)
-    assert specs["table_VD"].file_shape == specs["head_DV"].file_shape == (510, 32)
+    assert specs["table_VD"].shape == (size, 32) and specs["head_VD"].shape == (size, 32)
+    assert specs["table_VD"].file_shape == specs["head_VD"].file_shape == (510, 32)
