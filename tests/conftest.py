@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rayserve_moe.serving.haproxy_config import FrontLimits
+from rayserve_moe.serving.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.environment import environment_of
 from tests.support.ports import reserve_ports
 
@@ -26,7 +28,10 @@ os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cp
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
 }
-del os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+write_launcher(
+    Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]),
+    FrontLimits(PORTS.health, max_connections=400, max_connections_per_source=300),
+)
 
 import hypothesis
 import pytest

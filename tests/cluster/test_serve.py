@@ -25,6 +25,7 @@ from tests.support.ports import free_port
 PORT = free_port()
 URL = f"http://127.0.0.1:{PORT}"
 IDLE_SECONDS = 2.0
+AT_ONCE_S = 10.0
 LOG_FILES = {"replica": "logs/serve/replica_moe_*.log", "worker": "logs/worker-*.err"}
 ACTORS = ("ray::HostWorker", "ray::ServeReplica:moe:", "ray::DAGDriverProxyActor")
 
@@ -102,7 +103,7 @@ def test_idle_costs_next_to_nothing(app: httpx.Client, foreign: set[int]) -> Non
 
 
 def test_a_lost_worker_replaces_the_replica(app: httpx.Client, foreign: set[int]) -> None:
-    """A killed host ends running requests with an error; Serve notices and brings up a new replica."""
+    """A killed host ends requests with 503 and when to try again, at once, until Serve has brought up a new replica."""
     wanted = complete(app).json()["choices"][0]["text"]
     (worker,) = [pid for pid in pids_of("ray::HostWorker") if pid not in foreign]
     os.kill(worker, signal.SIGKILL)
@@ -111,7 +112,11 @@ def test_a_lost_worker_replaces_the_replica(app: httpx.Client, foreign: set[int]
         response = complete(app)
         if response.status_code == 200:
             break
-        assert response.status_code in (422, 503), response.text
+        for refused in (response, app.get("/health", timeout=AT_ONCE_S)):
+            assert refused.status_code in (200, 503), refused.text
+            if refused.status_code == 503:
+                assert refused.json()["error"]["type"] == "service_unavailable_error"
+                assert int(refused.headers["retry-after"]) > 0
         time.sleep(0.5)
     assert response.json()["choices"][0]["text"] == wanted
 
