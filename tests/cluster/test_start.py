@@ -89,6 +89,7 @@ def assert_nothing_is_left(server: StartedServer, family: list[Process], ports: 
     assert not server.state.exists()
 
 
+@pytest.mark.slow
 def test_a_drain_completes_what_runs_and_refuses_what_comes(folder, settings):
     """16 streams and 16 whole requests run when the server is told to stop. Strangers reach none of its ports."""
     with ThreadPoolExecutor(2 * NUM_EACH) as asking, started(folder, settings, port=free_port()) as server:

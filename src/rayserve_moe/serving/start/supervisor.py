@@ -38,6 +38,8 @@ _FLUSH_S = 5.0
 _LAST_WORDS_S = 30.0
 """Seconds beyond `drain_timeout_s` in which a drain has to be over."""
 _LOG = "ray.log"
+_LAST_LINES = 4
+"""Of that log, which say what of Ray has ended."""
 
 
 def main() -> int:
@@ -91,8 +93,8 @@ def _watch(ray: int, deployment: int, *, plan: Plan, folder: Path) -> tuple[int,
             return (FAILED if ended[deployment] else 0), True
         if ray in ended:
             lines = (folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), "without a word")
-            sys.stderr.write(f"rayserve-moe serve: Ray has ended: {last}\n")
+            last = [" ".join(line.split()) for line in lines if line.strip()][-_LAST_LINES:]
+            sys.stderr.write(f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'without a word'}\n")
             return FAILED, False
         if found is None:
             sys.stderr.write("rayserve-moe serve: the drain did not come to an end\n")
