@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -30,7 +31,7 @@ _WATCH_S = 2.0
 _ANSWER_S = 10.0
 _FLUSH_S = 5.0
 """Seconds that error events get to reach their clients."""
-_HARMLESS = (RayError, RayServeException, TimeoutError)
+_GONE = (RayError, RayServeException)
 """What asking a replica raises that is gone: then nothing runs in it."""
 
 
@@ -173,17 +174,27 @@ def _drain(plan: Plan) -> int:
 
 
 def _ask_all(plan: Plan, method: str) -> int:
-    """Call a method of every replica that is ours; returns the sum of what they say, 0 for one that is gone."""
+    """Call a method of every replica that is ours; returns the sum of what they say.
+
+    A replica that is gone counts as 0, and one that is too busy to answer as 1: something runs there.
+    """
     total = 0
     for application in plan.config["applications"]:
         if application["import_path"] == APPLICATION:
             try:
                 answers = serve.get_app_handle(application["name"]).broadcast(method)
                 found = answers.results(timeout_s=_ANSWER_S, return_exceptions=True)
-            except _HARMLESS:
-                continue
-            total += sum(one for one in found if isinstance(one, int))
+            except TimeoutError as error:
+                found = [error]
+            except _GONE:
+                found = []
+            total += sum(map(_num_running, found))
     return total
+
+
+def _num_running(answer: Any) -> int:
+    """What an answer of a replica, or the error in its place, says of requests under way."""
+    return 1 if isinstance(answer, TimeoutError) else answer if isinstance(answer, int) else 0
 
 
 def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
