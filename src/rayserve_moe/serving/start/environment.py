@@ -28,6 +28,8 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's processes then take 127.0.0.1 for the address of the machine. All listen there alone, but for the port by which
 replicas call each other, which Serve opens on every interface: the token protects it."""
 LAUNCHER = "haproxy"
+_AUTH = "RAY_AUTH_"
+"""Ray takes an empty RAY_AUTH_MODE for a mode: none."""
 
 
 def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:
@@ -71,4 +73,5 @@ def environment_of(
     defaults = {**DEFAULTS, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_answer_s))}
     if jax_platforms:
         defaults["JAX_PLATFORMS"] = jax_platforms
-    return {**defaults, **inherited, **LOOPBACK_ONLY, **{name: str(value) for name, value in own.items()}}
+    given = {name: value for name, value in inherited.items() if value or not name.startswith(_AUTH)}
+    return {**defaults, **given, **LOOPBACK_ONLY, **{name: str(value) for name, value in own.items()}}

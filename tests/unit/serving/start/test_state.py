@@ -79,6 +79,15 @@ def test_what_the_user_sets_wins_but_for_ports_and_interfaces():
     assert found["RAY_SERVE_HAPROXY_STATS_PORT"] == "20003" and found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 
 
+@pytest.mark.parametrize("name", ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_what_is_set_to_nothing_does_not_switch_tokens_off(name):
+    """Ray reads an empty mode as no protection."""
+    given = {name: ""}
+    assert token_path(given, Path("/h")) == Path("/h/.ray/auth_token")
+    found = environment_of(Ports(20_000), given, folder=Path("/f"), jax_platforms="cpu", longest_answer_s=90.5)
+    assert found["RAY_AUTH_MODE"] == "token" and found.get(name) != ""
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
