@@ -20,13 +20,14 @@ from tests.support.serving import running
 
 BODY_TIMEOUT_S = 0.3
 DEADLINE_S = 60.0
+MAX_BYTES = 1000
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     app = FastAPI()
     install_error_handlers(app)
-    app.add_middleware(EdgeGuard, server=ServerSettings(), body_timeout_s=BODY_TIMEOUT_S)
+    app.add_middleware(EdgeGuard, server=ServerSettings(max_body_bytes=MAX_BYTES), body_timeout_s=BODY_TIMEOUT_S)
 
     async def slowly(body: bytes) -> AsyncIterator[bytes]:
         yield body
@@ -41,15 +42,33 @@ def url() -> Iterator[str]:
         yield address
 
 
+def sent(url: str, framing: bytes) -> bytes:
+    """What is answered to the beginning of a request, up to the end of its connection."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=DEADLINE_S) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + framing)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
 @pytest.mark.parametrize(
     "framing", [b"Content-Length: 10\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"]
 )
 def test_half_a_body_is_given_up(framing: bytes, url: str) -> None:
-    where = urlsplit(url)
-    with socket.create_connection((where.hostname, where.port), timeout=DEADLINE_S) as client:
-        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + framing)
-        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    answer = sent(url, framing)
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        f"Content-Length: {10 * MAX_BYTES}\r\n\r\nhalf".encode(),
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (MAX_BYTES + 1, b"x" * (MAX_BYTES + 1)),
+    ],
+    ids=["announced", "chunked"],
+)
+def test_half_a_body_that_is_too_long_is_not_waited_for_either(framing: bytes, url: str) -> None:
+    """It is read on, so that its client can read the answer, but holds its place no longer than others."""
+    assert sent(url, framing).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_whole_body_is_answered_for_as_long_as_it_takes(url: str) -> None:

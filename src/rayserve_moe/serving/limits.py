@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -113,9 +114,12 @@ class EdgeGuard:
         return receive_counted
 
     async def _discard(self, receive: Receive) -> None:
+        """Read a refused body to its end, or for as long as one may take to arrive."""
         remaining = _DISCARDED_BODIES * self._max_bytes
-        while remaining > 0:
-            message = await receive()
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                return
-            remaining -= len(message.get("body", b""))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._body_timeout_s):
+                while remaining > 0:
+                    message = await receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+                    remaining -= len(message.get("body", b""))
