@@ -190,7 +190,7 @@ class EngineLoop:
             log.exception("the engine has failed")
             self._fail(f"{type(error).__name__}: {error}")
         else:
-            self._publication.end_all(self._ending)
+            self._end_all(self._ending)
             self.has_failed.set_result(False)
 
     def _take_commands(self) -> bool:
@@ -221,8 +221,16 @@ class EngineLoop:
             self._inbox.close(f"the engine has failed: {message}")
             self._step_started_at = None
         self._inbox.give_up()
-        self._publication.end_all(FinishReason("error", message=f"the engine has failed: {message}"))
+        self._end_all(FinishReason("error", message=f"the engine has failed: {message}"))
         self.has_failed.set_result(True)
+
+    def _end_all(self, reason: FinishReason) -> None:
+        """Tell everybody that all ends: one who cannot be told keeps nobody else from hearing it."""
+        while len(self._publication):
+            try:
+                self._publication.end_all(reason)
+            except Exception:
+                log.exception("a client could not be told of its end")
 
 
 def _fault_of(scheduler: Scheduler) -> AssertionError | None:

@@ -42,11 +42,11 @@ def _only_marked(sequence: Sequence, reason: FinishReason) -> Ending:
 
 @dataclass
 class _Listener:
-    """A request's choices, who listens, how many choices are unfinished."""
+    """A request's choices, who listens, and the choices whose end it has not been told."""
 
     sequences: list[Sequence]
     sink: Sink
-    num_unfinished: int
+    untold: set[int]
 
 
 class Publication:
@@ -71,7 +71,7 @@ class Publication:
 
     def add(self, sequences: list[Sequence], sink: Sink) -> None:
         """Have `sink` told about the choices of a request."""
-        self._listeners[sequences[0].request.request_id] = _Listener(sequences, sink, len(sequences))
+        self._listeners[sequences[0].request.request_id] = _Listener(sequences, sink, set(range(len(sequences))))
 
     @property
     def request_ids(self) -> list[str]:
@@ -80,8 +80,8 @@ class Publication:
 
     @property
     def num_unfinished(self) -> int:
-        """Choices that have not ended."""
-        return sum(listener.num_unfinished for listener in list(self._listeners.values()))
+        """Choices that have not ended, as far as their clients know."""
+        return sum(len(listener.untold) for listener in list(self._listeners.values()))
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The choices of a request that have not ended; none for an unknown one."""
@@ -109,11 +109,15 @@ class Publication:
             self.publish(NO_ROWS, [self._end(sequence, STOPPED) for sequence in complete], now=now)
 
     def end_all(self, reason: FinishReason) -> None:
-        """Tell everybody what they have not heard yet, and that what is unfinished ends here."""
-        for request_id, listener in list(self._listeners.items()):
-            unfinished = [sequence for sequence in listener.sequences if sequence.finish is None]
-            self.times.note_ends([(sequence, reason.kind) for sequence in unfinished], now=time.monotonic())
-            self._send(request_id, [replace(_news_of(sequence), finish=reason) for sequence in unfinished])
+        """Tell everybody what they have not heard yet, and that what they know of as unfinished ends here.
+
+        What a sink raises passes through: call it again for those that are left.
+        """
+        while self._listeners:
+            _, listener = self._listeners.popitem()
+            untold = [listener.sequences[choice] for choice in sorted(listener.untold)]
+            self.times.note_ends([(sequence, reason.kind) for sequence in untold], now=time.monotonic())
+            listener.sink([replace(_news_of(sequence), finish=reason) for sequence in untold])
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
         """Rows with a listener that has waited long enough; it has never waited before the first token."""
@@ -126,8 +130,8 @@ class Publication:
     def _send(self, request_id: str, news: list[GenerationUpdate]) -> list[Sequence]:
         """Send updates of one request; returns its choices whose text is complete and that have not ended."""
         listener = self._listeners[request_id]
-        listener.num_unfinished -= sum(update.finish is not None for update in news)
-        if listener.num_unfinished == 0:
+        listener.untold.difference_update(update.choice_index for update in news if update.finish is not None)
+        if not listener.untold:
             del self._listeners[request_id]
         complete = listener.sink(news) or ()
         return [sequence for i in complete if (sequence := listener.sequences[i]).finish is None]

@@ -258,6 +258,24 @@ def test_an_idle_executor_is_released_once_and_taken_again():
         assert executor.num_steps > num_steps
 
 
+def test_a_client_that_cannot_be_told_keeps_nobody_else_from_its_end(caplog):
+    """Its neighbours end in the same step: some of them before it hears of that, others after."""
+
+    def broken(_: list[GenerationUpdate]) -> None:
+        raise ZeroDivisionError("no more text")
+
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor) as loop, caplog.at_level(logging.CRITICAL + 1):
+        before = run(loop, request("before", max_new_tokens=1))
+        loop.submit(request("broken", max_new_tokens=1), broken)
+        after, later = (run(loop, request(f"{n}", max_new_tokens=n)) for n in (1, 9))
+        executor.may_step.set()
+        assert loop.has_failed.result(TIMEOUT_S)
+        ends = [listener.read_all()[0] for listener in (before, after, later)]
+    assert [end.kind for end in ends if end] == ["length", "error", "error"]
+
+
 def test_what_was_kept_back_comes_with_a_failure(caplog):
     executor = CountingExecutor()
     executor.fails_from = 20
