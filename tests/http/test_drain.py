@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import anyio.to_thread
 import httpx
 import pytest
 
@@ -51,3 +52,14 @@ def test_what_runs_is_counted_until_its_last_byte_and_completed(client, state, s
     assert found[0].status_code == 200
     assert '"type":"length"' in found[0].text
     wait_until(lambda: state.traffic.num_open == 0)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, GENERATE, TOKENS])
+def test_no_request_waits_for_a_thread_of_the_framework(client, monkeypatch, path):
+    """FastAPI calls what is no coroutine function on one of a few threads, which takes longer than the call."""
+
+    async def refused(function: object, *_: object, **__: object) -> None:
+        raise AssertionError(f"{function} is called on a thread")
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", refused)
+    assert client.post(path, json=prompt_fields(path, [5, 6], max_tokens=1)).status_code == 200

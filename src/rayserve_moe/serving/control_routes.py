@@ -32,7 +32,7 @@ def control_router(state: ApiState) -> APIRouter:
     @router.get("/health", **answers(503))
     async def health() -> Response:
         state.loop.check_health()
-        state.traffic.refuse_when_draining()
+        await state.traffic.refuse_when_draining()
         return json_answer({"status": "ok"})
 
     @router.get("/health_generate", **answers(429, 503))

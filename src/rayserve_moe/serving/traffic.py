@@ -18,8 +18,11 @@ class Traffic:
         """Take no new work from now on."""
         self.is_draining = True
 
-    def refuse_when_draining(self) -> None:
-        """Raise a 503 for work that comes too late; what controls the server goes on."""
+    async def refuse_when_draining(self) -> None:
+        """Raise a 503 for work that comes too late; what controls the server goes on.
+
+        A coroutine, since FastAPI calls what is none on a thread.
+        """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: send this to another one", code="draining")
 
