@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from tokenizers import models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 _KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"}
@@ -19,9 +19,8 @@ def longest_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[
     takes the blanks around it along.
     """
     fast, added = backing.backend_tokenizer, backing.added_tokens_decoder.values()
-    has_every_byte = isinstance(fast.model, models.BPE) and all(
-        fast.token_to_id(character) is not None for character in pre_tokenizers.ByteLevel.alphabet()
-    )
+    needed = set(pre_tokenizers.ByteLevel.alphabet()) - _never_left(fast, added)
+    has_every_byte = isinstance(fast.model, models.BPE) and all(fast.token_to_id(one) is not None for one in needed)
     steps = [] if fast.pre_tokenizer is None else list(_steps(json.loads(fast.pre_tokenizer.__getstate__())))
     is_spelled_in_bytes = any(step["type"] == "ByteLevel" for step in steps)
     if not (has_every_byte and is_spelled_in_bytes and all(map(_keeps_everything, steps))):
@@ -29,6 +28,14 @@ def longest_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[
     if any(token.lstrip or token.rstrip for token in added):
         return None
     return max(map(len, (*token_bytes, *(token.content.encode("utf-8", "replace") for token in added))))
+
+
+def _never_left(fast: Tokenizer, added: Collection[AddedToken]) -> set[str]:
+    """Characters of the byte alphabet whose bytes added tokens take out of every text before the model meets it."""
+    if fast.normalizer is not None or fast.encode_special_tokens or any(token.single_word for token in added):
+        return set()
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    return {word for token in added for word, _ in spelled(token.content) if len(word) == 1}
 
 
 def _steps(described: dict) -> Iterator[dict]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
+from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.text.tokenizer import TextTooLongError, Tokenizer
 
 PIECES = ["<|turn|>", "日本", "Ġx", "ab cd", " ", "\n", "é", "é", "\N{KELVIN SIGN}", "\N{ANGSTROM SIGN}", "각", "x"]
@@ -37,16 +38,22 @@ def shrinking(directory, tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def calculator():
+    """Its bytes 0 and 10 are added tokens, and not in the model's own vocabulary."""
+    return Tokenizer(TRAINED["calculator"])
+
+
 @given(text=TEXTS)
-def test_what_fits_is_never_refused(tokenizer, extended, shrinking, text):
-    for each in (tokenizer, extended, shrinking):
+def test_what_fits_is_never_refused(tokenizer, extended, shrinking, calculator, text):
+    for each in (tokenizer, extended, shrinking, calculator):
         ids = each.encode(text)
         assert not each.exceeds(len(ids), text)
         assert each.encode(text, max_tokens=len(ids)) == ids
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tokenized(tokenizer, extended, shrinking):
-    for each in (tokenizer, extended, shrinking):
+def test_what_cannot_fit_is_refused_before_it_is_tokenized(tokenizer, extended, shrinking, calculator):
+    for each in (tokenizer, extended, shrinking, calculator):
         with pytest.raises(TextTooLongError):
             each.encode("x" * 2**20, max_tokens=512)
 
@@ -74,3 +81,23 @@ def test_the_fast_way_gives_what_the_tokenizer_gives(extended):
 )
 def test_nothing_is_refused_where_text_can_vanish(directory, tmp_path, parts):
     assert not changed(directory, tmp_path, **parts).exceeds(1, "x " * 100_000)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": normalizers.Replace("x", "\n")},
+        {"tokens": [AddedToken("\nword", single_word=True)]},
+    ],
+)
+def test_nothing_is_refused_where_an_added_token_may_miss_its_byte(tmp_path, parts):
+    tokenizer = changed(TRAINED["calculator"], tmp_path, **parts)
+    assert not tokenizer.exceeds(1, "\nwords" * 10_000)
+
+
+def test_nothing_is_refused_where_special_tokens_are_not_looked_for(tmp_path):
+    backing = AutoTokenizer.from_pretrained(TRAINED["calculator"], split_special_tokens=True)
+    backing.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("1\n") == [ord("1")]
+    assert not tokenizer.exceeds(1, "\n" * 10_000)
