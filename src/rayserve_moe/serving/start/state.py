@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -88,6 +89,12 @@ def locked(root: Path) -> Generator[None]:
     with (root / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def remove(folder: Path) -> None:
+    """Remove a state folder, whole or not at all for a start that looks at it: the next one takes the same."""
+    with suppress(OSError), locked(folder.parent):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def running_plans(root: Path) -> dict[Path, Plan]:

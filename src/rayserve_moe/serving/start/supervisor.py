@@ -8,7 +8,6 @@ It imports neither Ray nor jax, and decides nothing: what is served and when is 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from rayserve_moe.serving.start.processes import (
     end,
     own_by_path,
 )
-from rayserve_moe.serving.start.state import Plan
+from rayserve_moe.serving.start.state import Plan, remove
 
 FAILED = 1
 _GRACE_S = 3.0
@@ -64,7 +63,7 @@ def main() -> int:
         left = end(_family, first=signal.SIGTERM, grace_s=_GRACE_S if is_orderly else 0.0)
         if left:
             sys.stderr.write(f"rayserve-moe serve: process {left[0].pid} ({left[0].title}) does not end\n")
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
     return status
 
 

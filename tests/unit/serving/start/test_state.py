@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from rayserve_moe.serving.start.environment import DEFAULTS, environment_of, token_path
 from rayserve_moe.serving.start.ports import Ports, StartError
 from rayserve_moe.serving.start.processes import read_process
-from rayserve_moe.serving.start.state import Plan, private_folder, running_plans
+from rayserve_moe.serving.start.state import Plan, locked, private_folder, remove, running_plans
 from rayserve_moe.serving.start.token import ensure_token
 
 
@@ -46,6 +47,25 @@ def test_a_plan_is_known_as_running_by_its_process_and_the_time_of_its_start(sho
         one.write(private_folder(short / str(number)))
     (private_folder(short / "8002") / "plan.json").write_text("{}")
     assert list(running_plans(short)) == [short / "8000"]
+
+
+def test_a_folder_is_not_removed_while_another_start_looks_at_it(short):
+    folder = private_folder(short / "8000")
+    plan(pid=1, started=1).write(folder)
+    removal = threading.Thread(target=remove, args=[folder])
+    with locked(short):
+        removal.start()
+        while removal.is_alive() and not waits_for_a_lock():
+            continue
+        assert Plan.read(folder).started == 1
+    removal.join()
+    assert [entry.name for entry in short.iterdir()] == ["lock"]
+
+
+def waits_for_a_lock() -> bool:
+    """Whether a thread of this process does."""
+    waiting = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
+    return any(str(os.getpid()) in words for words in waiting)
 
 
 def test_the_token_is_made_once_and_only_its_owner_reads_it(tmp_path):
