@@ -111,14 +111,14 @@ class StepCycle:
     def retract(self) -> None:
         """Have everything that runs wait, without its pages. Call after `drain`."""
         preempt_all(self.scheduler)
-        self._retain_preempted()
+        self._retain_finally()
 
     def take_staged_weights(self, weight_version: str) -> None:
         """Go on under the weights that every host has staged. Call after `drain`."""
         assert self._in_flight is None, "a step is under way"
         self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
         change_weights(self.scheduler, weight_version)
-        self._retain_preempted()
+        self._retain_finally()
         if self._capture is not None:
             self._capture.set_weight_version(weight_version)
         if self._experts is not None:
@@ -154,8 +154,7 @@ class StepCycle:
         self._clock.transport_s += returned - submitted
         if result is not None and self._capture is not None:
             self._capture.absorb(result.routing)
-        self._retain_preempted()
-        self.scheduler.preemptions.clear()
+        self._retain_finally()
         if finished is None:
             return _NOTHING
         assert result is not None and result.step_id == finished.plan.step_id, "a result is not that of its step"
@@ -191,6 +190,11 @@ class StepCycle:
         if self._capture is not None:
             for preemption in self.scheduler.preemptions:
                 self._capture.retain(preemption)
+
+    def _retain_finally(self) -> None:
+        """The same once no rows are to come: nothing is kept twice."""
+        self._retain_preempted()
+        self.scheduler.preemptions.clear()
 
     def _account(self, finished: Schedule, result: StepResult, commit_s: float) -> None:
         clock = self._clock

@@ -295,6 +295,22 @@ def test_pages_whose_rows_are_of_older_weights_than_their_keys_are_found_by_nobo
     assert later.weight_version == ((0, 17, "w"),)
 
 
+@pytest.mark.parametrize("retracts", [True, False])
+def test_what_was_preempted_between_steps_is_kept_once_however_many_end_then(retracts: bool):
+    """Keeping copies all rows of a sequence: done again at every end, it takes the square of their number."""
+    captured = Captured(chunk_tokens=4)
+    group = [wanting(f"r{i}", [100 * i + j for j in range(12)], num_new=4) for i in range(3)]
+    for sequence in group:
+        captured.scheduler.add([sequence])
+    captured.turn(2)
+    changed(captured, retracts=retracts)
+    kept = [sequence.kept_rows for sequence in group]
+    assert all(rows is not None and rows.is_known.any() for rows in kept[:2])
+    for sequence in group[2], group[0]:
+        captured.abort(sequence)
+    assert group[1].kept_rows is kept[1]
+
+
 def corrupt(store: RoutingStore, generator: np.random.Generator, slots: np.ndarray) -> None:
     """Do to some slots what may not happen: lose a stamp, take another's, or swap whole slots with another."""
     for slot in slots:
