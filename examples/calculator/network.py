@@ -75,7 +75,7 @@ def score(weights: Weights, ids_BT: jax.Array, segments_BT: jax.Array, *, spec: 
         hidden_BTD += out_ND.reshape(hidden_BTD.shape)
         unevenness += layer_unevenness
     embedding = weights["embedding"]
-    return Scores(project(rms_norm(hidden_BTD, embedding["final_norm_D"], eps), embedding["head_DV"]), unevenness)
+    return Scores(project(rms_norm(hidden_BTD, embedding["final_norm_D"], eps), embedding["head_VD"].T), unevenness)
 
 
 def _attend(hidden_BTD: jax.Array, weights: dict[str, jax.Array], seen_BTT: jax.Array, spec: ModelSpec) -> jax.Array:

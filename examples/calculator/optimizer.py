@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from examples.calculator.network import Weights
 
 MUON_NAMES = ("q_LDH", "k_LDG", "v_LDG", "o_LHD", "gate_MPDF", "up_MPDF", "down_MPFD")
-MATRICES = ("table_VD", "head_DV", "router_MDE")
+MATRICES = ("table_VD", "head_VD", "router_MDE")
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 TINY = 1e-8

@@ -135,6 +135,6 @@ def test_accuracy_counts_right_answers(trained):
     assert [count for _, count in found.values()] == [100, 100, 100, 100, 100, 90, 100]
     assert found["sums of 1-2 digits"][0] >= 0.99 and found["sums of 3 digits"][0] >= 0.93
     assert table(found).count("\n") == len(found) + 1
-    embedding = weights["embedding"] | {"head_DV": jnp.zeros_like(weights["embedding"]["head_DV"])}
+    embedding = weights["embedding"] | {"head_VD": jnp.zeros_like(weights["embedding"]["head_VD"])}
     none = accuracy_by_task(weights | {"embedding": embedding}, spec, limit=10)
     assert {share for share, _ in none.values()} == {0.0}
