@@ -31,6 +31,7 @@ PROMPTS = [
     *({"id": f"ids {i}", "input_ids": list(range(5, 40 + i))} for i in range(4)),
     {"id": "few", "input_ids": [7, 8, 9], "sampling_params": {"max_new_tokens": 1}},
     {"id": "own", "input_ids": [7, 8, 9], "sampling_params": {"sampling_seed": 5, "temperature": 0.5}},
+    {"id": "not before", "input_ids": [7, 8, 9], "sampling_params": {"min_new_tokens": 3, "no_stop_trim": True}},
 ]
 
 Road = Callable[[int, dict[str, Any], list[Message]], list[Message] | None]

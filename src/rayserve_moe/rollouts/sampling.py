@@ -41,6 +41,7 @@ def _biases(value: Any) -> bool:
 
 SAMPLING: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("a whole number that is not negative", _whole(0, INT32_MAX)),
+    "min_new_tokens": ("a whole number that is not negative", _whole(0, INT32_MAX)),
     "temperature": ("a number from 0 to 100", _number(0, 100)),
     "top_p": ("a number above 0, at most 1", _number(1e-12, 1)),
     "top_k": ("a whole number, -1 or 0 for all tokens", _whole(-1, INT32_MAX)),
@@ -49,6 +50,7 @@ SAMPLING: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "stop_token_ids": ("a list of token ids", _token_ids),
     "ignore_eos": ("true or false", _truth),
     "skip_special_tokens": ("true or false", _truth),
+    "no_stop_trim": ("true or false", _truth),
     "presence_penalty": ("a number from -2 to 2", _number(-2, 2)),
     "frequency_penalty": ("a number from -2 to 2", _number(-2, 2)),
     "repetition_penalty": ("a number from 0.01 to 100", _number(0.01, 100)),

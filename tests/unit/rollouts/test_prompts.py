@@ -13,6 +13,8 @@ import pytest
 
 from rayserve_moe.rollouts.prompts import PromptsError, Row, count_rows, prompt_ids_of, read_rows
 from rayserve_moe.rollouts.sampling import SAMPLING, BadRow, check_sampling, seed_of
+from rayserve_moe.serving.known_fields import FIELDS
+from rayserve_moe.serving.native_schemas import NativeSampling
 
 GOOD: list[dict[str, Any]] = [
     {"text": "1+1="},
@@ -130,6 +132,12 @@ def test_text_needs_a_tokenizer() -> None:
     for content in ({"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
         with pytest.raises(BadRow, match="tokenizer"):
             prompt_ids_of(Row(0, "a", content), None)
+
+
+def test_rows_may_hold_what_the_server_computes() -> None:
+    computed = FIELDS[NativeSampling].computed
+    assert computed - SAMPLING.keys() == {"n", "first_choice"}, "the job's own"
+    assert computed >= SAMPLING.keys()
 
 
 def test_bounds_of_sampling_parameters() -> None:
