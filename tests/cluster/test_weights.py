@@ -82,7 +82,7 @@ def long_request(name: str) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(
-    "transport", [pytest.param(name, marks=pytest.mark.slow if name == "compiled_graph" else ()) for name in TRANSPORTS]
+    "transport", [pytest.param(name, marks=pytest.mark.slow if name != "sockets" else ()) for name in TRANSPORTS]
 )
 def test_all_hosts_change_weights_between_the_same_two_steps(
     transport: str, group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path

@@ -25,14 +25,22 @@ START_TIMEOUT_S = 30.0
 
 
 class Replica(BaseHTTPRequestHandler):
-    """Answers everything with two bytes; a path that is a number of seconds waits so long between them."""
+    """Answers everything with two bytes; a path that is a number of seconds waits so long between them.
+
+    Asked for `/vanish`, it is gone from then on, without an answer. After `/kept` its connection stays open.
+    """
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.path == "/vanish":
+            self.server.socket.close()
+            self.close_connection = True
+            return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
-        self.send_header("Connection", "close")  # so that nothing is left of a replica that is shut down
+        if self.path != "/kept":
+            self.send_header("Connection", "close")  # so that nothing is left of a replica that is shut down
         self.end_headers()
         self.wfile.write(b"1\r\na\r\n")
         if re.fullmatch(r"/[\d.]+", self.path):

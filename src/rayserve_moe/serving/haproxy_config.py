@@ -77,9 +77,6 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
     interface = bound[1] if bound and bound[1] != "*" else ""
     host = limits.host or r"\1"
-    replicas, backends = len(_REPLICA.findall(text)), len(set(_APP.findall(text)))
-    # Another replica is tried at once; the same one only after a second, in which nothing is known of it.
-    retries = 1 if replicas > backends else 0
     errorfiles = "\n".join(f"    errorfile {status} {answers}/{status}.http" for status in OWN_ANSWERS)
     nothing_here = (
         r"\g<0>" if serves else r"backend default_backend\n    http-request return status 503 default-errorfiles"
@@ -89,8 +86,10 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
         (r"^    maxconn \d+$", f"    maxconn {limits.max_connections + HEALTH_CONNECTIONS}"),
         (
             r"^ +timeout client \d+s$",
-            rf"\g<0>\n    timeout http-request {limits.head_timeout_s}s\n    retries {retries}",
+            rf"\g<0>\n    timeout http-request {limits.head_timeout_s}s\n    retries 1",
         ),
+        # HAProxy says nothing when a replica vanishes under a later request of a connection: a retry ends in a 503.
+        (r"^ +retry-on conn-failure$", "    retry-on conn-failure empty-response"),
         (r"^ +errorfile 502 \S+\n +errorfile 503 \S+\n +errorfile 504 \S+$", errorfiles.replace("\\", r"\\")),
         (r"^frontend prometheus\n +bind :(\d+)$", rf"frontend prometheus\n    bind {interface}:\1"),
         (r"^listen stats\n +bind \*:(\d+)$", rf"listen stats\n    bind {interface}:\1"),

@@ -93,9 +93,11 @@ def test_a_second_start_finds_every_program_computes_the_same_and_says_what_took
 ):
     cold, fresh = started(core_checkpoint, str(tmp_path), places=places)
     warm, found = started(core_checkpoint, str(tmp_path), places=places)
-    assert (cold.num_programs, cold.num_programs_found) == (4, 0), "one decode shape, one mixed shape, two updates"
-    assert (warm.num_programs, warm.num_programs_found) == (4, 4)
-    assert len(files(tmp_path)) == 4
+    assert (cold.num_programs, cold.num_programs_found) == (5, 0), (
+        "one decode shape, one mixed shape, two updates, counts"
+    )
+    assert (warm.num_programs, warm.num_programs_found) == (5, 5)
+    assert len(files(tmp_path)) == 5
     assert found.token_ids == fresh.token_ids and found.logprobs == fresh.logprobs
     np.testing.assert_array_equal(found.routing.rows, fresh.routing.rows)
     for report in (cold, warm):

@@ -180,7 +180,7 @@ def test_loaded_weights_lie_as_the_kernels_want_them_on_every_device(tmp_path, t
         ).params
         for kernels in (JAX, NATIVE_CPU)
     )
-    layouts = dict.fromkeys(PACKED, pack) | ({"table_VD": pack_columns} if tied else {})
+    layouts = {**dict.fromkeys(PACKED, pack), "table_VD" if tied else "head_VD": pack_columns}
     for group, arrays in plain.items():
         for name, array in arrays.items():
             lay_out = layouts.get(name, lambda values: values)
