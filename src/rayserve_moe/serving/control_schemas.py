@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rayserve_moe.serving.field_types import RequestBody, fault
 
 _LONGEST_PATH = 4096
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or "\0" in path:
+        raise fault("should be an absolute path")
+    return path
 
 
 class AbortBody(RequestBody):
@@ -36,7 +42,9 @@ class UpdateWeightsBody(RequestBody):
     The prefix cache is flushed whatever `flush_cache` says: what it holds is of the old weights.
     """
 
-    model_path: Annotated[str, Field(max_length=_LONGEST_PATH, pattern=r"^/[^\x00]*$")]
+    model_path: Annotated[
+        str, Field(max_length=_LONGEST_PATH, json_schema_extra={"pattern": r"^/[^\x00]*$"}), AfterValidator(_absolute)
+    ]
     load_format: Literal["auto", "safetensors"] = "auto"
     weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
     flush_cache: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +19,9 @@ from rayserve_moe.serving.json_pieces import JsonFault, parse_in_pieces
 from rayserve_moe.serving.known_fields import FIELDS
 
 Schema = TypeVar("Schema", bound=BaseModel)
+
+_SUBJECT = re.compile("^(Value error,|Input|Field|String|List) ")
+"""What a fault's sentence begins with; the name of the field stands in for it."""
 
 
 async def read_body(request: Request, schema: type[Schema], *, intake: Intake, ignored: IgnoredFields) -> Schema:
@@ -74,6 +78,6 @@ def validate(schema: type[Schema], fields: dict) -> Schema:
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
         param = ".".join(str(step) for step in fault["loc"]) or None
-        sentence = fault["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("Field ")
+        sentence = _SUBJECT.sub("", fault["msg"]).replace(" after validation", "")
         sentence = {"required": "is required"}.get(sentence, sentence)
         raise ApiError(400, f"`{param}` {sentence}" if param else sentence, param=param) from error
