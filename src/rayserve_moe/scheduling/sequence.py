@@ -138,15 +138,6 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def num_uncomputed(self) -> int:
-        """Known tokens that have to be computed before the next one can be sampled; below 0 while one is on its way."""
-        return self.num_tokens - self.num_computed
-
-    @property
-    def is_prompt_computed(self) -> bool:
-        return self.num_computed >= self.num_prompt_tokens
-
-    @property
     def pages(self) -> np.ndarray:
         """Pages held, int32, by page index."""
         return self.state.page_ids[: self.state.counters[NUM_PAGES]]
