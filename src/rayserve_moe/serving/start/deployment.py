@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,9 @@ def cause_of(message: str) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"rayserve-moe serve: {line}\n")
-    sys.stdout.flush()
+    with suppress(OSError):  # the terminal may be gone
+        sys.stdout.write(f"rayserve-moe serve: {line}\n")
+        sys.stdout.flush()
 
 
 def _jobs(plan: Plan) -> str:

@@ -15,7 +15,9 @@ from pathlib import Path
 _PROC = Path("/proc")
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _ZOMBIE = "Z"
-STOPS = frozenset({signal.SIGTERM, signal.SIGINT})
+_OF_TERMINAL = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else set()
+STOPS = frozenset({signal.SIGTERM, signal.SIGINT} | _OF_TERMINAL)
+"""Signals that stop a server: also that of a terminal that closes, unless it is ignored, as by `nohup`."""
 AWAITED = STOPS | {signal.SIGCHLD}
 """Signals that the parent of the other processes waits for; they are blocked in it, and in its children at first."""
 

@@ -82,9 +82,9 @@ def _watch(ray: int, deployment: int, *, plan: Plan, folder: Path) -> tuple[int,
     deadline: float | None = None
     while True:
         found = _next_signal(deadline)
-        if found in STOPS and deadline is not None:
+        if found in (signal.SIGTERM, signal.SIGINT) and deadline is not None:  # a terminal may send its own twice
             return 128 + found, False
-        if found in STOPS:
+        if found in STOPS and deadline is None:
             deadline = time.monotonic() + plan.drain_timeout_s + _LAST_WORDS_S
             os.kill(deployment, signal.SIGTERM)
         ended = collect_children()

@@ -33,6 +33,15 @@ def test_orphans_are_adopted_and_ended_even_if_they_are_deaf():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("handling", "stops"), [("default", "True"), ("ignore", "False")])
+def test_a_terminal_that_closes_stops_a_server_unless_it_is_told_not_to(handling, stops):
+    """Its signal would otherwise end the parent of all processes at once, and what runs with it."""
+    asked = "import signal; from rayserve_moe.serving.start import processes; print(signal.SIGHUP in processes.AWAITED)"
+    command = ["env", f"--{handling}-signal=HUP", sys.executable, "-c", asked]
+    done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.stdout.split() == [stops]
+
+
 @pytest.fixture
 def sleeper(tmp_path):
     """A process that works with a file of the folder, as an orphaned HAProxy does."""
