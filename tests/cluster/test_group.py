@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +12,7 @@ import ray
 from rayserve_moe.cluster import group_executor
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.load import settings_from
+from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
 
 PAGES = (70, 50, 60)
@@ -30,6 +33,30 @@ class SmallHost:
 
     def prepare(self, num_pages: int) -> None:
         raise ValueError(f"told {num_pages} pages")
+
+
+@ray.remote(num_cpus=0)
+class DyingHost:
+    """A host that reads for ever, and dies when it is told to stop."""
+
+    def begin_staging(self, *_: Any) -> None:
+        return
+
+    def staging_outcome(self) -> None:
+        return
+
+    def drop_staged(self) -> None:
+        os._exit(1)
+
+
+def test_a_host_that_dies_while_it_drops_weights_is_lost(raylets: int) -> None:
+    settings = settings_from({"model_path": "unread", "staging_timeout_s": 1})
+    runner = cast(RunnerSettings, SimpleNamespace(updates=settings.updates))
+    group = GroupExecutor(runner, parallel=settings.parallel, cluster=settings.cluster)
+    group.workers = [DyingHost.remote()]
+    with pytest.raises(ExecutorFailure, match="lost"):
+        group.stage_weights("/unread", None)
+    group.shutdown()
 
 
 def test_hosts_have_the_pages_of_the_smallest(raylets: int, monkeypatch: pytest.MonkeyPatch) -> None:

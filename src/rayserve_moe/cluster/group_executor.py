@@ -110,9 +110,15 @@ class GroupExecutor:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _drop_staged(self) -> None:
-        """Have every host forget what it read. One that does not answer does so before it reads anything else."""
-        with suppress(GetTimeoutError, RayTaskError):
-            ray.get([worker.drop_staged.remote() for worker in self.workers], timeout=DROP_TIMEOUT_S)
+        """Have every host forget what it read. One that does not answer does so before it reads anything else.
+
+        ExecutorFailure where one is lost.
+        """
+        try:
+            with suppress(GetTimeoutError, RayTaskError):
+                ray.get([worker.drop_staged.remote() for worker in self.workers], timeout=DROP_TIMEOUT_S)
+        except RayError as error:
+            raise ExecutorFailure(f"a host was lost while it dropped new weights: {error}") from error
 
     def release(self) -> None:
         if self._transport is not None:
