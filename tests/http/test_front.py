@@ -25,7 +25,6 @@ WAYS_TO_BE_SLOW = {
 ANOTHER_SOURCE = "127.0.0.2"
 DEADLINE_S = 60.0
 AT_ONCE_S = 10.0
-"""HAProxy tries the replica once more after a second."""
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def test_twenty_thousand_bodies_leave_nothing_behind(operations, engine, short_c
     for _ in range(ROUNDS):
         for method, path in EVERY_ROUTE:
             num_answers += check_route(operations, method, path, num_bodies=BODIES_A_ROUND)
-        engine.loop.control.resume().result()
+            engine.loop.control.resume().result()
         assert_idle(engine)
         numbers = engine.loop.statistics()
         assert numbers["pages_free"] == numbers["pages_total"], numbers

@@ -34,6 +34,7 @@ class Replica(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/vanish":
+            self.server.socket.shutdown(socket.SHUT_RDWR)  # as for a process that ends: the listener goes first
             self.server.socket.close()
             self.close_connection = True
             return

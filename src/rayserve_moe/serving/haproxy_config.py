@@ -16,6 +16,7 @@ MARK = "# edited by rayserve_moe\n"
 HEALTH_CONNECTIONS = 64
 """Connections that only the listener for `/health` and HAProxy's own pages take."""
 RETRY_AFTER_S = 5
+CLOSE = "option http-server-close"
 OWN_ANSWERS = {
     408: (408, "invalid_request_error", "request_timeout", "the body of the request did not arrive in time"),
     502: (503, "service_unavailable_error", "replica_lost", "the replica was lost; try again later"),
@@ -77,6 +78,9 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
     interface = bound[1] if bound and bound[1] != "*" else ""
     host = limits.host or r"\1"
+    replicas, backends = len(_REPLICA.findall(text)), len(set(_APP.findall(text)))
+    # Another replica is tried at once; the same one only after a second, in which nothing is known of it.
+    retries = 1 if replicas > backends else 0
     errorfiles = "\n".join(f"    errorfile {status} {answers}/{status}.http" for status in OWN_ANSWERS)
     nothing_here = (
         r"\g<0>" if serves else r"backend default_backend\n    http-request return status 503 default-errorfiles"
@@ -86,10 +90,9 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
         (r"^    maxconn \d+$", f"    maxconn {limits.max_connections + HEALTH_CONNECTIONS}"),
         (
             r"^ +timeout client \d+s$",
-            rf"\g<0>\n    timeout http-request {limits.head_timeout_s}s\n    retries 1",
+            # A replica that vanishes under a kept connection is a reset without a word: every request has its own.
+            rf"\g<0>\n    timeout http-request {limits.head_timeout_s}s\n    retries {retries}\n    {CLOSE}",
         ),
-        # HAProxy says nothing when a replica vanishes under a later request of a connection: a retry ends in a 503.
-        (r"^ +retry-on conn-failure$", "    retry-on conn-failure empty-response"),
         (r"^ +errorfile 502 \S+\n +errorfile 503 \S+\n +errorfile 504 \S+$", errorfiles.replace("\\", r"\\")),
         (r"^frontend prometheus\n +bind :(\d+)$", rf"frontend prometheus\n    bind {interface}:\1"),
         (r"^listen stats\n +bind \*:(\d+)$", rf"listen stats\n    bind {interface}:\1"),
