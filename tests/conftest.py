@@ -66,6 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return import_module("tests.support.distribution").Distribution(config, log)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With the native kernels only tests over the core model run: what they compute, no other test sees."""
     if part := config.getoption("--part"):
