@@ -17,22 +17,11 @@ from typing import Any, Self
 
 import yaml
 
+from rayserve_moe.serving.start.environment import DEFAULTS
+
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
-ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_LOG_TO_STDERR": "1",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
+ENVIRONMENT = {**DEFAULTS, "RAY_AUTH_MODE": "disabled"}
 """Of a cluster that applications of benchmarks join; what is set already wins."""
 PARTS_BY_TITLE = {"ray::ProxyActor": "proxy", "ray::ServeReplica": "replica", "ray::HostWorker": "host_worker"}
 REST = "ray_daemons"

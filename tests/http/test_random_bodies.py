@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
+import rayserve_moe
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
@@ -26,10 +27,13 @@ from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.conftest import assert_idle
 from tests.http.test_description import ROUTES
 
+PACKAGE = Path(rayserve_moe.__file__).parent
 GENERATING = [COMPLETIONS, CHAT, GENERATE, TOKENS]
 CONTEXT = 48
 """Tokens that a sequence may have here: random limits would otherwise keep the engine busy for long."""
 SHORTEST_ECHO = 6
+OWN_TEXT = "".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
+"""What our messages are made of: a random string may be taken from it, and then stands in an answer by itself."""
 ROUNDS, BODIES_A_ROUND = 8, 400
 LIMITS = {"max_tokens": 6, "max_new_tokens": 6, "max_completion_tokens": 6, "n": 4, "logprobs": 20}
 EVERY_ROUTE = sorted((method, path) for method, paths in ROUTES.items() for path in paths)
@@ -97,7 +101,7 @@ def check_documented(operation, case, response, own_words):
 def send_random(operations, route, num_requests):
     """Send random requests to one route; returns how often each status was answered."""
     operation = operations[route]
-    own_words = json.dumps([operation.schema.raw_schema, "success", "num_paused_requests", " is required"])
+    own_words = json.dumps([operation.schema.raw_schema, "success", "num_paused_requests", " is required"]) + OWN_TEXT
     statuses: Counter[int] = Counter()
     kinds = st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 
