@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from rayserve_moe.cluster.startup_memory import frozen
 from tests.http.asking import wait_until
 from tests.http.conftest import served
 from tests.http.test_bad_inputs import check_error
@@ -50,10 +51,13 @@ def test_long_messages_are_refused(http):
 
 
 def test_a_running_stream_goes_on_while_they_arrive(url, http, unhurried):
-    """No gap in the stream is near to what the standard library takes to parse one of them in a piece."""
-    started = time.perf_counter()
+    """In no gap of the stream does the process work nearly as long as to parse one of them in a piece.
+
+    Servers leave what they loaded out of garbage collection, and a processor that others use counts for nobody here.
+    """
+    started = time.process_time()
     json.loads(MANY_KEYS, object_pairs_hook=dict)
-    at_once = time.perf_counter() - started
+    at_once = time.process_time() - started
     stop, answered = threading.Event(), []
 
     def besiege():
@@ -63,6 +67,7 @@ def test_a_running_stream_goes_on_while_they_arrive(url, http, unhurried):
 
     with contextlib.ExitStack() as undo:
         hostile = threading.Thread(target=besiege)
+        undo.enter_context(frozen())
         undo.callback(hostile.join)
         undo.callback(stop.set)
         hostile.start()
@@ -89,5 +94,5 @@ def test_what_is_held_is_bounded_and_given_back(engine):
 
 def _gaps_of_a_stream(http):
     with http.stream("POST", "/v1/completions", json=STREAMED) as answer:
-        arrivals = [time.perf_counter() for line in answer.iter_lines() if line]
+        arrivals = [time.process_time() for line in answer.iter_lines() if line]
     return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
