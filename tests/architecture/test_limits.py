@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture import limits, readme_tree
+from tests.architecture import files_page, limits
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = limits.read_sources(ROOT / "src" / "rayserve_moe")
@@ -128,58 +128,11 @@ def test_every_check_has_a_violation_and_an_allowed_case() -> None:
     assert {case[0] for case in VIOLATIONS} == {case[0] for case in ALLOWED} == set(limits.CHECKS)
 
 
-def test_the_readme_lists_every_source_file_once() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("there is no README yet")
-    problems = readme_tree.tree_problems(readme.read_text(encoding="utf-8"), ROOT)
-    assert not problems, "\n".join(problems)
+def test_the_page_of_files_is_the_one_that_the_files_say() -> None:
+    assert files_page.PAGE.read_text(encoding="utf-8") == files_page.page()
 
 
-TREE = """
-```
-src/rayserve_moe/
-├── cli.py        starts the server
-└── model/        what a model is
-    └── spec.py   a model as data
-Makefile          every habit is a target
-```
-"""
-
-INDENTED = """
-```text
-./
-  src/rayserve_moe/
-    cli.py  # starts the server
-    model/
-      spec.py  - a model as data
-```
-"""
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    for name in ("src/rayserve_moe/cli.py", "src/rayserve_moe/model/spec.py", "Makefile"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x = 1\n", encoding="utf-8")
-    (tmp_path / "src/rayserve_moe/model/__init__.py").touch()
-    return tmp_path
-
-
-@pytest.mark.parametrize("readme", [TREE, INDENTED])
-def test_a_complete_tree_passes(repository: Path, readme: str) -> None:
-    assert readme_tree.tree_problems(readme, repository) == []
-
-
-@pytest.mark.parametrize(
-    ("readme", "problem"),
-    [
-        ("no tree here", "README has no file tree (a fenced block with an entry that begins with src/)"),
-        (TREE.replace("├── cli.py        starts the server\n", ""), "src/rayserve_moe/cli.py: not in the tree"),
-        (TREE + TREE, "src/rayserve_moe/model/spec.py: listed 2 times"),
-        (TREE.replace("Makefile", "Dockerfile"), "Dockerfile: does not exist"),
-        (TREE.replace("starts the server", ""), "src/rayserve_moe/cli.py: no description"),
-    ],
-)
-def test_a_wrong_tree_is_found(repository: Path, readme: str, problem: str) -> None:
-    assert problem in readme_tree.tree_problems(readme, repository)
+def test_every_source_file_says_what_it_is() -> None:
+    tracked = [file for file in files_page.PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    silent = [file for file in tracked if file.stat().st_size and not files_page.first_sentence(file)]
+    assert not silent
