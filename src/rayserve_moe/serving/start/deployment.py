@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatusOverview, ServeDeploySchema
 
 from rayserve_moe.serving.start.ports import is_free
 from rayserve_moe.serving.start.processes import join_parent
@@ -113,15 +113,19 @@ def _deploy(plan: Plan) -> None:
 
 
 def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
-    """Wait for every application to run and for its HTTP port to answer; False when told to stop before."""
+    """Wait for every application to run and for its HTTP port to answer; False when told to stop before.
+
+    DeploymentFailed where one cannot be started, or has been unhealthy for as long as a start may take.
+    """
     names = {application["name"] for application in plan.config["applications"]}
+    seen = time.monotonic()
     while not stop.is_set:
         found = serve.status().applications
-        for application in found.values():
-            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise DeploymentFailed(cause_of(_messages(application)))
         if names == {name for name, application in found.items() if application.status == "RUNNING"} and _answers(plan):
             return True
+        if not is_lost(found):
+            seen = time.monotonic()
+        _check_time(found, since=seen, plan=plan)
         time.sleep(_POLL_S)
     return False
 
@@ -130,15 +134,30 @@ def _watch(plan: Plan, stop: StopSignal) -> None:
     """Return when told to stop. DeploymentFailed once an application has not run for as long as a start may take."""
     seen = time.monotonic()
     while not stop.is_set:
-        found = serve.status().applications.values()
-        if all(application.status == "RUNNING" for application in found):
+        found = serve.status().applications
+        if all(application.status == "RUNNING" for application in found.values()):
             seen = time.monotonic()
-        elif time.monotonic() - seen > plan.start_timeout_s:
-            raise DeploymentFailed(cause_of("\n".join(map(_messages, found))))
+        _check_time(found, since=seen, plan=plan)
         time.sleep(_WATCH_S)
 
 
-def _messages(application: serve.schema.ApplicationStatusOverview) -> str:
+def is_lost(found: Mapping[str, ApplicationStatusOverview]) -> bool:
+    """Whether an application that was healthy no longer is: Serve replaces its replica, however early it was lost.
+
+    DeploymentFailed where one could not be started.
+    """
+    for application in found.values():
+        if application.status == "DEPLOY_FAILED":
+            raise DeploymentFailed(cause_of(_messages(application)))
+    return any(application.status == "UNHEALTHY" for application in found.values())
+
+
+def _check_time(found: Mapping[str, ApplicationStatusOverview], *, since: float, plan: Plan) -> None:
+    if time.monotonic() - since > plan.start_timeout_s:
+        raise DeploymentFailed(cause_of("\n".join(map(_messages, found.values()))))
+
+
+def _messages(application: ApplicationStatusOverview) -> str:
     return "\n".join([application.message, *(one.message for one in application.deployments.values())])
 
 

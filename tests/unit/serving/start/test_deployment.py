@@ -1,11 +1,12 @@
-"""What a drain takes a replica's answers for."""
+"""What the process that deploys makes of what Serve and its replicas say."""
 
 from __future__ import annotations
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from rayserve_moe.serving.start.deployment import _num_running
+from rayserve_moe.serving.start.deployment import DeploymentFailed, _num_running, is_lost
 
 
 @pytest.mark.parametrize(
@@ -14,3 +15,15 @@ from rayserve_moe.serving.start.deployment import _num_running
 )
 def test_a_replica_that_is_too_busy_to_answer_still_runs_something(answer: object, running: int) -> None:
     assert _num_running(answer) == running
+
+
+@pytest.mark.parametrize(("status", "lost"), [("DEPLOYING", False), ("RUNNING", False), ("UNHEALTHY", True)])
+def test_a_replica_that_is_lost_right_after_its_start_is_waited_for(status: str, lost: bool) -> None:
+    assert is_lost({"moe": ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})}) == lost
+
+
+def test_an_application_that_cannot_be_started_ends_the_command_with_the_cause() -> None:
+    message = "Traceback ...\nrayserve_moe.SettingsError: num_pages 3 hold no sequence"
+    found = {"moe": ApplicationStatusOverview(ApplicationStatus.DEPLOY_FAILED, message, 0.0, {})}
+    with pytest.raises(DeploymentFailed, match="num_pages 3 hold no sequence"):
+        is_lost(found)
