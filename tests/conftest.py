@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rayserve_moe.serving.haproxy_config import FrontLimits
-from rayserve_moe.serving.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.environment import environment_of
+from rayserve_moe.serving.start.haproxy_config import FrontLimits
+from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from tests.support.ports import reserve_ports
 
 PORTS, RESERVATION = reserve_ports()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rayserve_moe.serving.known_fields import NOTHING, OBJECTS, KnownFields, known_fields
+from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, KnownFields, known_fields
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http_fields.md"
 TITLES = {
@@ -23,9 +23,9 @@ TITLES = {
 _OFF = ", ".join(f"`{json.dumps(value)}`" for value in NOTHING)
 INTRODUCTION = f"""# Request fields
 
-Written from `src/rayserve_moe/serving/known_fields.py`. Every field that vLLM, SGLang or OpenAI define for a body
-stands here. *Computed* fields have their effect. *Accepted* ones change nothing in the answer. *Refused* ones would
-change it and are not computed: they are answered 400 by name, unless their value switches them off
+Written from `src/rayserve_moe/serving/schemas/known_fields.py`. Every field that vLLM, SGLang or OpenAI define for a
+body stands here. *Computed* fields have their effect. *Accepted* ones change nothing in the answer. *Refused* ones
+would change it and are not computed: they are answered 400 by name, unless their value switches them off
 ({_OFF}, and what stands in brackets).
 
 Any field may be null, which is the same as not given. A name that is not in the list of `sampling_params` or

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayserve_moe.replay.alignment import decode_answer
-from rayserve_moe.serving.absent_routes import REASONS
+from rayserve_moe.serving.routes.unsupported import REASONS
 from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, stream, wait_until
 from tests.http.conftest import assert_idle
 from tests.http.test_bad_inputs import check_error

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.serving.limits import ADMIN_PATHS
+from rayserve_moe.serving.middleware.edge_guard import ADMIN_PATHS
 from tests.http.asking import wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error

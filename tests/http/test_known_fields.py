@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.field_checks import taken_fields
-from rayserve_moe.serving.ignored_fields import HEADER, listed
-from rayserve_moe.serving.known_fields import NOTHING, OBJECTS, known_fields
+from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
+from rayserve_moe.serving.schemas.field_checks import taken_fields
+from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields
 from tests.architecture.fields_page import PAGE, page
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.test_bad_inputs import check_error

@@ -13,8 +13,8 @@ from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.replay.alignment import decode_answer
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, decode_rollout
 from rayserve_moe.requests import RoutedExperts
-from rayserve_moe.serving import answering
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.responses import answering
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, prompt_fields, stream, wait_until
 
 PATHS = [COMPLETIONS, GENERATE, TOKENS]

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.errors import install_error_handlers
-from rayserve_moe.serving.limits import EdgeGuard
+from rayserve_moe.serving.middleware.edge_guard import EdgeGuard
 from tests.support.serving import running
 
 BODY_TIMEOUT_S = 0.3

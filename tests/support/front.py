@@ -17,8 +17,8 @@ from pathlib import Path
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from rayserve_moe.serving.haproxy_config import FrontLimits
-from rayserve_moe.serving.haproxy_launcher import write_launcher
+from rayserve_moe.serving.start.haproxy_config import FrontLimits
+from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from tests.support.ports import free_port
 
 START_TIMEOUT_S = 30.0

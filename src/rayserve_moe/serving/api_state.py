@@ -11,9 +11,9 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.expert_balancing import ExpertBalancing
 from rayserve_moe.requests import ModelCard
-from rayserve_moe.serving.ignored_fields import IgnoredFields
-from rayserve_moe.serving.intake import Intake
-from rayserve_moe.serving.traffic import Traffic
+from rayserve_moe.serving.middleware.admission import Intake
+from rayserve_moe.serving.middleware.ignored_fields import IgnoredFields
+from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.text.tokenizer import Tokenizer
 
 _ENCODING_THREADS = 2

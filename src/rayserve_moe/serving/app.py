@@ -24,8 +24,8 @@ from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.replica_end import end_after_failure
-from rayserve_moe.serving.traffic import Traffic
 
 SERVE_LOGGER = "ray.serve"
 """Serve's lines go to the replica's own file and, where it is asked to, to standard error: so do the package's."""

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI
 
-from rayserve_moe.serving.absent_routes import absent_router
-from rayserve_moe.serving.answer_count import AnswerCount
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control_routes import control_router
-from rayserve_moe.serving.control_schemas import AbortBody, PauseBody, UpdateWeightsBody
 from rayserve_moe.serving.errors import install_error_handlers
-from rayserve_moe.serving.experts_routes import experts_router
-from rayserve_moe.serving.ignored_fields import IgnoredFieldsHeader
-from rayserve_moe.serving.limits import EdgeGuard
-from rayserve_moe.serving.load_routes import load_router
-from rayserve_moe.serving.model_routes import model_router, package_version
-from rayserve_moe.serving.native_routes import native_router
-from rayserve_moe.serving.native_schemas import GenerateBody
-from rayserve_moe.serving.openai_routes import openai_router
-from rayserve_moe.serving.openai_schemas import ChatBody, CompletionBody
+from rayserve_moe.serving.middleware.answer_count import AnswerCount
+from rayserve_moe.serving.middleware.edge_guard import EdgeGuard
+from rayserve_moe.serving.middleware.ignored_fields import IgnoredFieldsHeader
+from rayserve_moe.serving.middleware.traffic import CountedTraffic
 from rayserve_moe.serving.openapi import publish
-from rayserve_moe.serving.token_routes import token_router
-from rayserve_moe.serving.token_schemas import TokenBody
-from rayserve_moe.serving.traffic import CountedTraffic
+from rayserve_moe.serving.routes.control import control_router
+from rayserve_moe.serving.routes.experts import experts_router
+from rayserve_moe.serving.routes.load import load_router
+from rayserve_moe.serving.routes.models import model_router, package_version
+from rayserve_moe.serving.routes.native import native_router
+from rayserve_moe.serving.routes.openai import openai_router
+from rayserve_moe.serving.routes.tokens import token_router
+from rayserve_moe.serving.routes.unsupported import absent_router
+from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, UpdateWeightsBody
+from rayserve_moe.serving.schemas.native import GenerateBody
+from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.serving.schemas.tokens import TokenBody
 
 BODIES = (CompletionBody, ChatBody, GenerateBody, TokenBody, AbortBody, PauseBody, UpdateWeightsBody)
 

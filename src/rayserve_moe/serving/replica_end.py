@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from rayserve_moe.cluster.replica_engine import ReplicaEngine
-from rayserve_moe.serving.traffic import Traffic
+from rayserve_moe.serving.middleware.traffic import Traffic
 
 log = logging.getLogger(__name__)
 

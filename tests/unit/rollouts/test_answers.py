@@ -11,7 +11,7 @@ import pytest
 from rayserve_moe.replay.encoding import encode_rollout
 from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
-from rayserve_moe.serving.routing_answers import RoutingForm, RoutingWriter
+from rayserve_moe.serving.responses.routing import RoutingForm, RoutingWriter
 from tests.support.routing_cases import random_rows, same
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)

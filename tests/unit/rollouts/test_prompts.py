@@ -13,8 +13,8 @@ import pytest
 
 from rayserve_moe.rollouts.prompts import PromptsError, Row, count_rows, prompt_ids_of, read_rows
 from rayserve_moe.rollouts.sampling import SAMPLING, BadRow, check_sampling, seed_of
-from rayserve_moe.serving.known_fields import FIELDS
-from rayserve_moe.serving.native_schemas import NativeSampling
+from rayserve_moe.serving.schemas.known_fields import FIELDS
+from rayserve_moe.serving.schemas.native import NativeSampling
 
 GOOD: list[dict[str, Any]] = [
     {"text": "1+1="},

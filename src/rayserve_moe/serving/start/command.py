@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
-from rayserve_moe.serving.haproxy_config import FrontLimits
-from rayserve_moe.serving.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.environment import LAUNCHER, environment_of, token_path
+from rayserve_moe.serving.start.haproxy_config import FrontLimits
+from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
 from rayserve_moe.serving.start.processes import all_processes, end, own_by_path, read_process
 from rayserve_moe.serving.start.state import Plan, locked, private_folder, running_plans

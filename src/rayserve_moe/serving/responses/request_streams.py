@@ -1,0 +1,134 @@
+"""One HTTP request in the engine: its prompts as engine requests, their streams joined, and all of it ended together.
+
+Choices are numbered over the whole HTTP request: prompt by prompt, and within a prompt by the engine's index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TypeVar
+
+from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.streams import GenerationStream, open_stream
+from rayserve_moe.requests import GenerationRequest, RequestError
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
+from rayserve_moe.text.choice_text import ChoiceDelta
+
+NumberedDelta = tuple[int, ChoiceDelta]
+_Item = TypeVar("_Item")
+CHOICES_AT_ONCE = 64
+"""Choices that are opened before the event loop does something else: about two milliseconds."""
+
+
+class RequestStreams:
+    """The open streams of one HTTP request. `close` must follow, however the request ends."""
+
+    def __init__(self, state: ApiState, requests: Sequence[GenerationRequest]) -> None:
+        self._started_s = time.monotonic()
+        self._loop, self._tokenizer = state.loop, state.tokenizer
+        self.request_of_choice = [request for request in requests for _ in range(request.sampling.n)]
+        if len(self.request_of_choice) > MAX_CHOICES:
+            raise ApiError(400, f"a request may ask for at most {MAX_CHOICES} choices, prompts times `n`", param="n")
+        self.elapsed_s = [0.0] * len(self.request_of_choice)
+        """Seconds that each choice has taken, as of its last delta."""
+        self._first_choice = [0, *itertools.accumulate(request.sampling.n for request in requests)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._all_ended: asyncio.Future[list] | None = None
+        self._streams: list[GenerationStream] = []
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Open the stream of the next request."""
+        self._streams.append(open_stream(self._loop, self._tokenizer, request=request))
+
+    def close(self) -> None:
+        """Abort what is unfinished. May be called twice."""
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:
+            stream.close()
+
+    async def groups(self) -> AsyncGenerator[list[NumberedDelta], None]:
+        """Yield deltas with the number of their choice; those that are ready together come together.
+
+        ApiError 422 when the model fails on a choice; EngineStoppedError when the engine does.
+        """
+        arrivals: asyncio.Queue[int | NumberedDelta] = asyncio.Queue()
+        self._tasks = [
+            asyncio.create_task(self._forward(prompt, stream, arrivals)) for prompt, stream in enumerate(self._streams)
+        ]
+        self._all_ended = asyncio.gather(*self._tasks, return_exceptions=True)
+        num_open = len(self._streams)
+        while num_open:
+            arrived = _take_ready(await arrivals.get(), arrivals)
+            group = [item for item in arrived if not isinstance(item, int)]
+            self._refuse_failed(group)
+            for choice, _ in group:
+                self.elapsed_s[choice] = time.monotonic() - self._started_s
+            if group:
+                yield group
+            for ended in (item for item in arrived if isinstance(item, int)):
+                await self._tasks[ended]
+                num_open -= 1
+
+    async def results(self) -> list[ChoiceResult]:
+        """Wait for every choice to end."""
+        results = [ChoiceResult() for _ in self.request_of_choice]
+        async for group in self.groups():
+            for choice, delta in group:
+                results[choice].add(delta)
+        return results
+
+    def _refuse_failed(self, group: list[NumberedDelta]) -> None:
+        failures = [delta.finish for _, delta in group if delta.finish is not None and delta.finish.kind == "error"]
+        if failures:
+            self._loop.check_health()
+            raise ApiError(422, failures[0].message or "the model failed on this request", code="model_failed")
+
+    async def _forward(
+        self, prompt: int, stream: GenerationStream, arrivals: asyncio.Queue[int | NumberedDelta]
+    ) -> None:
+        """Pass the deltas of one prompt on, then its number, which says that the stream has ended."""
+        try:
+            async for delta in stream:
+                arrivals.put_nowait((self._first_choice[prompt] + delta.choice_index, delta))
+        finally:
+            arrivals.put_nowait(prompt)
+
+
+async def open_streams(
+    state: ApiState, requests: Sequence[GenerationRequest], *, param_names: Mapping[str, str] | None = None
+) -> RequestStreams:
+    """Submit every request, or none: what `open_stream` raises for one takes back those before it.
+
+    `param_names` gives the route's own names of the fields that the engine may find fault with. Where there are many
+    choices others have their turn in between.
+    """
+    streams, num_choices = RequestStreams(state, requests), 0
+    with contextlib.ExitStack() as undo:
+        undo.callback(streams.close)
+        try:
+            for request in requests:
+                streams.submit(request)
+                num_choices += request.sampling.n
+                if num_choices >= CHOICES_AT_ONCE:
+                    num_choices = 0
+                    await asyncio.sleep(0)
+        except RequestError as error:
+            param = (param_names or {}).get(error.param or "", error.param)
+            message = f"`{param}`: {error}" if param and param not in str(error) else str(error)
+            raise ApiError(400, message, param=param) from error
+        undo.pop_all()
+    return streams
+
+
+def _take_ready(first: _Item, queue: asyncio.Queue[_Item]) -> list[_Item]:
+    taken = [first]
+    while not queue.empty():
+        taken.append(queue.get_nowait())
+    return taken

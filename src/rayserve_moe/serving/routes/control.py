@@ -1,0 +1,121 @@
+"""Whether the server is alive, and what can be done to what runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
+from rayserve_moe.serving.middleware.json_body import read_body
+from rayserve_moe.serving.openapi import COMMAND, answers, takes
+from rayserve_moe.serving.responses.request_streams import open_streams
+from rayserve_moe.serving.responses.streaming import json_answer
+from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, UpdateWeightsBody
+
+LONGEST_PROBE_S = 20.0
+
+
+def control_router(state: ApiState) -> APIRouter:
+    """Return the routes over one engine."""
+    router = APIRouter()
+
+    @router.get("/health", **answers(503))
+    async def health() -> Response:
+        state.loop.check_health()
+        await state.traffic.refuse_when_draining()
+        return json_answer({"status": "ok"})
+
+    @router.get("/health_generate", **answers(429, 503))
+    async def health_generate() -> Response:
+        state.loop.check_health()
+        if not state.loop.control.is_paused:
+            await _generate_one_token(state)
+        return json_answer({"status": "ok"})
+
+    @router.post("/abort_request", **takes(AbortBody, *COMMAND))
+    async def abort_request(request: Request) -> Response:
+        body = await read_body(request, AbortBody, intake=state.intake, ignored=state.ignored_fields)
+        state.loop.check_health()
+        if body.abort_all and not has_admin_key(state.server, request.headers.get("authorization", "")):
+            raise refused_key()
+        if body.abort_all:
+            state.loop.abort_all()
+        else:
+            state.loop.abort_stem(body.rid)
+        return json_answer({"success": True})
+
+    _add_weight_routes(router, state)
+    for method in ("GET", "POST"):
+        router.add_api_route("/flush_cache", _flush_route(state), methods=[method], **answers(*COMMAND))
+    router.add_api_route("/reset_prefix_cache", _flush_route(state), methods=["POST"], **answers(*COMMAND))
+    return router
+
+
+def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
+    """Add what trainers call between two batches of rollouts."""
+
+    @router.post("/pause_generation", **takes(PauseBody, *COMMAND))
+    async def pause_generation(request: Request) -> Response:
+        body = await read_body(request, PauseBody, intake=state.intake, ignored=state.ignored_fields)
+        await asyncio.wrap_future(state.loop.control.pause(body.mode))
+        return json_answer({"success": True, "status": "ok", "message": "generation is paused"})
+
+    @router.post("/continue_generation", **answers(413, 503))
+    async def continue_generation() -> Response:
+        await asyncio.wrap_future(state.loop.control.resume())
+        return json_answer({"success": True, "status": "ok", "message": "generation goes on"})
+
+    @router.post("/update_weights_from_disk", **takes(UpdateWeightsBody, *COMMAND))
+    async def update_weights_from_disk(request: Request) -> Response:
+        body = await read_body(request, UpdateWeightsBody, intake=state.intake, ignored=state.ignored_fields)
+        order = WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
+        return _update_answer(await asyncio.wrap_future(state.loop.control.update_weights(order)))
+
+
+def _update_answer(outcome: WeightOutcome) -> Response:
+    """A refusal is an error object too, for clients that look for one."""
+    told = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
+    if outcome.success:
+        return json_answer({**told, "weight_version": outcome.weight_version})
+    error = ApiError(400, outcome.message, param="model_path", code="weights_refused")
+    return json_answer({**error.body(), **told}, status=error.status)
+
+
+def _flush_route(state: ApiState) -> Callable[[], Awaitable[Response]]:
+    async def flush_cache() -> Response:
+        state.loop.check_health()
+        if not state.loop.is_idle:
+            raise ApiError(400, "requests are running: wait for them, or abort them first", code="requests_running")
+        state.loop.flush()
+        return json_answer({"success": True, "message": "the cache is flushed"})
+
+    return flush_cache
+
+
+async def _generate_one_token(state: ApiState) -> None:
+    """ApiError 503 unless a token comes in time."""
+    request = GenerationRequest(
+        request_id=f"health-{uuid.uuid4().hex}",
+        prompt_ids=np.zeros(1, np.int32),
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        incremental=False,
+    )
+    streams = await open_streams(state, [request])
+    try:
+        (result,) = await asyncio.wait_for(streams.results(), LONGEST_PROBE_S)
+    except (TimeoutError, ApiError) as error:
+        raise ApiError(503, "the engine generates nothing", code="nothing_generated") from error
+    finally:
+        streams.close()
+    if not result.token_ids:
+        raise ApiError(503, "the engine generates nothing", code="nothing_generated")

@@ -1,0 +1,144 @@
+"""`/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.json_body import read_body
+from rayserve_moe.serving.openapi import generates
+from rayserve_moe.serving.responses.answering import respond, respond_in_events
+from rayserve_moe.serving.responses.openai import CHAT, COMPLETION, AnswerParts, AnswerWriter, Dialect, new_answer_id
+from rayserve_moe.serving.responses.request_streams import open_streams
+from rayserve_moe.serving.responses.routing import RoutingForm
+from rayserve_moe.serving.routes.request_parts import (
+    check_model,
+    check_start,
+    encoded,
+    forced_routing_of,
+    num_new_tokens,
+    prompt_ids_of,
+)
+from rayserve_moe.serving.schemas.openai import ChatBody, ChatMessage, CompletionBody, StreamOptions
+from rayserve_moe.text.chat import ChatTemplateError, encode_chat
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_BYTES_PER_MESSAGE = 64
+_CHAT_NAMES = {"prompt": "messages"}
+_COMPLETION_NAMES = {"top_logprobs": "logprobs"}
+
+
+def openai_router(state: ApiState) -> APIRouter:
+    """Return the routes over one engine."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", **generates(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, CompletionBody, intake=state.intake, ignored=state.ignored_fields)
+        check_model(state, body.model)
+        prompts = await prompt_ids_of(state, body.prompt, param="prompt", request=request)
+        return await _answer(state, request, body=body, dialect=COMPLETION, prompts=prompts)
+
+    @router.post("/v1/chat/completions", **generates(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, ChatBody, intake=state.intake, ignored=state.ignored_fields)
+        check_model(state, body.model)
+        prompt_ids = await _chat_ids(state, body.messages, request)
+        return await _answer(state, request, body=body, dialect=CHAT, prompts=[prompt_ids])
+
+    return router
+
+
+async def _chat_ids(state: ApiState, messages: Sequence[ChatMessage], request: Request) -> np.ndarray:
+    size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in messages)
+    encode = partial(_encode_chat, state, messages)
+    with state.intake.holding(size):
+        return await state.intake.run(lambda _: encode(), size=size, receive=request.receive)
+
+
+def _num_characters(content: str | list[dict] | None) -> int:
+    return sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
+
+
+def _encode_chat(state: ApiState, messages: Sequence[ChatMessage]) -> np.ndarray:
+    plain = [message.model_dump(exclude_none=True) for message in messages]
+    try:
+        ids = encoded(partial(encode_chat, state.tokenizer, plain), state.card, param="messages")
+    except ChatTemplateError as error:
+        raise ApiError(400, "the checkpoint's chat template cannot render these messages", param="messages") from error
+    return np.asarray(ids, np.int32)
+
+
+async def _answer(
+    state: ApiState,
+    http_request: Request,
+    *,
+    body: CompletionBody | ChatBody,
+    dialect: Dialect,
+    prompts: Sequence[np.ndarray],
+) -> Response:
+    answer_id = body.rid or new_answer_id(dialect)
+    requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
+    streams = await open_streams(state, requests, param_names=_CHAT_NAMES if dialect is CHAT else _COMPLETION_NAMES)
+    writer = AnswerWriter(
+        dialect,
+        answer_id,
+        model=(state.card, state.tokenizer),
+        parts=AnswerParts(
+            routing=RoutingForm(
+                body.routed_experts_format,
+                body.routed_experts_start_len,
+                shares_prompt_rows=body.routed_experts_format == "nested",
+            ),
+            logprobs=body.wants_logprobs,
+            echo=body.echoes,
+            usage=body.stream_options or StreamOptions(),
+        ),
+        request_of_choice=streams.request_of_choice,
+    )
+    if body.stream:
+        return respond_in_events(state, streams, writer=writer)
+    return await respond(state, http_request, streams=streams, writer=writer)
+
+
+async def _requests(
+    state: ApiState, body: CompletionBody | ChatBody, *, answer_id: str, prompts: Sequence[np.ndarray]
+) -> list[GenerationRequest]:
+    check_start(body.routed_experts_start_len, prompts, param="routed_experts_start_len")
+    forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=len(prompts) > 1)
+    scores_prompt = body.echoes and body.wants_logprobs
+    return [
+        GenerationRequest(
+            request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{position}",
+            prompt_ids=prompt_ids,
+            sampling=body.sampling(
+                _num_new_tokens(state, body, len(prompt_ids)), body.seed, **body.ends, no_stop_trim=body.no_stop_trim
+            ),
+            return_routed_experts=body.return_routed_experts or body.stream_routed_experts,
+            cache_salt=body.cache_salt,
+            incremental=(body.stream and not scores_prompt) or bool(body.stop),
+            num_top_logprobs=body.num_top_logprobs,
+            score_prompt_from=0 if scores_prompt else None,
+            forced_routing=forced[position],
+            stream_routed_experts=body.stream_routed_experts,
+            routed_experts_start=body.routed_experts_start_len,
+        )
+        for position, prompt_ids in enumerate(prompts)
+    ]
+
+
+def _num_new_tokens(state: ApiState, body: CompletionBody | ChatBody, num_prompt_tokens: int) -> int:
+    """Where no limit was given, a completion is short and a chat runs to the end of the context."""
+    if isinstance(body, CompletionBody):
+        wanted, default = body.max_tokens, _DEFAULT_COMPLETION_TOKENS
+    else:
+        wanted, default = body.new_token_limit, state.card.max_model_len
+    return num_new_tokens(state, wanted, default=default, prompt_len=num_prompt_tokens)

@@ -1,0 +1,187 @@
+"""Every field that vLLM, SGLang or OpenAI define for a request body here, in one table: what comes of it.
+
+*Computed* fields are those of the schemas, by any of their names. The others stand here: *accepted* ones change nothing
+in the answer, *refused* ones would change it and are not computed, so that only the values that switch them off pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, UpdateWeightsBody
+from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
+from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody, StreamOptions
+from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
+
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""What switches every refused field off: it is the same as not given."""
+
+OBJECTS: dict[str, type[BaseModel]] = {
+    "c": CompletionBody,
+    "h": ChatBody,
+    "g": GenerateBody,
+    "gs": NativeSampling,
+    "i": TokenBody,
+    "is": TokenSampling,
+    "so": StreamOptions,
+    "abort": AbortBody,
+    "pause": PauseBody,
+    "update": UpdateWeightsBody,
+}
+
+_OTHER_NAMES = (
+    ("c h", {"request_id": "rid", "extra_key": "cache_salt"}),
+    ("c h", {"routed_experts_prompt_start": "routed_experts_start_len"}),
+    ("g", {"extra_key": "cache_salt"}),
+    ("i", {"rid": "request_id"}),
+)
+
+_ACCEPTED = (
+    ("c h", "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options"),
+    ("c h", "prompt_cache_retention prediction return_token_offsets guided_decoding_backend"),
+    ("c h", "guided_whitespace_pattern"),
+    ("c h gs is", "spaces_between_special_tokens length_penalty early_stopping"),
+    ("c h is", "truncation_side"),
+    ("c h g gs is", "stream_interval"),
+    ("c h g i", "priority session_id conversation_id routing_key data_parallel_rank routed_dp_rank custom_labels"),
+    ("h", "parallel_tool_calls"),
+    ("g", "return_bytes no_logs log_metrics background received_time"),
+    ("c h g", "return_flat_raw_top_logprobs_b64 return_flat_raw_output_top_logprobs_b64"),
+    ("i", "token_offsets mm_payload return_mm_kwargs"),
+    ("is", "output_kind detokenize skip_reading_prefix_cache skip_clone output_text_buffer_length"),
+    ("so", "include_obfuscation"),
+    ("update", "torch_empty_cache recapture_cuda_graph token_step"),
+)
+
+_REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    # length, stopping, text
+    ("c h gs", "stop_regex", ()),
+    ("c h is", "thinking_token_budget repetition_detection truncate_prompt_tokens", ()),
+    ("g gs", "max_thinking_tokens", ()),
+    ("i", "output_mode", ("tokens",)),
+    # distribution
+    ("c h is", "allowed_token_ids bad_words logits_processors", ()),
+    ("c h gs is", "use_beam_search", (False,)),
+    ("c h gs is", "beam_width", (1,)),
+    ("h gs is", "best_of", (1,)),
+    ("c h g", "custom_logit_processor", ()),
+    ("c h g gs", "custom_params", ()),
+    ("c h", "vllm_xargs", ()),
+    ("is", "extra_args trace_decode_token_ids", ()),
+    ("c h is", "watermarking", (False,)),
+    ("c h g", "watermark", (False, {"enabled": False})),
+    # evidence returned
+    ("c h", "prompt_logprobs", ()),
+    ("h", "echo", (False,)),
+    ("c h is", "logprob_token_ids", ()),
+    ("is", "prompt_logprob_start", (0,)),
+    ("is", "prompt_logprob_token_ids", ()),
+    ("is", "flat_logprobs", (False,)),
+    ("g", "token_ids_logprob", ()),
+    ("g", "return_text_in_logprobs return_entropy return_indexer_topk", (False,)),
+    ("h g", "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_sampling_mask", (False,)),
+    ("h g", "sampling_logprobs_mode", ("selected",)),
+    ("c h i", "return_token_ids", (False,)),
+    ("h g", "return_prompt_token_ids", (False,)),
+    ("h", "return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_prompt_text", (False,)),
+    ("c h", "return_tokens_as_token_ids return_weight_versions", (False,)),
+    ("c h", "return_cached_tokens_details return_spec_tokens_details", (False,)),
+    ("c h g", "return_hidden_states", (False,)),
+    # prompt, template, tools, reasoning
+    ("c", "prompt_embeds suffix", ()),
+    ("c", "add_special_tokens", (True,)),
+    ("h", "add_special_tokens continue_final_message", (False,)),
+    ("h", "add_generation_prompt include_reasoning separate_reasoning stream_reasoning", (True,)),
+    ("h", "input_ids chat_template chat_template_kwargs documents tools functions", ()),
+    ("h", "reasoning_effort reasoning thinking task", ()),
+    ("h", "tool_choice function_call", ("none", "auto")),
+    ("g", "input_embeds session_params", ()),
+    ("g", "require_reasoning", (False,)),
+    ("i", "reasoning_ended reasoning_parser_kwargs", (False,)),
+    # constraints
+    ("c h", "response_format", ({"type": "text"},)),
+    ("c h is", "structured_outputs guided_decoding", ()),
+    ("c h", "json_schema regex ebnf guided_json guided_regex guided_choice guided_grammar", ()),
+    ("gs", "json_schema regex ebnf structural_tag", ()),
+    # adapters, disaggregation, media, internals
+    ("c h g", "lora_path lora_id", ()),
+    ("c h i", "kv_transfer_params ec_transfer_params", ()),
+    ("c h g", "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key disagg_prefill_dp_rank", ()),
+    ("c h g", "decode_tp_size kv_hints", ()),
+    ("c h g i", "mm_processor_kwargs media_io_kwargs", ()),
+    ("h g", "modalities", (["text"],)),
+    ("h", "audio web_search_options moderation verbosity", ()),
+    ("h g", "image_data video_data audio_data images_config video_config max_dynamic_patch min_dynamic_patch", ()),
+    ("h g", "image_max_dynamic_patch video_max_dynamic_patch", ()),
+    ("h g", "use_audio_in_video", (False,)),
+    ("g", "positional_embed_overrides http_worker_ipc external_trace_header encoder_urls", ()),
+    ("g", "multi_item_delimiter_indices token_indices_to_pool", ()),
+    ("g", "need_wait_for_mm_inputs ebnf_full_assistant", (False,)),
+    ("g", "num_items_assigned", (0,)),
+    ("i", "features content_parts", ()),
+    # control
+    ("abort", "prefix", (False,)),
+    ("update", "is_async keep_pause", (False,)),
+    ("update", "manifest", ()),
+)
+
+
+@dataclass(frozen=True)
+class KnownFields:
+    """The fields of one JSON object, by what comes of them.
+
+    `other_names` gives the computed field that a name stands for, `refused` the values besides NOTHING that switch one
+    off. `nested` are computed fields that are declared objects themselves, or lists of such.
+    """
+
+    computed: frozenset[str]
+    other_names: Mapping[str, str]
+    accepted: frozenset[str]
+    refused: Mapping[str, tuple[Any, ...]]
+    nested: Mapping[str, KnownFields]
+
+    @property
+    def names(self) -> list[str]:
+        """All of them, sorted."""
+        return sorted({*self.computed, *self.other_names, *self.accepted, *self.refused})
+
+
+def known_fields(key: str) -> KnownFields:
+    """Return the fields of one of OBJECTS."""
+    schema = OBJECTS[key]
+    return KnownFields(
+        computed=frozenset(schema.model_fields),
+        other_names=MappingProxyType(
+            {other: own for keys, names in _OTHER_NAMES if key in keys.split() for other, own in names.items()}
+        ),
+        accepted=frozenset(name for keys, names in _ACCEPTED if key in keys.split() for name in names.split()),
+        refused=MappingProxyType(
+            {name: off for keys, names, off in _REFUSED if key in keys.split() for name in names.split()}
+        ),
+        nested=MappingProxyType(dict(_nested_in(schema))),
+    )
+
+
+def _nested_in(schema: type[BaseModel]) -> Iterator[tuple[str, KnownFields]]:
+    key_of = {declared: key for key, declared in OBJECTS.items()}
+    for name, field in schema.model_fields.items():
+        for declared in _types_in(field.annotation):
+            if declared in key_of:
+                yield name, known_fields(key_of[declared])
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types_in(inner)
+
+
+FIELDS: Mapping[type[BaseModel], KnownFields] = MappingProxyType(
+    {schema: known_fields(key) for key, schema in OBJECTS.items()}
+)
+"""The table: every declared object of a request, by its schema."""

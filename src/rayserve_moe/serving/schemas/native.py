@@ -1,0 +1,118 @@
+"""Body of `/generate`, the native route in SGLang's dialect."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from rayserve_moe.serving.schemas.field_types import (
+    INT32_MAX,
+    LONGEST_RID,
+    CacheSalt,
+    MaxTokens,
+    MinTokens,
+    NumTopLogprobs,
+    RoutingFormat,
+    Seed,
+    fault,
+)
+from rayserve_moe.serving.schemas.prompt_types import MAX_PROMPTS, IdsBatch, PromptBatch, TextBatch
+from rayserve_moe.serving.schemas.routing_fields import RoutingFields, RowStart
+from rayserve_moe.serving.schemas.sampling_fields import SamplingFields
+
+
+def _check_rids(value: object) -> str | list[str]:
+    rids = value if isinstance(value, list) else [value]
+    if not all(isinstance(rid, str) and 0 < len(rid) <= LONGEST_RID for rid in rids) or len(rids) > MAX_PROMPTS:
+        raise fault(f"should be a string of 1 to {LONGEST_RID} characters or a list of such")
+    if len(set(rids)) != len(rids):
+        raise fault("should not hold the same id twice")
+    return value if isinstance(value, list) else str(value)
+
+
+def _as_list(value: object) -> list:
+    if not isinstance(value, dict | list):
+        raise fault("should be an object or a list of objects")
+    return value if isinstance(value, list) else [value]
+
+
+_RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": LONGEST_RID}
+_RIDS_SCHEMA = {"type": "array", "items": _RID_SCHEMA, "maxItems": MAX_PROMPTS, "uniqueItems": True}
+
+Rids = Annotated[
+    str | list[str] | None, PlainValidator(_check_rids), WithJsonSchema({"anyOf": [_RID_SCHEMA, _RIDS_SCHEMA]})
+]
+
+
+class NativeSampling(SamplingFields):
+    """One `sampling_params` object. `first_choice` c gives choices c to c + n - 1 of all that one seed stands for.
+
+    Stop strings end a choice before `min_new_tokens` too; with `no_stop_trim` they stay in the text.
+    """
+
+    max_new_tokens: MaxTokens | None = None
+    sampling_seed: Seed | None = None
+    first_choice: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    min_new_tokens: MinTokens = 0
+    no_stop_trim: bool = False
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """The engine's names of what is this dialect's own."""
+        return {
+            "first_choice": self.first_choice,
+            "min_new_tokens": self.min_new_tokens,
+            "no_stop_trim": self.no_stop_trim,
+        }
+
+
+OneOrMoreSamplings = Annotated[
+    list[NativeSampling],
+    BeforeValidator(_as_list, json_schema_input_type=NativeSampling | list[NativeSampling]),
+]
+
+
+class GenerateBody(RoutingFields):
+    """One prompt or a batch, as text or as token ids; `sampling_params` holds one object, or one per prompt.
+
+    With `return_logprob` true, `logprob_start_len` p asks for those of the prompt from position p on; -1 for the
+    output's alone.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
+
+    text: TextBatch | None = None
+    input_ids: IdsBatch | None = None
+    sampling_params: OneOrMoreSamplings = Field(default_factory=lambda: [NativeSampling()])
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
+    top_logprobs_num: NumTopLogprobs = 0
+    return_routed_experts: bool = False
+    routed_experts_format: RoutingFormat = "sglang"
+    routed_experts_start_len: RowStart = 0
+    cache_salt: CacheSalt = ""
+    rid: Rids = None
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> GenerateBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise fault("give exactly one of `text` and `input_ids`")
+        num_prompts = len(self.batch.prompts)
+        if len(self.sampling_params) not in (1, num_prompts):
+            raise fault("`sampling_params` should hold one object per prompt")
+        if isinstance(self.rid, list) and len(self.rid) != num_prompts:
+            raise fault("`rid` should hold one id per prompt")
+        return self
+
+    @property
+    def batch(self) -> PromptBatch:
+        """The prompts, in whichever of the two forms they came."""
+        given = self.text or self.input_ids
+        assert given is not None, "checked when the body was read"
+        return given
+
+    @property
+    def wants_routing(self) -> bool:
+        """Streamed rows are returned rows."""
+        return self.return_routed_experts or self.stream_routed_experts

@@ -1,0 +1,160 @@
+"""Bodies of the OpenAI routes: what is computed of them (`known_fields` tells the rest)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from rayserve_moe.serving.schemas.field_types import (
+    CacheSalt,
+    MaxTokens,
+    NumTopLogprobs,
+    RequestBody,
+    RequestId,
+    RoutingFormat,
+    Seed,
+    fault,
+)
+from rayserve_moe.serving.schemas.prompt_types import Prompts
+from rayserve_moe.serving.schemas.routing_fields import RoutingFields, RowStart
+from rayserve_moe.serving.schemas.sampling_fields import SamplingFields, VllmEnds
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _check_role(value: object) -> str:
+    if value not in _ROLES:
+        raise fault(f"should be one of {', '.join(_ROLES)}")
+    return str(value)
+
+
+def _check_content(value: object) -> str | list[dict]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(map(_is_text_part, value)):
+        raise fault("should be a string or a list of parts of type text")
+    return value
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+_TEXT_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA}, {"type": "null"}]}
+
+Role = Annotated[str, PlainValidator(_check_role), WithJsonSchema({"enum": list(_ROLES)})]
+Content = Annotated[str | list[dict] | None, PlainValidator(_check_content), WithJsonSchema(_CONTENT_SCHEMA)]
+
+
+class StreamOptions(RequestBody):
+    """`include_usage` asks for one last event with token counts, `continuous_usage_stats` for some in every event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @property
+    def usage_in_events(self) -> bool:
+        """Whether every event is to count the tokens of its choice."""
+        return self.include_usage and self.continuous_usage_stats
+
+
+class OpenAIGeneration(SamplingFields, VllmEnds, RoutingFields):
+    """What both OpenAI routes take. SGLang's `no_stop_trim` keeps what follows the stop string in its token as well."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    seed: Seed | None = None
+    max_tokens: MaxTokens | None = None
+    no_stop_trim: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: CacheSalt = ""
+    rid: RequestId | None = None
+    return_routed_experts: bool = False
+    routed_experts_format: RoutingFormat = "sglang"
+    routed_experts_start_len: RowStart = 0
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise fault("`stream_options` is only for requests with `stream` true")
+        return self
+
+
+class CompletionBody(OpenAIGeneration):
+    """Body of `/v1/completions`. `logprobs` n gives log-probs, and n of the likeliest tokens with each."""
+
+    prompt: Prompts
+    logprobs: NumTopLogprobs | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise fault("`best_of` is not supported: leave it out or make it equal to `n`")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probs are asked for; 0 asks for the sampled tokens' alone."""
+        return self.logprobs is not None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens go with each log-prob."""
+        return self.logprobs or 0
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt is to come back before the completion."""
+        return self.echo
+
+
+class ChatMessage(RequestBody):
+    """One message; fields beyond these reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Role
+    content: Content = None
+
+
+class ChatBody(OpenAIGeneration):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: NumTopLogprobs = 0
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise fault("`top_logprobs` is only for requests with `logprobs` true")
+        return self
+
+    @property
+    def new_token_limit(self) -> int | None:
+        """The limit asked for, by its newer name first; None runs to the end of the context."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probs are asked for."""
+        return self.logprobs
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens go with each log-prob."""
+        return self.top_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """A chat never repeats its prompt."""
+        return False

