@@ -23,7 +23,7 @@ from benchmarks.sections import SECTIONS
 from benchmarks.selection_table import MODES
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.policy import imbalance
+from rayserve_moe.balancing.planning import imbalance
 from rayserve_moe.experts.balanced_layer import spread_over_replicas
 from rayserve_moe.experts.balanced_selection import balanced_expert_selection, capacity_of, order_of_table
 from rayserve_moe.experts.rule import ExpertRule

@@ -10,7 +10,7 @@ import numpy as np
 from rayserve_moe.checkpoints.synthetic import SyntheticConfig, write_checkpoint
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests import GenerationRequest, GenerationUpdate, SamplingParams
 
@@ -41,10 +41,10 @@ def narrow_engine(num_devices: int, *, rows_per_device: int, step_tokens: int, *
     )
 
 
-def rebalancing_of(engine: Engine) -> Rebalancing:
+def eplb_of(engine: Engine) -> EplbSteps:
     """The engine's balancing, which is on."""
-    assert engine.loop.rebalancing is not None, "the engine was started with balancing"
-    return engine.loop.rebalancing
+    assert engine.loop.eplb is not None, "the engine was started with balancing"
+    return engine.loop.eplb
 
 
 def submit_all(loop: EngineLoop, prompts: Sequence[np.ndarray], *, num_new_tokens: int, sink: Any) -> None:

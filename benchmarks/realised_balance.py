@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
-from benchmarks.narrow import NARROW, NUM_REDUNDANT, narrow_engine, num_ended, rebalancing_of, submit_all
+from benchmarks.narrow import NARROW, NUM_REDUNDANT, narrow_engine, num_ended, eplb_of, submit_all
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.policy import imbalance, rank_loads
+from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.experts import all_to_all
 from rayserve_moe.experts.slot_mapping import choose_slots
 from rayserve_moe.inprocess.engine import Engine
@@ -79,9 +79,9 @@ def run_prompts(engine: Engine, tap: SlotTap, prompts: np.ndarray) -> np.ndarray
 
 def measure(engine: Engine, tap: SlotTap, *, num_prompts: int) -> dict[str, Any]:
     """Imbalances by layer, realised and promised, before a rebalance and after, for the same prompts and for others."""
-    rebalancing, generator = rebalancing_of(engine), np.random.default_rng(0)
+    eplb, generator = eplb_of(engine), np.random.default_rng(0)
     first, others = generator.integers(FIRST_PLAIN_ID, NARROW.vocab_size, (2, num_prompts, PROMPT_TOKENS), np.int32)
-    old = rebalancing.rebalance.placement
+    old = eplb.migration.placement
 
     def realised(tokens: np.ndarray) -> np.ndarray:
         return imbalance(tokens.reshape(len(tokens), old.ep_size, -1).sum(axis=2))
@@ -91,8 +91,8 @@ def measure(engine: Engine, tap: SlotTap, *, num_prompts: int) -> dict[str, Any]
     load = np.zeros((old.num_layers, old.num_experts))
     np.add.at(load, (np.arange(old.num_layers)[:, None], old.expert_of_slot), before)
     placement = plan(load, ep_size=old.ep_size, num_redundant=old.num_redundant)
-    rebalancing.head_for(placement)
-    while rebalancing.rebalance.progress.version == 0 or not rebalancing.rebalance.progress.is_done:
+    eplb.head_for(placement)
+    while eplb.migration.progress.version == 0 or not eplb.migration.progress.is_done:
         run_prompts(engine, tap, others[:ROWS_PER_DEVICE])
     note("rebalanced")
     phases = {

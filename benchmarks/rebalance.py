@@ -1,4 +1,4 @@
-"""What serving notices of a rebalance: 32 sequences decode on emulated devices while experts move, and while none do.
+"""What serving notices of a migration: 32 sequences decode on emulated devices while experts move, and while none do.
 
     python -m benchmarks.rebalance [--devices 8] [--repeats 5] [--out FILE.json]
 
@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.device_wait import StepWatch
 from benchmarks.figures import Run
-from benchmarks.narrow import NARROW, NUM_REDUNDANT, narrow_engine, num_ended, rebalancing_of, submit_all
+from benchmarks.narrow import NARROW, NUM_REDUNDANT, narrow_engine, num_ended, eplb_of, submit_all
 from benchmarks.planner_loads import drift
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
@@ -54,12 +54,12 @@ class Decoding:
 
     def run_rebalance(self, placement: ExpertPlacement) -> list[float]:
         """Head for `placement`; returns the seconds of the steps until it is reached."""
-        rebalancing, first = rebalancing_of(self._engine), len(self._watch.spans)
-        version = rebalancing.rebalance.progress.version + 1
-        rebalancing.head_for(placement)
+        eplb, first = eplb_of(self._engine), len(self._watch.spans)
+        version = eplb.migration.progress.version + 1
+        eplb.head_for(placement)
 
         def is_done() -> bool:
-            progress = rebalancing.rebalance.progress
+            progress = eplb.migration.progress
             return progress.version == version and progress.is_done
 
         return self._until(is_done, first)
@@ -85,18 +85,18 @@ class Decoding:
 
 def measure_repeat(engine: Engine, loads: list[np.ndarray], *, seed: int) -> dict[str, Run]:
     """A rebalance from where experts lie, and one that ignores it, between quiet windows, each for its own load."""
-    rebalance = rebalancing_of(engine).rebalance
-    ranks, redundant = rebalance.placement.ep_size, rebalance.placement.num_redundant
+    migration = eplb_of(engine).migration
+    ranks, redundant = migration.placement.ep_size, migration.placement.num_redundant
     with StepWatch(engine.runner.programs) as watch:
         decoding = Decoding(engine, watch, seed=seed)
         decoding.run_steps(WARM_STEPS)
         quiet, measured = [decoding.run_steps(QUIET_STEPS)], {}
-        for name, previous in (("some", rebalance.placement), ("all", None)):
+        for name, previous in (("some", migration.placement), ("all", None)):
             placement = plan(loads.pop(0), ep_size=ranks, num_redundant=redundant, previous=previous)
             decoding.run_steps(2)
             busy = decoding.run_rebalance(placement)
             quiet.append(decoding.run_steps(QUIET_STEPS))
-            measured[name] = window(busy, quiet[-2] + quiet[-1], num_slots=rebalance.progress.num_slots)
+            measured[name] = window(busy, quiet[-2] + quiet[-1], num_slots=migration.progress.num_slots)
         decoding.end()
     return measured
 

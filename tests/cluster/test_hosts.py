@@ -230,17 +230,17 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
                 num_redundant_experts=4,
             )
             loop = loop_over(over, card, num_data_ranks=2, balancing=balancing)
-            assert loop.rebalancing is not None
-            rebalance = loop.rebalancing.rebalance
-            start = rebalance.placement
+            assert loop.eplb is not None
+            migration = loop.eplb.migration
+            start = migration.placement
             try:
                 for seed in range(3):
-                    loop.rebalancing.head_for(random_placement(start, seed))
+                    loop.eplb.head_for(random_placement(start, seed))
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
-                    assert rebalance.progress.version == seed + 1 and rebalance.progress.num_slots_done > 0
-                loop.rebalancing.head_for(start)
+                    assert migration.progress.version == seed + 1 and migration.progress.num_slots_done > 0
+                loop.eplb.head_for(start)
                 deadline = time.monotonic() + 600
-                while rebalance.progress.version < 4 or not rebalance.progress.is_done:
+                while migration.progress.version < 4 or not migration.progress.is_done:
                     assert time.monotonic() < deadline, "experts never arrive"
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
             finally:

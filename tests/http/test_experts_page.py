@@ -11,8 +11,8 @@ import pytest
 from rayserve_moe.balancing.load_window import AGED
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.policy import imbalance, rank_loads
-from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView, RebalanceRecord
+from rayserve_moe.balancing.planning import imbalance, rank_loads
+from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView, MigrationRecord
 from rayserve_moe.engine.expert_counting import COUNTS_EVERY
 from rayserve_moe.serving.routes.experts import PAGE
 from tests.http.conftest import served
@@ -45,7 +45,7 @@ class ShownBalancing:
             imbalance_before=imbalance(before).tolist(),
             imbalance_now=imbalance(now).tolist(),
             progress=ProgressView(1, layers, layers - 1, 30, 20, False),
-            history=[RebalanceRecord(1, 512, 1.7e9, 30, layers, *promised, 0.25, "under way")],
+            history=[MigrationRecord(1, 512, 1.7e9, 30, layers, *promised, 0.25, "under way")],
             actor=ActorView(True, 1, {"stale": 2}),
         )
 

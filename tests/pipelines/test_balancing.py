@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.balancing.policy import imbalance, rank_loads
+from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.balancing.view import BalancingView
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from tests.support.checkpoints import CORE_CONFIG
@@ -59,7 +59,7 @@ def test_a_skewed_load_becomes_a_balanced_one_unasked_and_answers_stay_the_same(
 
     with Engine(str(skewed), **SIZES, enable_eplb=True, eplb_interval=16, eplb_window=400) as engine:
         assert engine.balancing is not None and balances()
-        start = engine.loop.rebalancing.rebalance.placement
+        start = engine.loop.eplb.migration.placement
         deadline = time.monotonic() + WITHIN_S
         while not is_balanced(engine.balancing.view(), start):
             assert time.monotonic() < deadline

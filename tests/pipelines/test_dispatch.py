@@ -15,7 +15,7 @@ from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
-from rayserve_moe.execution.rebalance import EXPERT_NAMES
+from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.statistics import selection_statistics
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
@@ -81,17 +81,17 @@ def few_requests() -> list[GenerationRequest]:
 
 def run(runner: HostRunner, card: ModelCard, *, seed: int | None = None) -> tuple[Outcomes, np.ndarray | None]:
     """Outcomes and tally; with a `seed` experts move to a random placement and back meanwhile."""
-    way, rebalance = replace(WAY, with_capture=False), Rebalance(runner.placement, hosts=1, slots_per_step=1)
+    way, migration = replace(WAY, with_capture=False), Migration(runner.placement, hosts=1, slots_per_step=1)
     if seed is not None:
-        rebalance.begin(random_placement(runner.placement, seed=seed))
-        way = replace(way, rebalancing=Rebalancing(rebalance))
+        migration.begin(random_placement(runner.placement, seed=seed))
+        way = replace(way, eplb=EplbSteps(migration))
     cycle = cycle_for(runner, card, way)
     outcomes = run_on(cycle, card, few_requests(), intervene=way.intervene)
     cycle.scheduler.flush()
     if seed is not None:
-        assert rebalance.progress.num_layers_done > 0
-        rebalance.begin(runner.placement)
-        while (piece := rebalance.next_piece()) is not None:
+        assert migration.progress.num_layers_done > 0
+        migration.begin(runner.placement)
+        while (piece := migration.next_piece()) is not None:
             runner.move_experts(piece)
     return outcomes, cycle.tally
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from rayserve_moe import Engine
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.balancing.rebalance import Rebalance
+from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.engine.joining import labelled_ranges
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.rebalance import EXPERT_NAMES
+from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.execution.weights import load_weights
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.weight_change import unfinished
@@ -108,8 +108,8 @@ class Interleaving:
     def stage(self, which: int) -> None:
         """Read weights now; steps may follow before they are put to use, and experts stay where they are."""
         self._check_all(self._cycle.drain().endings)
-        rebalancing, self._staged = self._cycle.rebalancing, self._paths[which]
-        placement = rebalancing.hold() if rebalancing is not None else self._engine.runner.placement
+        eplb, self._staged = self._cycle.eplb, self._paths[which]
+        placement = eplb.hold() if eplb is not None else self._engine.runner.placement
         self._engine.runner.staged.read(str(self._staged), placement.expert_of_slot)
 
     def swap(self, retracts: bool) -> None:
@@ -122,14 +122,14 @@ class Interleaving:
             self._cycle.retract()
         self._cycle.take_staged_weights(version)
         self._reference.note(version, path, is_recomputed=retracts)
-        if self._cycle.rebalancing is not None:
-            self._cycle.rebalancing.go_on()
+        if self._cycle.eplb is not None:
+            self._cycle.eplb.go_on()
         self._cycle.scheduler.check_integrity()
 
     def move(self, seed: int) -> None:
-        if self._cycle.rebalancing is not None:
-            placement = self._cycle.rebalancing.rebalance.placement
-            self._cycle.rebalancing.head_for(random_placement(placement, seed=seed))
+        if self._cycle.eplb is not None:
+            placement = self._cycle.eplb.migration.placement
+            self._cycle.eplb.head_for(random_placement(placement, seed=seed))
 
     def finish(self) -> None:
         while self._cycle.has_work:
@@ -151,14 +151,14 @@ class Interleaving:
             self._reference.check_outputs(sequence.tokens(0, first).tolist(), Labelled(ids, logprobs, ranges, routing))
 
 
-def serve_first_weights(runner: HostRunner, path: Path, rebalancing: Rebalancing | None) -> None:
+def serve_first_weights(runner: HostRunner, path: Path, eplb: EplbSteps | None) -> None:
     """Have the runner begin with the weights of `path`, whatever it had before."""
-    placement = runner.placement if rebalancing is None else rebalancing.rebalance.placement
+    placement = runner.placement if eplb is None else eplb.migration.placement
     runner.staged.read(str(path), placement.expert_of_slot)
     runner.weights = runner.staged.take(runner.weights)
-    if rebalancing is not None:
-        rebalancing.change_weights()
-        rebalancing.go_on()
+    if eplb is not None:
+        eplb.change_weights()
+        eplb.go_on()
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +177,9 @@ def engines(engine_with: Callable[..., Engine]) -> dict[str, Engine]:
 
 
 @pytest.fixture(scope="module")
-def rebalancing(engines: dict[str, Engine]) -> Rebalancing:
+def eplb(engines: dict[str, Engine]) -> EplbSteps:
     """Knows where the experts of the balanced runner are, from one example to the next."""
-    return Rebalancing(Rebalance(engines["balanced"].runner.placement, hosts=1, slots_per_step=1))
+    return EplbSteps(Migration(engines["balanced"].runner.placement, hosts=1, slots_per_step=1))
 
 
 def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, path: Path) -> None:
@@ -193,24 +193,24 @@ def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, path: Path
 def test_experts_that_were_fetched_before_a_change_are_fetched_anew(engines, paths):
     """The change comes between a fetch of a layer and its swap, while its slots wait in the staging area."""
     runner, waiting = engines["balanced"].runner, scheduler()
-    rebalancing = Rebalancing(Rebalance(runner.placement, hosts=1, slots_per_step=1))
-    rebalance = rebalancing.rebalance
-    rebalance.begin(random_placement(rebalance.placement, seed=8))
-    piece = rebalance.next_piece()
+    eplb = EplbSteps(Migration(runner.placement, hosts=1, slots_per_step=1))
+    migration = eplb.migration
+    migration.begin(random_placement(migration.placement, seed=8))
+    piece = migration.next_piece()
     assert piece is not None and piece.swap is None, "the first layer takes several fetches"
     runner.move_experts(piece)
-    assert_slots_hold(runner, rebalance.placement, paths[0])
-    runner.staged.read(str(paths[1]), rebalancing.hold().expert_of_slot)
+    assert_slots_hold(runner, migration.placement, paths[0])
+    runner.staged.read(str(paths[1]), eplb.hold().expert_of_slot)
     waiting.add([one("a", [7], num_new=3)])
-    assert rebalancing.attach(waiting.schedule()).plan.rebalance is None, "experts stay while weights wait"
+    assert eplb.attach(waiting.schedule()).plan.migration is None, "experts stay while weights wait"
     runner.weights = runner.staged.take(runner.weights)
-    rebalancing.change_weights()
-    for placement in (rebalance.target, runner.placement):
+    eplb.change_weights()
+    for placement in (migration.target, runner.placement):
         if placement is runner.placement:
-            rebalance.begin(placement)
-        while (piece := rebalance.next_piece()) is not None:
+            migration.begin(placement)
+        while (piece := migration.next_piece()) is not None:
             runner.move_experts(piece)
-        assert rebalance.placement is placement and rebalance.progress.num_slots > 0
+        assert migration.placement is placement and migration.progress.num_slots > 0
         assert_slots_hold(runner, placement, paths[1])
 
 
@@ -224,10 +224,10 @@ SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the re
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(events=EVENTS, way=WAYS)
-def test_answers_are_of_the_weights_that_they_name(engines, rebalancing, reference, paths, name, events, way):
-    engine, moves = engines[name], rebalancing if name == "balanced" else None
+def test_answers_are_of_the_weights_that_they_name(engines, eplb, reference, paths, name, events, way):
+    engine, moves = engines[name], eplb if name == "balanced" else None
     serve_first_weights(engine.runner, paths[0], moves)
-    cycle = cycle_for(engine.runner, engine.card, replace(way, rebalancing=moves))
+    cycle = cycle_for(engine.runner, engine.card, replace(way, eplb=moves))
     interleaving = Interleaving(cycle, engine, reference, paths)
     for event, *arguments in events:
         getattr(interleaving, event)(*arguments)

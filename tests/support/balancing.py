@@ -1,4 +1,4 @@
-"""Plans and what spoils them, and steps without a model that carry pieces of rebalances and count tokens."""
+"""Plans and what spoils them, and steps without a model that carry pieces of migrations and count tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.proposal import PlacementState, Proposal
-from rayserve_moe.balancing.rebalance import FailedFetch, RebalancePiece
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.placements import random_placement
@@ -72,14 +72,14 @@ GARBAGE: dict[str, tuple[Callable[[Proposal], Any], str]] = {
 class CountedSteps:
     """Runs steps that overlap, as an engine does, on slots that hold numbers of experts instead of weights.
 
-    Tokens are drawn by `odds` [layers, experts]. From fetch number `fails_at` on the rebalance under way fails.
+    Tokens are drawn by `odds` [layers, experts]. From fetch number `fails_at` on the migration under way fails.
     """
 
-    def __init__(self, rebalancing: Rebalancing, odds: np.ndarray, *, tokens_per_step: int = 2000) -> None:
-        self._rebalancing, self._generator = rebalancing, np.random.default_rng(0)
+    def __init__(self, eplb: EplbSteps, odds: np.ndarray, *, tokens_per_step: int = 2000) -> None:
+        self._eplb, self._generator = eplb, np.random.default_rng(0)
         self._odds, self._tokens = odds / odds.sum(axis=1, keepdims=True), tokens_per_step
         self._counts = np.zeros(odds.shape, np.int64)
-        start = rebalancing.rebalance.placement
+        start = eplb.migration.placement
         self.experts, self.shares = start.expert_of_slot.copy(), start.share_of_slot.copy()
         self._staging: dict[tuple[int, int], int] = {}
         self._in_flight: StepResult | None = None
@@ -91,10 +91,10 @@ class CountedSteps:
             self.num_steps += 1
             one = np.ones(1, np.int32)
             plan = StepPlan(self.num_steps, one, one, one, one, one.astype(bool))
-            plan = self._rebalancing.attach(Schedule(plan, NOTHING, NOTHING, 0)).plan
+            plan = self._eplb.attach(Schedule(plan, NOTHING, NOTHING, 0)).plan
             before, self._in_flight = self._in_flight, self._compute(plan)
             if before is not None:
-                self._rebalancing.absorb(before)
+                self._eplb.absorb(before)
 
     @property
     def failed_version(self) -> int:
@@ -105,14 +105,14 @@ class CountedSteps:
         np.testing.assert_array_equal(self.shares, placement.share_of_slot)
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        if plan.rebalance is not None:
-            self._move(plan.rebalance)
+        if plan.migration is not None:
+            self._move(plan.migration)
         for layer, odds in enumerate(self._odds):
             self._counts[layer] += self._generator.multinomial(self._tokens, odds)
         counts = self._counts.astype(np.int32) if plan.wants_expert_counts else None
         return StepResult(plan.step_id, NOTHING, NOTHING, NOTHING, expert_counts=counts, failed_fetch=self._failed)
 
-    def _move(self, piece: RebalancePiece) -> None:
+    def _move(self, piece: MigrationPiece) -> None:
         if self._failed is not None and self._failed.version == piece.version:
             return
         self._failed = None

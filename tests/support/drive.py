@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.engine.admission import ending_ids
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
@@ -61,7 +61,7 @@ class Way:
     overlaps: bool = True
     caches_prefixes: bool = True
     intervene: Intervention | None = None
-    rebalancing: Rebalancing | None = None
+    eplb: EplbSteps | None = None
 
 
 def run_together(
@@ -121,7 +121,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         PreparedExecutor(runner, way.num_pages),
         capture=capture if way.with_capture else None,
         overlaps=way.overlaps,
-        rebalancing=way.rebalancing,
+        eplb=way.eplb,
     )
 
 

@@ -18,7 +18,7 @@ LEAST_TOKENS_PER_EXPERT = 32
 
 
 @dataclass(frozen=True)
-class PlanningRules:
+class PlanningConfig:
     """How a server is balanced: steps between two plans, steps that count, and how tokens choose among slots."""
 
     interval: int

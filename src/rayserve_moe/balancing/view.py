@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ProgressView:
-    """How far the rebalance to placement `version` has come: layers that change, and slots that travel."""
+    """How far the migration to placement `version` has come: layers that change, and slots that travel."""
 
     version: int
     layers: int
@@ -19,8 +19,8 @@ class ProgressView:
 
 
 @dataclass(frozen=True)
-class RebalanceRecord:
-    """A rebalance that was begun: at which step and when (unix seconds), what it moves, and what it promises.
+class MigrationRecord:
+    """A migration that was begun: at which step and when (unix seconds), what it moves, and what it promises.
 
     Imbalances are means over layers. `outcome` is `under way`, `finished`, `replaced` by a later one, or `failed`: then
     layers that were done stay so, and the others are as before.
@@ -51,7 +51,7 @@ class BalancingView:
     """Expert balancing as it is now; L layers, E experts, and `ep_size` ranks.
 
     `tokens` [L][E] are the sums of the window, and rank loads [L][ep_size] are its tokens per rank: where experts lay
-    in their own order without replicas, under the placement in force, and under the one before the last rebalance.
+    in their own order without replicas, under the placement in force, and under the one before the last migration.
     An imbalance [L] is the hottest rank's load over the mean; 1.0 where nothing was counted.
     """
 
@@ -68,7 +68,7 @@ class BalancingView:
     imbalance_before: list[float]
     imbalance_now: list[float]
     progress: ProgressView
-    history: list[RebalanceRecord]
+    history: list[MigrationRecord]
     actor: ActorView
 
     def as_json(self) -> dict[str, Any]:

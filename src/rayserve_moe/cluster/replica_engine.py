@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from ray.actor import ActorHandle
 
-from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.checkpoints.model_path import resolve_model_path
-from rayserve_moe.cluster.balancer import ActorPlanner
+from rayserve_moe.cluster.eplb_planner import RemotePlanner
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import ModelSettings, Settings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.expert_balancing import ExpertBalancing, balance_experts, planning_rules
+from rayserve_moe.engine.eplb_control import EplbControl, start_eplb, planning_config
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.model.family_table import spec_from_config
@@ -61,7 +61,7 @@ class ReplicaEngine:
     loop: EngineLoop
     tokenizer: Tokenizer
     executor: GroupExecutor
-    balancing: ExpertBalancing | None = None
+    balancing: EplbControl | None = None
 
     def shutdown(self) -> None:
         """Abort what runs and stop everything. May be called twice."""
@@ -78,7 +78,7 @@ def start_replica_engine(
 ) -> ReplicaEngine:
     """Reserve a slice, load the model onto it and start the engine thread.
 
-    `find_balancer` finds the actor that plans placements (see `ActorPlanner`); without one this process plans itself.
+    `find_balancer` finds the actor that plans placements (see `RemotePlanner`); without one this process plans itself.
     Raises what stands in the way, and nothing stays reserved: SettingsError, CheckpointError, TimeoutError, a worker's
     error, or GivenUpError once another thread has set `given_up`.
     """
@@ -102,10 +102,10 @@ def start_replica_engine(
     with ExitStack() as undo:
         undo.callback(executor.shutdown)
         loop = EngineLoop(executor, described.card, settings=_loop_settings(settings))
-        balancing = balance_experts(
-            loop.rebalancing,
-            PlacementAdvisor if find_balancer is None else lambda _: ActorPlanner(find_balancer),
-            rules=planning_rules(settings.balancing, settings.experts),
+        balancing = start_eplb(
+            loop.eplb,
+            LocalPlanner if find_balancer is None else lambda _: RemotePlanner(find_balancer),
+            rules=planning_config(settings.balancing, settings.experts),
             layer_ids=described.card.routing.layer_ids,
         )
         undo.pop_all()

@@ -161,15 +161,15 @@ class EngineControl:
 
     def _hold_experts(self) -> np.ndarray | None:
         """Have experts stay where they are once no step is under way; returns where."""
-        rebalancing = self._cycle.rebalancing
-        if rebalancing is None:
+        eplb = self._cycle.eplb
+        if eplb is None:
             return None
         self._drain()
-        return rebalancing.hold().expert_of_slot
+        return eplb.hold().expert_of_slot
 
     def _let_experts_move(self) -> None:
-        if self._cycle.rebalancing is not None:
-            self._cycle.rebalancing.go_on()
+        if self._cycle.eplb is not None:
+            self._cycle.eplb.go_on()
 
 
 def _fail(failure: ExecutorFailure) -> None:

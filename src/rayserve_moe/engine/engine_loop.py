@@ -20,7 +20,7 @@ from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.expert_counting import ExpertCounting
 from rayserve_moe.engine.inbox import EngineStoppedError, Inbox
 from rayserve_moe.engine.publication import Publication, Sink
-from rayserve_moe.engine.rebalancing import rebalancing_for
+from rayserve_moe.engine.eplb_steps import eplb_steps_for
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.statistics import loop_statistics
 from rayserve_moe.engine.step_cycle import StepCycle
@@ -54,7 +54,7 @@ class EngineLoop:
 
     Commands travel through an inbox and take effect between steps. After a failure every request ends with an
     error, and nothing is accepted any more. `has_failed` says how the thread ended, after everybody was told.
-    `rebalancing` moves experts between devices, where that is switched on; `control` pauses the engine and changes
+    `eplb` moves experts between devices, where that is switched on; `control` pauses the engine and changes
     its weights. `request_metrics` measures requests, `expert_counting` counts experts that stay where they are.
     """
 
@@ -67,7 +67,7 @@ class EngineLoop:
         self.has_failed: Future[bool] = Future()
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
-        self.rebalancing = rebalancing_for(
+        self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.num_hosts
         )
         self.expert_counting = ExpertCounting(card.routing, self.start_report, settings=settings.balancing)
@@ -175,7 +175,7 @@ class EngineLoop:
             self._executor,
             capture=_capture_for(self._card, limits) if self._card.returns_routing else None,
             overlaps=scheduler.overlap_steps,
-            rebalancing=self.rebalancing,
+            eplb=self.eplb,
             counting=self.expert_counting,
         )
 

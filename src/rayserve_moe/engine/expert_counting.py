@@ -8,7 +8,7 @@ import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.policy import imbalance, rank_loads
+from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.requests import RoutingLayout
@@ -20,7 +20,7 @@ COUNTS_EVERY = 64
 
 
 class ExpertCounting:
-    """Takes the place of `Rebalancing` in a step cycle whose experts stay where they are. `view` is for any thread."""
+    """Takes the place of `EplbSteps` in a step cycle whose experts stay where they are. `view` is for any thread."""
 
     def __init__(self, layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings) -> None:
         self._layer_ids = layout.layer_ids

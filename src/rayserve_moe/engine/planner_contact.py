@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
-class PlannerContact:
+class PlannerRetry:
     """Whether the planner may be asked now, how often it was lost and found again, and `refused` plans by reason."""
 
     def __init__(self) -> None:

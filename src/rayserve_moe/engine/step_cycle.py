@@ -10,7 +10,7 @@ import numpy as np
 
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.expert_counting import ExpertCounting
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
@@ -60,7 +60,7 @@ class StepCycle:
     """Drives scheduler, executor and routing capture in step; knows nothing of clients.
 
     With `overlaps` the devices run a step while the host takes over the one before it and plans the next. With
-    `rebalancing` steps take pieces of a rebalance along, without it `counting` has experts counted. While `is_paused`
+    `eplb` steps take pieces of a migration along, without it `counting` has experts counted. While `is_paused`
     no step is planned. `tally` adds up those of all steps, where they bring any.
     """
 
@@ -71,12 +71,12 @@ class StepCycle:
         *,
         capture: RoutingCapture | None,
         overlaps: bool = True,
-        rebalancing: Rebalancing | None = None,
+        eplb: EplbSteps | None = None,
         counting: ExpertCounting | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.rebalancing = rebalancing
-        self._experts = rebalancing or counting
+        self.eplb = eplb
+        self._experts = eplb or counting
         self.is_paused = False
         self._executor = executor
         self._capture = capture

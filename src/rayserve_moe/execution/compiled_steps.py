@@ -16,8 +16,8 @@ import numpy as np
 from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.block_inputs import block_input_shapes
 from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
-from rayserve_moe.execution.rebalance import (
-    RebalancePrograms,
+from rayserve_moe.execution.migration import (
+    MigrationPrograms,
     expert_state,
     fetch,
     read_counts,
@@ -59,12 +59,12 @@ class CompiledPrograms:
     update: CompiledUpdate
     adjust: CompiledUpdate
     read_counts: Callable[[jax.Array], jax.Array]
-    rebalance: RebalancePrograms | None
+    migration: MigrationPrograms | None
     times: CompileTimes
 
 
 class Movables(NamedTuple):
-    """What rebalances work with beside the weights: the staging area, and slots of a rank per step."""
+    """What migrations work with beside the weights: the staging area, and slots of a rank per step."""
 
     staging: ExpertWeights
     slots_per_step: int
@@ -113,12 +113,12 @@ def compile_programs(
         compiled = {shape: step.result() for shape, step in steps.items()}
         compiled_updates = update.result(), adjust.result()
         read = compiler.compile(partial(read_counts, rule=rule.model), state.expert_counts_ME)
-        rebalance = None
+        migration = None
         if movables is not None:
-            rebalance = _compile_rebalance(compiler, weights, movables=movables, rule=rule.model)
+            migration = _compile_migration(compiler, weights, movables=movables, rule=rule.model)
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
-    return CompiledPrograms(compiled, *compiled_updates, read, rebalance, times)
+    return CompiledPrograms(compiled, *compiled_updates, read, migration, times)
 
 
 class _Compiler:
@@ -150,13 +150,13 @@ class _Compiler:
         return compiled
 
 
-def _compile_rebalance(
+def _compile_migration(
     compiler: _Compiler, weights: ModelWeights, *, movables: Movables, rule: ModelRule
-) -> RebalancePrograms:
+) -> MigrationPrograms:
     held, (staging, slots_per_step) = expert_state(weights), movables
     sizes = vector_sizes(rule, slots_per_step=slots_per_step)
     fetching, swapping = (partial(run, rule=rule) for run in (fetch, swap))
-    return RebalancePrograms(
+    return MigrationPrograms(
         compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(sizes.fetch)),
         compiler.compile(swapping, held, staging, donated=0, vector=compiler.integers(sizes.swap)),
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rayserve_moe.balancing.rebalance import FailedFetch
+from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.execution.compiled_steps import Movables
-from rayserve_moe.execution.rebalance import (
+from rayserve_moe.execution.migration import (
     FetchError,
-    RebalancePrograms,
-    RebalanceVectors,
+    MigrationPrograms,
+    MigrationVectors,
     allocate_staging,
     run_piece,
 )
@@ -15,15 +15,15 @@ from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.model.transformer import ModelRule
 
 
-class ExpertMover:
-    """Runs pieces of rebalances; of one whose fetch has failed it runs no further piece, and says so until the next."""
+class MigrationRunner:
+    """Runs pieces of migrations; of one whose fetch has failed it runs no further piece, and says so until the next."""
 
     def __init__(self, rule: ModelRule, *, dtype: str, slots_per_step: int) -> None:
         self._rule, self._dtype = rule, dtype
         self.movables = Movables(allocate_staging(rule, dtype=dtype), slots_per_step)
         self.failed_fetch: FailedFetch | None = None
 
-    def move(self, weights: ModelWeights, vectors: RebalanceVectors, *, programs: RebalancePrograms) -> ModelWeights:
+    def move(self, weights: ModelWeights, vectors: MigrationVectors, *, programs: MigrationPrograms) -> ModelWeights:
         """Run a piece; the weights are given away, and those to go on with are returned.
 
         FetchError where the devices are those of several hosts: the others wait for a fetch that this one cannot do.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.balancing.rebalance import RebalancePiece
+from rayserve_moe.balancing.migration import MigrationPiece
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import (
@@ -32,13 +32,13 @@ from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import kept_programs
 from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
-from rayserve_moe.execution.expert_mover import ExpertMover
+from rayserve_moe.execution.migration import MigrationRunner
 from rayserve_moe.execution.launch import Launched, launch_for
 from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
-from rayserve_moe.execution.rebalance import (
-    RebalancePrograms,
-    RebalanceVectors,
+from rayserve_moe.execution.migration import (
+    MigrationPrograms,
+    MigrationVectors,
     vector_sizes,
     vectors_of,
     vectors_of_nothing,
@@ -116,7 +116,7 @@ class HostRunner:
         self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, rule=self.rule)
         self._mover = None
         if balancing.enabled:
-            self._mover = ExpertMover(self.rule, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
+            self._mover = MigrationRunner(self.rule, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
         self._load_s = time.perf_counter() - started
         cache, devices = self._settings.cache, list(plan.mesh.local_devices)
         return memory.num_pages_that_fit(
@@ -179,7 +179,7 @@ class HostRunner:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
-        assert plan.num_chunks or plan.rebalance is None, "a piece of a rebalance goes with a step"
+        assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
         if plan.takes_staged_weights:
             assert self._in_flight is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
@@ -187,8 +187,8 @@ class HostRunner:
         before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
         return self._collect(before) if before is not None else None
 
-    def move_experts(self, piece: RebalancePiece) -> None:
-        """Run a piece of a rebalance that goes with no step. Call while idle."""
+    def move_experts(self, piece: MigrationPiece) -> None:
+        """Run a piece of a migration that goes with no step. Call while idle."""
         self._move(vectors_of(piece))
 
     def _start_report(self, *, first_run_s: float) -> StartReport:
@@ -211,7 +211,7 @@ class HostRunner:
         packed = self._packer.pack(plan, with_changes=fits)
         updates = [] if fits else list(self._updates(plan))
         wanted = wanted_outputs(plan)
-        moves = None if plan.rebalance is None else vectors_of(plan.rebalance)
+        moves = None if plan.migration is None else vectors_of(plan.migration)
         pack_s = time.perf_counter() - started
         output = self._launch(partial(self._run, packed, updates, wanted=wanted, moves=moves))
         return _InFlight(plan.step_id, wanted, packed, output, pack_s)
@@ -231,7 +231,7 @@ class HostRunner:
         updates: list[tuple[CompiledUpdate, np.ndarray]],
         *,
         wanted: WantedOutputs,
-        moves: RebalanceVectors | None,
+        moves: MigrationVectors | None,
     ) -> StepOutput:
         state, shape = self._state, packed.shape
         if moves is not None:
@@ -247,14 +247,14 @@ class HostRunner:
             start_copies(output, wanted)
         return output
 
-    def _move(self, vectors: RebalanceVectors) -> None:
+    def _move(self, vectors: MigrationVectors) -> None:
         assert self._mover is not None, "placements do not change in this server"
-        self.weights = self._mover.move(self.weights, vectors, programs=self._rebalance_programs)
+        self.weights = self._mover.move(self.weights, vectors, programs=self._migration_programs)
 
     @property
-    def _rebalance_programs(self) -> RebalancePrograms:
-        assert self.programs.rebalance is not None, "placements do not change in this server"
-        return self.programs.rebalance
+    def _migration_programs(self) -> MigrationPrograms:
+        assert self.programs.migration is not None, "placements do not change in this server"
+        return self.programs.migration
 
     def _collect(self, step: _InFlight) -> StepResult:
         started = time.perf_counter()

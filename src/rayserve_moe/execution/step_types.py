@@ -46,7 +46,7 @@ class ModelWeights:
 @partial(jax.tree_util.register_dataclass, data_fields=["weights", "maps"], meta_fields=[])
 @dataclass(frozen=True)
 class ExpertState:
-    """What a rebalance moves: the weights of all expert slots [layers, slots, ...], and the maps that go with them."""
+    """What a migration moves: the weights of all expert slots [layers, slots, ...], and the maps that go with them."""
 
     weights: ExpertWeights
     maps: PlacementArrays

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory, settings_from
@@ -16,7 +16,7 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.expert_balancing import balance_experts, planning_rules
+from rayserve_moe.engine.eplb_control import start_eplb, planning_config
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.inprocess.arguments import (
@@ -79,10 +79,10 @@ class Engine:
             card,
             settings=LoopSettings(wanted.scheduler, wanted.cache, data_size, balancing=wanted.balancing),
         )
-        self.balancing = balance_experts(
-            self.loop.rebalancing,
-            PlacementAdvisor,
-            rules=planning_rules(wanted.balancing, wanted.experts),
+        self.balancing = start_eplb(
+            self.loop.eplb,
+            LocalPlanner,
+            rules=planning_config(wanted.balancing, wanted.experts),
             layer_ids=self.card.routing.layer_ids,
         )
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from rayserve_moe.balancing.rebalance import FailedFetch, RebalancePiece
+from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.requests import TopLogprobs
 
 LAST_SAMPLED = -1
@@ -109,8 +109,8 @@ class StepPlan:
     """One step for all hosts. `wants_routing` says that some row of this step will be asked for.
 
     `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token. A piece of
-    a `rebalance` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
-    chunks, of a server that may rebalance. `takes_staged_weights` is for a plan without chunks that follows another
+    a `migration` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
+    chunks, of a server that may migrate experts. `takes_staged_weights` is for a plan without chunks that follows another
     such: every host puts the weights that it has staged in the place of those it serves.
     """
 
@@ -127,7 +127,7 @@ class StepPlan:
     block_work: BlockWork = NO_BLOCK_WORK
     wants_top: bool = False
     wants_score_top: bool = False
-    rebalance: RebalancePiece | None = None
+    migration: MigrationPiece | None = None
     wants_expert_counts: bool = False
     takes_staged_weights: bool = False
 
@@ -179,7 +179,7 @@ class StepResult:
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
     They wrap around: take differences. `tally` int64 [4] tells, where slots have limited room, how many picks its
     tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
-    `failed_fetch` is told by every step until another rebalance begins.
+    `failed_fetch` is told by every step until another migration begins.
     """
 
     step_id: int

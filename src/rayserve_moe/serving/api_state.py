@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.expert_balancing import ExpertBalancing
+from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.middleware.admission import Intake
 from rayserve_moe.serving.middleware.ignored_fields import IgnoredFields
@@ -34,7 +34,7 @@ class ApiState:
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     encoding: ThreadPoolExecutor = field(default_factory=_encoding_threads)
     started_at: float = field(default_factory=time.time)
-    balancing: ExpertBalancing | None = None
+    balancing: EplbControl | None = None
     traffic: Traffic = field(default_factory=Traffic)
     intake: Intake = field(init=False)
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)

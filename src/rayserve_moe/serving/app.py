@@ -14,12 +14,12 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 
-from rayserve_moe.cluster.balancer import BALANCER_NAME, RemoteExpertBalancer
+from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.replica_engine import start_replica_engine
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.engine.expert_balancing import planning_rules
+from rayserve_moe.engine.eplb_control import planning_config
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
@@ -95,11 +95,11 @@ def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
     """The balancer, where experts move: Serve's controller starts it, and starts it again when it dies."""
     if not settings.balancing.enabled:
         return []
-    rules = planning_rules(settings.balancing, settings.experts)
+    rules = planning_config(settings.balancing, settings.experts)
     return [
         DeploymentActorConfig(
             name=BALANCER_NAME,
-            actor_class=RemoteExpertBalancer,
+            actor_class=EplbPlannerActor,
             init_kwargs={"rules": rules},
             actor_options={"num_cpus": 0},
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rayserve_moe.engine.expert_balancing import ExpertBalancing
+from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.serving.metrics import MODEL
 
 _PREFIX = "rayserve_moe_expert"
@@ -19,7 +19,7 @@ class BalancingMetrics(Collector):
     An imbalance is the load of the hottest device over the mean one, with the tokens of the window.
     """
 
-    def __init__(self, balancing: ExpertBalancing, *, model: str) -> None:
+    def __init__(self, balancing: EplbControl, *, model: str) -> None:
         self._balancing, self._model = balancing, model
 
     def describe(self) -> list[Metric]:

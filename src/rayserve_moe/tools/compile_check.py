@@ -68,7 +68,7 @@ class DeviceMemory:
 class ProgramReport:
     """One compiled program, or the compiler's reason why there is none.
 
-    `is_in_place`: all that it updates stays where it is: the KV pool, or what a rebalance writes.
+    `is_in_place`: all that it updates stays where it is: the KV pool, or what a migration writes.
 
     `xla_cycles` add up what XLA estimates for its own fusions, `_once` with the body of every loop counted once;
     neither is a latency. `roofline_s` is the time that reading weights and KV once takes at the memory's bandwidth.

@@ -19,7 +19,7 @@ from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 from rayserve_moe.execution.block_inputs import block_input_shapes
 from rayserve_moe.execution.device_state import allocate_state
-from rayserve_moe.execution.rebalance import expert_state, fetch, staging_shapes, swap, vector_sizes
+from rayserve_moe.execution.migration import expert_state, fetch, staging_shapes, swap, vector_sizes
 from rayserve_moe.execution.step import (
     StepRule,
     block_partitions,
@@ -115,7 +115,7 @@ def lay_out(config: Mapping[str, Any], setting: ServedSetting) -> ServedModel:
 def programs_of(served: ServedModel) -> list[Program]:
     """All programs to look at: decode, and prefill steps that hold all rows besides, each without and with sampling.
 
-    Where there are redundant experts, also both parts of a rebalance. Speculative steps belong into this list.
+    Where there are redundant experts, also both parts of a migration. Speculative steps belong into this list.
     """
     batch, block = served.setting.batch, PREFILL_BLOCK_TOKENS
     decode = StepShape(batch, 0, block)
@@ -125,7 +125,7 @@ def programs_of(served: ServedModel) -> list[Program]:
         _program("decode", run_step, shape=decode, served=served),
         _program("prefill_forward", run_forward, shape=prefill, served=served),
         _program("prefill", run_step, shape=prefill, served=served),
-        *_rebalance_programs(served),
+        *_migration_programs(served),
     ]
 
 
@@ -200,7 +200,7 @@ def _program(name: str, run: Callable[..., Any], *, shape: StepShape, served: Se
     return Program(name, program, served.weights, served.state, inputs, served.state.kv_pages)
 
 
-def _rebalance_programs(served: ServedModel) -> Iterator[Program]:
+def _migration_programs(served: ServedModel) -> Iterator[Program]:
     """What moves experts: fetching some slots into the staging area, and swapping a layer."""
     if served.weights.maps is None:
         return
@@ -254,7 +254,7 @@ def _parameters(model: ModelRule, dtype: str) -> Parameters:
 
 
 def _maps(model: ModelRule) -> PlacementArrays | None:
-    """Maps as they are after the first rebalance; none where a step is compiled without."""
+    """Maps as they are after the first migration; none where a step is compiled without."""
     if model.num_redundant == 0:
         return None
     replicated = model.plan.replicated()

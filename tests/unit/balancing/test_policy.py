@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.policy import (
+from rayserve_moe.balancing.planning import (
     LEAST_TOKENS_PER_EXPERT,
-    PlanningRules,
+    PlanningConfig,
     chance,
     has_enough,
     imbalance,
@@ -22,7 +22,7 @@ from tests.support.placements import random_placement
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
-RULES = PlanningRules(interval=100, window=1000)
+RULES = PlanningConfig(interval=100, window=1000)
 
 
 def skewed(seed: int = 0, tokens: int = 40_000) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_a_plan_needs_tokens_enough_in_every_layer():
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize("steps", [RULES.interval - 1, RULES.interval])
 def test_a_plan_is_due_after_the_interval_and_with_tokens_enough(short, steps):
-    advisor, enough = PlacementAdvisor(RULES), np.full((LAYERS, EXPERTS), LEAST_TOKENS_PER_EXPERT, np.int32)
+    advisor, enough = LocalPlanner(RULES), np.full((LAYERS, EXPERTS), LEAST_TOKENS_PER_EXPERT, np.int32)
     assert not advisor.observe(LoadReading(0, 0, np.zeros_like(enough)))
     is_due = advisor.observe(LoadReading(0, steps, enough - np.eye(LAYERS, EXPERTS, dtype=np.int32) * short))
     assert is_due == (not short and steps == RULES.interval)
@@ -77,8 +77,8 @@ def test_flat_loads_that_differ_by_chance_alone_are_not_worth_a_plan():
     assert is_worth(imbalance(loads), np.ones(LAYERS), noise=chance(tokens, ep_size=RANKS))
 
 
-def advisor_that_saw(tokens: np.ndarray, *, steps: int = 128, rules: PlanningRules = RULES) -> PlacementAdvisor:
-    advisor = PlacementAdvisor(rules)
+def advisor_that_saw(tokens: np.ndarray, *, steps: int = 128, rules: PlanningConfig = RULES) -> LocalPlanner:
+    advisor = LocalPlanner(rules)
     advisor.observe(LoadReading(0, 0, np.zeros(tokens.shape, np.int32)))
     advisor.observe(LoadReading(0, steps, tokens.astype(np.int32)))
     return advisor
@@ -98,7 +98,7 @@ def test_what_is_proposed_holds_up_and_keeps_its_promise():
 @pytest.mark.parametrize("dispatch", ["shares", "static", "first"])
 def test_what_is_promised_is_what_the_dispatch_there_is_makes_of_it(dispatch):
     tokens, state = skewed(), PlacementState(0, 0, START)
-    proposal = advisor_that_saw(tokens, rules=PlanningRules(100, 1000, dispatch)).propose(state)
+    proposal = advisor_that_saw(tokens, rules=PlanningConfig(100, 1000, dispatch)).propose(state)
     assert proposal is not None
     after = imbalance(rank_loads(checked_placement(proposal, state), tokens, dispatch=dispatch))
     assert after.mean() == pytest.approx(proposal.imbalance_after) and after.mean() < proposal.imbalance_before
@@ -106,7 +106,7 @@ def test_what_is_promised_is_what_the_dispatch_there_is_makes_of_it(dispatch):
 
 def test_plans_follow_each_other_at_the_interval():
     tokens = skewed()
-    advisor = PlacementAdvisor(RULES)
+    advisor = LocalPlanner(RULES)
     asked_at = []
     for step in range(0, 520, 16):
         if advisor.observe(LoadReading(0, step, (tokens * step / 16).astype(np.int32))):

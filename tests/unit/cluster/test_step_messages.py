@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.rebalance import FailedFetch, LayerSwap, RebalancePiece, SlotFetch
+from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.cluster import step_messages
 from rayserve_moe.requests import TopLogprobs
 from rayserve_moe.scheduling.step_plan import (
@@ -30,7 +30,7 @@ from rayserve_moe.scheduling.step_plan import (
 
 INTS = np.arange(6, dtype=np.int32)
 TOP = TopLogprobs(INTS.reshape(3, 2), INTS.reshape(3, 2) / np.float32(7))
-PIECE = RebalancePiece(
+PIECE = MigrationPiece(
     3,
     SlotFetch(1, INTS.reshape(2, 3), INTS.reshape(2, 3)[::-1]),
     LayerSwap(1, identity_placement(1, 8, ep_size=2), INTS > 2),
@@ -48,7 +48,7 @@ FULL = StepPlan(
     adjustments=(RowAdjustment(4, INTS, INTS[:0], INTS, INTS / np.float32(3)),),
     block_work=BlockWork(INTS, INTS, INTS, INTS, np.zeros((6, 2, 2), np.int16)),
     wants_top=True,
-    rebalance=PIECE,
+    migration=PIECE,
     wants_expert_counts=True,
 )
 RESULT = StepResult(

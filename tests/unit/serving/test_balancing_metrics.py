@@ -9,12 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.policy import PlanningRules
-from rayserve_moe.balancing.rebalance import Rebalance
-from rayserve_moe.engine.expert_balancing import ExpertBalancing
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.balancing.planning import PlanningConfig
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.engine.eplb_control import EplbControl
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.serving.balancing_metrics import BalancingMetrics
 from tests.support.balancing import CountedSteps
 
@@ -22,7 +22,7 @@ WITHIN_S = 600.0
 LAYER_IDS = (1, 3)
 
 
-def scraped(balancing: ExpertBalancing) -> dict[tuple[str, ...], float]:
+def scraped(balancing: EplbControl) -> dict[tuple[str, ...], float]:
     """Every sample by its name, without what all names begin with, and the values of its labels."""
     registry = CollectorRegistry()
     registry.register(BalancingMetrics(balancing, model="m"))
@@ -35,12 +35,12 @@ def scraped(balancing: ExpertBalancing) -> dict[tuple[str, ...], float]:
 
 
 def test_metrics_are_the_numbers_of_the_view_by_layer_and_over_layers():
-    rules = PlanningRules(interval=32, window=400)
-    rebalancing = Rebalancing(
-        Rebalance(identity_placement(2, 16, ep_size=4, num_redundant=4), hosts=1, slots_per_step=2)
+    rules = PlanningConfig(interval=32, window=400)
+    eplb = EplbSteps(
+        Migration(identity_placement(2, 16, ep_size=4, num_redundant=4), hosts=1, slots_per_step=2)
     )
-    steps = CountedSteps(rebalancing, np.random.default_rng(1).lognormal(sigma=1.0, size=(2, 16)))
-    balancing = ExpertBalancing(rebalancing, PlacementAdvisor(rules), rules=rules, layer_ids=LAYER_IDS)
+    steps = CountedSteps(eplb, np.random.default_rng(1).lognormal(sigma=1.0, size=(2, 16)))
+    balancing = EplbControl(eplb, LocalPlanner(rules), rules=rules, layer_ids=LAYER_IDS)
     assert scraped(balancing)["imbalance_mean", "now"] == 1.0, "before anything was counted"
     deadline = time.monotonic() + WITHIN_S
     while not balancing.view().history or balancing.view().history[0].outcome != "finished":

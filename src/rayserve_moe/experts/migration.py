@@ -24,7 +24,7 @@ from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 
 
 @dataclass(frozen=True)
-class ReshuffleRule:
+class MigrationConfig:
     """What is fixed about both programs: mesh axes, ranks over them, slots of a rank in a layer.
 
     `packs` copies what a rank sends together first, which then may be no more than `B` slots: for exchanges that move
@@ -59,7 +59,7 @@ class SwappedLayer(NamedTuple):
 
 
 def fetch_slots(
-    weights: ExpertWeights, staging: ExpertWeights, fetched: FetchedSlots, *, rule: ReshuffleRule
+    weights: ExpertWeights, staging: ExpertWeights, fetched: FetchedSlots, *, rule: MigrationConfig
 ) -> ExpertWeights:
     """Copy slots of all ranks into the staging area, [S, D, F] and [S, F, D]; `weights` are flat, [X, ...].
 
@@ -86,7 +86,7 @@ def swap_layer(
     *,
     staging: ExpertWeights,
     swapped: SwappedLayer,
-    rule: ReshuffleRule,
+    rule: MigrationConfig,
 ) -> tuple[ExpertWeights, PlacementArrays]:
     """Write what is staged into the slots of a layer, and its maps with it. Call it like `fetch_slots`."""
     num_slots, me = rule.num_local_slots, jax.lax.axis_index(rule.axes)
@@ -135,7 +135,7 @@ def _packed(weights: ExpertWeights, slices: RaggedSlices, *, most: int) -> tuple
     return packed, slices._replace(input_offsets_R=place_N)
 
 
-def _slices(fetched: FetchedSlots, rule: ReshuffleRule) -> RaggedSlices:
+def _slices(fetched: FetchedSlots, rule: MigrationConfig) -> RaggedSlices:
     """The fetch as an exchange of single rows, B from each rank to each rank, most of them empty.
 
     Entry b from anyone to rank r is the b-th slot that r gets, and arrives as row b.

@@ -1,4 +1,4 @@
-"""Pieces of a rebalance bring every expert where the placement says, a few slots at a time, layer by layer."""
+"""Pieces of a migration bring every expert where the placement says, a few slots at a time, layer by layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, placement_from
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.rebalance import Rebalance, RebalancePiece
+from rayserve_moe.balancing.migration import Migration, MigrationPiece
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 5, 24, 4, 8
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
@@ -25,7 +25,7 @@ class Devices:
         self.experts, self.shares = START.expert_of_slot.copy(), START.share_of_slot.copy()
         self.staging = np.full((RANKS, START.slots_per_rank), -1)
 
-    def run(self, piece: RebalancePiece) -> None:
+    def run(self, piece: MigrationPiece) -> None:
         if piece.fetch is not None:
             for rank, (sources, places) in enumerate(zip(piece.fetch.sources, piece.fetch.places, strict=True)):
                 wanted = sources >= 0
@@ -42,26 +42,26 @@ class Devices:
 
 @pytest.mark.parametrize("slots_per_step", [1, 3, 8])
 def test_every_slot_holds_what_the_placement_says_after_every_piece(slots_per_step):
-    devices, rebalance = Devices(), Rebalance(START, hosts=2, slots_per_step=slots_per_step)
+    devices, migration = Devices(), Migration(START, hosts=2, slots_per_step=slots_per_step)
     for seed in range(6):
-        rebalance.begin(placement(seed))
+        migration.begin(placement(seed))
         # Half of them are left unfinished.
         for _ in range(1000 if seed % 2 else 7):
-            if (piece := rebalance.next_piece()) is None:
+            if (piece := migration.next_piece()) is None:
                 break
             assert piece.version == seed + 1
             devices.run(piece)
-            devices.assert_hold(rebalance.placement)
-        assert rebalance.progress.is_done == (seed % 2 == 1)
+            devices.assert_hold(migration.placement)
+        assert migration.progress.is_done == (seed % 2 == 1)
     devices.assert_hold(placement(5))
-    assert rebalance.progress.num_slots_done == rebalance.progress.num_slots > 0
+    assert migration.progress.num_slots_done == migration.progress.num_slots > 0
 
 
 @pytest.mark.parametrize("slots_per_step", [1, 2, 5])
 def test_no_rank_receives_or_sends_more_than_its_budget(slots_per_step):
-    rebalance = Rebalance(START, hosts=1, slots_per_step=slots_per_step)
-    rebalance.begin(placement(3))
-    while (piece := rebalance.next_piece()) is not None:
+    migration = Migration(START, hosts=1, slots_per_step=slots_per_step)
+    migration.begin(placement(3))
+    while (piece := migration.next_piece()) is not None:
         if piece.fetch is not None:
             sources = piece.fetch.sources
             assert sources.shape == (RANKS, slots_per_step) and (sources >= 0).any()
@@ -74,28 +74,28 @@ def test_shares_alone_travel_without_weights():
     for layer, experts in enumerate(START.expert_of_slot):
         shares[layer] /= np.bincount(experts, weights=shares[layer])[experts]
     levelled = placement_from(START.expert_of_slot, shares, num_experts=EXPERTS, ep_size=RANKS)
-    devices, rebalance = Devices(), Rebalance(START, hosts=1, slots_per_step=4)
-    rebalance.begin(levelled)
+    devices, migration = Devices(), Migration(START, hosts=1, slots_per_step=4)
+    migration.begin(levelled)
     for _ in range(LAYERS):
-        piece = rebalance.next_piece()
+        piece = migration.next_piece()
         assert piece is not None and piece.fetch is None and piece.swap is not None
         devices.run(piece)
-    assert rebalance.next_piece() is None
+    assert migration.next_piece() is None
     devices.assert_hold(levelled)
 
 
 def test_a_placement_that_is_there_already_takes_no_piece():
-    rebalance = Rebalance(START, hosts=1, slots_per_step=4)
-    assert rebalance.progress.is_done and rebalance.next_piece() is None
-    rebalance.begin(identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT))
-    assert rebalance.progress.is_done and rebalance.next_piece() is None
+    migration = Migration(START, hosts=1, slots_per_step=4)
+    assert migration.progress.is_done and migration.next_piece() is None
+    migration.begin(identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT))
+    assert migration.progress.is_done and migration.next_piece() is None
 
 
 def test_a_placement_that_does_not_fit_changes_nothing():
-    rebalance = Rebalance(START, hosts=1, slots_per_step=4)
-    rebalance.begin(placement(1))
-    rebalance.next_piece()
-    before = rebalance.progress
+    migration = Migration(START, hosts=1, slots_per_step=4)
+    migration.begin(placement(1))
+    migration.next_piece()
+    before = migration.progress
     with pytest.raises(PlacementError, match="different layers, slots or ranks"):
-        rebalance.begin(identity_placement(LAYERS, EXPERTS, ep_size=RANKS))
-    assert rebalance.progress == before and rebalance.next_piece() is not None
+        migration.begin(identity_placement(LAYERS, EXPERTS, ep_size=RANKS))
+    assert migration.progress == before and migration.next_piece() is not None

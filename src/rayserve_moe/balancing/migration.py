@@ -1,7 +1,7 @@
-"""A rebalance under way: which slots travel with which step, and where every expert lies meanwhile.
+"""A migration under way: which slots travel with which step, and where every expert lies meanwhile.
 
 A plan of moves is cut into pieces small enough to run beside a step each. Layers follow one another: the slots of a
-layer are fetched by the last piece of it at the latest, which swaps weights and maps too. What is left of a rebalance
+layer are fetched by the last piece of it at the latest, which swaps weights and maps too. What is left of a migration
 can be dropped after any piece: every layer then lies as the old placement or as the new one has it.
 """
 
@@ -39,7 +39,7 @@ class LayerSwap:
 
 
 @dataclass(frozen=True, eq=False)
-class RebalancePiece:
+class MigrationPiece:
     """What runs ahead of one step on every host: a fetch, a swap, or a fetch and then the swap of its layer.
 
     `version` counts the placements that were begun.
@@ -51,15 +51,15 @@ class RebalancePiece:
 
 
 class FailedFetch(NamedTuple):
-    """Where a rebalance came to its end: from this layer's fetch on, nothing of that version has run."""
+    """Where a migration came to its end: from this layer's fetch on, nothing of that version has run."""
 
     version: int
     layer: int
 
 
 @dataclass(frozen=True)
-class RebalanceProgress:
-    """How far the rebalance to placement `version` has come: layers that change, and slots that travel."""
+class MigrationProgress:
+    """How far the migration to placement `version` has come: layers that change, and slots that travel."""
 
     version: int
     num_layers: int
@@ -73,7 +73,7 @@ class RebalanceProgress:
         return self.num_layers_done == self.num_layers
 
 
-class Rebalance:
+class Migration:
     """Hands out the pieces from the placement there is to another one. The ranks lie over `hosts`.
 
     A piece has a rank receive `slots_per_step` slots at most, and send as many at most.
@@ -81,10 +81,10 @@ class Rebalance:
 
     def __init__(self, placement: ExpertPlacement, *, hosts: int, slots_per_step: int) -> None:
         self._hosts, self._slots_per_step = hosts, slots_per_step
-        self._pieces: Iterator[RebalancePiece] = iter(())
+        self._pieces: Iterator[MigrationPiece] = iter(())
         # Old placement, new one, and which layers lie as in the new: one value, for readers from other threads.
         self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
-        self.progress = RebalanceProgress(0, 0, 0, 0, 0, 0)
+        self.progress = MigrationProgress(0, 0, 0, 0, 0, 0)
         self.given_up_version = 0
 
     @property
@@ -121,11 +121,11 @@ class Rebalance:
         is_swapped[layers] = False
         self._way = (old, placement, is_swapped)
         version = self.progress.version + 1
-        self.progress = RebalanceProgress(version, len(layers), 0, int(is_moved.sum()), 0, 0)
+        self.progress = MigrationProgress(version, len(layers), 0, int(is_moved.sum()), 0, 0)
         self._pieces = self._all_pieces(layers, version)
         return version
 
-    def next_piece(self) -> RebalancePiece | None:
+    def next_piece(self) -> MigrationPiece | None:
         """What is to run with the next step; None where nothing is left."""
         piece = next(self._pieces, None)
         if piece is not None:
@@ -139,7 +139,7 @@ class Rebalance:
         """
         version, layer = failure
         assert version > self.given_up_version, "that version was given up already"
-        assert version == self.progress.version, "pieces of two rebalances are under way"
+        assert version == self.progress.version, "pieces of two migrations are under way"
         old, new, swapped = self._way
         before = np.arange(old.num_layers) < layer
         self._way = (old, new, swapped & before)
@@ -149,9 +149,9 @@ class Rebalance:
         self.given_up_version, self._pieces = version, iter(())
         self._way = (stays, stays, np.ones_like(swapped))
         num_pieces = self.progress.num_pieces_done
-        self.progress = RebalanceProgress(version, num_layers, num_layers, num_slots, num_slots, num_pieces)
+        self.progress = MigrationProgress(version, num_layers, num_layers, num_slots, num_slots, num_pieces)
 
-    def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[RebalancePiece]:
+    def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[MigrationPiece]:
         """Each layer is planned when its turn comes, which takes a moment between two steps, not all at once."""
         all_old, all_new, _ = self._way
         num_ranks, most = all_new.ep_size, self._slots_per_step
@@ -160,14 +160,14 @@ class Rebalance:
             sources = transfer_plan(old, new, hosts=self._hosts).source_of_slot[0]
             fetches = [*fetches_of(sources, layer=layer, num_ranks=num_ranks, most=most)] or [None]
             for fetch in fetches[:-1]:
-                yield RebalancePiece(version, fetch)
-            yield RebalancePiece(version, fetches[-1], LayerSwap(layer, new, sources != np.arange(len(sources))))
+                yield MigrationPiece(version, fetch)
+            yield MigrationPiece(version, fetches[-1], LayerSwap(layer, new, sources != np.arange(len(sources))))
 
-    def _account(self, piece: RebalancePiece) -> None:
+    def _account(self, piece: MigrationPiece) -> None:
         before = self.progress
         if piece.swap is not None:
             self._way[2][piece.swap.layer] = True
-        self.progress = RebalanceProgress(
+        self.progress = MigrationProgress(
             before.version,
             before.num_layers,
             before.num_layers_done + (piece.swap is not None),

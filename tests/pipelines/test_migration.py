@@ -14,14 +14,14 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
-from rayserve_moe.balancing.rebalance import LayerSwap, Rebalance, RebalancePiece
+from rayserve_moe.balancing.migration import LayerSwap, Migration, MigrationPiece
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
-from rayserve_moe.execution.rebalance import EXPERT_NAMES
+from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
@@ -44,7 +44,7 @@ class Moving:
     """A runner whose experts have moved before, and will again, and the weights [layers, experts, ...] of each kind."""
 
     runner: HostRunner
-    rebalancing: Rebalancing
+    eplb: EplbSteps
     by_expert: list[np.ndarray]
 
 
@@ -94,8 +94,8 @@ def runs(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runs:
     @lru_cache(maxsize=2)
     def moving(mesh: Mesh, backend: str) -> Moving:
         runner = prepared(mesh, backend, is_balanced=True)
-        rebalance = Rebalance(runner.placement, hosts=1, slots_per_step=SLOTS_PER_STEP)
-        return Moving(runner, Rebalancing(rebalance, counts_every=7), expert_weights(plain(mesh, backend)))
+        migration = Migration(runner.placement, hosts=1, slots_per_step=SLOTS_PER_STEP)
+        return Moving(runner, EplbSteps(migration, counts_every=7), expert_weights(plain(mesh, backend)))
 
     found = settings_from({"model_path": core_checkpoint, "enable_return_routed_experts": True})
     spec = spec_from_config(read_config(core_checkpoint))
@@ -119,23 +119,23 @@ def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, by_expert:
         np.testing.assert_array_equal(np.asarray(held), wanted)
 
 
-def heading_elsewhere(rebalancing: Rebalancing) -> Callable[[StepCycle, int], None]:
+def heading_elsewhere(eplb: EplbSteps) -> Callable[[StepCycle, int], None]:
     """Head for another random placement every few steps, whether or not the last one was reached."""
 
     def intervene(cycle: StepCycle, step: int) -> None:
         if step % REBALANCE_EVERY == 0:
-            rebalancing.rebalance.begin(random_placement(rebalancing.rebalance.placement, seed=step))
+            eplb.migration.begin(random_placement(eplb.migration.placement, seed=step))
 
     return intervene
 
 
-def pieces_of(rebalance: Rebalance) -> Iterator[RebalancePiece]:
-    """All that is left of a rebalance; what is not taken has not been handed out."""
-    while (piece := rebalance.next_piece()) is not None:
+def pieces_of(migration: Migration) -> Iterator[MigrationPiece]:
+    """All that is left of a migration; what is not taken has not been handed out."""
+    while (piece := migration.next_piece()) is not None:
         yield piece
 
 
-def run_pieces(moving: Moving, pieces: Iterable[RebalancePiece]) -> None:
+def run_pieces(moving: Moving, pieces: Iterable[MigrationPiece]) -> None:
     """Let the runner do pieces without a step."""
     for piece in pieces:
         moving.runner.move_experts(piece)
@@ -166,32 +166,32 @@ CASES = [
 def test_answers_are_the_same_bits_without_balancing_with_it_and_while_experts_move(runs, mesh, backend, workload):
     plain = run_together(runs.plain(mesh, backend), runs.card, workload(), way=WAY)
     moving = runs.moving(mesh, backend)
-    runner, rebalancing = moving.runner, moving.rebalancing
+    runner, eplb = moving.runner, moving.eplb
     num_compilations = runner.num_compilations_since_start
     assert_identical(run_together(runner, runs.card, workload(), way=WAY), plain)
 
-    version = rebalancing.rebalance.progress.version
-    elsewhere = replace(WAY, rebalancing=rebalancing, intervene=heading_elsewhere(rebalancing))
+    version = eplb.migration.progress.version
+    elsewhere = replace(WAY, eplb=eplb, intervene=heading_elsewhere(eplb))
     assert_identical(run_together(runner, runs.card, workload(), way=elsewhere), plain)
-    assert rebalancing.rebalance.progress.version >= version + 4
-    assert_slots_hold(runner, rebalancing.rebalance.placement, moving.by_expert)
+    assert eplb.migration.progress.version >= version + 4
+    assert_slots_hold(runner, eplb.migration.placement, moving.by_expert)
 
-    arriving = replace(WAY, rebalancing=rebalancing)
+    arriving = replace(WAY, eplb=eplb)
     assert_identical(run_together(runner, runs.card, workload(), way=arriving), plain)
-    assert rebalancing.rebalance.progress.is_done and rebalancing.rebalance.next_piece() is None
-    assert_slots_hold(runner, rebalancing.rebalance.placement, moving.by_expert)
+    assert eplb.migration.progress.is_done and eplb.migration.next_piece() is None
+    assert_slots_hold(runner, eplb.migration.placement, moving.by_expert)
     assert runner.num_compilations_since_start == num_compilations, "other runners of this process aside"
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slots_hold_their_experts_after_any_sequence_of_placements(runs, seed):
     moving = runs.moving((2, 2), "fused")
-    rebalance, generator = moving.rebalancing.rebalance, np.random.default_rng(seed)
+    migration, generator = moving.eplb.migration, np.random.default_rng(seed)
     num_compilations = moving.runner.num_compilations_since_start
     for turn in range(12):
-        rebalance.begin(random_placement(rebalance.placement, seed=100 * seed + turn))
-        run_pieces(moving, islice(pieces_of(rebalance), int(generator.integers(1, 30))))
-        assert_slots_hold(moving.runner, rebalance.placement, moving.by_expert)
+        migration.begin(random_placement(migration.placement, seed=100 * seed + turn))
+        run_pieces(moving, islice(pieces_of(migration), int(generator.integers(1, 30))))
+        assert_slots_hold(moving.runner, migration.placement, moving.by_expert)
     assert moving.runner.num_compilations_since_start == num_compilations, "other runners of this process aside"
 
 
@@ -204,30 +204,30 @@ def test_programs_with_nothing_to_do_change_nothing(runs):
 def test_maps_without_their_weights_are_noticed(runs):
     """The laws above can fail: here the maps of a layer change, and its weights stay behind."""
     moving = runs.moving((2, 2), "fused")
-    runner, rebalance = moving.runner, moving.rebalancing.rebalance
+    runner, migration = moving.runner, moving.eplb.migration
     true_answers = run_together(runner, runs.card, few_requests(), way=WAY)
-    before = rebalance.placement
+    before = migration.placement
     other = random_placement(before, seed=99)
     layer = ExpertPlacement(*(array[:1] for array in (other.expert_of_slot, other.share_of_slot, other.slot_for)))
     fault = LayerSwap(0, layer, np.zeros(before.num_slots, np.bool_))
-    run_pieces(moving, [RebalancePiece(1, swap=fault)])
+    run_pieces(moving, [MigrationPiece(1, swap=fault)])
     with pytest.raises(AssertionError):
         assert_identical(run_together(runner, runs.card, few_requests(), way=WAY), true_answers)
     with pytest.raises(AssertionError):
         assert_slots_hold(runner, before, moving.by_expert)
 
     rows = ExpertPlacement(*(array[:1] for array in (before.expert_of_slot, before.share_of_slot, before.slot_for)))
-    run_pieces(moving, [RebalancePiece(1, swap=replace(fault, placement=rows))])
+    run_pieces(moving, [MigrationPiece(1, swap=replace(fault, placement=rows))])
     assert_identical(run_together(runner, runs.card, few_requests(), way=WAY), true_answers)
 
 
 @pytest.mark.parametrize("fails_at", [0, 3])
 def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fails_at, monkeypatch):
-    """For want of memory, say: answers are the same bits, and the next rebalance arrives."""
+    """For want of memory, say: answers are the same bits, and the next migration arrives."""
     plain = run_together(runs.plain((2, 2), "fused"), runs.card, few_requests(), way=WAY)
     moving = runs.moving((2, 2), "fused")
-    runner, rebalancing = moving.runner, moving.rebalancing
-    rebalance, programs = rebalancing.rebalance, moving.runner.programs.rebalance
+    runner, eplb = moving.runner, moving.eplb
+    migration, programs = eplb.migration, moving.runner.programs.migration
     assert programs is not None
     calls = count()
 
@@ -236,24 +236,24 @@ def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fai
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
         return programs.fetch(*arguments, **keywords)
 
-    monkeypatch.setattr(runner, "programs", replace(runner.programs, rebalance=programs._replace(fetch=fetch)))
-    arriving = replace(WAY, rebalancing=rebalancing)
-    rebalancing.head_for(random_placement(rebalance.placement, seed=7))
+    monkeypatch.setattr(runner, "programs", replace(runner.programs, migration=programs._replace(fetch=fetch)))
+    arriving = replace(WAY, eplb=eplb)
+    eplb.head_for(random_placement(migration.placement, seed=7))
     assert_identical(run_together(runner, runs.card, few_requests(), way=arriving), plain)
-    assert rebalance.given_up_version == rebalance.progress.version and rebalance.progress.is_done
-    assert_slots_hold(runner, rebalance.placement, moving.by_expert)
+    assert migration.given_up_version == migration.progress.version and migration.progress.is_done
+    assert_slots_hold(runner, migration.placement, moving.by_expert)
 
-    wanted = random_placement(rebalance.placement, seed=8)
-    rebalancing.head_for(wanted)
-    while rebalance.placement is not wanted:
+    wanted = random_placement(migration.placement, seed=8)
+    eplb.head_for(wanted)
+    while migration.placement is not wanted:
         assert_identical(run_together(runner, runs.card, few_requests(), way=arriving), plain)
     assert_slots_hold(runner, wanted, moving.by_expert)
 
 
 def test_counts_leave_with_the_results_of_steps(runs):
     moving = runs.moving((2, 2), "fused")
-    told = Rebalancing(Rebalance(moving.rebalancing.rebalance.placement, hosts=1, slots_per_step=1), counts_every=1)
-    run_together(moving.runner, runs.card, few_requests(), way=replace(WAY, rebalancing=told))
+    told = EplbSteps(Migration(moving.eplb.migration.placement, hosts=1, slots_per_step=1), counts_every=1)
+    run_together(moving.runner, runs.card, few_requests(), way=replace(WAY, eplb=told))
     np.testing.assert_array_equal(told.reading.counts, moving.runner.expert_counts())
     assert told.reading.counts.sum() > 0
 
@@ -263,14 +263,14 @@ def test_an_engine_moves_experts_while_it_answers(core_checkpoint, kernel_settin
     settings = {"enable_eplb": True, "num_redundant_experts": 5, "devices_per_host": 4, "max_running_requests": 2}
     few_shapes = {"precompile_bs_paddings": [2], "max_step_tokens": 32, "num_pages": 64}
     with Engine(str(core_checkpoint), **settings, **few_shapes, **kernel_settings) as engine:
-        rebalancing = engine.loop.rebalancing
-        assert rebalancing is not None and rebalancing.rebalance.placement.num_redundant == 4, "lowered until it fits"
+        eplb = engine.loop.eplb
+        assert eplb is not None and eplb.migration.placement.num_redundant == 4, "lowered until it fits"
         asked = {"input_ids": [5, 6, 7], "temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
         expected = engine.generate(**asked)
-        rebalancing.head_for(random_placement(rebalancing.rebalance.placement, seed=1))
+        eplb.head_for(random_placement(eplb.migration.placement, seed=1))
         assert engine.generate(**asked)["output_ids"] == expected["output_ids"]
-        assert rebalancing.rebalance.progress.is_done and rebalancing.rebalance.progress.num_slots_done > 0
-        assert rebalancing.reading.counts.sum() > 0
+        assert eplb.migration.progress.is_done and eplb.migration.progress.num_slots_done > 0
+        assert eplb.reading.counts.sum() > 0
         with pytest.raises(PlacementError):
-            rebalancing.head_for(identity_placement(2, 8, ep_size=4))
+            eplb.head_for(identity_placement(2, 8, ep_size=4))
         assert engine.runner.num_compilations_since_start == 0

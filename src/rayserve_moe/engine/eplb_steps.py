@@ -1,4 +1,4 @@
-"""The engine's side of expert balancing: which piece of a rebalance a step takes along, and what was counted."""
+"""The engine's side of expert balancing: which piece of a migration a step takes along, and what was counted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.proposal import PlacementState
-from rayserve_moe.balancing.rebalance import Rebalance, RebalancePiece
+from rayserve_moe.balancing.migration import Migration, MigrationPiece
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.requests import RoutingLayout
 from rayserve_moe.scheduling.plan_builder import Schedule
@@ -24,9 +24,9 @@ COUNTS_EVERY = 16
 """Steps from one reading of the devices' counts to the next."""
 
 
-def rebalancing_for(
+def eplb_steps_for(
     layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, num_hosts: int
-) -> Rebalancing | None:
+) -> EplbSteps | None:
     """The balancing of a server that has just started, all experts in their own order; None where it is off."""
     if not settings.enabled:
         return None
@@ -36,20 +36,20 @@ def rebalancing_for(
         ep_size=report.num_expert_ranks,
         num_redundant=report.num_redundant_experts,
     )
-    return Rebalancing(Rebalance(placement, hosts=num_hosts, slots_per_step=settings.slots_per_step))
+    return EplbSteps(Migration(placement, hosts=num_hosts, slots_per_step=settings.slots_per_step))
 
 
-class Rebalancing:
-    """Hands the pieces of `rebalance` to steps, at most one each, and keeps what they tell of expert loads.
+class EplbSteps:
+    """Hands the pieces of `migration` to steps, at most one each, and keeps what they tell of expert loads.
 
     The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
     last one of the counts, and `has_news` is set when there is another. `head_for`, `state`, and what is read of
-    `rebalance.progress` and of counts may come from any thread, all else from that of the engine.
+    `migration.progress` and of counts may come from any thread, all else from that of the engine.
     """
 
-    def __init__(self, rebalance: Rebalance, *, counts_every: int = COUNTS_EVERY) -> None:
-        self.rebalance = rebalance
-        start = rebalance.placement
+    def __init__(self, migration: Migration, *, counts_every: int = COUNTS_EVERY) -> None:
+        self.migration = migration
+        start = migration.placement
         self.reading = LoadReading(0, 0, np.zeros((start.num_layers, start.num_experts), np.int32))
         self.has_news = threading.Event()
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
@@ -58,11 +58,11 @@ class Rebalancing:
         self._is_held = False
 
     def state(self) -> PlacementState | None:
-        """What a plan may be made from now; None while a rebalance is under way or asked for."""
-        progress = self.rebalance.progress
+        """What a plan may be made from now; None while a migration is under way or asked for."""
+        progress = self.migration.progress
         if self._wanted or not progress.is_done:
             return None
-        return PlacementState(self.reading.epoch, progress.version, self.rebalance.placement)
+        return PlacementState(self.reading.epoch, progress.version, self.migration.placement)
 
     def forget_counts(self) -> None:
         """Have counts that follow not be compared with those before: after a change of weights, or of counting."""
@@ -74,13 +74,13 @@ class Rebalancing:
 
         PlacementError where it is of other layers, slots or ranks; then nothing changes.
         """
-        self.rebalance.check(placement)
+        self.migration.check(placement)
         self._wanted.append(placement)
 
     def hold(self) -> ExpertPlacement:
         """Have experts stay where they are until `go_on`; returns where that is. Call while no step is under way."""
         self._is_held = True
-        return self.rebalance.placement
+        return self.migration.placement
 
     def go_on(self) -> None:
         """Let experts move again."""
@@ -88,8 +88,8 @@ class Rebalancing:
 
     def change_weights(self) -> None:
         """Begin anew what is under way, and what is counted: all that was fetched or counted is of other weights."""
-        if not self.rebalance.progress.is_done:
-            self.rebalance.begin(self.rebalance.target)
+        if not self.migration.progress.is_done:
+            self.migration.begin(self.migration.target)
         self.forget_counts()
 
     def attach(self, schedule: Schedule) -> Schedule:
@@ -102,25 +102,25 @@ class Rebalancing:
             return schedule
         if piece is not None:
             self._steps_with_pieces.add(schedule.plan.step_id)
-        return replace(schedule, plan=replace(schedule.plan, rebalance=piece, wants_expert_counts=wants_counts))
+        return replace(schedule, plan=replace(schedule.plan, migration=piece, wants_expert_counts=wants_counts))
 
     def absorb(self, result: StepResult) -> None:
         """Take over what a step tells: counts, if any, and whether experts could be fetched."""
         self._steps_with_pieces.discard(result.step_id)
-        if result.failed_fetch is not None and result.failed_fetch.version > self.rebalance.given_up_version:
+        if result.failed_fetch is not None and result.failed_fetch.version > self.migration.given_up_version:
             log.error("experts could not be fetched: those of layers from %d on stay", result.failed_fetch.layer)
-            self.rebalance.give_up(result.failed_fetch)
+            self.migration.give_up(result.failed_fetch)
         if result.expert_counts is not None:
             self.reading = LoadReading(self.reading.epoch, self._num_steps, result.expert_counts)
             self.has_news.set()
 
-    def _next_piece(self) -> RebalancePiece | None:
-        """The next piece; another rebalance begins once it is known what came of all pieces of the one before."""
+    def _next_piece(self) -> MigrationPiece | None:
+        """The next piece; another migration begins once it is known what came of all pieces of the one before."""
         if self._is_held:
             return None
         if not self._wanted:
-            return self.rebalance.next_piece()
+            return self.migration.next_piece()
         if self._steps_with_pieces:
             return None
-        self.rebalance.begin(self._wanted.pop())
-        return self.rebalance.next_piece()
+        self.migration.begin(self._wanted.pop())
+        return self.migration.next_piece()

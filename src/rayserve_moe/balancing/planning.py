@@ -8,14 +8,14 @@ import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.policy import TOLERANCE, PlanningRules, chance, has_enough, imbalance, is_worth, rank_loads
+from rayserve_moe.balancing.planning import TOLERANCE, PlanningConfig, chance, has_enough, imbalance, is_worth, rank_loads
 from rayserve_moe.balancing.proposal import PlacementState, Proposal
 
 
-class PlacementAdvisor:
+class LocalPlanner:
     """A `Planner` that plans where it is called; not for several threads."""
 
-    def __init__(self, rules: PlanningRules) -> None:
+    def __init__(self, rules: PlanningConfig) -> None:
         self._rules, self._window = rules, LoadWindow(rules.window)
         self._epoch, self._step, self._planned_at = 0, 0, 0
 

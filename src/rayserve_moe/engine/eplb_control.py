@@ -13,53 +13,53 @@ from collections.abc import Callable
 import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
-from rayserve_moe.balancing.policy import PlanningRules, imbalance, rank_loads
+from rayserve_moe.balancing.planning import PlanningConfig, imbalance, rank_loads
 from rayserve_moe.balancing.proposal import PlanFailure, Planner, RefusedPlanError, checked_placement
 from rayserve_moe.balancing.view import BalancingView, ProgressView
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
-from rayserve_moe.engine.planner_contact import PlannerContact
-from rayserve_moe.engine.rebalance_history import RebalanceHistory
-from rayserve_moe.engine.rebalancing import Rebalancing
+from rayserve_moe.engine.eplb_control import PlannerRetry
+from rayserve_moe.engine.eplb_history import MigrationHistory
+from rayserve_moe.engine.eplb_steps import EplbSteps
 
 log = logging.getLogger(__name__)
 
 
-def planning_rules(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningRules:
+def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:
     """What the settings say of planning."""
     dispatch = "first" if experts.selection == "topk" else experts.dispatch
-    return PlanningRules(balancing.interval, balancing.window, dispatch)
+    return PlanningConfig(balancing.interval, balancing.window, dispatch)
 
 
-def balance_experts(
-    rebalancing: Rebalancing | None,
-    planner_for: Callable[[PlanningRules], Planner],
+def start_eplb(
+    eplb: EplbSteps | None,
+    planner_for: Callable[[PlanningConfig], Planner],
     *,
-    rules: PlanningRules,
+    rules: PlanningConfig,
     layer_ids: tuple[int, ...],
-) -> ExpertBalancing | None:
+) -> EplbControl | None:
     """Begin to balance an engine's experts; None where they stay where they are, and then nobody plans."""
-    if rebalancing is None:
+    if eplb is None:
         return None
-    return ExpertBalancing(rebalancing, planner_for(rules), rules=rules, layer_ids=layer_ids)
+    return EplbControl(eplb, planner_for(rules), rules=rules, layer_ids=layer_ids)
 
 
-class ExpertBalancing:
-    """Feeds `planner` with the readings of `rebalancing`, and has the engine follow its plans.
+class EplbControl:
+    """Feeds `planner` with the readings of `eplb`, and has the engine follow its plans.
 
     A planner that fails is asked again after a pause, which doubles from one failure to the next. `layer_ids` are the
     numbers of the layers that have experts.
     """
 
     def __init__(
-        self, rebalancing: Rebalancing, planner: Planner, *, rules: PlanningRules, layer_ids: tuple[int, ...]
+        self, eplb: EplbSteps, planner: Planner, *, rules: PlanningConfig, layer_ids: tuple[int, ...]
     ) -> None:
-        self._rebalancing, self._planner = rebalancing, planner
+        self._eplb, self._planner = eplb, planner
         self._rules, self._layer_ids = rules, layer_ids
         self._window = LoadWindow(rules.window)
-        self._tokens = np.zeros_like(rebalancing.reading.counts, np.float64)
-        self._before = rebalancing.rebalance.placement
-        self.history = RebalanceHistory(rebalancing.rebalance)
-        self.contact = PlannerContact()
+        self._tokens = np.zeros_like(eplb.reading.counts, np.float64)
+        self._before = eplb.migration.placement
+        self.history = MigrationHistory(eplb.migration)
+        self.contact = PlannerRetry()
         self.planning_s = 0.0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="balance-experts", daemon=True)
@@ -68,12 +68,12 @@ class ExpertBalancing:
     def stop(self) -> None:
         """Follow no further plan; the thread ends once its planner has answered. May be called twice."""
         self._is_stopping = True
-        self._rebalancing.has_news.set()
+        self._eplb.has_news.set()
 
     def view(self) -> BalancingView:
         """Loads, placements and what was done, as of now; from any thread."""
-        tokens, rebalance = self._tokens, self._rebalancing.rebalance
-        now, before, progress = rebalance.placement, self._before, rebalance.progress
+        tokens, migration = self._tokens, self._eplb.migration
+        now, before, progress = migration.placement, self._before, migration.progress
         dispatch = self._rules.dispatch
         loads_now, loads_before = (rank_loads(each, tokens, dispatch=dispatch) for each in (now, before))
         return BalancingView(
@@ -102,9 +102,9 @@ class ExpertBalancing:
         )
 
     def _run(self) -> None:
-        news = self._rebalancing.has_news
+        news = self._eplb.has_news
         while not self._is_stopping:
-            self._turn(self._rebalancing.reading)
+            self._turn(self._eplb.reading)
             news.wait(self.contact.rest_of_pause_s)
             news.clear()
 
@@ -123,7 +123,7 @@ class ExpertBalancing:
 
     def _follow_plan(self) -> None:
         """Ask for a plan, and have the engine head for it if it fits what is in force when it comes."""
-        state = self._rebalancing.state()
+        state = self._eplb.state()
         if state is None:
             return
         asked = time.perf_counter()
@@ -132,7 +132,7 @@ class ExpertBalancing:
         if proposal is None or self._is_stopping:
             return
         try:
-            now = self._rebalancing.state()
+            now = self._eplb.state()
             if now is None:
                 raise RefusedPlanError("stale", "experts are moving")
             placement = checked_placement(proposal, now)
@@ -141,8 +141,8 @@ class ExpertBalancing:
             log.warning("a plan is refused as %s: %s", error.reason, error)
             return
         self._before = now.placement
-        self.history.begin(proposal, placement, step=self._rebalancing.reading.step)
-        self._rebalancing.head_for(placement)
+        self.history.begin(proposal, placement, step=self._eplb.reading.step)
+        self._eplb.head_for(placement)
 
 
 def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:

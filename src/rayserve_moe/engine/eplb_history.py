@@ -9,29 +9,29 @@ from dataclasses import replace
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.proposal import Proposal
-from rayserve_moe.balancing.rebalance import Rebalance
-from rayserve_moe.balancing.view import RebalanceRecord
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.balancing.view import MigrationRecord
 
 MOST_RECORDS = 64
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
 
 
-class RebalanceHistory:
-    """Follows `rebalance` to the ends of what was begun; may be asked from any thread.
+class MigrationHistory:
+    """Follows `migration` to the ends of what was begun; may be asked from any thread.
 
-    `totals` counts rebalances `begun`, `finished`, `replaced` and `failed`, and slots `moved`.
+    `totals` counts migrations `begun`, `finished`, `replaced` and `failed`, and slots `moved`.
     """
 
-    def __init__(self, rebalance: Rebalance) -> None:
+    def __init__(self, migration: Migration) -> None:
         self.totals = Counter[str]()
-        self._rebalance = rebalance
-        self._records: deque[RebalanceRecord] = deque(maxlen=MOST_RECORDS)
+        self._migration = migration
+        self._records: deque[MigrationRecord] = deque(maxlen=MOST_RECORDS)
         self._target: ExpertPlacement | None = None
         self._lock = threading.Lock()
 
     def begin(self, proposal: Proposal, target: ExpertPlacement, *, step: int) -> None:
         """Note that the engine was asked to head for a plan's placement, the next of its versions."""
-        record = RebalanceRecord(
+        record = MigrationRecord(
             proposal.version,
             step,
             time.time(),
@@ -48,7 +48,7 @@ class RebalanceHistory:
             self._records.append(record)
             self.totals["begun"] += 1
 
-    def records(self) -> list[RebalanceRecord]:
+    def records(self) -> list[MigrationRecord]:
         """The last ones, oldest first, as far as they have come."""
         with self._lock:
             self._settle()
@@ -57,13 +57,13 @@ class RebalanceHistory:
     def _settle(self) -> None:
         if self._target is None:
             return
-        record, rebalance = self._records[-1], self._rebalance
-        progress = rebalance.progress
+        record, migration = self._records[-1], self._migration
+        progress = migration.progress
         if progress.version < record.version:
             return
         outcome = FINISHED if progress.is_done else UNDER_WAY
-        if rebalance.target is not self._target:
-            outcome = FAILED if rebalance.given_up_version >= record.version else REPLACED
+        if migration.target is not self._target:
+            outcome = FAILED if migration.given_up_version >= record.version else REPLACED
         if outcome != REPLACED:
             record = replace(record, moved_slots=progress.num_slots, layers=progress.num_layers)
         record = replace(record, outcome=outcome)

@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from rayserve_moe.balancing.rebalance import LayerSwap, RebalancePiece, SlotFetch
+from rayserve_moe.balancing.migration import LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.execution.step_types import ExpertState, ModelWeights
 from rayserve_moe.experts.local import ExpertWeights
-from rayserve_moe.experts.reshuffle import FetchedSlots, ReshuffleRule, SwappedLayer, fetch_slots, swap_layer
+from rayserve_moe.experts.migration import FetchedSlots, MigrationConfig, SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.model.transformer import ModelRule
 from rayserve_moe.parallel.mesh import platform_of
@@ -49,15 +49,15 @@ class FetchError(RuntimeError):
         self.layer = layer
 
 
-class RebalancePrograms(NamedTuple):
+class MigrationPrograms(NamedTuple):
     """Compiled: `fetch` and `swap`. The first takes the staging area for its own, the second weights."""
 
     fetch: Callable[..., ExpertWeights]
     swap: Callable[..., ExpertState]
 
 
-class RebalanceVectors(NamedTuple):
-    """A piece of the rebalance of a version as the vectors of the programs that do it; None is not done."""
+class MigrationVectors(NamedTuple):
+    """A piece of the migration of a version as the vectors of the programs that do it; None is not done."""
 
     fetch: np.ndarray | None
     swap: np.ndarray | None
@@ -78,7 +78,7 @@ def vector_sizes(rule: ModelRule, *, slots_per_step: int) -> VectorSizes:
 
 
 def expert_state(weights: ModelWeights) -> ExpertState:
-    """The part of the weights that a rebalance moves; they must have maps."""
+    """The part of the weights that a migration moves; they must have maps."""
     assert weights.maps is not None, "without maps experts stay where they are"
     experts = weights.params["experts"]
     return ExpertState(ExpertWeights(*(experts[name] for name in EXPERT_NAMES)), weights.maps)
@@ -91,7 +91,7 @@ def with_experts(weights: ModelWeights, held: ExpertState) -> ModelWeights:
 
 
 def run_piece(
-    weights: ModelWeights, staging: ExpertWeights, *, vectors: RebalanceVectors, programs: RebalancePrograms
+    weights: ModelWeights, staging: ExpertWeights, *, vectors: MigrationVectors, programs: MigrationPrograms
 ) -> tuple[ModelWeights, ExpertWeights]:
     """Launch the programs of a piece; the arguments are given away, whoever comes next uses what is returned.
 
@@ -120,7 +120,7 @@ def fetch(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, rule:
     def on_device(weights: ExpertWeights, staging: ExpertWeights, vector: jax.Array) -> ExpertWeights:
         layer, moves = vector[0], vector[1:].reshape(2, rule.plan.num_expert_ranks, -1)
         fetched = FetchedSlots(layer, moves[0], moves[1])
-        return fetch_slots(_flat(weights), staging, fetched, rule=_reshuffle_rule(rule))
+        return fetch_slots(_flat(weights), staging, fetched, rule=_migration_config(rule))
 
     weights, staged = (_partitions(rule, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
     return jax.shard_map(
@@ -141,7 +141,7 @@ def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, rule: 
             held.maps,
             staging=staging,
             swapped=_swapped(vector, held.maps),
-            rule=_reshuffle_rule(rule),
+            rule=_migration_config(rule),
         )
         pairs = zip(weights, held.weights, strict=True)
         return ExpertState(ExpertWeights(*(flat.reshape(before.shape) for flat, before in pairs)), maps)
@@ -163,17 +163,17 @@ def read_counts(counts_ME: jax.Array, *, rule: ModelRule) -> jax.Array:
     return jax.lax.with_sharding_constraint(jnp.sum(by_rank, axis=0, dtype=jnp.int32), rule.plan.replicated())
 
 
-def vectors_of(piece: RebalancePiece) -> RebalanceVectors:
+def vectors_of(piece: MigrationPiece) -> MigrationVectors:
     """The vectors of a piece, which share no memory with it."""
     fetch, swap = piece.fetch, piece.swap
-    return RebalanceVectors(
+    return MigrationVectors(
         None if fetch is None else fetch_vector(fetch), None if swap is None else swap_vector(swap), piece.version
     )
 
 
-def vectors_of_nothing(sizes: VectorSizes) -> RebalanceVectors:
+def vectors_of_nothing(sizes: VectorSizes) -> MigrationVectors:
     """Vectors with which both programs leave everything as it is."""
-    return RebalanceVectors(np.full(sizes.fetch, NO_LAYER, np.int32), np.full(sizes.swap, NO_LAYER, np.int32))
+    return MigrationVectors(np.full(sizes.fetch, NO_LAYER, np.int32), np.full(sizes.swap, NO_LAYER, np.int32))
 
 
 def fetch_vector(fetch: SlotFetch) -> np.ndarray:
@@ -203,8 +203,8 @@ def _partitions(rule: ModelRule, axes: tuple[str | None, ...]) -> ExpertWeights:
     return ExpertWeights(part, part, part)
 
 
-def _reshuffle_rule(rule: ModelRule) -> ReshuffleRule:
-    return ReshuffleRule(
+def _migration_config(rule: ModelRule) -> MigrationConfig:
+    return MigrationConfig(
         (DATA, TENSOR),
         rule.plan.num_expert_ranks,
         rule.experts.num_local_slots,

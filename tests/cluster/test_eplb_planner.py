@@ -24,10 +24,10 @@ from ray.actor import ActorHandle
 from rayserve_moe import Engine
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
-from rayserve_moe.balancing.policy import PlanningRules, imbalance
+from rayserve_moe.balancing.planning import PlanningConfig, imbalance
 from rayserve_moe.balancing.proposal import PlacementState, PlanFailure
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
-from rayserve_moe.cluster.balancer import BALANCER_NAME, ActorPlanner, ExpertBalancer, RemoteExpertBalancer
+from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, RemotePlanner, EplbPlanner, EplbPlannerActor
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.answers import ChoiceResult
@@ -45,7 +45,7 @@ WITHIN_S = 900.0
 NUM_TOKENS = 60
 PLACES = {**SETTINGS, "devices_per_host": 4, "num_redundant_experts": 4}
 BALANCED = {**PLACES, "enable_eplb": True, "eplb_interval": 48, "eplb_window": 400}
-RULES = PlanningRules(interval=48, window=400)
+RULES = PlanningConfig(interval=48, window=400)
 PROMPTS = [np.random.default_rng(seed).integers(3, 500, 10 + seed).tolist() for seed in range(4)]
 
 
@@ -166,10 +166,10 @@ def the_balancer() -> ActorHandle:
 # --- A replica's engine, and balancers of all kinds
 
 
-class Garbling(ExpertBalancer):
+class Garbling(EplbPlanner):
     """Spoils its plans."""
 
-    def __init__(self, rules: PlanningRules, name: str) -> None:
+    def __init__(self, rules: PlanningConfig, name: str) -> None:
         super().__init__(rules)
         self._spoil, _ = GARBAGE[name]
 
@@ -178,7 +178,7 @@ class Garbling(ExpertBalancer):
         return None if proposal is None else self._spoil(proposal)
 
 
-class Slow(ExpertBalancer):
+class Slow(EplbPlanner):
     """Takes its time over plans."""
 
     def propose(self, engine: str, state: PlacementState) -> Any:
@@ -187,7 +187,7 @@ class Slow(ExpertBalancer):
         return proposal
 
 
-class Failing(ExpertBalancer):
+class Failing(EplbPlanner):
     """Has no plans."""
 
     def propose(self, engine: str, state: PlacementState) -> Any:
@@ -209,11 +209,11 @@ class Replica:
 
     @property
     def placement(self) -> ExpertPlacement:
-        return self.rebalancing.rebalance.placement
+        return self.eplb.migration.placement
 
     @property
-    def rebalancing(self) -> Any:
-        return self.engine.loop.rebalancing
+    def eplb(self) -> Any:
+        return self.engine.loop.eplb
 
     @property
     def totals(self) -> Counter[str]:
@@ -242,9 +242,9 @@ class Replica:
 
     def go_back(self, load: Load) -> None:
         """Have all experts where they were at the start; nobody must be planning."""
-        rebalancing = self.rebalancing
-        rebalancing.head_for(self.start)
-        load.until(lambda: rebalancing.rebalance.target is self.start and rebalancing.state() is not None)
+        eplb = self.eplb
+        eplb.head_for(self.start)
+        load.until(lambda: eplb.migration.target is self.start and eplb.state() is not None)
 
 
 @pytest.fixture(scope="module")
@@ -258,8 +258,8 @@ def replica(raylets: int, skewed: Path) -> Iterator[Replica]:
 
     settings = settings_from({"model_path": str(skewed), **BALANCED})
     engine = start_replica_engine(settings, find_balancer=find)
-    assert engine.loop.rebalancing is not None
-    yield Replica(engine, found, engine.loop.rebalancing.rebalance.placement)
+    assert engine.loop.eplb is not None
+    yield Replica(engine, found, engine.loop.eplb.migration.placement)
     engine.shutdown()
 
 
@@ -273,7 +273,7 @@ def load(replica: Replica, expected: list[list[int]]) -> Iterator[Load]:
         replica.is_balanced_by(None)
         replica.go_back(load)
         num_finished = replica.totals["finished"]
-        replica.is_balanced_by(ExpertBalancer)
+        replica.is_balanced_by(EplbPlanner)
         load.until(lambda: is_balanced(replica.view) and replica.totals["finished"] > num_finished)
 
 
@@ -308,7 +308,7 @@ def test_a_plan_that_comes_too_late_changes_nothing(replica: Replica, load: Load
 
     def was_refused() -> bool:
         """Meanwhile experts move; how long they do is not known to whoever plans."""
-        replica.rebalancing.head_for(elsewhere)
+        replica.eplb.head_for(elsewhere)
         return replica.num_refused("stale") > num_refused
 
     load.until(was_refused, asks_every_s=1.0)
@@ -326,7 +326,7 @@ def test_experts_that_cannot_be_fetched_stay(replica: Replica, load: Load) -> No
 
     def refuse_third_fetch(worker: Any) -> None:
         runner = worker._runner
-        programs = runner.programs.rebalance
+        programs = runner.programs.migration
         calls = iter(range(1000))
 
         def fetch(*arguments: Any, **keywords: Any) -> Any:
@@ -334,10 +334,10 @@ def test_experts_that_cannot_be_fetched_stay(replica: Replica, load: Load) -> No
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
             return programs.fetch(*arguments, **keywords)
 
-        runner.programs = dataclasses.replace(runner.programs, rebalance=programs._replace(fetch=fetch))
+        runner.programs = dataclasses.replace(runner.programs, migration=programs._replace(fetch=fetch))
 
     ray.get(replica.engine.executor.workers[0].__ray_call__.remote(refuse_third_fetch))
-    replica.is_balanced_by(ExpertBalancer)
+    replica.is_balanced_by(EplbPlanner)
     load.until(lambda: replica.view["history"] and replica.view["history"][-1]["outcome"] == "failed")
     assert replica.totals["failed"] == 1
 
@@ -350,8 +350,8 @@ STATE = PlacementState(0, 0, identity_placement(2, 16, ep_size=4, num_redundant=
 
 
 def test_every_engine_is_planned_for_from_its_own_loads(raylets: int) -> None:
-    actor = RemoteExpertBalancer.options(num_cpus=0).remote(RULES)
-    one, other = ActorPlanner(lambda: actor), ActorPlanner(lambda: actor)
+    actor = EplbPlannerActor.options(num_cpus=0).remote(RULES)
+    one, other = RemotePlanner(lambda: actor), RemotePlanner(lambda: actor)
     for planner, counts in ((one, COUNTS), (other, COUNTS[:, ::-1])):
         planner.observe(LoadReading(0, 0, np.zeros_like(COUNTS)))
         assert planner.observe(LoadReading(0, 64, counts))
@@ -362,9 +362,9 @@ def test_every_engine_is_planned_for_from_its_own_loads(raylets: int) -> None:
 
 
 def test_one_that_hangs_is_killed_and_found_again(raylets: int) -> None:
-    actors = [ray.remote(Slow).options(num_cpus=0).remote(RULES), RemoteExpertBalancer.remote(RULES)]
+    actors = [ray.remote(Slow).options(num_cpus=0).remote(RULES), EplbPlannerActor.remote(RULES)]
     left = iter(actors)
-    planner = ActorPlanner(lambda: next(left), answer_timeout_s=20.0)
+    planner = RemotePlanner(lambda: next(left), answer_timeout_s=20.0)
     planner.observe(LoadReading(0, 0, np.zeros_like(COUNTS)))
     planner._answer_timeout_s = 0.2
     with pytest.raises(PlanFailure) as failure:
@@ -380,7 +380,7 @@ def test_one_that_hangs_is_killed_and_found_again(raylets: int) -> None:
 
 def test_of_many_engines_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.nice", lambda _: 0)
-    balancer = ExpertBalancer(RULES, most_engines=2)
+    balancer = EplbPlanner(RULES, most_engines=2)
     for engine in ("a", "b", "a", "c"):
         balancer.observe(engine, LoadReading(0, 0, COUNTS))
     assert list(balancer._advisors) == ["a", "c"]

@@ -11,9 +11,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.balancing.load_window import LoadReading
-from rayserve_moe.balancing.policy import PlanningRules
+from rayserve_moe.balancing.planning import PlanningConfig
 from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
 
 BALANCER_NAME = "expert-balancer"
@@ -21,20 +21,20 @@ NICENESS = 15
 ANSWER_TIMEOUT_S = 60.0
 
 
-class ExpertBalancer:
+class EplbPlanner:
     """Keeps the loads of every engine that reports any, and plans for each of them alone.
 
     Engines go by names that they choose anew at each start; those that reported last are kept, `most_engines` of them.
     """
 
-    def __init__(self, rules: PlanningRules, *, most_engines: int = 256) -> None:
+    def __init__(self, rules: PlanningConfig, *, most_engines: int = 256) -> None:
         os.nice(NICENESS)
         self._rules, self._most_engines = rules, most_engines
-        self._advisors: dict[str, PlacementAdvisor] = {}
+        self._advisors: dict[str, LocalPlanner] = {}
 
     def observe(self, engine: str, reading: LoadReading) -> bool:
         """Take over an engine's reading; says whether it should ask for a plan."""
-        advisor = self._advisors.pop(engine, None) or PlacementAdvisor(self._rules)
+        advisor = self._advisors.pop(engine, None) or LocalPlanner(self._rules)
         self._advisors[engine] = advisor
         if len(self._advisors) > self._most_engines:
             del self._advisors[next(iter(self._advisors))]
@@ -46,10 +46,10 @@ class ExpertBalancer:
         return None if advisor is None else advisor.propose(state)
 
 
-RemoteExpertBalancer = ray.remote(ExpertBalancer)
+EplbPlannerActor = ray.remote(EplbPlanner)
 
 
-class ActorPlanner:
+class RemotePlanner:
     """The balancer actor as the `Planner` of one engine; calls come from one thread, and wait for it there.
 
     `connect` finds the actor; ValueError where there is none now. A lost one is looked up again by the next call. One

@@ -10,20 +10,20 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.advisor import PlacementAdvisor
+from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.policy import PlanningRules
+from rayserve_moe.balancing.planning import PlanningConfig
 from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
-from rayserve_moe.balancing.rebalance import Rebalance
-from rayserve_moe.engine.expert_balancing import ExpertBalancing, balance_experts
-from rayserve_moe.engine.rebalancing import COUNTS_EVERY, Rebalancing
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.engine.eplb_control import EplbControl, start_eplb
+from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
 from tests.support.balancing import GARBAGE, CountedSteps
 from tests.support.placements import random_placement
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
-RULES = PlanningRules(interval=32, window=400)
+RULES = PlanningConfig(interval=32, window=400)
 LAYER_IDS = (1, 2, 4)
 WITHIN_S = 600.0
 
@@ -32,7 +32,7 @@ class Faulty:
     """The real advisor, with something in the way of its first answers."""
 
     def __init__(self, failures: list[PlanFailure]) -> None:
-        self._advisor = PlacementAdvisor(RULES)
+        self._advisor = LocalPlanner(RULES)
         self.failures = failures
         self.spoil: Callable[[Proposal], object] | None = None
         self.has_planned, self.may_answer = threading.Event(), threading.Event()
@@ -56,14 +56,14 @@ class Served:
 
     def __init__(self, planner: Faulty) -> None:
         self.planner = planner
-        self.rebalancing = Rebalancing(Rebalance(START, hosts=1, slots_per_step=1))
+        self.eplb = EplbSteps(Migration(START, hosts=1, slots_per_step=1))
         odds = np.random.default_rng(1).lognormal(sigma=1.0, size=(LAYERS, EXPERTS))
-        self.steps = CountedSteps(self.rebalancing, odds)
-        self.balancing = ExpertBalancing(self.rebalancing, planner, rules=RULES, layer_ids=LAYER_IDS)
+        self.steps = CountedSteps(self.eplb, odds)
+        self.balancing = EplbControl(self.eplb, planner, rules=RULES, layer_ids=LAYER_IDS)
 
     @property
     def version(self) -> int:
-        return self.rebalancing.rebalance.progress.version
+        return self.eplb.migration.progress.version
 
     def run_until(self, condition: Callable[[], object]) -> None:
         """Take steps, at some pace, until it holds; after each, slots hold what the placement says.
@@ -74,8 +74,8 @@ class Served:
         while not condition():
             assert time.monotonic() < deadline, self.balancing.view()
             self.steps.run(1)
-            if self.steps.failed_version <= self.rebalancing.rebalance.given_up_version:
-                self.steps.assert_hold(self.rebalancing.rebalance.placement)
+            if self.steps.failed_version <= self.eplb.migration.given_up_version:
+                self.steps.assert_hold(self.eplb.migration.placement)
             time.sleep(0.001)
 
     def run_until_balanced(self) -> None:
@@ -124,21 +124,21 @@ def test_garbage_is_refused_and_the_next_good_plan_is_followed(name):
         running.planner.spoil = spoil
         running.run_until(lambda: running.balancing.view().actor.refused)
         assert running.balancing.view().actor.refused == {reason: 1}
-        assert running.version == 0 and running.rebalancing.rebalance.placement is START
+        assert running.version == 0 and running.eplb.migration.placement is START
         running.run_until_balanced()
 
 
 def heads_elsewhere(running: Served) -> None:
-    running.rebalancing.head_for(random_placement(START, seed=5))
-    running.run_until(lambda: running.version == 1 and running.rebalancing.rebalance.progress.is_done)
+    running.eplb.head_for(random_placement(START, seed=5))
+    running.run_until(lambda: running.version == 1 and running.eplb.migration.progress.is_done)
 
 
 def is_asked_to_head_elsewhere(running: Served) -> None:
-    running.rebalancing.head_for(random_placement(START, seed=5))
+    running.eplb.head_for(random_placement(START, seed=5))
 
 
 def forgets_counts(running: Served) -> None:
-    running.rebalancing.forget_counts()
+    running.eplb.forget_counts()
 
 
 @pytest.mark.parametrize("meanwhile", [heads_elsewhere, is_asked_to_head_elsewhere, forgets_counts])
@@ -149,7 +149,7 @@ def test_a_late_plan_is_refused_where_it_no_longer_fits(meanwhile):
         running.run_until(lambda: running.steps.num_steps > 200)
         assert running.version == 0, "serving does not wait, and nothing changes"
         meanwhile(running)
-        asked_at = running.rebalancing.reading.step
+        asked_at = running.eplb.reading.step
         running.planner.may_answer.set()
         running.run_until(lambda: running.balancing.view().actor.refused)
         assert running.balancing.view().actor.refused == {"stale": 1}
@@ -182,7 +182,7 @@ def test_experts_that_cannot_be_fetched_stay_and_the_next_plan_is_followed(fails
     with served() as running:
         running.steps.fails_at = fails_at
         running.run_until(lambda: "failed" in running.outcomes)
-        placement = running.rebalancing.rebalance.placement
+        placement = running.eplb.migration.placement
         running.steps.run(3)
         running.steps.assert_hold(placement)
         record = running.balancing.view().history[0]
@@ -196,26 +196,26 @@ def test_counts_of_other_weights_are_not_mixed_with_those_before():
     with served() as running:
         running.run_until(lambda: np.sum(running.balancing.view().tokens) > 0)
         running.steps.run(2)
-        running.rebalancing.forget_counts()
+        running.eplb.forget_counts()
         deadline = time.monotonic() + WITHIN_S
         while np.sum(running.balancing.view().tokens) > 0:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
 
-def test_a_rebalance_that_another_one_replaces_is_told_as_such():
+def test_a_migration_that_another_one_replaces_is_told_as_such():
     with served() as running:
         running.run_until(lambda: running.version == 1)
-        assert not running.rebalancing.rebalance.progress.is_done
-        running.rebalancing.head_for(START)
+        assert not running.eplb.migration.progress.is_done
+        running.eplb.head_for(START)
         running.run_until(lambda: running.version == 2)
         assert running.outcomes == ["replaced"]
 
 
 def test_where_experts_stay_nobody_plans_and_no_thread_runs():
-    def no_planner(rules: PlanningRules) -> PlacementAdvisor:
+    def no_planner(rules: PlanningConfig) -> LocalPlanner:
         raise AssertionError("nothing to plan")
 
     before = threading.active_count()
-    assert balance_experts(None, no_planner, rules=RULES, layer_ids=LAYER_IDS) is None
+    assert start_eplb(None, no_planner, rules=RULES, layer_ids=LAYER_IDS) is None
     assert threading.active_count() == before

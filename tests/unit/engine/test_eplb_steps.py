@@ -1,0 +1,80 @@
+"""Whatever is asked for between steps, and whichever fetch fails, slots hold what the engine takes them to hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
+from tests.support.balancing import CountedSteps
+from tests.support.placements import random_placement
+
+START = identity_placement(3, 12, ep_size=4, num_redundant=4)
+ODDS = np.ones((3, 12))
+
+
+def moving() -> tuple[EplbSteps, CountedSteps]:
+    eplb = EplbSteps(Migration(START, hosts=2, slots_per_step=1))
+    return eplb, CountedSteps(eplb, ODDS, tokens_per_step=10)
+
+
+def arrive(eplb: EplbSteps, steps: CountedSteps, seed: int) -> None:
+    """Head for a placement and get there, all of it."""
+    wanted = random_placement(START, seed)
+    eplb.head_for(wanted)
+    steps.run(60)
+    assert eplb.migration.placement is wanted and eplb.state() is not None
+    steps.assert_hold(wanted)
+
+
+@pytest.mark.parametrize("fails_at", range(1, 16, 2))
+def test_a_failed_fetch_leaves_whole_layers_and_the_next_migration_arrives(fails_at):
+    eplb, steps = moving()
+    wanted, steps.fails_at = random_placement(START, seed=1), fails_at
+    eplb.head_for(wanted)
+    steps.run(60)
+    placement, progress = eplb.migration.placement, eplb.migration.progress
+    steps.assert_hold(placement)
+    for layer in range(3):
+        assert any(
+            (placement.expert_of_slot[layer] == whole.expert_of_slot[layer]).all()
+            and (placement.share_of_slot[layer] == whole.share_of_slot[layer]).all()
+            for whole in (START, wanted)
+        )
+    assert eplb.migration.given_up_version == 1 and progress.is_done
+    assert progress.num_slots == (placement.expert_of_slot != START.expert_of_slot).sum()
+    arrive(eplb, steps, seed=2)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 14))
+def test_another_migration_begins_only_when_it_is_known_what_came_of_the_one_before(num_steps):
+    """Asked for around the very step whose fetch fails, when the engine cannot know of it yet."""
+    eplb, steps = moving()
+    steps.fails_at = 6
+    eplb.head_for(random_placement(START, seed=1))
+    steps.run(num_steps)
+    eplb.head_for(random_placement(START, seed=3))
+    steps.run(60)
+    steps.assert_hold(eplb.migration.placement)
+    assert eplb.migration.given_up_version in (1, 2) and eplb.migration.progress.version == 2
+    arrive(eplb, steps, seed=4)
+
+
+def test_readings_tell_steps_and_counts_and_nobody_plans_from_what_moves():
+    eplb, steps = moving()
+    assert (eplb.reading.counts == 0).all() and eplb.state() is not None
+    steps.run(2 * COUNTS_EVERY + 1)
+    reading = eplb.reading
+    assert (reading.epoch, reading.step) == (0, 2 * COUNTS_EVERY + 1)
+    assert (reading.counts.sum(axis=1) == 10 * 2 * COUNTS_EVERY).all()
+    eplb.forget_counts()
+    assert eplb.reading.epoch == 1
+    eplb.head_for(random_placement(START, seed=1))
+    assert eplb.state() is None, "asked for"
+    steps.run(3)
+    assert eplb.state() is None, "under way"
+    steps.run(60)
+    state = eplb.state()
+    assert state is not None and (state.epoch, state.version) == (1, 1)
