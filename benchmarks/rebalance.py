@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.device_wait import StepWatch
 from benchmarks.figures import Run
-from benchmarks.narrow import NARROW, NUM_REDUNDANT, narrow_engine, num_ended, eplb_of, submit_all
+from benchmarks.narrow import NARROW, NUM_REDUNDANT, eplb_of, narrow_engine, num_ended, submit_all
 from benchmarks.planner_loads import drift
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID

@@ -27,7 +27,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.planning import PlanningConfig, imbalance
 from rayserve_moe.balancing.proposal import PlacementState, PlanFailure
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
-from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, RemotePlanner, EplbPlanner, EplbPlannerActor
+from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlanner, EplbPlannerActor, RemotePlanner
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.answers import ChoiceResult

@@ -19,8 +19,8 @@ from rayserve_moe.cluster.step_transport import TRANSPORTS, StepTransport
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams

@@ -21,9 +21,9 @@ from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer

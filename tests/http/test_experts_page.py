@@ -12,7 +12,7 @@ from rayserve_moe.balancing.load_window import AGED
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
-from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView, MigrationRecord
+from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord, ProgressView
 from rayserve_moe.engine.expert_counting import COUNTS_EVERY
 from rayserve_moe.serving.routes.experts import PAGE
 from tests.http.conftest import served

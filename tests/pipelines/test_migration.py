@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
 from rayserve_moe.balancing.migration import LayerSwap, Migration, MigrationPiece
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.eplb_steps import EplbSteps

@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.joining import joined_routing
-from rayserve_moe.engine.publication import Publication
+from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.streams import open_stream
 from rayserve_moe.requests import GenerationRequest, GenerationUpdate, RoutedExperts
 from tests.support.drive import Way, choices_of, cycle_for, preempt_every, run_alone
@@ -43,7 +43,7 @@ def one_shot(engine: Engine) -> Outcomes:
 def updates_of(engine: Engine, way: Way) -> dict[tuple[str, int], list[GenerationUpdate]]:
     """Run the workload; returns the updates of every choice, one for every turn that brought it something."""
     cycle = cycle_for(engine.runner, engine.card, way)
-    publication = Publication(cycle.scheduler.table, streamed_routing=cycle.streamed_routing)
+    outputs = OutputDispatch(cycle.scheduler.table, streamed_routing=cycle.streamed_routing)
     updates: dict[tuple[str, int], list[GenerationUpdate]] = {}
 
     def receive(news: list[GenerationUpdate]) -> None:
@@ -52,13 +52,13 @@ def updates_of(engine: Engine, way: Way) -> dict[tuple[str, int], list[Generatio
 
     for request in workload():
         choices = choices_of(streamed(request), engine.card)
-        publication.add(choices, receive)
+        outputs.add(choices, receive)
         cycle.scheduler.add(choices)
     step = 0
     while cycle.has_work:
         step += 1
         turn = cycle.run()
-        publication.publish(turn.rows, turn.endings, now=float(step))
+        outputs.publish(turn.rows, turn.endings, now=float(step))
         if way.intervene is not None:
             way.intervene(cycle, step)
     cycle.scheduler.flush()

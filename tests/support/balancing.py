@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.proposal import PlacementState, Proposal
-from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
@@ -25,7 +25,7 @@ def proposal_for(state: PlacementState, seed: int) -> Proposal:
     return Proposal(
         state.version + 1,
         state.version,
-        state.epoch,
+        state.generation,
         placement.expert_of_slot,
         placement.share_of_slot,
         imbalance_before=2.0,
@@ -64,7 +64,7 @@ GARBAGE: dict[str, tuple[Callable[[Proposal], Any], str]] = {
     "shares beyond the whole": (_with_a_share_of(3.0), "invalid"),
     "an old version": (lambda p: replace(p, version=p.made_from), "stale"),
     "made from another placement": (lambda p: replace(p, version=p.version + 5, made_from=p.made_from + 5), "stale"),
-    "made from counts of other weights": (lambda p: replace(p, epoch=p.epoch + 1), "stale"),
+    "made from counts of other weights": (lambda p: replace(p, generation=p.generation + 1), "stale"),
 }
 """What spoils a plan, and the reason with which it is to be refused."""
 

@@ -16,10 +16,10 @@ AGED = 0.5
 class LoadReading:
     """Tokens per layer and expert after `step` steps: `counts` int32 [layers, experts], wrapping around.
 
-    Readings of different epochs have nothing to do with each other: other weights, or counts begun anew.
+    Readings of different generations have nothing to do with each other: other weights, or counts begun anew.
     """
 
-    epoch: int
+    generation: int
     step: int
     counts: np.ndarray
 
@@ -38,11 +38,11 @@ class LoadWindow:
     def add(self, reading: LoadReading) -> None:
         """Take over what was counted since the reading before.
 
-        The first one, that of another epoch, and one whose counts fell are where counting starts. One of an earlier or
-        the same step is left out.
+        Counting starts over with the first reading, one of another generation, and one whose counts fell. A reading of
+        an earlier or the same step is ignored.
         """
         last = self._last
-        if last is not None and last.epoch == reading.epoch and last.counts.shape == reading.counts.shape:
+        if last is not None and last.generation == reading.generation and last.counts.shape == reading.counts.shape:
             if reading.step <= last.step:
                 return
             counted = reading.counts.astype(np.int32).view(np.uint32) - last.counts.astype(np.int32).view(np.uint32)

@@ -13,9 +13,9 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, pl
 
 @dataclass(frozen=True, eq=False)
 class PlacementState:
-    """What a plan is made from: the placement in force, its version, and the epoch of the counts."""
+    """What a plan is made from: the placement in force, its version, and the generation of the counts."""
 
-    epoch: int
+    generation: int
     version: int
     placement: ExpertPlacement
 
@@ -24,13 +24,13 @@ class PlacementState:
 class Proposal:
     """A placement to head for, as bare arrays, nothing of it checked.
 
-    It is to be `version`, and was made from `made_from` and counts of `epoch`. `imbalance_before` and `_after` are the
-    hottest rank over the mean one, averaged over layers.
+    It would become `version`; it was made from version `made_from` and counts of `generation`. `imbalance_before` and
+    `_after` are the hottest rank over the mean one, averaged over layers.
     """
 
     version: int
     made_from: int
-    epoch: int
+    generation: int
     expert_of_slot: np.ndarray
     share_of_slot: np.ndarray
     imbalance_before: float
@@ -70,10 +70,13 @@ def checked_placement(proposal: Any, state: PlacementState) -> ExpertPlacement:
     """The placement of a proposal that fits `state`, the state of things now. RefusedPlanError where it does not."""
     if not isinstance(proposal, Proposal):
         raise RefusedPlanError("malformed", "what came is no proposal")
-    numbers = (proposal.version, proposal.made_from, proposal.epoch)
+    numbers = (proposal.version, proposal.made_from, proposal.generation)
     if any(type(number) is not int for number in numbers):
         raise RefusedPlanError("malformed", "versions are not whole numbers")
-    if (proposal.made_from, proposal.epoch) != (state.version, state.epoch) or proposal.version <= state.version:
+    if (proposal.made_from, proposal.generation) != (
+        state.version,
+        state.generation,
+    ) or proposal.version <= state.version:
         raise RefusedPlanError("stale", "the plan was made from another placement, or from counts of other weights")
     measures = (proposal.imbalance_before, proposal.imbalance_after, proposal.plan_seconds)
     if not all(isinstance(value, float) and np.isfinite(value) for value in measures):

@@ -11,9 +11,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.balancing.load_window import LoadReading
-from rayserve_moe.balancing.planning import PlanningConfig
+from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
 from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
 
 BALANCER_NAME = "expert-balancer"

@@ -18,7 +18,7 @@ from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import ModelSettings, Settings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.eplb_control import EplbControl, start_eplb, planning_config
+from rayserve_moe.engine.eplb_control import EplbControl, planning_config, start_eplb
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.model.family_table import spec_from_config

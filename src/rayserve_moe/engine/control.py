@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
-from rayserve_moe.engine.inbox import EngineStoppedError, Inbox
-from rayserve_moe.engine.publication import NO_ROWS, Publication
+from rayserve_moe.engine.output_dispatch import NO_ROWS, OutputDispatch
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import FinishReason, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.sequence import Sequence
@@ -58,8 +58,10 @@ class EngineControl:
     A pause lets the step that is under way finish. New requests wait until `resume`.
     """
 
-    def __init__(self, cycle: StepCycle, executor: Executor, *, publication: Publication, inbox: Inbox) -> None:
-        self._cycle, self._executor, self._publication, self._inbox = cycle, executor, publication, inbox
+    def __init__(
+        self, cycle: StepCycle, executor: Executor, *, outputs: OutputDispatch, commands: CommandQueue
+    ) -> None:
+        self._cycle, self._executor, self._outputs, self._commands = cycle, executor, outputs, commands
         self._updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._mode: str | None = None
         self.num_updates = 0
@@ -82,11 +84,11 @@ class EngineControl:
         """
         if mode not in PAUSE_MODES:
             raise RequestError(f"`mode` must be one of {', '.join(PAUSE_MODES)}", "mode")
-        return self._inbox.call(partial(self._pause, mode))
+        return self._commands.call(partial(self._pause, mode))
 
     def resume(self) -> Future[None]:
         """Go on; nothing happens where nothing is paused."""
-        return self._inbox.call(self._resume)
+        return self._commands.call(self._resume)
 
     def update_weights(self, order: WeightOrder) -> Future[WeightOutcome]:
         """Have every host read and check a checkpoint while steps run on, then change to it between two steps.
@@ -96,14 +98,14 @@ class EngineControl:
         """
         if not Path(order.model_path).is_absolute():
             raise RequestError("`model_path` must be an absolute path", "model_path")
-        self._inbox.check_open()
+        self._commands.check_open()
         return self._updates.submit(self._update, order)
 
     def end(self, sequences: Iterable[Sequence], reason: FinishReason) -> None:
         """End choices, in the engine thread; those that have ended already are left as they are."""
         for sequence in sequences:
             if sequence.finish is None:
-                self._publication.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
+                self._outputs.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
 
     def close(self) -> None:
         """Begin no further update."""
@@ -123,22 +125,22 @@ class EngineControl:
 
     def _drain(self) -> None:
         turn = self._cycle.drain()
-        self._publication.publish(turn.rows, turn.endings, now=time.monotonic())
+        self._outputs.publish(turn.rows, turn.endings, now=time.monotonic())
 
     def _update(self, order: WeightOrder) -> WeightOutcome:
         """In the thread of updates: stage, then swap."""
         try:
-            expert_of_slot = self._inbox.call(self._hold_experts).result()
+            expert_of_slot = self._commands.call(self._hold_experts).result()
             self._executor.stage_weights(order.model_path, expert_of_slot)
-            return self._inbox.call(partial(self._swap, order)).result()
+            return self._commands.call(partial(self._swap, order)).result()
         except WeightsRefusedError as refusal:
             return WeightOutcome(False, str(refusal), self.weight_version)
         except ExecutorFailure as failure:
-            self._inbox.post(partial(_fail, failure))
+            self._commands.post(partial(_fail, failure))
             raise EngineStoppedError("a host was lost while it read new weights") from failure
         finally:
             with suppress(EngineStoppedError):
-                self._inbox.call(self._let_experts_move)
+                self._commands.call(self._let_experts_move)
 
     def _swap(self, order: WeightOrder) -> WeightOutcome:
         started = time.perf_counter()

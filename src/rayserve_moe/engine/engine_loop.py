@@ -15,12 +15,12 @@ from functools import partial
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
 from rayserve_moe.config.settings import BalancingSettings, CacheSettings, SchedulerSettings
 from rayserve_moe.engine.admission import check_request, ending_ids
+from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl
+from rayserve_moe.engine.eplb_steps import eplb_steps_for
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.expert_counting import ExpertCounting
-from rayserve_moe.engine.inbox import EngineStoppedError, Inbox
-from rayserve_moe.engine.publication import Publication, Sink
-from rayserve_moe.engine.eplb_steps import eplb_steps_for
+from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.statistics import loop_statistics
 from rayserve_moe.engine.step_cycle import StepCycle
@@ -52,7 +52,7 @@ class LoopSettings:
 class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
-    Commands travel through an inbox and take effect between steps. After a failure every request ends with an
+    Commands travel through a queue and take effect between steps. After a failure every request ends with an
     error, and nothing is accepted any more. `has_failed` says how the thread ended, after everybody was told.
     `eplb` moves experts between devices, where that is switched on; `control` pauses the engine and changes
     its weights. `request_metrics` measures requests, `expert_counting` counts experts that stay where they are.
@@ -61,7 +61,7 @@ class EngineLoop:
     def __init__(self, executor: Executor, card: ModelCard, *, settings: LoopSettings) -> None:
         self._card = card
         self._executor, self._settings = executor, settings
-        self._inbox = Inbox()
+        self._commands = CommandQueue()
         self._step_started_at: float | None = None
         self._ending = ABORTED
         self.has_failed: Future[bool] = Future()
@@ -72,11 +72,11 @@ class EngineLoop:
         )
         self.expert_counting = ExpertCounting(card.routing, self.start_report, settings=settings.balancing)
         self._cycle = self._assemble(self.start_report.num_pages)
-        self._publication = Publication(
+        self._outputs = OutputDispatch(
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
-        self.request_metrics = self._publication.times.metrics
-        self.control = EngineControl(self._cycle, executor, publication=self._publication, inbox=self._inbox)
+        self.request_metrics = self._outputs.times.metrics
+        self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -94,21 +94,21 @@ class EngineLoop:
         """
         check_request(request, self._card, longest=self._longest)
         most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.num_data_ranks)
-        with self._inbox.lock:
-            self._inbox.check_open()
-            num_live = len(self._publication)
+        with self._commands.lock:
+            self._commands.check_open()
+            num_live = len(self._outputs)
             if num_live >= most:
                 raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
-            if request.request_id in self._publication:
+            if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = _sequences_of(request, self._card)
-            self._publication.add(sequences, sink)
-            self._inbox.post(lambda: self._cycle.scheduler.add(sequences))
+            self._outputs.add(sequences, sink)
+            self._commands.post(lambda: self._cycle.scheduler.add(sequences))
         return sequences
 
     def abort(self, choices: Iterable[Sequence]) -> None:
         """End those of the choices that have not ended, with finish reason `abort`."""
-        self._inbox.post(partial(self.control.end, choices, ABORTED))
+        self._commands.post(partial(self.control.end, choices, ABORTED))
 
     def abort_stem(self, stem: str) -> None:
         """Abort what runs now as request `stem`, or as `stem_0`, `stem_1`, or `stem-0`, ... after it."""
@@ -120,41 +120,41 @@ class EngineLoop:
 
     def flush(self) -> None:
         """Forget all cached prefixes, before anything that is submitted from now on; what runs keeps its pages."""
-        self._inbox.post(self._cycle.scheduler.flush)
+        self._commands.post(self._cycle.scheduler.flush)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is waiting or running."""
-        return len(self._publication) == 0
+        return len(self._outputs) == 0
 
     def statistics(self) -> dict[str, float]:
         """Pages, requests and the step clock, as of now; pages that are only cached count as free.
 
         Running and waiting are counted in choices. `tokens_in_use` have their keys and values in pages of running ones.
         """
-        return loop_statistics(self._cycle, self._publication, start_report=self.start_report)
+        return loop_statistics(self._cycle, self._outputs, start_report=self.start_report)
 
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
-        self._inbox.check_open()
+        self._commands.check_open()
         started = self._step_started_at
         if started is not None and time.monotonic() - started > self._settings.step_timeout_s:
             raise EngineStoppedError(f"a step has been running for over {self._settings.step_timeout_s} s")
 
     def check_integrity(self) -> None:
         """Assert, between two steps, that pages and rows add up against an independent count."""
-        fault = self._inbox.call(partial(_fault_of, self._cycle.scheduler)).result(self._settings.step_timeout_s)
+        fault = self._commands.call(partial(_fault_of, self._cycle.scheduler)).result(self._settings.step_timeout_s)
         if fault is not None:
             raise fault
 
     def shutdown(self, ending: FinishReason = ABORTED) -> None:
         """End what runs, stop the thread and the executor. May be called twice."""
         self._ending = ending
-        self._inbox.close("the engine is shut down")
+        self._commands.close("the engine is shut down")
         self.control.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._inbox.give_up()
+        self._commands.give_up()
         self._executor.shutdown()
 
     def _assemble(self, num_pages: int) -> StepCycle:
@@ -184,7 +184,7 @@ class EngineLoop:
             while self._take_commands():
                 self._step_started_at = time.monotonic()
                 turn = self._cycle.run()
-                self._publication.publish(turn.rows, turn.endings, now=time.monotonic())
+                self._outputs.publish(turn.rows, turn.endings, now=time.monotonic())
                 self._step_started_at = None
         except Exception as error:
             log.exception("the engine has failed")
@@ -194,10 +194,10 @@ class EngineLoop:
             self.has_failed.set_result(False)
 
     def _take_commands(self) -> bool:
-        """Carry out what is in the inbox; with nothing to do, sleep. False when it is time to stop."""
-        while not self._inbox.is_closed:
+        """Carry out what is in the queue; with nothing to do, sleep. False when it is time to stop."""
+        while not self._commands.is_closed:
             self._step_started_at = time.monotonic()
-            self._inbox.run_all()
+            self._commands.run_all()
             self._step_started_at = None
             if self._cycle.has_work:
                 return True
@@ -205,30 +205,30 @@ class EngineLoop:
         return False
 
     def _sleep_until_woken(self) -> None:
-        if not self._inbox.wait(self._settings.idle_release_s):
+        if not self._commands.wait(self._settings.idle_release_s):
             self._executor.release()
-            self._inbox.wait()
+            self._commands.wait()
 
     def _abort_named(self, is_meant: Callable[[str], bool]) -> None:
         """Abort the requests that have such an id now: others may follow under the same."""
-        with self._inbox.lock:
-            names = filter(is_meant, self._publication.request_ids)
-            self.abort([choice for name in names for choice in self._publication.unfinished(name)])
+        with self._commands.lock:
+            names = filter(is_meant, self._outputs.request_ids)
+            self.abort([choice for name in names for choice in self._outputs.unfinished(name)])
 
     def _fail(self, message: str) -> None:
         """Refuse everything from now on and end what runs with an error."""
-        with self._inbox.lock:
-            self._inbox.close(f"the engine has failed: {message}")
+        with self._commands.lock:
+            self._commands.close(f"the engine has failed: {message}")
             self._step_started_at = None
-        self._inbox.give_up()
+        self._commands.give_up()
         self._end_all(FinishReason("error", message=f"the engine has failed: {message}"))
         self.has_failed.set_result(True)
 
     def _end_all(self, reason: FinishReason) -> None:
         """Tell everybody that all ends: one who cannot be told keeps nobody else from hearing it."""
-        while len(self._publication):
+        while len(self._outputs):
             try:
-                self._publication.end_all(reason)
+                self._outputs.end_all(reason)
             except Exception:
                 log.exception("a client could not be told of its end")
 

@@ -7,9 +7,9 @@ import time
 from collections import Counter, deque
 from dataclasses import replace
 
+from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.proposal import Proposal
-from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.view import MigrationRecord
 
 MOST_RECORDS = 64

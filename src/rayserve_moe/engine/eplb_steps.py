@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading
+from rayserve_moe.balancing.migration import Migration, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.proposal import PlacementState
-from rayserve_moe.balancing.migration import Migration, MigrationPiece
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.requests import RoutingLayout
 from rayserve_moe.scheduling.plan_builder import Schedule
@@ -62,11 +62,11 @@ class EplbSteps:
         progress = self.migration.progress
         if self._wanted or not progress.is_done:
             return None
-        return PlacementState(self.reading.epoch, progress.version, self.migration.placement)
+        return PlacementState(self.reading.generation, progress.version, self.migration.placement)
 
     def forget_counts(self) -> None:
         """Have counts that follow not be compared with those before: after a change of weights, or of counting."""
-        self.reading = replace(self.reading, epoch=self.reading.epoch + 1, step=self._num_steps)
+        self.reading = replace(self.reading, generation=self.reading.generation + 1, step=self._num_steps)
         self.has_news.set()
 
     def head_for(self, placement: ExpertPlacement) -> None:
@@ -111,7 +111,7 @@ class EplbSteps:
             log.error("experts could not be fetched: those of layers from %d on stay", result.failed_fetch.layer)
             self.migration.give_up(result.failed_fetch)
         if result.expert_counts is not None:
-            self.reading = LoadReading(self.reading.epoch, self._num_steps, result.expert_counts)
+            self.reading = LoadReading(self.reading.generation, self._num_steps, result.expert_counts)
             self.has_news.set()
 
     def _next_piece(self) -> MigrationPiece | None:

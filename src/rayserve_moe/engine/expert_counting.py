@@ -28,7 +28,7 @@ class ExpertCounting:
         self._placement = identity_placement(
             len(layout.layer_ids), layout.num_experts, ep_size=num_ranks, num_redundant=num_redundant
         )
-        self._epoch = self._num_steps = 0
+        self._generation = self._num_steps = 0
         self._window = LoadWindow(settings.window)
         self._tokens = np.zeros((len(layout.layer_ids), layout.num_experts))
         self._window.add(LoadReading(0, 0, self._tokens.astype(np.int32)))
@@ -45,12 +45,12 @@ class ExpertCounting:
     def absorb(self, result: StepResult) -> None:
         """Take over counts, if a step brings any."""
         if result.expert_counts is not None:
-            self._window.add(LoadReading(self._epoch, self._num_steps, result.expert_counts))
+            self._window.add(LoadReading(self._generation, self._num_steps, result.expert_counts))
             self._tokens = self._window.totals()
 
     def change_weights(self) -> None:
         """Begin anew: what was counted is of other weights."""
-        self._epoch += 1
+        self._generation += 1
 
     def view(self) -> BalancingView:
         """Loads of experts and ranks, with balancing off: one placement, and nothing done about it."""

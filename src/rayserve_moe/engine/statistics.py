@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.engine.publication import Publication
+from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.scheduling.step_plan import StartReport
 
 
-def loop_statistics(cycle: StepCycle, publication: Publication, *, start_report: StartReport) -> dict[str, float]:
+def loop_statistics(cycle: StepCycle, outputs: OutputDispatch, *, start_report: StartReport) -> dict[str, float]:
     """Pages, requests and the step clock, as of now, from any thread; pages that are only cached count as free."""
     scheduler = cycle.scheduler
     ranks, running = scheduler.ranks, scheduler.running
@@ -17,9 +17,9 @@ def loop_statistics(cycle: StepCycle, publication: Publication, *, start_report:
         "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
         "pages_free": float(sum(rank.num_available for rank in ranks)),
         "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
-        "requests_live": float(len(publication)),
+        "requests_live": float(len(outputs)),
         "requests_running": float(len(running)),
-        "requests_waiting": float(max(0, publication.num_unfinished - len(running))),
+        "requests_waiting": float(max(0, outputs.num_unfinished - len(running))),
         "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
         "paused": float(cycle.is_paused),
         "preemptions": float(scheduler.num_preemptions),

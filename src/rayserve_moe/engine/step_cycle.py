@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.expert_counting import ExpertCounting
-from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule

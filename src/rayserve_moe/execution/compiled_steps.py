@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.monitoring
@@ -18,6 +18,7 @@ from rayserve_moe.execution.block_inputs import block_input_shapes
 from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
 from rayserve_moe.execution.migration import (
     MigrationPrograms,
+    Movables,
     expert_state,
     fetch,
     read_counts,
@@ -28,7 +29,6 @@ from rayserve_moe.execution.row_updates import VECTOR_SIZE, apply_update
 from rayserve_moe.execution.step import RowUpdate, StepRule, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
-from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.transformer import ModelRule
 from rayserve_moe.parallel.mesh import platform_of
@@ -61,13 +61,6 @@ class CompiledPrograms:
     read_counts: Callable[[jax.Array], jax.Array]
     migration: MigrationPrograms | None
     times: CompileTimes
-
-
-class Movables(NamedTuple):
-    """What migrations work with beside the weights: the staging area, and slots of a rank per step."""
-
-    staging: ExpertWeights
-    slots_per_step: int
 
 
 class CompilationCount:

@@ -32,17 +32,17 @@ from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import kept_programs
 from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
-from rayserve_moe.execution.migration import MigrationRunner
 from rayserve_moe.execution.launch import Launched, launch_for
-from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
-from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.migration import (
     MigrationPrograms,
+    MigrationRunner,
     MigrationVectors,
     vector_sizes,
     vectors_of,
     vectors_of_nothing,
 )
+from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
+from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import update_vectors
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepRule

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from rayserve_moe.balancing.migration import LayerSwap, MigrationPiece, SlotFetch
+from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.execution.step_types import ExpertState, ModelWeights
 from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.migration import FetchedSlots, MigrationConfig, SwappedLayer, fetch_slots, swap_layer
@@ -64,6 +64,13 @@ class MigrationVectors(NamedTuple):
     version: int = 0
 
 
+class Movables(NamedTuple):
+    """What a migration needs beside the weights: the staging area, and the most slots of a rank per step."""
+
+    staging: ExpertWeights
+    slots_per_step: int
+
+
 class VectorSizes(NamedTuple):
     """Words of the vectors of both programs."""
 
@@ -106,6 +113,33 @@ def run_piece(
     if vectors.swap is not None:
         weights = with_experts(weights, programs.swap(expert_state(weights), staging, vector=vectors.swap))
     return weights, staging
+
+
+class MigrationRunner:
+    """Runs pieces of migrations; of one whose fetch has failed it runs no further piece, and says so until the next."""
+
+    def __init__(self, rule: ModelRule, *, dtype: str, slots_per_step: int) -> None:
+        self._rule, self._dtype = rule, dtype
+        self.movables = Movables(allocate_staging(rule, dtype=dtype), slots_per_step)
+        self.failed_fetch: FailedFetch | None = None
+
+    def move(self, weights: ModelWeights, vectors: MigrationVectors, *, programs: MigrationPrograms) -> ModelWeights:
+        """Run a piece; the weights are given away, and those to go on with are returned.
+
+        FetchError where the devices are those of several hosts: the others wait for a fetch that this one cannot do.
+        """
+        if self.failed_fetch is not None and self.failed_fetch.version == vectors.version:
+            return weights
+        staging, self.failed_fetch = self.movables.staging, None
+        try:
+            weights, staging = run_piece(weights, staging, vectors=vectors, programs=programs)
+        except FetchError as error:
+            if self._rule.plan.mesh.is_multi_process:
+                raise
+            self.failed_fetch = FailedFetch(vectors.version, error.layer)
+            staging = allocate_staging(self._rule, dtype=self._dtype)
+        self.movables = self.movables._replace(staging=staging)
+        return weights
 
 
 def allocate_staging(rule: ModelRule, *, dtype: DTypeLike) -> ExpertWeights:

@@ -16,7 +16,7 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.eplb_control import start_eplb, planning_config
+from rayserve_moe.engine.eplb_control import planning_config, start_eplb
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.inprocess.arguments import (

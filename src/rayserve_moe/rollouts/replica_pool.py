@@ -15,7 +15,7 @@ from ray.util.tpu import get_num_tpu_slices
 from rayserve_moe.cluster.slice_placement import RAY_VERSIONS
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.config.topology import slice_for
-from rayserve_moe.engine.inbox import EngineStoppedError
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.rollouts.answers import SampleRequest, Unavailable, Unusable
 from rayserve_moe.rollouts.replicas import START_ERRORS, ActorReplica, LocalReplica, Replica
 from rayserve_moe.rollouts.schema import Rollout

@@ -21,8 +21,8 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.answers import native_fields
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineBusyError
-from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.inprocess.arguments import sampling_from
 from rayserve_moe.inprocess.running import RunningRequest
 from rayserve_moe.observability.logs import use_logging

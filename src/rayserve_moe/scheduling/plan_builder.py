@@ -22,17 +22,17 @@ from rayserve_moe.scheduling.step_plan import (
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan, and what its result is taken over by.
+    """A plan, and what is needed to commit its result.
 
-    `sampling_rows` are the rows of the chunks that sample, `sampling_epochs` whose they were, `num_departures` how many
-    sequences had ever left a row by then. `completed` are sequences
-    whose last known token is computed by a longer chunk of this step, with their epochs; `scored` those that have
-    prompt tokens scored, each with the first position that is scored after, and how many are, in the plan's order.
+    `sampling_rows` are the rows of the chunks that sample, `sampling_generations` the generations of those rows,
+    `num_departures` how many sequences had left a row by then. `completed` are the sequences whose last known token is
+    computed by a longer chunk of this step, with their row's generation; `scored` those with prompt tokens to score,
+    each with the first position that is scored after and the number of scores, in the plan's order.
     """
 
     plan: StepPlan
     sampling_rows: np.ndarray
-    sampling_epochs: np.ndarray
+    sampling_generations: np.ndarray
     num_departures: int
     completed: tuple[tuple[Sequence, int], ...] = ()
     scored: tuple[tuple[Sequence, int, int], ...] = ()
@@ -79,7 +79,7 @@ class PlanBuilder:
         self._has_demands |= demand is not None
         self._chunks.append(_Chunks(sequence.data_rank, *chunk, token_ids, np.array([samples]), demand))
         if completes:
-            self._completed.append((sequence, int(self._table.epochs[sequence.row])))
+            self._completed.append((sequence, int(self._table.generations[sequence.row])))
 
     def add_row(self, sequence: Sequence) -> None:
         """Tell the hosts how the new owner of a row samples, and which pages it brings."""
@@ -126,7 +126,7 @@ class PlanBuilder:
         return Schedule(
             plan,
             sampling_rows,
-            table.epochs[sampling_rows],
+            table.generations[sampling_rows],
             table.num_departures,
             completed=tuple(self._completed),
             scored=scored,

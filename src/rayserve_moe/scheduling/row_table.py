@@ -23,7 +23,7 @@ NO_TOKEN = -1
 class RowTable:
     """State of the sequence in each row, [rows] or [rows, ...].
 
-    `epochs` counts the owners of a row: whatever was started for one owner must not be taken for the next.
+    `generations` counts the owners of a row: whatever was started for one owner must not be taken for the next.
     `capacities` are the tokens that the pages of a row hold. `num_departures` counts how often any row was left,
     `num_with_stop_ids`, `num_wanting_routing` and `num_wanting_top` the rows in use whose sequence has or wants that.
     `num_top` are the likeliest tokens told of each sample.
@@ -34,7 +34,7 @@ class RowTable:
         pages_per_row = -(-max_tokens // page_size)
         self.page_size = page_size
         self.sequences: list[Sequence | None] = [None] * num_rows
-        self.epochs = np.zeros(num_rows, np.int64)
+        self.generations = np.zeros(num_rows, np.int64)
         self.token_ids = np.zeros((num_rows, max_tokens), np.int32)
         self.logprobs = np.zeros((num_rows, max_tokens), np.float32)
         self.ranks = np.zeros((num_rows, max_tokens), np.int32)
@@ -104,7 +104,7 @@ class RowTable:
         )
         self.sequences[row], sequence.row = None, NO_ROW
         sequence.token_at = float(self.token_at[row])
-        self.epochs[row] += 1
+        self.generations[row] += 1
         self.num_departures += 1
         self.num_with_stop_ids -= bool(sequence.stop_token_ids)
         self.num_wanting_routing -= sequence.request.return_routed_experts

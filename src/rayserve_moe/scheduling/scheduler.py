@@ -130,9 +130,9 @@ class Scheduler:
             ended = {row for row, _ in endings}
             endings += [(row, NOT_FINITE) for row in _take_scores(schedule, result) if row not in ended]
         failed = [row for row, reason in endings if reason.kind == "error"]
-        for sequence, epoch in schedule.completed:
+        for sequence, generation in schedule.completed:
             row = sequence.row
-            if row == NO_ROW or self.table.epochs[row] != epoch:
+            if row == NO_ROW or self.table.generations[row] != generation:
                 continue
             if sequence.limit == sequence.num_prompt_tokens and row not in failed:
                 endings.append((row, FinishReason("length")))

@@ -110,7 +110,7 @@ class StepPlan:
 
     `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token. A piece of
     a `migration` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
-    chunks, of a server that may migrate experts. `takes_staged_weights` is for a plan without chunks that follows another
+    chunks, of a server that may move experts. `takes_staged_weights` is for a plan without chunks that follows another
     such: every host puts the weights that it has staged in the place of those it serves.
     """
 

@@ -31,7 +31,7 @@ def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) ->
     endings: list[tuple[int, FinishReason]] = []
     all_finite = np.count_nonzero(ranks) == len(rows)
     if table.num_departures != schedule.num_departures or not all_finite:
-        kept = table.epochs[rows] == schedule.sampling_epochs
+        kept = table.generations[rows] == schedule.sampling_generations
         endings = [(int(row), NOT_FINITE) for row in rows[kept & ~result.finite]]
         kept &= result.finite
         rows, ids, logprobs, ranks = rows[kept], ids[kept], logprobs[kept], ranks[kept]

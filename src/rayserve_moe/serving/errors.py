@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineBusyError
-from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.requests import RequestError
 
 _TYPE_OF_STATUS = {

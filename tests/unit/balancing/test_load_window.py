@@ -12,9 +12,9 @@ from rayserve_moe.balancing.load_window import AGED, BUCKETS, LoadReading, LoadW
 SHAPE = (2, 3)
 
 
-def reading(step: int, counts: object, epoch: int = 0) -> LoadReading:
+def reading(step: int, counts: object, generation: int = 0) -> LoadReading:
     wrapped = np.broadcast_to(np.asarray(counts, np.int64), SHAPE).astype(np.uint32).astype(np.int32)
-    return LoadReading(epoch, step, wrapped)
+    return LoadReading(generation, step, wrapped)
 
 
 def window_over(size: int, *readings: LoadReading) -> LoadWindow:
@@ -54,13 +54,13 @@ def test_a_long_window_keeps_few_arrays_and_loses_nothing():
 
 @pytest.mark.parametrize(
     "begins_anew",
-    [reading(48, 1_000_000, epoch=1), reading(48, 90), LoadReading(0, 48, np.zeros((3, 3), np.int32))],
+    [reading(48, 1_000_000, generation=1), reading(48, 90), LoadReading(0, 48, np.zeros((3, 3), np.int32))],
     ids=["other weights", "counts fell", "another model"],
 )
 def test_counting_that_starts_anew_is_compared_with_nothing_before(begins_anew):
     window = window_over(100, reading(0, 0), reading(16, 100), begins_anew)
     assert (window.totals() == 0).all()
-    grown = LoadReading(begins_anew.epoch, 64, begins_anew.counts + 3)
+    grown = LoadReading(begins_anew.generation, 64, begins_anew.counts + 3)
     window.add(grown)
     assert (window.totals() == 3).all()
 

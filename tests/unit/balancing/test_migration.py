@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rayserve_moe.balancing.migration import Migration, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, placement_from
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.migration import Migration, MigrationPiece
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 5, 24, 4, 8
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
+from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.cluster import step_messages
 from rayserve_moe.requests import TopLogprobs
 from rayserve_moe.scheduling.step_plan import (

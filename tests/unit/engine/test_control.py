@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import PAUSE_MODES, WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.inbox import EngineStoppedError
 from rayserve_moe.requests import RequestError
 from tests.support.counting import LOST_PATH, REFUSED_PATH, CountingExecutor
 from tests.unit.engine.test_engine_loop import TIMEOUT_S, Listener, loop_over, request, run, wait_until_unhealthy

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.balancing.load_window import LoadReading
-from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.planning import PlanningConfig
-from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
 from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
+from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
 from rayserve_moe.engine.eplb_control import EplbControl, start_eplb
 from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
 from tests.support.balancing import GARBAGE, CountedSteps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
 from tests.support.balancing import CountedSteps
 from tests.support.placements import random_placement
@@ -67,14 +67,14 @@ def test_readings_tell_steps_and_counts_and_nobody_plans_from_what_moves():
     assert (eplb.reading.counts == 0).all() and eplb.state() is not None
     steps.run(2 * COUNTS_EVERY + 1)
     reading = eplb.reading
-    assert (reading.epoch, reading.step) == (0, 2 * COUNTS_EVERY + 1)
+    assert (reading.generation, reading.step) == (0, 2 * COUNTS_EVERY + 1)
     assert (reading.counts.sum(axis=1) == 10 * 2 * COUNTS_EVERY).all()
     eplb.forget_counts()
-    assert eplb.reading.epoch == 1
+    assert eplb.reading.generation == 1
     eplb.head_for(random_placement(START, seed=1))
     assert eplb.state() is None, "asked for"
     steps.run(3)
     assert eplb.state() is None, "under way"
     steps.run(60)
     state = eplb.state()
-    assert state is not None and (state.epoch, state.version) == (1, 1)
+    assert state is not None and (state.generation, state.version) == (1, 1)

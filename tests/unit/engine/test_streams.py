@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.engine import publication
+from rayserve_moe.engine import output_dispatch
 from rayserve_moe.engine.control import ABORTED
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.engine.streams import open_stream
@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(params=[True, False], ids=["overlapping", "one by one"])
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineLoop]:
     """Its clients hear of every token at once; more is asked of it than it runs, or takes."""
-    monkeypatch.setattr(publication, "LONGEST_GROUPING_S", 0.0)
+    monkeypatch.setattr(output_dispatch, "LONGEST_GROUPING_S", 0.0)
     limits = SchedulerSettings(max_running_requests=8, max_waiting_requests=16, overlap_steps=request.param)
     settings = LoopSettings(limits, CacheSettings(page_size=4), idle_release_s=0.01)
     card = replace(CARD, routing=ROUTING, returns_routing=True)

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.engine.inbox import EngineStoppedError
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.rollouts import replica_pool
 from rayserve_moe.rollouts.answers import SampleRequest, Unavailable, Unusable
 from rayserve_moe.rollouts.replica_pool import ReplicaPool

@@ -54,10 +54,12 @@ def test_the_next_owner_of_a_row_changes_nothing_of_the_one_before(table: RowTab
 def test_an_epoch_ends_when_a_row_is_left(table: RowTable):
     sequence = one("a", 3)
     table.take(2, sequence)
-    during = table.epochs.copy()
+    during = table.generations.copy()
     table.leave(sequence)
     table.take(2, sequence)
-    assert (table.epochs != during).tolist() == [False, False, True], "also for the same sequence, when it comes back"
+    assert (table.generations != during).tolist() == [False, False, True], (
+        "also for the same sequence, when it comes back"
+    )
     assert table.num_departures == 1
 
 

@@ -9,10 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayserve_moe.balancing.planning import LocalPlanner
-from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.planning import PlanningConfig
 from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
 from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.serving.balancing_metrics import BalancingMetrics
@@ -36,9 +35,7 @@ def scraped(balancing: EplbControl) -> dict[tuple[str, ...], float]:
 
 def test_metrics_are_the_numbers_of_the_view_by_layer_and_over_layers():
     rules = PlanningConfig(interval=32, window=400)
-    eplb = EplbSteps(
-        Migration(identity_placement(2, 16, ep_size=4, num_redundant=4), hosts=1, slots_per_step=2)
-    )
+    eplb = EplbSteps(Migration(identity_placement(2, 16, ep_size=4, num_redundant=4), hosts=1, slots_per_step=2))
     steps = CountedSteps(eplb, np.random.default_rng(1).lognormal(sigma=1.0, size=(2, 16)))
     balancing = EplbControl(eplb, LocalPlanner(rules), rules=rules, layer_ids=LAYER_IDS)
     assert scraped(balancing)["imbalance_mean", "now"] == 1.0, "before anything was counted"

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rayserve_moe.engine.inbox import EngineStoppedError
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.serving.errors import ApiError, as_api_error
 
 NOT_FINITE = (b"NaN", b"Infinity")

@@ -49,7 +49,7 @@ class _Listener:
     untold: set[int]
 
 
-class Publication:
+class OutputDispatch:
     """The requests in the engine and their listeners.
 
     `publish` is called after every step from the engine thread; sinks must not block. `add` may be called from any

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import (
     LEAST_TOKENS_PER_EXPERT,
+    LocalPlanner,
     PlanningConfig,
     chance,
     has_enough,
@@ -87,7 +87,7 @@ def advisor_that_saw(tokens: np.ndarray, *, steps: int = 128, rules: PlanningCon
 def test_what_is_proposed_holds_up_and_keeps_its_promise():
     tokens, state = skewed(), PlacementState(0, 4, START)
     proposal = advisor_that_saw(tokens).propose(state)
-    assert proposal is not None and (proposal.version, proposal.made_from, proposal.epoch) == (5, 4, 0)
+    assert proposal is not None and (proposal.version, proposal.made_from, proposal.generation) == (5, 4, 0)
     placement = checked_placement(proposal, state)
     before, after = (imbalance(rank_loads(each, tokens)) for each in (START, placement))
     np.testing.assert_allclose([before.mean(), after.mean()], [proposal.imbalance_before, proposal.imbalance_after])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.publication import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S, Publication
+from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S, OutputDispatch
 from rayserve_moe.engine.step_cycle import Ending
 from rayserve_moe.requests import FinishReason, GenerationUpdate
 from rayserve_moe.scheduling.row_table import RowTable
@@ -25,7 +25,7 @@ class Clients:
 
     def __init__(self) -> None:
         self.table = RowTable(num_rows=NUM_ROWS, max_tokens=300, page_size=16)
-        self.publication = Publication(self.table)
+        self.outputs = OutputDispatch(self.table)
         self.heard: dict[str, list[GenerationUpdate]] = {}
 
     def begin(self, request_id: str, *, n: int = 1, incremental: bool = True) -> list[Sequence]:
@@ -35,7 +35,7 @@ class Clients:
             sequence.request = request
             self.table.take(self.table.sequences.index(None), sequence)
         self.heard[request_id] = []
-        self.publication.add(group, self.heard[request_id].extend)
+        self.outputs.add(group, self.heard[request_id].extend)
         return group
 
     def sample(self, *sequences: Sequence, now: float) -> None:
@@ -45,12 +45,12 @@ class Clients:
         self.table.token_ids[rows, places] = places
         self.table.logprobs[rows, places] = -places
         self.table.num_tokens[rows] += 1
-        self.publication.publish(rows, [], now=now)
+        self.outputs.publish(rows, [], now=now)
 
     def end(self, sequence: Sequence, *, now: float = 1e9) -> None:
         sequence.finish = ABORT
         self.table.leave(sequence)
-        self.publication.publish(np.zeros(0, np.int64), [Ending(sequence)], now=now)
+        self.outputs.publish(np.zeros(0, np.int64), [Ending(sequence)], now=now)
 
     def tokens(self, request_id: str) -> list[tuple[int, ...]]:
         """The tokens of each update so far."""
@@ -104,7 +104,7 @@ def test_the_end_brings_what_was_kept_back_without_waiting(clients: Clients):
     clients.end(sequence, now=0.2 * ALONE_S)
     assert clients.tokens("a") == [(3,), (4, 5)]
     assert clients.heard["a"][-1].finish == ABORT
-    assert "a" not in clients.publication and len(clients.publication) == 0
+    assert "a" not in clients.outputs and len(clients.outputs) == 0
 
 
 def test_who_does_not_want_increments_hears_once(clients: Clients):
@@ -121,11 +121,11 @@ def test_choices_are_told_apart_and_the_request_is_there_until_the_last_ends(cli
     clients.sample(group[2], group[0], now=0.0)
     assert [update.choice_index for update in clients.heard["a"]] == [2, 0]
     clients.end(group[0])
-    assert clients.publication.unfinished("a") == [group[1], group[2]]
-    assert "a" in clients.publication
+    assert clients.outputs.unfinished("a") == [group[1], group[2]]
+    assert "a" in clients.outputs
     for sequence in (group[2], group[1]):
         clients.end(sequence)
-    assert "a" not in clients.publication and clients.publication.unfinished("a") == []
+    assert "a" not in clients.outputs and clients.outputs.unfinished("a") == []
 
 
 def test_whoever_takes_a_row_over_gets_its_own_first_token_at_once(clients: Clients):
@@ -142,16 +142,16 @@ def test_when_all_ends_everybody_hears_the_rest_and_why(clients: Clients):
     (sequence,), (quiet,) = clients.begin("a"), clients.begin("b", incremental=False)
     for step in range(3):
         clients.sample(sequence, quiet, now=step * 0.1 * ALONE_S)
-    clients.publication.end_all(ABORT)
+    clients.outputs.end_all(ABORT)
     assert clients.tokens("a") == [(3,), (4, 5)] and clients.tokens("b") == [(3, 4, 5)]
     assert clients.heard["a"][-1].finish == clients.heard["b"][-1].finish == ABORT
-    assert len(clients.publication) == 0
+    assert len(clients.outputs) == 0
 
 
 def test_when_all_ends_a_choice_that_has_ended_is_not_told_again(clients: Clients):
     ended, running = clients.begin("a", n=2)
     clients.end(ended)
-    clients.publication.end_all(FinishReason("error", message="gone"))
+    clients.outputs.end_all(FinishReason("error", message="gone"))
     assert [(update.choice_index, update.finish) for update in clients.heard["a"]] == [
         (0, ABORT),
         (1, FinishReason("error", message="gone")),

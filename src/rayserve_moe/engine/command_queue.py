@@ -15,7 +15,7 @@ class EngineStoppedError(RuntimeError):
     """The engine is shut down, has failed, or makes no progress."""
 
 
-class Inbox:
+class CommandQueue:
     """Holds commands until the engine thread runs them. `lock` keeps others from adding some meanwhile."""
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class Inbox:
             self._commands.popleft()()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until there is a command or the inbox is closed; False where neither comes in time."""
+        """Sleep until there is a command or the queue is closed; False where neither comes in time."""
         with self.lock:
             return self._changed.wait_for(lambda: bool(self._commands) or self.is_closed, timeout_s)
 
     def check_open(self) -> None:
-        """Raise EngineStoppedError with the reason once the inbox is closed."""
+        """Raise EngineStoppedError with the reason once the queue is closed."""
         if self._closed_because is not None:
             raise EngineStoppedError(self._closed_because)
 
