@@ -27,7 +27,7 @@ from benchmarks.engine_runs import check_complete, in_turn
 from benchmarks.serve_process import HOST, ServeProcess
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, Workload, prompts_of
-from rayserve_moe.engine.streams import GenerationStream, open_stream
+from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 
@@ -78,7 +78,7 @@ async def run_streams(engine: Engine, workload: Workload, *, prompts: list[list[
     sampling = SamplingParams(max_new_tokens=workload.num_new_tokens, temperature=0.0, ignore_eos=True)
     requests = [GenerationRequest(uuid.uuid4().hex, np.asarray(ids, np.int32), sampling) for ids in prompts]
     started, cpu_before = time.perf_counter(), time.process_time()
-    streams = [open_stream(engine.loop, engine.tokenizer, request=request) for request in requests]
+    streams = [GenerationStream(engine.loop, engine.tokenizer, request=request) for request in requests]
     read = await asyncio.gather(*(_read(stream) for stream in streams))
     seconds = time.perf_counter() - started
     check_complete(sum(num_tokens for _, num_tokens in read), workload)

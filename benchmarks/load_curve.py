@@ -22,7 +22,7 @@ from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationRequest, GenerationUpdate, SamplingParams
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPT_TOKENS, NEW_TOKENS, MAX_MODEL_LEN = 8, 96, 128
@@ -42,7 +42,7 @@ class DecodeWindow:
         self._edges: list[tuple[float, dict[str, float]]] = []
         self._all_ended = threading.Event()
 
-    def receive(self, updates: list[GenerationUpdate]) -> None:
+    def receive(self, updates: list[ChoiceResult]) -> None:
         """Take the updates of one request."""
         ends = sum(update.finish is not None for update in updates)
         if self._num_ended == 0 and ends:

@@ -12,7 +12,7 @@ from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationRequest, GenerationUpdate, SamplingParams
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
 
 NARROW = SyntheticConfig(
     vocab_size=512, hidden_size=128, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=48,
@@ -54,7 +54,7 @@ def submit_all(loop: EngineLoop, prompts: Sequence[np.ndarray], *, num_new_token
         loop.submit(GenerationRequest(f"narrow-{i}", prompt, sampling, incremental=False), sink)
 
 
-def num_ended(updates: Sequence[GenerationUpdate]) -> int:
+def num_ended(updates: Sequence[ChoiceResult]) -> int:
     """How many choices ended with these updates; RuntimeError where one did but by its length or an abort."""
     ends = [update.finish for update in updates if update.finish is not None]
     if wrong := [end for end in ends if end.kind not in ("length", "abort")]:

@@ -28,7 +28,7 @@ from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.experts import all_to_all
 from rayserve_moe.experts.slot_mapping import choose_slots
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationUpdate
+from rayserve_moe.requests import ChoiceResult
 
 PROMPT_TOKENS, ROWS_PER_DEVICE, STEP_TOKENS = 480, 4, 256
 
@@ -66,7 +66,7 @@ def run_prompts(engine: Engine, tap: SlotTap, prompts: np.ndarray) -> np.ndarray
     tap.tokens[:] = 0
     ended, left = threading.Event(), [len(prompts)]
 
-    def receive(updates: list[GenerationUpdate]) -> None:
+    def receive(updates: list[ChoiceResult]) -> None:
         left[0] -= num_ended(updates)
         if left[0] == 0:
             ended.set()

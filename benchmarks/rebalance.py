@@ -30,7 +30,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationUpdate
+from rayserve_moe.requests import ChoiceResult
 
 NUM_SEQUENCES, PROMPT_TOKENS, WARM_STEPS, QUIET_STEPS = 32, 8, 20, 40
 MAX_NEW_TOKENS = 500
@@ -69,7 +69,7 @@ class Decoding:
         self._engine.loop.abort_all()
         self._all_ended.wait()
 
-    def _receive(self, updates: list[GenerationUpdate]) -> None:
+    def _receive(self, updates: list[ChoiceResult]) -> None:
         self._num_ended += num_ended(updates)
         if self._num_ended == NUM_SEQUENCES:
             self._all_ended.set()

@@ -5,7 +5,7 @@ These are the types that every room shares. Text, HTTP bodies and device arrays 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -142,27 +142,78 @@ class PromptScores:
     weight_version: str = ""
 
 
-@dataclass(frozen=True)
-class GenerationUpdate:
-    """What has come to one choice since the last update. The last one of a choice carries `finish`.
+@dataclass
+class ChoiceResult:
+    """What one choice has generated: since its last update, or, once updates are added up, from its start.
 
-    `ranks` go with `logprobs` (see `PromptScores`), `top` too where it was asked for. `prompt_scores` come with the
+    The text layer adds `text`, and cuts everything at the first stop string. `finish` and `prompt_scores` come with the
     last update. So does `routing`, or, streamed, with every one: then it starts where that of the one before has ended.
-    `weight_versions` are pairs of a position and the weights that outputs from there on were sampled under, up to the
-    next pair, for all of the choice so far.
+    `ranks` go with `logprobs` (see `PromptScores`), `top` too where it was asked for. `weight_versions` are pairs of a
+    position and the weights that outputs from there on were sampled under, up to the next pair, for all of the choice
+    so far.
     """
 
-    request_id: str
-    choice_index: int
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    request_id: str = ""
+    choice_index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     routing: RoutedExperts | None = None
     num_cached_tokens: int = 0
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
     weight_versions: tuple[tuple[int, str], ...] = ()
-    ranks: tuple[int, ...] = ()
+    ranks: list[int] = field(default_factory=list)
+    text: str = ""
+
+    def add(self, update: ChoiceResult) -> None:
+        """Append the next update of this choice."""
+        self.text += update.text
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs
+        self.ranks += update.ranks
+        self.finish = update.finish or self.finish
+        self.routing = joined_routing(self.routing, update.routing)
+        self.top = joined_top(self.top, update.top)
+        self.prompt_scores = update.prompt_scores or self.prompt_scores
+        self.weight_versions = update.weight_versions or self.weight_versions
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+
+
+def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) -> RoutedExperts | None:
+    """Join routing where `after` starts at the position that `before` ends at; None where there is neither.
+
+    A piece without rows may start anywhere: it is what is left of tokens beyond a stop string.
+    """
+    if before is None or after is None or len(after.rows) == 0:
+        return after if before is None else before
+    assert after.start == before.start + len(before.rows), "a piece of routing does not follow the one before"
+    return replace(
+        before,
+        rows=np.concatenate([before.rows, after.rows]),
+        missing=joined_ranges(before.missing + after.missing),
+        source=joined_ranges(before.source + after.source),
+        weight_version=joined_ranges(before.weight_version + after.weight_version),
+    )
+
+
+def joined_top(before: TopLogprobs | None, after: TopLogprobs | None) -> TopLogprobs | None:
+    """Concatenate the likeliest tokens of both; None where there is neither."""
+    if before is None or after is None:
+        return after if before is None else before
+    return TopLogprobs(
+        np.concatenate([before.token_ids, after.token_ids]), np.concatenate([before.logprobs, after.logprobs])
+    )
+
+
+def joined_ranges(ranges: tuple) -> tuple:
+    """Merge neighbouring ranges `(from, to, *label)`, in rising order, that have the same label."""
+    joined: list[tuple] = []
+    for first, last, *label in ranges:
+        if joined and joined[-1][1:] == (first, *label):
+            first = joined.pop()[0]
+        joined.append((first, last, *label))
+    return tuple(joined)
 
 
 class RequestError(ValueError):

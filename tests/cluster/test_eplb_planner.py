@@ -30,9 +30,8 @@ from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlanner, EplbPlannerActor, RemotePlanner
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.engine.answers import ChoiceResult
-from rayserve_moe.engine.streams import open_stream
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
@@ -227,7 +226,7 @@ class Replica:
         sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
         request = GenerationRequest(f"r{time.monotonic_ns()}-{len(prompt)}", np.asarray(prompt, np.int32), sampling)
         result = ChoiceResult()
-        for delta in open_stream(self.engine.loop, self.engine.tokenizer, request=request):
+        for delta in GenerationStream(self.engine.loop, self.engine.tokenizer, request=request):
             result.add(delta)
         assert result.finish is not None and result.finish.kind == "length", result.finish
         return result.token_ids

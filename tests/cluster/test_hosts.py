@@ -18,12 +18,11 @@ from rayserve_moe.cluster.step_graph import CompiledGraph
 from rayserve_moe.cluster.step_transport import TRANSPORTS, StepTransport
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import BalancingSettings
-from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.execution.host_runner import RunnerSettings
-from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
@@ -130,7 +129,7 @@ def complete(
         GenerationRequest(f"{i}-{time.monotonic_ns()}", PROMPTS[i], SAMPLING[i], return_routed_experts=returns_routing)
         for i in which
     ]
-    streams = [open_stream(loop, tokenizer, request=request) for request in requests]
+    streams = [GenerationStream(loop, tokenizer, request=request) for request in requests]
     results = [ChoiceResult() for _ in streams]
     for stream, result in zip(streams, results, strict=True):
         for delta in stream:
@@ -305,7 +304,7 @@ def test_a_lost_host_ends_requests_with_an_error_and_the_engine_says_so(
     card, _ = expected
     loop = loop_over(OverTransport(executor, num_pages), card)
     request = GenerationRequest("doomed", PROMPTS[0], SamplingParams(max_new_tokens=200, ignore_eos=True))
-    stream = open_stream(loop, Tokenizer(checkpoint), request=request)
+    stream = GenerationStream(loop, Tokenizer(checkpoint), request=request)
     deltas = iter(stream)
     assert next(deltas).finish is None
     ray.kill(executor.workers[1])

@@ -20,12 +20,11 @@ from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS
 from rayserve_moe.config.settings import UpdateSettings
-from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.streams import open_stream
-from rayserve_moe.requests import GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_same, complete, loop_over, two_hosts
@@ -92,7 +91,7 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
     tokenizer = Tokenizer(checkpoint)
     with running_loop(group, card, transport) as loop:
         for number, path in enumerate((other_checkpoint, checkpoint)):
-            deltas = iter(open_stream(loop, tokenizer, request=long_request(f"{transport} {number}")))
+            deltas = iter(GenerationStream(loop, tokenizer, request=long_request(f"{transport} {number}")))
             result = ChoiceResult()
             while len(result.token_ids) < 25:
                 result.add(next(deltas))
@@ -231,7 +230,7 @@ def test_a_host_that_is_killed_while_it_reads_ends_the_engine_and_never_serves_t
     hang(executor)
     pid = ray.get(executor.workers[1].__ray_call__.remote(lambda self: os.getpid()))
     with running_loop(group, card, "sockets") as loop:
-        deltas = iter(open_stream(loop, Tokenizer(checkpoint), request=long_request("doomed")))
+        deltas = iter(GenerationStream(loop, Tokenizer(checkpoint), request=long_request("doomed")))
         first = next(deltas)
         assert first.finish is None
         update = loop.control.update_weights(WeightOrder(str(other_checkpoint), "never"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.requests import GenerationRequest, RoutedExperts, SamplingParams
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.workload import draw_prompt
@@ -62,7 +62,7 @@ def test_nothing_is_compiled_for_200_random_requests(engine: Engine):
     running = []
     for number in range(NUM_REQUESTS):
         request = random_request(generator, number)
-        running.append((request, open_stream(engine.loop, engine.tokenizer, request=request)))
+        running.append((request, GenerationStream(engine.loop, engine.tokenizer, request=request)))
         if generator.random() < 0.15:
             engine.loop.abort_stem(str(generator.choice([request.request_id for request, _ in running])))
     for request, stream in running:

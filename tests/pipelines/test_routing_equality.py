@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine, extract_routed_experts_from_meta_info
-from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.engine.streams import GenerationStream, open_stream
-from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
+from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RoutedExperts
 from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
@@ -148,7 +147,7 @@ def test_a_stream_adds_up_to_the_answer_at_once(engine: Engine, streams: bool):
         for request in workload()
     ]
     engine.loop.flush()
-    streams_of = [open_stream(engine.loop, engine.tokenizer, request=request) for request in wanted]
+    streams_of = [GenerationStream(engine.loop, engine.tokenizer, request=request) for request in wanted]
     read = [read_stream(request, stream) for request, stream in zip(wanted, streams_of, strict=True)]
     for request, choices in zip(wanted, read, strict=True):
         for result, pieces in choices:

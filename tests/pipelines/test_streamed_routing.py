@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.answers import ChoiceResult
-from rayserve_moe.engine.joining import joined_routing
 from rayserve_moe.engine.output_dispatch import OutputDispatch
-from rayserve_moe.engine.streams import open_stream
-from rayserve_moe.requests import GenerationRequest, GenerationUpdate, RoutedExperts
+from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, RoutedExperts, joined_routing
 from tests.support.drive import Way, choices_of, cycle_for, preempt_every, run_alone
 from tests.support.outcomes import Outcomes
 from tests.support.workload import draw_prompt, mixed_workload, request_for
@@ -40,13 +38,13 @@ def one_shot(engine: Engine) -> Outcomes:
     return run_alone(engine.runner, engine.card, workload())
 
 
-def updates_of(engine: Engine, way: Way) -> dict[tuple[str, int], list[GenerationUpdate]]:
+def updates_of(engine: Engine, way: Way) -> dict[tuple[str, int], list[ChoiceResult]]:
     """Run the workload; returns the updates of every choice, one for every turn that brought it something."""
     cycle = cycle_for(engine.runner, engine.card, way)
     outputs = OutputDispatch(cycle.scheduler.table, streamed_routing=cycle.streamed_routing)
-    updates: dict[tuple[str, int], list[GenerationUpdate]] = {}
+    updates: dict[tuple[str, int], list[ChoiceResult]] = {}
 
-    def receive(news: list[GenerationUpdate]) -> None:
+    def receive(news: list[ChoiceResult]) -> None:
         for update in news:
             updates.setdefault((update.request_id, update.choice_index), []).append(update)
 
@@ -91,7 +89,7 @@ def test_pieces_join_to_the_one_shot_rows_and_none_is_late(engine: Engine, one_s
 def collect(engine: Engine, request: GenerationRequest, *, abort_after: int = 10**6) -> ChoiceResult:
     """Run a request with one choice through the engine's thread; rows must keep up with the tokens of every delta."""
     result = ChoiceResult()
-    for delta in open_stream(engine.loop, engine.tokenizer, request=request):
+    for delta in GenerationStream(engine.loop, engine.tokenizer, request=request):
         result.add(delta)
         if request.stream_routed_experts and result.routing is not None and result.token_ids:
             assert len(result.routing.rows) == len(request.prompt_ids) + len(result.token_ids) - 1

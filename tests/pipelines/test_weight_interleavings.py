@@ -15,8 +15,8 @@ from rayserve_moe import Engine
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.engine.answers import labelled_ranges
 from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.joining import labelled_ranges
 from rayserve_moe.engine.step_cycle import Ending, StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.migration import EXPERT_NAMES

@@ -1,4 +1,4 @@
-"""Answers to one request: what the deltas of a choice add up to, and its form in the native (SGLang) dialect.
+"""The results of a request in the native (SGLang) dialect, and what all dialects derive from a result.
 
 Both the HTTP routes and the in-process engine build their answers here, so that they cannot differ.
 """
@@ -6,54 +6,19 @@ Both the HTTP routes and the in-process engine build their answers here, so that
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rayserve_moe.engine.joining import joined_ranges, joined_routing, joined_top, labelled_ranges
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
 from rayserve_moe.requests import (
-    FinishReason,
+    ChoiceResult,
     GenerationRequest,
     ModelCard,
     PromptScores,
     RoutedExperts,
     RoutingLayout,
     TopLogprobs,
+    joined_ranges,
 )
-from rayserve_moe.text.choice_text import ChoiceDelta
-
-
-@dataclass
-class ChoiceResult:
-    """One choice as far as it has come. `finish` and `prompt_scores` are there once it has ended.
-
-    So is `routing`, unless it is streamed: then it holds the rows that have come, joined. `top` and `ranks` go with
-    `logprobs`, `weight_versions` are as in `GenerationUpdate`.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: FinishReason | None = None
-    routing: RoutedExperts | None = None
-    num_cached_tokens: int = 0
-    top: TopLogprobs | None = None
-    prompt_scores: PromptScores | None = None
-    weight_versions: tuple[tuple[int, str], ...] = ()
-    ranks: list[int] = field(default_factory=list)
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """Take in the next delta of this choice."""
-        self.text += delta.text
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.ranks.extend(delta.ranks)
-        self.finish = delta.finish or self.finish
-        self.routing = joined_routing(self.routing, delta.routing)
-        self.top = joined_top(self.top, delta.top)
-        self.prompt_scores = delta.prompt_scores or self.prompt_scores
-        self.weight_versions = delta.weight_versions or self.weight_versions
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
 
 
 def native_answer(
@@ -115,6 +80,13 @@ def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> t
         return outputs
     scored = (scores.start + 1, scores.start + 1 + len(scores.logprobs), scores.weight_version)
     return joined_ranges((scored, *outputs))
+
+
+def labelled_ranges(labels_from: tuple[tuple[int, str], ...], end: int) -> tuple[tuple[int, int, str], ...]:
+    """Ranges `(from, to, label)` from pairs of a position and the label from there on, up to position `end`."""
+    ends = [min(position, end) for position, _ in labels_from[1:]] + [end]
+    pairs = zip(labels_from, ends, strict=False)
+    return tuple((first, last, label) for (first, label), last in pairs if first < last)
 
 
 def output_versions(request: GenerationRequest, result: ChoiceResult) -> list[dict]:

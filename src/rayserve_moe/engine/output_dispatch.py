@@ -10,11 +10,11 @@ import numpy as np
 
 from rayserve_moe.engine.request_times import RequestTimes
 from rayserve_moe.engine.step_cycle import Ending
-from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutedExperts
+from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence, top_of
 
-Sink = Callable[[list[GenerationUpdate]], Iterable[int] | None]
+Sink = Callable[[list[ChoiceResult]], Iterable[int] | None]
 """Takes updates of one request; returns the choices whose text is complete, so that they end here, if there are any."""
 StreamedRouting = Callable[[Sequence], RoutedExperts | None]
 """Gives the rows of a running sequence that its client does not have yet; None where they are not streamed."""
@@ -93,7 +93,7 @@ class OutputDispatch:
 
         Choices whose text proves to be complete end too, before another step is planned.
         """
-        updates: dict[str, list[GenerationUpdate]] = {}
+        updates: dict[str, list[ChoiceResult]] = {}
         self.times.note_tokens(rows, now=now)
         for row in self._due(rows, now).tolist():
             sequence = self._table.sequences[row]
@@ -127,7 +127,7 @@ class OutputDispatch:
         table.published_at[due] = now
         return due
 
-    def _send(self, request_id: str, news: list[GenerationUpdate]) -> list[Sequence]:
+    def _send(self, request_id: str, news: list[ChoiceResult]) -> list[Sequence]:
         """Send updates of one request; returns its choices whose text is complete and that have not ended."""
         listener = self._listeners[request_id]
         listener.untold.difference_update(update.choice_index for update in news if update.finish is not None)
@@ -142,20 +142,20 @@ def _kind_of(sequence: Sequence) -> str:
     return sequence.finish.kind
 
 
-def _news_of(sequence: Sequence, ending: Ending | None = None) -> GenerationUpdate:
+def _news_of(sequence: Sequence, ending: Ending | None = None) -> ChoiceResult:
     """What `sequence` has come to since its last update."""
     first, last = sequence.num_published, sequence.num_tokens
     sequence.num_published = last
-    return GenerationUpdate(
+    return ChoiceResult(
         sequence.request.request_id,
         sequence.choice_index,
-        token_ids=tuple(sequence.tokens(first, last).tolist()),
-        logprobs=tuple(sequence.logprobs(first, last).tolist()),
+        token_ids=sequence.tokens(first, last).tolist(),
+        logprobs=sequence.logprobs(first, last).tolist(),
         finish=sequence.finish if ending is not None else None,
         routing=ending.routing if ending is not None else None,
         num_cached_tokens=sequence.num_cached,
         top=top_of(sequence, first, stop=last),
         prompt_scores=sequence.scoring.scores() if ending is not None and sequence.scoring is not None else None,
         weight_versions=sequence.weight_versions,
-        ranks=tuple(sequence.state.ranks[first:last].tolist()),
+        ranks=sequence.state.ranks[first:last].tolist(),
     )

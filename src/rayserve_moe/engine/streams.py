@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.requests import GenerationRequest, GenerationUpdate
-from rayserve_moe.text.choice_text import ChoiceDelta, ChoiceText
+from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.text.choice_text import ChoiceText
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
 class GenerationStream:
-    """The deltas of one request, in the order they came about; every choice ends with one that has `finish`.
+    """Submits a request and yields the updates of its choices in order; the last one of each choice has `finish`.
 
     Iterate it with `for` in a thread or with `async for` in an event loop, not both. `close` aborts what is
-    unfinished. Stop strings are found where tokens arrive, in the engine thread, however late anybody reads; text that
-    cannot end a choice is left to the reader.
+    unfinished. Stop strings are matched in the engine thread as tokens arrive; text that cannot end a choice is
+    decoded by the reader. Raises what `EngineLoop.submit` raises.
     """
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
@@ -29,18 +29,18 @@ class GenerationStream:
         ]
         self._num_unfinished = request.sampling.n
         self._finds_stops = bool(request.sampling.stop)
-        self._arrived: deque[GenerationUpdate | ChoiceDelta] = deque()
+        self._arrived: deque[ChoiceResult] = deque()
         self._ready = threading.Event()
         self._notify: Callable[[], None] = self._ready.set
         self._loop, self._choices = loop, loop.submit(request, self._receive)  # from here on updates arrive
 
-    def __iter__(self) -> Iterator[ChoiceDelta]:
+    def __iter__(self) -> Iterator[ChoiceResult]:
         while self._num_unfinished:
             self._ready.wait()
             self._ready.clear()
             yield from self.drain_ready()
 
-    async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+    async def __aiter__(self) -> AsyncIterator[ChoiceResult]:
         ready, event_loop = asyncio.Event(), asyncio.get_running_loop()
         self._notify = lambda: _call_if_open(event_loop, ready.set)
         if self._arrived:
@@ -48,42 +48,37 @@ class GenerationStream:
         while self._num_unfinished:
             await ready.wait()
             ready.clear()
-            for delta in self.drain_ready():
-                yield delta
+            for result in self.drain_ready():
+                yield result
 
-    def drain_ready(self) -> list[ChoiceDelta]:
+    def drain_ready(self) -> list[ChoiceResult]:
         """Everything that has arrived and was not read yet, without waiting."""
-        deltas = []
+        results = []
         while self._arrived:
-            arrived = self._arrived.popleft()
-            delta = arrived if isinstance(arrived, ChoiceDelta) else self._read(arrived)
-            self._num_unfinished -= delta.finish is not None
-            deltas.append(delta)
-        return deltas
+            result = self._arrived.popleft()
+            results.append(result if self._finds_stops else self._texts[result.choice_index].feed(result))
+            self._num_unfinished -= result.finish is not None
+        return results
 
     def close(self) -> None:
         """Abort what is unfinished; nothing happens where all is done."""
         if self._num_unfinished:
             self._loop.abort(self._choices)
 
-    def _receive(self, updates: list[GenerationUpdate]) -> list[int]:
-        """Take updates over in the engine thread; returns the choices that a stop string has completed."""
-        if not self._finds_stops:
-            self._arrived.extend(updates)
-            self._notify()
-            return []
-        deltas = [self._read(update) for update in updates]
-        self._arrived.extend(deltas)
+    def _receive(self, updates: list[ChoiceResult]) -> list[int]:
+        """Queue updates, in the engine thread; returns the unfinished choices that a stop string has completed."""
+        completed = []
+        if self._finds_stops:
+            for update in updates:
+                self._texts[update.choice_index].feed(update)
+            completed = [
+                update.choice_index
+                for update in updates
+                if update.finish is None and self._texts[update.choice_index].has_matched
+            ]
+        self._arrived.extend(updates)
         self._notify()
-        return [delta.choice_index for delta in deltas if delta.stop_found]
-
-    def _read(self, update: GenerationUpdate) -> ChoiceDelta:
-        return self._texts[update.choice_index].feed(update)
-
-
-def open_stream(loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> GenerationStream:
-    """Submit a request and return its stream. Raises what `EngineLoop.submit` raises."""
-    return GenerationStream(loop, tokenizer, request=request)
+        return completed
 
 
 def _call_if_open(event_loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -9,10 +9,9 @@ from contextlib import ExitStack
 
 from tqdm import tqdm
 
-from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.engine.engine_loop import EngineBusyError, EngineLoop
-from rayserve_moe.engine.streams import open_stream
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -23,7 +22,7 @@ class RunningRequest:
         self._started_s = time.perf_counter()
         self.request = request
         self.results = [ChoiceResult() for _ in range(request.sampling.n)]
-        self.stream = open_stream(loop, tokenizer, request=request)
+        self.stream = GenerationStream(loop, tokenizer, request=request)
         self.elapsed_s = 0.0
 
     def wait(self) -> None:

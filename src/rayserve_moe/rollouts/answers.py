@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe.engine.joining import joined_routing
 from rayserve_moe.replay.encoding import decode_rollout, routing_until
 from rayserve_moe.replay.encoding.description import described_layout
 from rayserve_moe.replay.encoding.rollout import routing_of_rollout
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests import RoutedExperts, RoutingLayout, joined_routing
 from rayserve_moe.rollouts.schema import Rollout
 
 

@@ -63,7 +63,7 @@ class Sequence:
     the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client has, or does not
     want, the first `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable`
     the tokens whose rows and keys come from the same weights, and may be found by others. `weight_versions` are those
-    of its outputs, as in `GenerationUpdate`. It came, first got a row, and got its last token, at `accepted_at`,
+    of its outputs, as in `ChoiceResult`. It came, first got a row, and got its last token, at `accepted_at`,
     `started_at` and, out of a row, `token_at`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or

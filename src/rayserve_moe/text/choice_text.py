@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from rayserve_moe.requests import (
-    FinishReason,
-    GenerationUpdate,
-    PromptScores,
-    RoutedExperts,
-    SamplingParams,
-    TopLogprobs,
-)
+from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams, TopLogprobs
 from rayserve_moe.text.detokenizer import IncrementalDetokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class ChoiceDelta:
-    """What one update of the engine adds to a choice.
-
-    `stop_found`: a stop string was found while the engine is still generating, which has to be told to end the
-    choice; its last update then brings `finish`.
-    """
-
-    choice_index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    finish: FinishReason | None = None
-    routing: RoutedExperts | None = None
-    num_cached_tokens: int = 0
-    stop_found: bool = False
-    top: TopLogprobs | None = None
-    prompt_scores: PromptScores | None = None
-    weight_versions: tuple[tuple[int, str], ...] = ()
-    ranks: tuple[int, ...] = ()
 
 
 class StopStringScanner:
@@ -132,35 +103,27 @@ class ChoiceText:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_kept = 0
 
-    def feed(self, update: GenerationUpdate) -> ChoiceDelta:
-        """Turn the engine's update into what the client is to get.
+    @property
+    def has_matched(self) -> bool:
+        """Whether a stop string was found; the engine may still be generating."""
+        return self._scanner.matched is not None
 
-        Text ends before the first stop string; ids and log-probs end with the token that completed it, and so do the
-        routing rows, streamed or not. An id that the engine stopped at stays among the ids and adds no text. Unless
-        stops are to be kept: then they are text like any other.
+    def feed(self, update: ChoiceResult) -> ChoiceResult:
+        """Add the text to an update of the engine, cut it at the first stop string, and return it.
+
+        Text ends before the stop string; ids and log-probs end with the token that completed it, and so do routing
+        rows, streamed or not. An id that the engine stopped at stays among the ids and adds no text. Stops that are to
+        be kept are text like any other.
         """
-        was_matched = self._scanner.matched is not None
-        text, num_kept = self._take(update)
+        update.text, num_kept = self._take(update)
         self._num_kept += num_kept
         if update.finish is not None:
-            text += self._end_text()
-        matched = self._scanner.matched
-        return ChoiceDelta(
-            choice_index=update.choice_index,
-            text=text,
-            token_ids=update.token_ids[:num_kept],
-            logprobs=update.logprobs[:num_kept],
-            finish=_finish(update.finish, matched),
-            routing=update.routing if matched is None else self._trim(update.routing),
-            num_cached_tokens=update.num_cached_tokens,
-            stop_found=matched is not None and not was_matched and update.finish is None,
-            top=_first_of(update.top, num_kept),
-            prompt_scores=update.prompt_scores,
-            weight_versions=update.weight_versions,
-            ranks=update.ranks[:num_kept],
-        )
+            update.text += self._end_text()
+        if self._scanner.matched is not None:
+            self._cut(update, num_kept)
+        return update
 
-    def _take(self, update: GenerationUpdate) -> tuple[str, int]:
+    def _take(self, update: ChoiceResult) -> tuple[str, int]:
         """Add the update's tokens up to a stop string; return their text and how many were kept."""
         if self._scanner.matched is not None:
             return "", 0
@@ -183,30 +146,29 @@ class ChoiceText:
         may_end = self._num_kept > self._stops_after
         return self._scanner.push(self._detokenizer.flush(), may_end=may_end) + self._scanner.flush()
 
-    def _trim(self, routing: RoutedExperts | None) -> RoutedExperts | None:
-        """Drop the rows of tokens that were generated after the stop string."""
-        if routing is None:
-            return None
-        end = max(routing.start, self._num_prompt_tokens + self._num_kept - 1)
-        return replace(
-            routing,
-            rows=routing.rows[: end - routing.start],
-            missing=tuple((a, min(b, end)) for a, b in routing.missing if a < end),
-            source=tuple((a, min(b, end), name) for a, b, name in routing.source if a < end),
-            weight_version=tuple((a, min(b, end), name) for a, b, name in routing.weight_version if a < end),
-        )
+    def _cut(self, update: ChoiceResult, num_kept: int) -> None:
+        """Drop what was generated after the stop string, and name it as the reason; an error stays an error."""
+        for values in (update.token_ids, update.logprobs, update.ranks):
+            del values[num_kept:]
+        if update.top is not None:
+            update.top = TopLogprobs(update.top.token_ids[:num_kept], update.top.logprobs[:num_kept])
+        if update.routing is not None:
+            update.routing = _until(update.routing, self._num_prompt_tokens + self._num_kept - 1)
+        if update.finish is not None and update.finish.kind != "error":
+            update.finish = FinishReason("stop", matched=self._scanner.matched)
 
 
-def _first_of(top: TopLogprobs | None, count: int) -> TopLogprobs | None:
-    return top and TopLogprobs(top.token_ids[:count], top.logprobs[:count])
+def _until(routing: RoutedExperts, end: int) -> RoutedExperts:
+    """The routing of positions before `end`."""
+    end = max(routing.start, end)
+    return replace(
+        routing,
+        rows=routing.rows[: end - routing.start],
+        missing=tuple((a, min(b, end)) for a, b in routing.missing if a < end),
+        source=tuple((a, min(b, end), name) for a, b, name in routing.source if a < end),
+        weight_version=tuple((a, min(b, end), name) for a, b, name in routing.weight_version if a < end),
+    )
 
 
 def _ends_at_token(finish: FinishReason | None) -> bool:
     return finish is not None and finish.kind == "stop" and isinstance(finish.matched, int)
-
-
-def _finish(finish: FinishReason | None, matched: str | None) -> FinishReason | None:
-    """Name the stop string as the reason once there is one; an error stays an error."""
-    if finish is None or finish.kind == "error" or matched is None:
-        return finish
-    return FinishReason("stop", matched=matched)

@@ -16,7 +16,7 @@ from benchmarks.rebalance import window
 from benchmarks.workloads import Workload
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutingLayout
+from rayserve_moe.requests import ChoiceResult, FinishReason, RoutingLayout
 from tests.support.counting import CARD, CountingExecutor
 
 
@@ -128,6 +128,6 @@ def test_a_window_of_moves_is_held_against_the_quiet_steps_around_it():
 def test_sequences_that_never_ran_together_are_refused(counting_loop):
     window = DecodeWindow(counting_loop, 2)
     for request_id in ("a", "b"):
-        window.receive([GenerationUpdate(request_id, 0, (1,), (0.0,), finish=FinishReason("length"))])
+        window.receive([ChoiceResult(request_id, 0, [1], [0.0], finish=FinishReason("length"))])
     with pytest.raises(RuntimeError, match="2 sequences never ran together"):
         window.result()

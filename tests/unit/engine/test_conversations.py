@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.requests import GenerationRequest, GenerationUpdate, SamplingParams
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
 from tests.support.counting import CARD, CountingExecutor
 
 NUM_CONVERSATIONS = 16
@@ -30,7 +30,7 @@ class Conversations:
 
     def take_turns(self) -> None:
         """Let every conversation go on by one turn, all of them at once."""
-        arrived: queue.SimpleQueue[list[GenerationUpdate]] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[list[ChoiceResult]] = queue.SimpleQueue()
         for i in self._generator.permutation(NUM_CONVERSATIONS).tolist():
             said = self.said[i]
             # The last token of an answer is sampled, and not computed any more.

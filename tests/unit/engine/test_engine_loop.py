@@ -15,7 +15,7 @@ import pytest
 
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineBusyError, EngineLoop, EngineStoppedError, LoopSettings
-from rayserve_moe.requests import FinishReason, GenerationRequest, GenerationUpdate, RequestError, SamplingParams
+from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RequestError, SamplingParams
 from tests.support.counting import CARD, CountingExecutor
 
 TIMEOUT_S = 600
@@ -25,7 +25,7 @@ class Listener:
     """Collects the updates of one request until all its choices have ended."""
 
     def __init__(self, num_choices: int = 1) -> None:
-        self._arrived: queue.SimpleQueue[list[GenerationUpdate]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[list[ChoiceResult]] = queue.SimpleQueue()
         self._num_open = num_choices
         self.ids: list[list[int]] = [[] for _ in range(num_choices)]
         self.finish: list[FinishReason | None] = [None] * num_choices
@@ -192,7 +192,7 @@ def test_a_choice_whose_text_is_complete_ends_and_leaves_the_others():
     with loop_over(CountingExecutor()) as loop:
         listener = Listener(2)
 
-        def receive(updates: list[GenerationUpdate]) -> list[int]:
+        def receive(updates: list[ChoiceResult]) -> list[int]:
             listener.receive(updates)
             return [update.choice_index for update in updates if update.choice_index == 1]
 
@@ -261,7 +261,7 @@ def test_an_idle_executor_is_released_once_and_taken_again():
 def test_a_client_that_cannot_be_told_keeps_nobody_else_from_its_end(caplog):
     """Its neighbours end in the same step: some of them before it hears of that, others after."""
 
-    def broken(_: list[GenerationUpdate]) -> None:
+    def broken(_: list[ChoiceResult]) -> None:
         raise ZeroDivisionError("no more text")
 
     executor = CountingExecutor()

@@ -9,7 +9,7 @@ import pytest
 
 from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S, OutputDispatch
 from rayserve_moe.engine.step_cycle import Ending
-from rayserve_moe.requests import FinishReason, GenerationUpdate
+from rayserve_moe.requests import ChoiceResult, FinishReason
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.scheduling import choices
@@ -26,7 +26,7 @@ class Clients:
     def __init__(self) -> None:
         self.table = RowTable(num_rows=NUM_ROWS, max_tokens=300, page_size=16)
         self.outputs = OutputDispatch(self.table)
-        self.heard: dict[str, list[GenerationUpdate]] = {}
+        self.heard: dict[str, list[ChoiceResult]] = {}
 
     def begin(self, request_id: str, *, n: int = 1, incremental: bool = True) -> list[Sequence]:
         group = choices(request_id, 3, num_new=250, n=n)
@@ -52,7 +52,7 @@ class Clients:
         self.table.leave(sequence)
         self.outputs.publish(np.zeros(0, np.int64), [Ending(sequence)], now=now)
 
-    def tokens(self, request_id: str) -> list[tuple[int, ...]]:
+    def tokens(self, request_id: str) -> list[list[int]]:
         """The tokens of each update so far."""
         return [update.token_ids for update in self.heard[request_id]]
 
@@ -66,9 +66,9 @@ def test_the_first_token_comes_at_once_and_later_ones_once_enough_time_went_by(c
     (sequence,) = clients.begin("a")
     for now in (0.0, 0.4 * ALONE_S, 0.8 * ALONE_S):
         clients.sample(sequence, now=now)
-    assert clients.tokens("a") == [(3,)]
+    assert clients.tokens("a") == [[3]]
     clients.sample(sequence, now=ALONE_S)
-    assert clients.tokens("a") == [(3,), (4, 5, 6)]
+    assert clients.tokens("a") == [[3], [4, 5, 6]]
     clients.sample(sequence, now=1.9 * ALONE_S)
     assert len(clients.tokens("a")) == 2, "the time counts from the last update"
 
@@ -92,7 +92,7 @@ def test_the_more_run_the_longer_tokens_are_kept_back_up_to_a_bound(clients: Cli
     clients.sample(*everybody, now=0.9 * LONGEST_GROUPING_S)
     assert all(len(heard) == 1 for heard in clients.heard.values())
     clients.sample(*everybody, now=LONGEST_GROUPING_S)
-    assert clients.tokens("r7") == [(3,), (4, 5)]
+    assert clients.tokens("r7") == [[3], [4, 5]]
     clients.sample(everybody[0], now=LONGEST_GROUPING_S + ALONE_S)
     assert len(clients.tokens("r0")) == 3, "with the others gone it waits no longer than alone"
 
@@ -102,7 +102,7 @@ def test_the_end_brings_what_was_kept_back_without_waiting(clients: Clients):
     for now in (0.0, 0.1 * ALONE_S, 0.2 * ALONE_S):
         clients.sample(sequence, now=now)
     clients.end(sequence, now=0.2 * ALONE_S)
-    assert clients.tokens("a") == [(3,), (4, 5)]
+    assert clients.tokens("a") == [[3], [4, 5]]
     assert clients.heard["a"][-1].finish == ABORT
     assert "a" not in clients.outputs and len(clients.outputs) == 0
 
@@ -113,7 +113,7 @@ def test_who_does_not_want_increments_hears_once(clients: Clients):
         clients.sample(sequence, now=float(step))
     assert clients.heard["a"] == []
     clients.end(sequence)
-    assert clients.tokens("a") == [tuple(range(3, 33))]
+    assert clients.tokens("a") == [list(range(3, 33))]
 
 
 def test_choices_are_told_apart_and_the_request_is_there_until_the_last_ends(clients: Clients):
@@ -135,7 +135,7 @@ def test_whoever_takes_a_row_over_gets_its_own_first_token_at_once(clients: Clie
     (second,) = clients.begin("second")
     assert second.row == 0
     clients.sample(second, now=0.1 * ALONE_S)
-    assert clients.tokens("second") == [(3,)]
+    assert clients.tokens("second") == [[3]]
 
 
 def test_when_all_ends_everybody_hears_the_rest_and_why(clients: Clients):
@@ -143,7 +143,7 @@ def test_when_all_ends_everybody_hears_the_rest_and_why(clients: Clients):
     for step in range(3):
         clients.sample(sequence, quiet, now=step * 0.1 * ALONE_S)
     clients.outputs.end_all(ABORT)
-    assert clients.tokens("a") == [(3,), (4, 5)] and clients.tokens("b") == [(3, 4, 5)]
+    assert clients.tokens("a") == [[3], [4, 5]] and clients.tokens("b") == [[3, 4, 5]]
     assert clients.heard["a"][-1].finish == clients.heard["b"][-1].finish == ABORT
     assert len(clients.outputs) == 0
 

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.engine.statistics import selection_statistics
-from rayserve_moe.requests import GenerationRequest, GenerationUpdate, SamplingParams
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
 from rayserve_moe.serving.metrics import EngineMetrics
 from tests.support.counting import CARD, CountingExecutor
 
@@ -20,7 +20,7 @@ def statistics_after_three_tokens(executor: CountingExecutor) -> tuple[dict[str,
     loop = EngineLoop(executor, CARD, settings=LoopSettings(SchedulerSettings(), CacheSettings(page_size=4)))
     is_done = threading.Event()
 
-    def receive(updates: list[GenerationUpdate]) -> None:
+    def receive(updates: list[ChoiceResult]) -> None:
         if any(update.finish for update in updates):
             is_done.set()
 

@@ -14,7 +14,7 @@ from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine import output_dispatch
 from rayserve_moe.engine.control import ABORTED
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.streams import open_stream
+from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -120,11 +120,11 @@ def test_closing_a_stream_leaves_the_next_request_of_its_id_alone(
     loop: EngineLoop, tokenizer: Tokenizer, is_read: bool
 ):
     wanted = stopping(tokenizer, 3, name="again")
-    first = open_stream(loop, tokenizer, request=wanted)
+    first = GenerationStream(loop, tokenizer, request=wanted)
     while not loop.is_idle:
         loop.check_integrity()
     long = replace(wanted, sampling=SamplingParams(max_new_tokens=NUM_NEW, seed=1))
-    second = open_stream(loop, tokenizer, request=long)
+    second = GenerationStream(loop, tokenizer, request=long)
     if is_read:
         first.drain_ready()
     first.close()
@@ -134,7 +134,7 @@ def test_closing_a_stream_leaves_the_next_request_of_its_id_alone(
 
 def test_closing_a_stream_ends_all_of_its_own(loop: EngineLoop, tokenizer: Tokenizer):
     endless = GenerationRequest("endless", np.array([7], np.int32), SamplingParams(max_new_tokens=90, n=3, seed=1))
-    stream = open_stream(loop, tokenizer, request=endless)
+    stream = GenerationStream(loop, tokenizer, request=endless)
     stream.close()
     ended = [delta.finish for delta in stream if delta.finish is not None]
     assert len(ended) == 3

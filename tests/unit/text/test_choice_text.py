@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.requests import FinishReason, GenerationUpdate, RoutedExperts, SamplingParams
-from rayserve_moe.text.choice_text import ChoiceDelta, ChoiceText, StopStringScanner
+from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams
+from rayserve_moe.text.choice_text import ChoiceText, StopStringScanner
 
 LENGTH = FinishReason("length")
 # A narrow alphabet, so that stop strings are met, begun and missed often; é and € span several tokens.
@@ -29,32 +29,32 @@ def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
     return None
 
 
-def _updates(ids: list[int], cuts: list[int], *, finish: FinishReason = LENGTH, **last) -> list[GenerationUpdate]:
+def _updates(ids: list[int], cuts: list[int], *, finish: FinishReason = LENGTH, **last) -> list[ChoiceResult]:
     """Cut ids into updates at `cuts`; log-probs are the negative position; the last update carries `finish`."""
     bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     pieces = [range(a, b) for a, b in pairwise(bounds)]
     return [
-        GenerationUpdate(
+        ChoiceResult(
             "r",
             2,
-            token_ids=tuple(ids[i] for i in piece),
-            logprobs=tuple(-float(i) for i in piece),
+            token_ids=[ids[i] for i in piece],
+            logprobs=[-float(i) for i in piece],
             **({"finish": finish, **last} if number == len(pieces) else {}),
         )
         for number, piece in enumerate(pieces, start=1)
     ]
 
 
-def _feed(tokenizer, sampling: SamplingParams, updates, num_prompt_tokens: int = 3) -> list[ChoiceDelta]:
+def _feed(tokenizer, sampling: SamplingParams, updates, num_prompt_tokens: int = 3) -> list[ChoiceResult]:
     choice = ChoiceText(tokenizer, sampling, num_prompt_tokens=num_prompt_tokens)
     return [choice.feed(update) for update in updates]
 
 
-def _text(deltas: list[ChoiceDelta]) -> str:
+def _text(deltas: list[ChoiceResult]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def _ids(deltas: list[ChoiceDelta]) -> list[int]:
+def _ids(deltas: list[ChoiceResult]) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
@@ -163,15 +163,19 @@ def test_what_was_shown_is_never_taken_back_nor_held_without_reason(tokenizer, t
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_the_engine_is_told_once_and_later_tokens_are_ignored(tokenizer):
+def test_a_match_is_known_from_its_last_token_on_and_later_tokens_are_ignored(tokenizer):
     ids = tokenizer.encode("one STOP two three")
-    updates = [GenerationUpdate("r", 0, (token_id,), (-1.0,)) for token_id in ids]
-    deltas = _feed(tokenizer, SamplingParams(stop=("STOP",)), [*updates, GenerationUpdate("r", 0, finish=LENGTH)])
-    told = [position for position, delta in enumerate(deltas) if delta.stop_found]
-    assert told == [len("one STOP") - 1]
+    updates = [ChoiceResult("r", 0, [token_id], [-1.0]) for token_id in ids]
+    choice = ChoiceText(tokenizer, SamplingParams(stop=("STOP",)), num_prompt_tokens=3)
+    matched, deltas = [], []
+    for update in [*updates, ChoiceResult("r", 0, finish=LENGTH)]:
+        deltas.append(choice.feed(update))
+        matched.append(choice.has_matched)
+    num_before = len("one STOP") - 1
+    assert matched == [False] * num_before + [True] * (len(deltas) - num_before)
     assert _ids(deltas) == ids[: len("one STOP")] and _text(deltas) == "one "
     assert [delta.finish for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
-    assert deltas[-1] == ChoiceDelta(0, finish=FinishReason("stop", "STOP"))
+    assert deltas[-1] == ChoiceResult("r", finish=FinishReason("stop", "STOP"))
 
 
 @pytest.mark.parametrize("finish", [LENGTH, FinishReason("abort"), FinishReason("stop", 1)])
@@ -179,14 +183,14 @@ def test_a_stop_string_outranks_how_the_engine_ended(tokenizer, finish):
     ids = [*tokenizer.encode("a STOP b"), 1]
     (delta,) = _feed(tokenizer, SamplingParams(stop=("STOP",)), _updates(ids, [], finish=finish))
     assert delta.text == "a " and delta.finish == FinishReason("stop", "STOP")
-    assert delta.token_ids == tuple(ids[:6]) and not delta.stop_found
+    assert delta.token_ids == ids[:6]
 
 
 def test_an_error_stays_an_error(tokenizer):
     error = FinishReason("error", message="logits are not finite")
     ids = tokenizer.encode("a STOP")
     deltas = _feed(tokenizer, SamplingParams(stop=("STOP",)), _updates(ids, [6], finish=error))
-    assert deltas[0].stop_found and deltas[-1].finish == error
+    assert _text(deltas) == "a " and deltas[0].finish is None and deltas[-1].finish == error
 
 
 @pytest.mark.parametrize("finish", [LENGTH, FinishReason("abort"), FinishReason("error", message="x")])
@@ -222,9 +226,9 @@ def test_empty_stop_strings_stop_nothing(tokenizer):
 
 def test_a_prompt_without_generation_passes_its_routing_through(tokenizer):
     routing = _routing(0, 5)
-    last = GenerationUpdate("r", 0, finish=LENGTH, routing=routing, num_cached_tokens=4)
+    last = ChoiceResult("r", 0, finish=LENGTH, routing=routing, num_cached_tokens=4)
     assert _feed(tokenizer, SamplingParams(max_new_tokens=0, stop=("a",)), [last], num_prompt_tokens=5) == [
-        ChoiceDelta(0, finish=LENGTH, routing=routing, num_cached_tokens=4)
+        ChoiceResult("r", finish=LENGTH, routing=routing, num_cached_tokens=4)
     ]
 
 

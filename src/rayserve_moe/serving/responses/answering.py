@@ -14,7 +14,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.requests import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.responses.streaming import EventStream, to_json, while_connected

@@ -12,15 +12,13 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TypeVar
 
-from rayserve_moe.engine.answers import ChoiceResult
-from rayserve_moe.engine.streams import GenerationStream, open_stream
-from rayserve_moe.requests import GenerationRequest, RequestError
+from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
-from rayserve_moe.text.choice_text import ChoiceDelta
 
-NumberedDelta = tuple[int, ChoiceDelta]
+NumberedDelta = tuple[int, ChoiceResult]
 _Item = TypeVar("_Item")
 CHOICES_AT_ONCE = 64
 """Choices that are opened before the event loop does something else: about two milliseconds."""
@@ -44,7 +42,7 @@ class RequestStreams:
 
     def submit(self, request: GenerationRequest) -> None:
         """Open the stream of the next request."""
-        self._streams.append(open_stream(self._loop, self._tokenizer, request=request))
+        self._streams.append(GenerationStream(self._loop, self._tokenizer, request=request))
 
     def close(self) -> None:
         """Abort what is unfinished. May be called twice."""
@@ -104,7 +102,7 @@ class RequestStreams:
 async def open_streams(
     state: ApiState, requests: Sequence[GenerationRequest], *, param_names: Mapping[str, str] | None = None
 ) -> RequestStreams:
-    """Submit every request, or none: what `open_stream` raises for one takes back those before it.
+    """Submit every request, or none: what `GenerationStream` raises for one takes back those before it.
 
     `param_names` gives the route's own names of the fields that the engine may find fault with. Where there are many
     choices others have their turn in between.
