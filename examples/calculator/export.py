@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from examples.calculator.network import Weights
 from examples.calculator.problems import END
 from rayserve_moe.checkpoints.files import CONFIG_FILE, SINGLE_FILE, open_checkpoint
-from rayserve_moe.checkpoints.loader import load_parameters
+from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.model.families.qwen3_moe import ARCHITECTURE, CHECKPOINT_RULES, spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs
@@ -97,7 +97,7 @@ def read_weights(directory: Path) -> tuple[Weights, ModelSpec]:
     spec = spec_from_hf(files.config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = parameter_specs(spec, dtype="float32")
-    return load_parameters(files, tree, rules=CHECKPOINT_RULES, sharding_of=lambda _: here), spec
+    return load_parameters(WeightSource(files, CHECKPOINT_RULES), tree, sharding_of=lambda _: here), spec
 
 
 def rounded(weights: Weights) -> Weights:

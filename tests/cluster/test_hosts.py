@@ -14,8 +14,7 @@ import ray
 
 from rayserve_moe import Engine
 from rayserve_moe.cluster.group_executor import GroupExecutor
-from rayserve_moe.cluster.step_graph import CompiledGraph
-from rayserve_moe.cluster.step_transport import TRANSPORTS, StepTransport
+from rayserve_moe.cluster.step_transport import TRANSPORTS, CompiledGraph, StepTransport
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError

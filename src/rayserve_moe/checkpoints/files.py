@@ -1,7 +1,7 @@
 """Open a Hugging Face checkpoint directory: its config, and its safetensors, lazily.
 
-Opening reads `config.json` and the headers only. A read copies just the rows asked for out of their file, and finds out
-whether it is still the file that was opened. What the tensors mean is the business of `names`.
+Opening reads `config.json` and the headers only. A read copies only the requested rows out of their file, and
+checks that it is still the file that was opened. `names` maps tensors to parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """An opened directory: the parsed `config.json`, every tensor by name, and the files as they were."""
+    """An opened directory: the parsed `config.json`, every tensor by name, and the files' stamps when opened."""
 
     directory: Path
     config: dict[str, Any]
@@ -51,11 +51,11 @@ class CheckpointFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors together."""
+        """Of all tensors."""
         return sum(entry.end - entry.begin for entry in self.tensors.values())
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Copy `tensor[index]` out of its file, in the file's dtype; rows before and after are not read.
+        """Copy `tensor[index]` out of its file, in the file's dtype; other rows are not read.
 
         `index` holds one slice per leading dimension. CheckpointError for an unknown name, a dtype that
         weights cannot have, or a file that was written to, or replaced, since it was opened.
@@ -75,7 +75,7 @@ class CheckpointFiles:
             raise CheckpointError(f"{entry.file}: cannot read tensor {name}: {error}") from error
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file is not as it was when it was opened: what was read may be torn."""
+        """Raise CheckpointError where a file has changed since it was opened: what was read may be torn."""
         for file in self.stamps:
             try:
                 with opened(file, self.reach) as given:
@@ -174,7 +174,7 @@ def _shard_path(index_file: Path, file_name: str) -> Path:
 
 
 def _read_slices(given: GivenFile, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
-    """Copy the rows that `index` names, then of each the columns, some rows at a time."""
+    """Copy the rows of `index`, then their columns, a bounded number of rows at a time."""
     dtype = DTYPES[entry.dtype]
     num_rows, *row_shape = entry.shape or (1,)
     first, rest = (index or (slice(None),))[0], index[1:]

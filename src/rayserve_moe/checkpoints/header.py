@@ -1,4 +1,7 @@
-"""The header of a safetensors file: where each tensor lies. Every statement of it is checked against the file."""
+"""The one parser of safetensors headers: where each tensor lies, in a file, a part of one, or bytes in memory.
+
+The header is untrusted: its length is bounded, and everything it states is checked against the size of the source.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import math
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFile, GivenFileError, parse_json_object
+from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFileError, parse_json_object
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -29,6 +32,17 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used as it is; the message names the file and the tensor."""
 
 
+class ByteSource(Protocol):
+    """Bytes in the safetensors format, of known size."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read(self, num_bytes: int, offset: int = 0) -> bytes:
+        """Copy `num_bytes` from `offset` on; GivenFileError where the source has fewer."""
+        ...
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Where one tensor lies: bytes `[begin, end)` of `file`, C order, `dtype` as the header spells it."""
@@ -41,18 +55,21 @@ class TensorEntry:
     end: int
 
 
-def read_header(file: Path, given: GivenFile) -> dict[str, TensorEntry]:
-    """Read the tensors of an open file by name: they fill it from the header to its end, without gap or overlap."""
-    size = given.stamp.num_bytes
+def read_header(file: Path, source: ByteSource) -> dict[str, TensorEntry]:
+    """Read the header of a source; returns its tensors by name. Errors and entries name it `file`.
+
+    CheckpointError unless the tensors fill the source from the header to its end, without gap or overlap.
+    """
+    size = source.num_bytes
     if size < _LENGTH_BYTES:
         raise CheckpointError(f"{file}: truncated: {size} bytes are no safetensors file")
-    header_bytes = int.from_bytes(given.read(_LENGTH_BYTES), "little")
+    header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")
     if _LENGTH_BYTES + header_bytes > size:
         raise CheckpointError(f"{file}: truncated: {size} bytes do not hold its header of {header_bytes} bytes")
     if header_bytes > MOST_JSON_BYTES:
         raise CheckpointError(f"{file}: a header of {header_bytes} bytes is longer than {MOST_JSON_BYTES}")
     try:
-        header = parse_json_object(given.read(header_bytes, _LENGTH_BYTES))
+        header = parse_json_object(source.read(header_bytes, _LENGTH_BYTES))
     except GivenFileError as error:
         raise CheckpointError(f"{file}: not a safetensors file: header {error}") from error
     start = _LENGTH_BYTES + header_bytes

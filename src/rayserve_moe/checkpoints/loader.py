@@ -1,7 +1,7 @@
 """Load parameters onto devices: every host reads only the slices that its own devices hold.
 
-Memory on the host stays at about one device's shard of one parameter, and KEPT_BYTES: shards are read, sent and
-dropped in turn. What several devices of a host hold, such as an expert with replicas, is read once.
+Host memory stays at about one device's shard of one parameter, and KEPT_BYTES: shards are read, copied to the device
+and dropped in turn. What several devices of a host hold, such as an expert with replicas, is read once.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from rayserve_moe.checkpoints.files import CheckpointFiles
-from rayserve_moe.checkpoints.finite import is_finite
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, verify, walk
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.model.parameters import ParamSpec
 
 KEPT_BYTES = 4 << 30
-"""Most bytes kept for devices whose turn is still to come; beyond that a slice is read anew, most likely from the
-operating system's cache."""
+"""Most bytes kept for later devices; beyond that a slice is read again, most likely from the page cache."""
 
-ArrayTree = dict[str, "jax.Array | ArrayTree"]
-StagedTree = dict[str, "StagedParameter | StagedTree"]
-Leaf = TypeVar("Leaf")
+INFINITIES = {
+    np.dtype(ml_dtypes.bfloat16): (np.int16, np.uint16, 0x7F80, 0xFF80),
+    np.dtype(np.float16): (np.int16, np.uint16, 0x7C00, 0xFC00),
+    np.dtype(np.float32): (np.int32, np.uint32, 0x7F800000, 0xFF800000),
+}
+"""By dtype: its bits as signed and as unsigned integers, and those of plus and of minus infinity.
+
+Signed, the largest is the largest positive value; unsigned, the largest negative one. NaNs lie beyond the infinities.
+"""
+
 Range = tuple[int, int]
 Region = tuple[Range, ...]
 Piece = tuple[str, Region]
@@ -37,7 +43,7 @@ Piece = tuple[str, Region]
 
 @dataclass(frozen=True)
 class WeightSource:
-    """What parameters are filled from: files, the family's rules for names, and the expert of every slot [M, P].
+    """What parameters are read from: files, the family's rules for names, the expert of every slot, int [M, P].
 
     Without `expert_of_slot` slot i holds expert i.
     """
@@ -49,7 +55,7 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class StagedParameter:
-    """A parameter in host memory: each region that devices of this host are to hold, with those devices."""
+    """A parameter in host memory: its shards for the devices of this host."""
 
     spec: ParamSpec
     sharding: jax.sharding.Sharding
@@ -61,7 +67,7 @@ class StagedParameter:
 
 
 class PieceReader:
-    """Reads pieces that are asked for in any order, keeping those that will be asked for again."""
+    """Reads pieces in any order, keeping those that will be needed again."""
 
     def __init__(self, files: CheckpointFiles, wanted: Iterable[Piece]) -> None:
         self._files = files
@@ -85,60 +91,34 @@ class PieceReader:
 
 
 def load_parameters(
-    files: CheckpointFiles,
+    source: WeightSource,
     tree: SpecTree,
     *,
-    rules: Mapping[str, str],
     sharding_of: Callable[[ParamSpec], jax.sharding.Sharding],
-    expert_of_slot: np.ndarray | None = None,
-) -> ArrayTree:
+    in_host_memory: bool = False,
+) -> dict[str, Any]:
     """Verify the checkpoint, then build one jax.Array per ParamSpec in a tree of the same keys.
 
-    Arrays have the spec's shape and dtype and the sharding that `sharding_of` names for it. `expert_of_slot` int
-    [MoE layers, slots] names the expert of each slot; without it slot i holds expert i. In a multi-process run every
-    process calls this with the same arguments and reads its own part. CheckpointError as in `names.verify`, for values
-    that are not finite, and for files that change meanwhile; ValueError where `expert_of_slot` is not of the tree's
-    layers, slots and experts.
+    Arrays have the spec's shape and dtype and the sharding that `sharding_of` returns for it. In a multi-process run
+    every process calls this with the same arguments and reads its own part. With `in_host_memory` leaves are
+    StagedParameters. CheckpointError as in `names.verify`, for values that are not finite, and for files that change
+    meanwhile; ValueError where the source's `expert_of_slot` does not fit the tree's layers, slots and experts.
     """
-    source = _checked_source(files, tree, rules=rules, expert_of_slot=expert_of_slot)
-
-    def load(spec: ParamSpec) -> jax.Array:
-        sharding = sharding_of(spec)
-        return _on_devices(spec, sharding, shards=_shards(source, spec, sharding))
-
-    loaded = _mapped(load, tree)
-    files.check_unchanged()
-    return loaded
-
-
-def stage_parameters(
-    files: CheckpointFiles,
-    tree: SpecTree,
-    *,
-    rules: Mapping[str, str],
-    sharding_of: Callable[[ParamSpec], jax.sharding.Sharding],
-    expert_of_slot: np.ndarray | None = None,
-) -> StagedTree:
-    """Do as `load_parameters`, but leave everything in host memory."""
-    source = _checked_source(files, tree, rules=rules, expert_of_slot=expert_of_slot)
-
-    def stage(spec: ParamSpec) -> StagedParameter:
-        sharding = sharding_of(spec)
-        return StagedParameter(spec, sharding, tuple(_shards(source, spec, sharding)))
-
-    staged = _mapped(stage, tree)
-    files.check_unchanged()
-    return staged
-
-
-def _checked_source(
-    files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], expert_of_slot: np.ndarray | None
-) -> WeightSource:
     for _, spec in walk(tree):
         if spec.num_experts:
-            _check_slots(spec, expert_of_slot)
-    verify(files, tree, rules=rules)
-    return WeightSource(files, rules, expert_of_slot)
+            _check_slots(spec, source.expert_of_slot)
+    verify(source.files, tree, rules=source.rules)
+
+    def load(spec: ParamSpec) -> jax.Array | StagedParameter:
+        sharding = sharding_of(spec)
+        shards = _shards(source, spec, sharding)
+        if in_host_memory:
+            return StagedParameter(spec, sharding, tuple(shards))
+        return _on_devices(spec, sharding, shards=shards)
+
+    loaded = _mapped(load, tree)
+    source.files.check_unchanged()
+    return loaded
 
 
 def _check_slots(spec: ParamSpec, expert_of_slot: np.ndarray | None) -> None:
@@ -153,15 +133,15 @@ def _check_slots(spec: ParamSpec, expert_of_slot: np.ndarray | None) -> None:
         raise ValueError(f"expert_of_slot names an expert outside of 0..{spec.num_experts - 1}")
 
 
-def _mapped(read: Callable[[ParamSpec], Leaf], tree: SpecTree) -> dict[str, Any]:
-    """A tree of the same keys with what is read for each spec."""
+def _mapped(read: Callable[[ParamSpec], Any], tree: SpecTree) -> dict[str, Any]:
+    """A tree of the same keys with `read` of each spec."""
     return {key: read(node) if isinstance(node, ParamSpec) else _mapped(read, node) for key, node in tree.items()}
 
 
 def _shards(
     source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding
 ) -> Iterator[tuple[np.ndarray, list[jax.Device]]]:
-    """Read what the devices of this host are to hold, one region after the other."""
+    """Read the shards of the devices of this host, one region after the other."""
     devices_by_region: dict[Region, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         assert index is not None, "every addressable device holds a shard"
@@ -169,7 +149,7 @@ def _shards(
     wanted = (piece for region in devices_by_region for _, piece in _pieces(source, spec, region))
     reader = PieceReader(source.files, wanted)
     for region, devices in devices_by_region.items():
-        yield _fill(source, spec, region, reader), devices
+        yield read_region(source, spec, region=region, reader=reader), devices
 
 
 def _on_devices(
@@ -189,14 +169,14 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
     return tuple((start, stop) for start, stop, _ in bounds)
 
 
-def read_region(source: WeightSource, spec: ParamSpec, *, region: Region) -> np.ndarray:
-    """Read one block of a parameter, `[from, to)` per dimension, in the spec's dtype, orientation and layout."""
-    wanted = (piece for _, piece in _pieces(source, spec, region))
-    return _fill(source, spec, region, PieceReader(source.files, wanted))
+def read_region(
+    source: WeightSource, spec: ParamSpec, *, region: Region, reader: PieceReader | None = None
+) -> np.ndarray:
+    """Read one block of a parameter, `[from, to)` per dimension, in the spec's dtype, orientation and layout.
 
-
-def _fill(source: WeightSource, spec: ParamSpec, region: Region, reader: PieceReader) -> np.ndarray:
-    """Assemble a region from its pieces; what is padding stays zero."""
+    Padding is zeros. `reader` has what is shared with other regions.
+    """
+    reader = reader or PieceReader(source.files, (piece for _, piece in _pieces(source, spec, region)))
     values = np.zeros([stop - start for start, stop in region], jax.numpy.dtype(spec.dtype))
     filled = _filled(spec, region)
     columns = _file_columns(spec, filled[-1])
@@ -208,6 +188,14 @@ def _fill(source: WeightSource, spec: ParamSpec, region: Region, reader: PieceRe
         if not is_finite(values[place + within]):
             raise CheckpointError(f"{source.files.directory}: tensor {piece[0]} holds values that are not finite")
     return LAYOUTS[spec.layout](values)
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite; `values` of a dtype in INFINITIES. Two sweeps over its bits, no copy."""
+    if values.size == 0:
+        return True
+    signed, unsigned, plus, minus = INFINITIES[values.dtype]
+    return bool(values.view(signed).max() < plus and (values.view(unsigned).max() < minus))
 
 
 def _pieces(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[tuple[tuple[int, ...], Piece]]:

@@ -13,8 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
-from rayserve_moe.cluster.interruptible import get
-from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
+from rayserve_moe.cluster.slice_placement import SliceReservation, get, reserve_slice
 from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings

@@ -4,8 +4,8 @@
                   <- NONCE, proof of both nonces
     proof of both ->
 
-Every message has a fixed length and every connection a deadline; connections are awaited side by side, so one on which
-nothing comes delays no other.
+Every message has a fixed length and every connection a deadline; connections are awaited side by side, so a silent one
+delays no other.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ NONCE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 10.0
 """Longest time that an accepted connection may take to prove its key."""
 PAUSE_S = 0.01
-"""From being sent away to connecting again."""
+"""From being dropped to connecting again."""
 MOST_UNPROVEN = 64
 """Connections without a proof that are kept at once; the oldest gives way to the next."""
 
 
 @dataclass
 class _Unproven:
-    """A connection that was accepted: what it was sent, what has come, and until when the rest may."""
+    """An accepted connection: the nonce it was sent, what it has sent so far, and its deadline."""
 
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     received: bytes = b""
@@ -59,7 +59,7 @@ class _Waiting:
                     self._accept()
                 elif ready in self._unproven and self._proves(ready):
                     return ready
-        raise TimeoutError("nobody who knows the key has connected")
+        raise TimeoutError("no peer that knows the key has connected")
 
     def close(self) -> None:
         for peer in list(self._unproven):
@@ -80,7 +80,7 @@ class _Waiting:
                 self._drop(peer)
 
     def _proves(self, peer: socket.socket) -> bool:
-        """Take in what has come from a peer; one whose proof is whole is answered or dropped."""
+        """Receive from a peer; a whole proof is answered, a wrong one drops the peer."""
         state = self._unproven[peer]
         try:
             received = peer.recv(NONCE_BYTES + PROOF_BYTES - len(state.received))
@@ -152,7 +152,7 @@ def _receive(connection: socket.socket, length: int, *, deadline: float) -> byte
 
 
 def _seconds_until(deadline: float) -> float:
-    """What is left, for one call. TimeoutError where that is nothing."""
+    """Seconds until the deadline. TimeoutError where there are none."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("no proof has come in time")

@@ -99,7 +99,7 @@ class HostWorker:
         return result if self._place.host_id == 0 else None
 
     def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        """Read other weights, beside the steps: `staging_outcome` tells when they are there."""
+        """Read other weights, beside the steps: `staging_outcome` says when they are there."""
         owned = None if expert_of_slot is None else np.array(expert_of_slot)
         self._reading.begin(model_path, owned)
 
@@ -108,7 +108,7 @@ class HostWorker:
         return self._reading.outcome()
 
     def drop_staged(self) -> None:
-        """Forget what was read, or still is: nobody waits for it any more."""
+        """Drop staged weights, and give up reading others."""
         self._reading.give_up()
 
     def num_compilations_since_start(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import get_tpu_coordinator_env_vars, slice_placement_group
 
-from rayserve_moe.cluster.interruptible import get
 from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.config.topology import slice_for
 
@@ -21,6 +21,11 @@ RAY_VERSIONS = {"v5e": "v5litepod"}
 """What Ray calls a generation, where it has a name of its own."""
 
 WORKER_ID_LABEL = "ray.io/tpu-worker-id"
+POLL_S = 0.25
+
+
+class GivenUpError(RuntimeError):
+    """The start was given up by another thread."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,21 @@ def reserve_slice(
     if cluster.tpu_topology:
         return _reserve_tpu(cluster, num_hosts=num_hosts, num_slices=num_slices)
     return _reserve_cpu(cluster, num_hosts, given_up or threading.Event())
+
+
+def get(refs: Any, *, timeout_s: float, given_up: threading.Event) -> Any:
+    """As `ray.get`, of one or of several, but GivenUpError soon after the event was set.
+
+    A thread that still waits when its process leaves Ray takes the process with it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not given_up.is_set():
+        try:
+            return ray.get(refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+        except GetTimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+    raise GivenUpError("the start was given up")
 
 
 def _reserve_cpu(cluster: ClusterSettings, num_hosts: int, given_up: threading.Event) -> SliceReservation:

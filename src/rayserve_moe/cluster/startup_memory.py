@@ -1,4 +1,4 @@
-"""What a process allocates while it starts: left out of garbage collections, which stop all threads to walk it."""
+"""Keep what a process allocates while it starts out of garbage collections, which stop all threads to walk it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def freeze_what_stays() -> None:
-    """Leave what is there out of all later collections; for processes that only serve from now on.
+    """Keep the present objects out of all later collections; for processes that only serve from now on.
 
     A full collection of a process that has loaded jax and Ray takes 0.2 s, in the middle of a step.
     """
@@ -18,7 +18,7 @@ def freeze_what_stays() -> None:
 
 @contextmanager
 def frozen() -> Generator[None]:
-    """Leave what is there out of collections for as long as the block, at no cost; for a process that lives on."""
+    """Keep the present objects out of collections within the block, at no cost; for a process that lives on."""
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Step plans and results as bytes: pickles without what both ends know anyway.
+"""Step plans and results as bytes: pickles without what both ends know.
 
 In most steps most of a plan is empty, and most of a plain pickle of it are names of fields. Without them both ends need
 a third of the time to write and to read.
@@ -42,7 +42,7 @@ RECORDS = (
     TokenScores,
 )
 NOTHING = (NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK)
-"""What a plan has where it changes nothing: told by its place here."""
+"""Values of plans that change nothing: sent as their index here."""
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 

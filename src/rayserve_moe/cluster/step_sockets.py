@@ -1,7 +1,7 @@
 """Steps over one TCP connection per host: both ends block, nothing polls, and a step is one message each way.
 
 An actor call carries the same, for seven times as long and with four times the CPU time (ADR 0014). Ray still starts
-the workers, tells their addresses, and carries everything that does not happen in every step.
+the workers, passes their addresses, and carries everything that is not part of every step.
 
 Messages are pickled, so a connection begins with both ends proving that they know the key that the actor call which
 opened it carried (`handshake`).
@@ -75,7 +75,7 @@ class Sockets:
         """A connection on which nothing travels costs nothing."""
 
     def _as_they_answer(self) -> Iterator[int]:
-        """Hosts in the order in which something comes from them: one that is gone ends the wait for the others."""
+        """Hosts in the order in which they answer: one that is gone ends the wait for the others."""
         waited_for = {connection: host_id for host_id, connection in enumerate(self._connections)}
         deadline = time.monotonic() + self._timeout_s
         while len(waited_for) > 1:

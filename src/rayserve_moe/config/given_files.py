@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 MOST_JSON_BYTES = 32 << 20
 """Longest JSON that is parsed: far above a checkpoint of a hundred thousand tensors."""
 MOST_BYTES_AT_ONCE = 16 << 20
-"""Copied between two looks at whether anybody still wants them."""
+"""Bytes copied between two checks of whether reading was given up."""
 LONGEST_MESSAGE = 300
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -43,14 +43,14 @@ class Reach:
         return not self.roots or any(real.is_relative_to(os.path.realpath(root)) for root in self.roots)
 
     def check_wanted(self) -> None:
-        """Raise GivenFileError once nobody waits for what is read."""
+        """Raise GivenFileError once reading was given up."""
         if self.given_up.is_set():
             raise GivenFileError("reading was given up")
 
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What tells a file from another under its name, and from itself after it was written to."""
+    """Identifies a file and its content: differs for another file under the same name, and after a write."""
 
     device: int
     inode: int
@@ -60,11 +60,15 @@ class FileStamp:
 
 @dataclass(frozen=True)
 class GivenFile:
-    """An open regular file, its stamp when it was opened."""
+    """An open regular file, with its stamp when it was opened."""
 
     descriptor: int
     stamp: FileStamp
     reach: Reach
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stamp.num_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer of bytes from `offset` on. GivenFileError where the file ends before."""
@@ -111,9 +115,9 @@ def opened(file: Path, reach: Reach = ANYWHERE) -> Generator[GivenFile]:
 def read_json_object(file: Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
     """Parse a file that holds one JSON object; GivenFileError says what is wrong with it."""
     with opened(file, reach) as given:
-        if given.stamp.num_bytes > MOST_JSON_BYTES:
-            raise GivenFileError(f"{given.stamp.num_bytes} bytes of JSON are more than {MOST_JSON_BYTES}")
-        return parse_json_object(given.read(given.stamp.num_bytes))
+        if given.num_bytes > MOST_JSON_BYTES:
+            raise GivenFileError(f"{given.num_bytes} bytes of JSON are more than {MOST_JSON_BYTES}")
+        return parse_json_object(given.read(given.num_bytes))
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def one_line(message: str) -> str:
-    """A message on one line of bounded length, whatever a file put into it."""
+    """A message on one line of bounded length; unprintable characters become `?`."""
     plain = "".join(character if character.isprintable() else "?" for character in message[: 4 * LONGEST_MESSAGE])
     return plain if len(plain) <= LONGEST_MESSAGE else plain[:LONGEST_MESSAGE] + " ..."
 

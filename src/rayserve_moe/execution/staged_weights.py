@@ -15,7 +15,7 @@ import numpy as np
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.header import CheckpointError
-from rayserve_moe.checkpoints.loader import ArrayTree, StagedParameter, StagedTree, load_parameters, stage_parameters
+from rayserve_moe.checkpoints.loader import StagedParameter
 from rayserve_moe.checkpoints.names import walk
 from rayserve_moe.config.given_files import Reach, one_line
 from rayserve_moe.execution.memory import spare_bytes
@@ -44,7 +44,7 @@ class StagedWeights:
     ) -> None:
         self._rule, self._first_placement, self._roots = rule, first_placement, roots
         self._tree = parameter_tree(rule, dtype=dtype)
-        self._ready: ArrayTree | StagedTree | None = None
+        self._ready: dict[str, Any] | None = None
         self._changing = threading.Lock()
 
     @property
@@ -64,9 +64,9 @@ class StagedWeights:
     ) -> None:
         """Read a checkpoint's share of this host, experts into the slots that `expert_of_slot` says.
 
-        None stands for where they were at the start. What was staged before is dropped. `spare` is the free memory of a
-        device, measured where it is not told. WeightsRefusedError, on one line, for whatever is wrong with the
-        checkpoint, and nothing else whatever it holds; or once `given_up` is set: then nothing is staged.
+        None stands for the placement at the start. What was staged before is dropped. `spare` is the free memory of a
+        device, None to measure it. WeightsRefusedError, on one line, for anything wrong with the checkpoint, or once
+        `given_up` is set; then nothing is staged.
         """
         self.drop()
         reach = Reach(self._roots, given_up or threading.Event())
@@ -97,14 +97,14 @@ class StagedWeights:
 
     def _read(
         self, directory: str, expert_of_slot: np.ndarray | None, *, spare: int | None, reach: Reach
-    ) -> ArrayTree | StagedTree:
+    ) -> dict[str, Any]:
         plan = self._rule.plan
         files = open_checkpoint(directory, reach)
         _check_alike(spec_from_config(files.config), self._rule.spec)
         free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
-        read = load_parameters if free >= SPARE_SHARE * self.bytes_per_device else stage_parameters
+        is_full = free < SPARE_SHARE * self.bytes_per_device
         slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
-        return read_parameters(files, self._tree, read=read, plan=plan, expert_of_slot=slots)
+        return read_parameters(files, self._tree, plan=plan, expert_of_slot=slots, in_host_memory=is_full)
 
 
 def _put(ready: Any, serving: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reading other weights beside the steps: in a thread of its own, which nobody has to wait for."""
+"""Reading other weights beside the steps, in a thread that no step waits for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.requests import WeightsRefusedError
 
 MOST_STUCK = 4
-"""Readings that were given up and have not ended, as on a disk that does not answer: beyond that none is begun."""
+"""Readings that were given up and still run, as on a disk that does not answer; beyond that none is begun."""
 GIVEN_UP = "reading was given up"
 
 
@@ -34,7 +34,7 @@ class WeightReading:
         self._current.done.set()
 
     def begin(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        """Read a checkpoint, as `StagedWeights.read` does; what was read before, or still is, is given up."""
+        """Read a checkpoint, as `StagedWeights.read` does; an earlier one is given up."""
         self.give_up()
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._current = reading = _Reading()
@@ -49,12 +49,12 @@ class WeightReading:
         thread.start()
 
     def outcome(self, timeout_s: float = 0.0) -> str | None:
-        """Wait for a checkpoint: None where it is still being read, empty once it is staged, else why it is refused."""
+        """Wait for the reading: None where it still runs, empty once it is staged, else why it is refused."""
         reading = self._current
         return reading.refusal if reading.done.wait(timeout_s) else None
 
     def give_up(self) -> None:
-        """Want what is read no longer, nor what was: nothing stays staged."""
+        """Give up the current reading and drop what it staged."""
         reading = self._current
         reading.given_up.set()
         self._staged.drop()
@@ -71,5 +71,5 @@ class WeightReading:
 
 
 def too_late(timeout_s: float) -> WeightsRefusedError:
-    """What refuses weights that were not read within `staging_timeout_s`."""
+    """The refusal of weights that were not read within `staging_timeout_s`."""
     return WeightsRefusedError(f"the weights were not read within staging_timeout_s = {timeout_s:g} s")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, lowered_redundancy
 from rayserve_moe.checkpoints.files import CheckpointFiles
-from rayserve_moe.checkpoints.loader import load_parameters
+from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.names import SpecTree
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.execution.native_weights import packed_specs
@@ -24,8 +23,6 @@ from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelRule, Parameters
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
-
-Tree = TypeVar("Tree")
 
 
 def model_rule(
@@ -77,20 +74,24 @@ def load_weights(
     There are maps where the placement needs them, and in any case where it `may_change`.
     """
     tree, slots = parameter_tree(rule, dtype=dtype), placement.expert_of_slot
-    params = read_parameters(files, tree, read=load_parameters, plan=rule.plan, expert_of_slot=slots)
+    params = read_parameters(files, tree, plan=rule.plan, expert_of_slot=slots)
     return ModelWeights(cast(Parameters, params), _maps_of(placement, rule.plan, may_change=may_change))
 
 
 def read_parameters(
-    files: CheckpointFiles, tree: SpecTree, *, read: Callable[..., Tree], plan: ParallelPlan, expert_of_slot: np.ndarray
-) -> Tree:
-    """Read a checkpoint by `read` of the loader, which knows neither its family nor a plan."""
-    return read(
-        files,
+    files: CheckpointFiles,
+    tree: SpecTree,
+    *,
+    plan: ParallelPlan,
+    expert_of_slot: np.ndarray,
+    in_host_memory: bool = False,
+) -> dict[str, Any]:
+    """Read a checkpoint by the rules of its family, laid out by a plan."""
+    return load_parameters(
+        WeightSource(files, family_of(files.config).CHECKPOINT_RULES, expert_of_slot),
         tree,
-        rules=family_of(files.config).CHECKPOINT_RULES,
         sharding_of=lambda spec: plan.sharding(spec.axes),
-        expert_of_slot=expert_of_slot,
+        in_host_memory=in_host_memory,
     )
 
 

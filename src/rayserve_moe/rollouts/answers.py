@@ -1,4 +1,4 @@
-"""From what a server or an engine answered to rollouts; whatever does not add up is refused."""
+"""Conversion of a server's or an engine's answers to rollouts; inconsistent ones are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayserve_moe.rollouts.schema import Rollout
 
 
 class Unavailable(Exception):
-    """Nobody answers just now, or too much is asked; another try may succeed after `retry_after_s`."""
+    """No answer, or the server is busy; a retry may succeed after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -25,11 +25,11 @@ class Unavailable(Exception):
 
 
 class Faulty(Exception):
-    """An answer that is wrong, or failed on this request; another try may succeed, but not many will."""
+    """A wrong answer, or a failure on this request; a retry may succeed, but not after many."""
 
 
 class Refused(ValueError):
-    """What was asked for cannot be answered, however often it is asked for; `status` is that of HTTP."""
+    """A request that no retry can answer; `status` is that of HTTP."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class Refused(ValueError):
 
 
 class Unusable(Exception):
-    """Nothing that is asked for will be answered: by this server with this key, or by engines that do not start."""
+    """No request will be answered: the server refuses the key, or engines do not start."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ def rollout_of(
     started_at: float,
 ) -> Rollout:
     """One sample from its native answer and its routing from position 0 on; ValueError where they do not add up."""
-    told, version = answer["meta_info"], str(answer["meta_info"]["weight_version"])
+    meta, version = answer["meta_info"], str(answer["meta_info"]["weight_version"])
     output_ids = np.asarray(answer["output_ids"], np.int32)
-    logprobs = np.asarray([entry[0] for entry in told["output_token_logprobs"]], np.float32)
+    logprobs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
     first, last = len(request.prompt_ids), len(request.prompt_ids) + len(output_ids)
     if len(logprobs) != len(output_ids) or not np.isfinite(logprobs).all():
         raise ValueError("there is not a finite log-prob per token")
-    if told["prompt_tokens"] != first:
+    if meta["prompt_tokens"] != first:
         raise ValueError("it is the answer to another prompt")
     if routing is not None and len(output_ids) and len(routing.rows) != last - 1:
         raise ValueError("there is not a row of routing per token but the last")
@@ -112,14 +112,14 @@ def rollout_of(
         prompt_ids=np.asarray(request.prompt_ids, np.int32),
         output_ids=output_ids,
         logprobs=logprobs,
-        logprob_versions=tuple((a, b, v) for a, b, v in told.get("logprob_weight_versions", [(first, last, version)])),
+        logprob_versions=tuple((a, b, v) for a, b, v in meta.get("logprob_weight_versions", [(first, last, version)])),
         text=str(answer["text"]),
-        finish_reason=str(told["finish_reason"]["type"]),
+        finish_reason=str(meta["finish_reason"]["type"]),
         routing=routing,
         layout=None if routing is None else layout,
-        num_cached_tokens=int(told["cached_tokens"]),
+        num_cached_tokens=int(meta["cached_tokens"]),
         started_at=started_at,
-        elapsed_s=float(told["e2e_latency"]),
+        elapsed_s=float(meta["e2e_latency"]),
     )
 
 
@@ -137,7 +137,7 @@ def _rollouts_of(
 def _routings(
     answers: Sequence[Mapping[str, Any]], rows: Sequence[np.ndarray], request: SampleRequest
 ) -> tuple[list[RoutedExperts | None], RoutingLayout | None]:
-    """Rows of every sample from position 0 on; those of the prompt may have come with one of them only."""
+    """Rows of every sample from position 0 on; those of the prompt may be in one of them only."""
     descriptions = [answer["meta_info"]["routed_experts_info"] for answer in answers]
     layouts = [described_layout(description) for description in descriptions if description is not None]
     layout = layouts[0] if layouts else None
@@ -153,13 +153,13 @@ def _whole(
 ) -> RoutedExperts | None:
     """Put the prompt's rows before those of a sample that came without.
 
-    They are those of the first sample that brought them all: the server sends a sample of which it knows others with
-    its own, as where weights changed between the two.
+    They are those of the first sample that has them all: where they differ between samples, as after a weight update,
+    the server sends each sample its own.
     """
     if routing is None or routing.start == 0:
         return routing
-    brought = (o for o in others if o is not None and o.start == 0 and not o.missing and len(o.rows) >= prompt_len)
-    bearer = next(brought, None)
-    if bearer is None or routing.start != prompt_len:
+    complete = (o for o in others if o is not None and o.start == 0 and not o.missing and len(o.rows) >= prompt_len)
+    first = next(complete, None)
+    if first is None or routing.start != prompt_len:
         raise ValueError("the answer lacks rows of the prompt")
-    return joined_routing(routing_until(bearer, prompt_len), routing)
+    return joined_routing(routing_until(first, prompt_len), routing)

@@ -4,7 +4,7 @@
     python -m rayserve_moe.rollouts.batch_job --prompts FILE --out DIR --n 8 --config configs/x.yaml
 
 With `--url` a running server samples; with `--config` engines that the job starts in its Ray cluster. Ends with 0 when
-nothing is missing, with 1 when nobody answered any more, with 2 for wrong use, and with 3 when it was told to stop.
+nothing is missing, with 1 when the server stopped answering, with 2 for wrong use, and with 3 on SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rayserve_moe.config.settings import LoggingSettings
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.rollouts.answers import Unusable
 from rayserve_moe.rollouts.client import RolloutClient
-from rayserve_moe.rollouts.company import Companions
 from rayserve_moe.rollouts.driver import Driver, JobSettings, Source
-from rayserve_moe.rollouts.patience import patiently
 from rayserve_moe.rollouts.prompts import count_rows, read_rows
 from rayserve_moe.rollouts.replica_pool import ReplicaPool, num_replicas_for
+from rayserve_moe.rollouts.request_batching import RequestBatcher
+from rayserve_moe.rollouts.retry import with_retries
 from rayserve_moe.rollouts.sampling import check_sampling
 from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.rollouts.summary import Tally, as_text, summary_of
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a job is told on its command line."""
+    """Add the options of the job."""
     default = JobSettings(1)
     add = parser.add_argument
     add("--prompts", type=Path, required=True, help="JSONL or Parquet: `text`, `messages` or `input_ids` per row")
@@ -83,14 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--retry-errors", action="store_true", help="try prompts again that an earlier run gave up")
     add("--resample-damaged", action="store_true", help="set damaged shards aside, and sample theirs again")
     add("--tokenizer", type=Path, help="the checkpoint's directory (default: where the server has it)")
-    add("--in-flight", type=int, default=0, help="samples under way at once")
+    add("--in-flight", type=int, default=0, help="samples in flight")
     add("--shard-mib", type=int, default=default.shard_bytes >> 20, help="samples in memory before a shard is written")
     add("--flush-s", type=float, default=default.flush_s, help="longest time until a sample is on disk")
     add("--give-up-s", type=float, default=default.give_up_s, help="longest time without any answer")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the job under a lock on its directory. ValueError for wrong use, told before anything is sampled."""
+    """Run the job under a lock on its directory. ValueError for wrong use, before anything is sampled."""
     settings = _job_settings(options)
     _check_lasts(options.out)
     num_rows = count_rows(options.prompts)
@@ -118,11 +118,11 @@ def _check_lasts(out: Path) -> None:
 async def _run(
     options: argparse.Namespace, settings: JobSettings, *, directory: RolloutDirectory, num_rows: int
 ) -> tuple[Tally, int, str | None]:
-    """Sample until all is done, nobody answers, or the process is told to stop."""
+    """Sample until all is done, the server stops answering, or this task is cancelled."""
     tally = Tally()
     try:
         async with _source(options) as source:
-            facts = await patiently(source.model_info, give_up_s=settings.give_up_s)
+            facts = await with_retries(source.model_info, give_up_s=settings.give_up_s)
             settings = _suited(settings, options, facts=facts)
             directory.agree(_binding(settings, facts))
             tokenizer = await asyncio.to_thread(_tokenizer, options.tokenizer, facts)
@@ -140,31 +140,31 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
-    """Connect to a server, or start engines, in a Ray cluster that is joined for them unless this process is in one.
+    """Connect to a server, or start engines; for them this process joins a Ray cluster unless it is in one.
 
-    A call to another process asks for up to a quarter of what is under way, so that others are there when it ends.
+    A call to another process asks for up to a quarter of the samples in flight, so that others are left when it ends.
     """
-    _stop_when_told()
+    _stop_on_signals()
     together = max(1, (options.in_flight or DEFAULT_IN_FLIGHT) // 4)
     if options.url:
         use_logging(LoggingSettings())
         async with RolloutClient(options.url, api_key=environment_setting("api_key")) as client:
-            yield Companions(client, most_samples=together)
+            yield RequestBatcher(client, most_samples=together)
         return
     wanted, joins = settings_from_yaml(options.config), not ray.is_initialized()
     use_logging(wanted.logging)
     if joins:
         ray.init()
-        _stop_when_told()  # Ray has its own way, which loses what is not written
+        _stop_on_signals()  # Ray has its own handlers, which lose what is not written
     try:
         async with ReplicaPool(wanted, options.replicas or num_replicas_for(wanted)) as pool:
-            yield pool if pool.is_local else Companions(pool, most_samples=together)
+            yield pool if pool.is_local else RequestBatcher(pool, most_samples=together)
     finally:
         if joins:
             ray.shutdown()
 
 
-def _stop_when_told() -> None:
+def _stop_on_signals() -> None:
     """Have SIGTERM and SIGINT cancel this task."""
     this_task = asyncio.current_task()
     assert this_task is not None, "a coroutine runs in a task"
@@ -198,7 +198,7 @@ def _job_settings(options: argparse.Namespace) -> JobSettings:
 
 
 def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[str, Any]) -> JobSettings:
-    """Fit the settings to who answers: at least twice as many samples under way as run at once, where that is known."""
+    """Fit the settings to the server: at least twice as many samples in flight as it runs at once, if known."""
     if settings.returns_routing and not facts.get("enable_return_routed_experts"):
         raise ValueError("routing is not captured: set enable_return_routed_experts: true, or give --no-routing")
     wanted, served = settings.weight_version, str(facts.get("weight_version"))
@@ -214,10 +214,10 @@ def _binding(settings: JobSettings, facts: dict[str, Any]) -> dict[str, Any]:
     return {**named, "routing": settings.returns_routing}
 
 
-def _tokenizer(told: Path | None, facts: dict[str, Any]) -> Tokenizer | None:
-    """Load the tokenizer that was told, or the server's where this machine has it: ids need none."""
-    if told is not None:
-        return Tokenizer(told)
+def _tokenizer(directory: Path | None, facts: dict[str, Any]) -> Tokenizer | None:
+    """Load the tokenizer of `directory`, or the server's where this machine has it: ids need none."""
+    if directory is not None:
+        return Tokenizer(directory)
     try:
         return Tokenizer(str(facts.get("tokenizer_path") or facts.get("model_path")))
     except TokenizerError:

@@ -1,7 +1,7 @@
-"""A trainer's view of a server: sample, pause, bring other weights, go on. Async, and blocking on top of it.
+"""A trainer's client of a server: sample, pause, update weights, resume. Async, and blocking on top of it.
 
-All calls raise `Unavailable` where another try may help, `Faulty` where it rather will not, `Refused` where what is
-asked for cannot be done, and `Unusable` where nothing can.
+All calls raise `Unavailable` where a retry may help, `Faulty` where it rather will not, `Refused` where the request
+cannot be answered, and `Unusable` where none can.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RolloutClient:
         await self._json("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on generating."""
+        """Resume generating."""
         await self._json("POST", "/continue_generation", {})
 
     async def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class BlockingRolloutClient:
 
 
 def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:
-    """What an answer other than 200 means; a server error that is not in our words comes from what lies between."""
+    """The failure that a status other than 200 means; a 500 without our error object is a proxy's."""
     message = _message_in(raw)
     if status in _TRANSIENT or (status == 500 and message is None):
         return Unavailable(f"status {status}: {message}", float(retry_after) if retry_after.isdigit() else 0.0)

@@ -1,4 +1,4 @@
-"""Driving a job: rows in, samples out, a bounded number of them under way, each asked for until it is there."""
+"""Driving a job: rows in, samples out, a bounded number of them in flight, each retried until it is there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
-from rayserve_moe.rollouts.patience import Pause, check_patience
 from rayserve_moe.rollouts.prompts import Row, prompt_ids_of
+from rayserve_moe.rollouts.retry import Backoff, check_deadline
 from rayserve_moe.rollouts.sampling import BadRow, seed_of
 from rayserve_moe.rollouts.schema import Failure, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory
@@ -28,23 +28,23 @@ LARGEST_REQUEST = 128
 
 
 class Source(Protocol):
-    """Whoever samples: a server, or engines of our own."""
+    """What samples prompts: a server, or the job's own engines."""
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
         """Sample a prompt. Raises Unavailable, Faulty, Refused, Unusable."""
         ...
 
     async def model_info(self) -> dict[str, Any]:
-        """What is served, in the words of the route `/model_info`; `max_running` samples run at once, where known."""
+        """What is served, in the fields of the route `/model_info`; `max_running` samples run at once, where known."""
         ...
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What a job asks for, and how it goes about it.
+    """What a job samples, and how.
 
-    `weight_version` None takes samples of any weights for done. A shard is written once `shard_bytes` have come
-    together, or `flush_s` have gone by. Without any answer for `give_up_s` the job ends.
+    `weight_version` None takes samples of any weights for done. A shard is written once it has
+    `shard_bytes`, or after `flush_s`. Without any answer for `give_up_s` the job ends.
     """
 
     num_samples: int
@@ -60,7 +60,7 @@ class JobSettings:
 
 
 class Driver:
-    """One run of a job. `run` may be cancelled at any time: what has come by then is written."""
+    """One run of a job. `run` may be cancelled at any time: samples received by then are written."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Driver:
         self._started_s = self._last_answer_s = time.monotonic()
 
     async def run(self, rows: Iterable[Row]) -> None:
-        """Sample every row that is not done. Raises Unusable where nobody will answer."""
+        """Sample every row that is not done. Raises Unusable where the source no longer answers."""
         slots = asyncio.Semaphore(max(1, self._settings.in_flight // self._settings.num_samples))
         try:
             async with asyncio.TaskGroup() as writing:
@@ -104,7 +104,7 @@ class Driver:
             await asyncio.shield(self._flush())
 
     async def _complete(self, row: Row) -> None:
-        """Bring what is missing of a prompt, or note why it cannot be had."""
+        """Sample what is missing of a prompt, or note why it cannot be sampled."""
         self.tally.prompts += 1
         if row.prompt_id in self._directory.failed and not self._settings.retries_failed:
             self.tally.prompts_failed_before += 1
@@ -131,7 +131,7 @@ class Driver:
         sampling = {**self._settings.sampling, **row.sampling}
         seed = seed_of(self._settings.seed, row.prompt_id, sampling=sampling)
         sampling.pop("sampling_seed", None)
-        pause = Pause()
+        backoff = Backoff()
         while missing:
             for first, count in _runs(sorted(missing)):
                 request = SampleRequest(
@@ -144,18 +144,18 @@ class Driver:
                 await self._keep(rollouts)
             if missing:
                 self.tally.retries += 1
-                await pause.wait()
+                await backoff.wait()
 
     async def _answer(self, request: SampleRequest) -> list[Rollout]:
-        """Ask until there is an answer; Faulty where answers stay wrong, Unusable where none comes from anybody."""
-        pause, num_faults, unavailable_since_s = Pause(), 0, math.inf
+        """Ask until there is an answer; Faulty where answers stay wrong, Unusable where none arrives."""
+        backoff, num_faults, unavailable_since_s = Backoff(), 0, math.inf
         while True:
             try:
                 rollouts = await self._source.generate(request)
             except Unavailable as error:
                 unavailable_since_s = min(unavailable_since_s, time.monotonic())
                 since_s = max(unavailable_since_s, self._last_answer_s)
-                check_patience(since_s, error, give_up_s=self._settings.give_up_s)
+                check_deadline(since_s, error, give_up_s=self._settings.give_up_s)
                 least_s = error.retry_after_s
             except Faulty:
                 num_faults, least_s = num_faults + 1, 0.0
@@ -165,7 +165,7 @@ class Driver:
                 self._last_answer_s = time.monotonic()
                 return rollouts
             self.tally.retries += 1
-            await pause.wait(least_s)
+            await backoff.wait(least_s)
 
     def _check_versions(self, rollouts: list[Rollout]) -> None:
         wanted = self._settings.weight_version
@@ -186,7 +186,7 @@ class Driver:
             await asyncio.shield(self._flush())
 
     async def _flush(self) -> None:
-        """Write what has come. Whoever brings more meanwhile waits: memory stays bounded."""
+        """Write what was received. Callers with more wait meanwhile: memory stays bounded."""
         async with self._writing:
             rollouts, failures = self._rollouts, self._failures
             self._rollouts, self._failures, self._num_bytes = [], [], 0

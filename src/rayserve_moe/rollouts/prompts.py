@@ -1,7 +1,7 @@
 """The prompts of a job: rows of a JSONL or Parquet file, each read by itself, so that a bad one harms no other.
 
 A row has `text`, `messages` (OpenAI's, for the checkpoint's chat template) or `input_ids`, one of them; it may have an
-`id` and `sampling_params` in SGLang's names, which outrank the job's. What else it has comes with its samples.
+`id` and `sampling_params` in SGLang's names, which outrank the job's. Its other fields are kept with its samples.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def prompt_ids_of(row: Row, tokenizer: Tokenizer | None) -> list[int]:
     if (ids := row.content.get("input_ids")) is not None:
         return ids
     if tokenizer is None:
-        raise BadRow("text and messages need the checkpoint's tokenizer: tell its directory with --tokenizer")
+        raise BadRow("text and messages need the checkpoint's tokenizer: give its directory with --tokenizer")
     try:
         messages = row.content.get("messages")
         ids = tokenizer.encode(row.content["text"]) if messages is None else encode_chat(tokenizer, messages)

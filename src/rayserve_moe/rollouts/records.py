@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 
 from rayserve_moe.replay.encoding.description import checksum
 from rayserve_moe.requests import RoutedExperts
-from rayserve_moe.rollouts.integrity import altered
 from rayserve_moe.rollouts.schema import SCHEMA
-from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, damaged_shards, shard_files
+from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, altered_shards, damaged_shards, shard_files
 
 _ROUTING = ("routing", "routing_shape", "routing_dtype")
 
@@ -25,7 +24,7 @@ _ROUTING = ("routing", "routing_shape", "routing_dtype")
 def load(path: str | Path, *, columns: Sequence[str] | None = None, verify: bool = True) -> Rollouts:
     """Read the rollouts of a job's directory, or of one shard; `columns` of the schema, all of them by default.
 
-    `columns=["routing"]` brings what its shape takes, too. Shards are read on several cores, and keep their order.
+    `columns=["routing"]` reads the columns of its shape, too. Shards are read on several cores, and keep their order.
     `verify` compares each shard with the checksum in its name first, which reads all of its bytes once.
     ValueError where there is no shard, or no such column; ShardError names shards that are damaged.
     """
@@ -36,7 +35,7 @@ def load(path: str | Path, *, columns: Sequence[str] | None = None, verify: bool
     wanted = None if columns is None else list(columns)
     if wanted is not None and "routing" in wanted:
         wanted += [name for name in _ROUTING if name not in wanted]
-    if verify and (damaged := altered(files)):
+    if verify and (damaged := altered_shards(files)):
         raise ShardError(f"damaged shards, their bytes do not match their names: {', '.join(map(str, damaged))}")
     try:
         return Rollouts(pq.read_table(files, columns=wanted, schema=SCHEMA, memory_map=True, partitioning=None))

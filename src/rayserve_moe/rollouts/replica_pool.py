@@ -42,8 +42,8 @@ def num_replicas_for(settings: Settings) -> int:
 class ReplicaPool:
     """Several replicas as one that answers. An async context manager; Ray must be running.
 
-    A single one over CPU hosts lives in this process, which has little else to do (`is_local`). Otherwise each has a
-    process: on a host of its slice, and with an interpreter to plan for it alone.
+    A single one over CPU hosts runs in this process, which has little else to do (`is_local`). Otherwise each has a
+    process of its own, on a host of its slice.
     """
 
     def __init__(self, settings: Settings, num_replicas: int) -> None:
@@ -56,7 +56,7 @@ class ReplicaPool:
         self._num_starts_in_vain, self._most_starts_in_vain = 0, MOST_STARTS_IN_VAIN * num_replicas
 
     async def __aenter__(self) -> Self:
-        """Start all replicas. Unusable says what stands in the way of any."""
+        """Start all replicas. Unusable says why one did not start."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_exit(self)
             self._changing = {asyncio.create_task(self._start()) for _ in range(self._num_replicas)}
@@ -75,7 +75,7 @@ class ReplicaPool:
         )
 
     async def model_info(self) -> dict[str, Any]:
-        """As a server tells it; `max_running` counts samples over all replicas."""
+        """As `/model_info` of a server; `max_running` counts samples over all replicas."""
         return {**self._facts, "max_running": self._facts["max_running"] * self._num_replicas}
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
@@ -83,7 +83,7 @@ class ReplicaPool:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        """Have the replica sample that has least to do. Unusable where replicas die as fast as they start."""
+        """Sample on the replica with the fewest running samples. Unusable where replicas die as fast as they start."""
         replica, num_samples = await self._least_busy(), sum(request.count for request in requests)
         self._num_running[replica] += num_samples
         try:
@@ -118,7 +118,7 @@ class ReplicaPool:
             self._changed.notify_all()
 
     def _replace(self, replica: Replica) -> None:
-        """Bring up another in the place of a lost one, unless that was seen to already."""
+        """Start another in the place of a lost one, unless that was done already."""
         if self._num_running.pop(replica, None) is None:
             return
         self._num_starts_in_vain += 1

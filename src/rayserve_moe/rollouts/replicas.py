@@ -16,8 +16,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rayserve_moe.cluster.interruptible import GivenUpError
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
+from rayserve_moe.cluster.slice_placement import GivenUpError
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.answers import native_fields
@@ -34,14 +34,14 @@ REPLICA_CPUS = 0.5
 MOST_CALLS = 4096
 LONGEST_STOP_S = 10.0
 START_ERRORS = (RayError, OSError, ValueError)
-"""What says that an engine cannot be started: with these settings, on this cluster, or just now."""
+"""Raised where an engine cannot be started: with these settings, on this cluster, or at present."""
 
 
 class Replica(Protocol):
     """One engine over one slice, asked for many prompts at once. `start` comes first, `stop` last."""
 
     async def start(self) -> dict[str, Any]:
-        """Reserve the slice and load the model; returns what `/model_info` tells, and how much runs at once."""
+        """Reserve the slice and load the model; returns the fields of `/model_info`, and `max_running`."""
         ...
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
@@ -49,12 +49,12 @@ class Replica(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Abort what runs and give the slice back; nothing happens where that is done. Raises nothing."""
+        """Abort what runs and give the slice back; may be called twice. Raises nothing."""
         ...
 
 
 class LocalReplica:
-    """A replica in this process: its engine thread and its tokenizer; its workers are actors, as everywhere."""
+    """A replica in this process: engine thread and tokenizer; its workers are actors."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._given_up = settings, threading.Event()
@@ -117,7 +117,7 @@ class LocalReplica:
 
 
 class ReplicaProcess(LocalReplica):
-    """A replica that has a process for itself."""
+    """A replica with a process of its own."""
 
     async def start(self) -> dict[str, Any]:
         use_logging(self._settings.logging)
@@ -130,7 +130,7 @@ RemoteReplicaProcess = ray.remote(ReplicaProcess)
 
 
 class ActorReplica:
-    """A replica in an actor, called as if it were here."""
+    """A replica in an actor."""
 
     def __init__(self, settings: Settings) -> None:
         options = {"num_cpus": REPLICA_CPUS, "max_concurrency": MOST_CALLS}
@@ -154,7 +154,7 @@ class ActorReplica:
 
 
 def _request_of(request: SampleRequest) -> GenerationRequest:
-    """Ask the engine for the same samples."""
+    """The engine's request for the same samples."""
     sampling = sampling_from(request.all_sampling)
     return GenerationRequest(
         uuid.uuid4().hex,

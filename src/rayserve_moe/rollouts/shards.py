@@ -1,4 +1,4 @@
-"""The directory that a job writes: Parquet shards that appear whole or not at all, and what they say is done.
+"""The directory that a job writes: Parquet shards that appear whole or not at all, and the samples they hold.
 
     DIR/job.json              what all samples depend on
     DIR/rollouts/*.parquet    samples, rows of `SCHEMA`
@@ -6,8 +6,8 @@
     DIR/damaged/*.parquet     shards that were set aside, since their bytes do not match the checksum in their names
     DIR/summary.json          of the last run
 
-A shard is written beside its place under a name with a dot, synced, and renamed. Nothing is ever changed or removed,
-but for what a killed job left half-written.
+A shard is written beside its place under a name with a dot, synced, and renamed. Its name has the CRC-32 of its bytes,
+so that damage is found. Nothing is ever changed or removed but unfinished files of a killed job.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +27,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from rayserve_moe.rollouts.integrity import altered, checked_name
 from rayserve_moe.rollouts.schema import (
     ERRORS_SCHEMA,
     SCHEMA,
@@ -36,6 +38,8 @@ from rayserve_moe.rollouts.schema import (
 )
 
 ROLLOUTS, ERRORS, DAMAGED = "rollouts", "errors", "damaged"
+_CHECKSUM = re.compile(r"-crc32-([0-9a-f]{8})\.parquet$")
+_BLOCK_BYTES = 1 << 20
 _SUFFIX, _UNFINISHED = ".parquet", ".unfinished-"
 _COMPRESSION = {name: "NONE" if name in UNCOMPRESSED else "ZSTD" for name in (*SCHEMA.names, *ERRORS_SCHEMA.names)}
 _REPETITIVE = ["weight_version", "finish_reason", "routing_dtype"]
@@ -163,15 +167,38 @@ class RolloutDirectory:
                 compression={column: _COMPRESSION[column] for column in table.column_names},
                 use_dictionary=[column for column in _REPETITIVE if column in table.column_names],
             ),
-            name_of=lambda file: checked_name(stem, file),
+            name_of=lambda file: f"{stem}-crc32-{_crc32_of(file):08x}{_SUFFIX}",
         )
         self.num_shards[part] += 1
 
 
+def altered_shards(files: Sequence[Path]) -> list[Path]:
+    """Those whose bytes do not match the checksum in their names, or cannot be read; read on several threads."""
+    with ThreadPoolExecutor() as threads:
+        return [file for file, intact in zip(files, threads.map(_is_intact, files), strict=True) if not intact]
+
+
 def damaged_shards(files: Sequence[Path]) -> list[Path]:
-    """Those whose bytes do not match the checksum in their names, or that are no Parquet files, in order."""
-    wrong = set(altered(files))
+    """Those that `altered_shards` finds, or that are no Parquet files, in order."""
+    wrong = set(altered_shards(files))
     return [file for file in files if file in wrong or not _is_parquet(file)]
+
+
+def _is_intact(file: Path) -> bool:
+    """Whether the bytes match the checksum in the name; a readable file without one is intact."""
+    named = _CHECKSUM.search(file.name)
+    try:
+        return named is None or _crc32_of(file) == int(named[1], 16)
+    except OSError:
+        return False
+
+
+def _crc32_of(file: Path) -> int:
+    crc32 = 0
+    with file.open("rb") as opened:
+        while block := opened.read(_BLOCK_BYTES):
+            crc32 = zlib.crc32(block, crc32)
+    return crc32
 
 
 def _put(directory: Path, write: Callable[[Path], Any], *, name_of: Callable[[Path], str]) -> None:

@@ -1,4 +1,4 @@
-"""What a run of the job has come to, as JSON and as text."""
+"""Summary of a run of the job, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass
 class Tally:
-    """What this run of the job has come to."""
+    """Counts of this run of the job."""
 
     prompts: int = 0
     samples_done_before: int = 0
@@ -42,8 +42,8 @@ def summary_of(
 ) -> dict[str, Any]:
     """All counts of a run, with its rate; `status` 0 says that nothing is missing, else `reason` says why not.
 
-    Of its `seconds`, `sampling_s` have gone by since whoever samples was ready. Reasons of prompts that were given up
-    are the most frequent ones; the shards in `errors` have them all.
+    Of its `seconds`, `sampling_s` passed since the source was ready. `reasons` are the most frequent ones of failed
+    prompts; the shards in `errors` have them all.
     """
     return {
         "status": status,

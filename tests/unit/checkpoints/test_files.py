@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint, read_config
+from rayserve_moe.checkpoints.header import read_header
 
 NORM = "model.norm.weight"
 INDEX = "model.safetensors.index.json"
@@ -200,3 +201,22 @@ def test_unknown_names_and_integer_tensors_are_named(tmp_path, single):
 def test_config_is_read_without_weights(tmp_path, single):
     shutil.copy(single / "config.json", tmp_path)
     assert read_config(tmp_path) == open_checkpoint(single).config
+
+
+class Bucket:
+    """Bytes in memory, as a stream of weights would leave them."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.num_bytes = content, len(content)
+
+    def read(self, num_bytes: int, offset: int = 0) -> bytes:
+        return self.content[offset : offset + num_bytes]
+
+
+def test_one_parser_reads_headers_of_files_and_of_bytes_in_memory(single):
+    file = single / SINGLE
+    content = file.read_bytes()
+    assert read_header(file, Bucket(content)) == open_checkpoint(single).tensors
+    for cut in (0, 7, 100, len(content) - 1):
+        with pytest.raises(CheckpointError, match="truncated"):
+            read_header(file, Bucket(content[:cut]))

@@ -53,7 +53,7 @@ SHARDINGS = [_replicated, _last_dim, _two_last_dims, _experts, _experts_and_inne
 def _load(path: Path, dtype: str = "float32", sharding_of=_replicated):
     files = open_checkpoint(path)
     tree = parameter_specs(spec_from_config(files.config), dtype=dtype)
-    return tree, load_parameters(files, tree, rules=CHECKPOINT_RULES, sharding_of=sharding_of)
+    return tree, load_parameters(WeightSource(files, CHECKPOINT_RULES), tree, sharding_of=sharding_of)
 
 
 def _stacked(path: Path, tree) -> dict[tuple[str, ...], np.ndarray]:
@@ -115,9 +115,8 @@ def test_kv_heads_are_repeated_where_devices_outnumber_them(single, config):
             part = read_region(source, repeated[name], region=region)
             np.testing.assert_array_equal(part, wanted[..., start : start + width])
     loaded = load_parameters(
-        files,
+        source,
         parameter_specs(spec, dtype="float32", tensor_size=4),
-        rules=CHECKPOINT_RULES,
         sharding_of=_last_dim,
     )
     np.testing.assert_array_equal(np.asarray(loaded["attention"]["v_LDG"]), wanted)
@@ -145,12 +144,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(sin
     files = open_checkpoint(single)
     tree = parameter_specs(spec_from_config(files.config | {"num_experts": 5}), dtype="float32")
     with pytest.raises(CheckpointError, match=r"tensors missing: .*experts\.4\..*misshapen: .*gate\.weight"):
-        load_parameters(files, tree, rules=CHECKPOINT_RULES, sharding_of=_replicated)
+        load_parameters(WeightSource(files, CHECKPOINT_RULES), tree, sharding_of=_replicated)
 
 
 def _load_slots(files: CheckpointFiles, expert_of_slot: np.ndarray | None, **sizes: int):
     tree = parameter_specs(spec_from_config(files.config), dtype="float32", **sizes)
-    return load_parameters(files, tree, rules=CHECKPOINT_RULES, sharding_of=_experts, expert_of_slot=expert_of_slot)
+    return load_parameters(WeightSource(files, CHECKPOINT_RULES, expert_of_slot), tree, sharding_of=_experts)
 
 
 SLOTS = np.array([[2, 0, 3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 1, 1, 1, 1]])

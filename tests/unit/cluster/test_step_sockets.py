@@ -218,7 +218,7 @@ def test_a_host_that_nobody_connects_to_stops_listening(caplog: pytest.LogCaptur
         serving.join(30.0)
     with pytest.raises(ConnectionError):
         socket.create_connection(address)
-    assert "nobody who knows the key has connected" in caplog.text
+    assert "no peer that knows the key has connected" in caplog.text
 
 
 def test_a_host_stops_serving_when_the_other_end_closes() -> None:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, placement_from
 from rayserve_moe.checkpoints.files import CheckpointFiles, open_checkpoint
-from rayserve_moe.checkpoints.loader import load_parameters
+from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
@@ -102,11 +102,9 @@ class Model:
             num_redundant=spread.num_redundant,
         )
         self.params = load_parameters(
-            files,
+            WeightSource(files, CHECKPOINT_RULES, spread.placement.expert_of_slot),
             tree,
-            rules=CHECKPOINT_RULES,
             sharding_of=lambda param: plan.sharding(param.axes),
-            expert_of_slot=spread.placement.expert_of_slot,
         )
         plain = spread.num_redundant == 0 and not spread.shuffled
         self._maps = None if plain else placement_arrays(spread.placement)

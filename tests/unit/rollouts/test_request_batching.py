@@ -1,4 +1,4 @@
-"""Who travels together, and that everybody gets what is theirs, whatever becomes of the others."""
+"""Which requests share a call, and that each gets its own answer, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayserve_moe.rollouts import company
+from rayserve_moe.rollouts import request_batching
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable
-from rayserve_moe.rollouts.company import Companions
+from rayserve_moe.rollouts.request_batching import RequestBatcher
 from rayserve_moe.rollouts.schema import Rollout
 
 MOST_SAMPLES = 8
@@ -62,16 +62,16 @@ def requests(num_prompts: int, *, start: int = 0, **more: Any) -> list[SampleReq
     return [SampleRequest(str(i), [5, 6], sampling, 0, **{"count": 2, **more}) for i in numbers]
 
 
-async def gathered(companions: Companions, asked: Sequence[SampleRequest]) -> list[Outcome]:
-    return await asyncio.gather(*map(companions.generate, asked), return_exceptions=True)
+async def gathered(batcher: RequestBatcher, asked: Sequence[SampleRequest]) -> list[Outcome]:
+    return await asyncio.gather(*map(batcher.generate, asked), return_exceptions=True)
 
 
 def run(source: Recording, *waves: Sequence[SampleRequest]) -> list[list[Outcome]]:
     """Ask for each wave at once, one after the other."""
 
     async def drive() -> list[list[Outcome]]:
-        companions = Companions(source, most_samples=MOST_SAMPLES)
-        return [await gathered(companions, wave) for wave in waves]
+        batcher = RequestBatcher(source, most_samples=MOST_SAMPLES)
+        return [await gathered(batcher, wave) for wave in waves]
 
     return asyncio.run(drive())
 
@@ -82,24 +82,24 @@ def assert_answered(outcomes: Sequence[Outcome], asked: Sequence[SampleRequest])
         assert len(outcome) == request.count
 
 
-def test_those_who_come_together_are_asked_for_together() -> None:
+def test_concurrent_requests_share_a_call() -> None:
     source, asked = Recording(), requests(6)
     (outcomes,) = run(source, asked)
     assert source.calls == [["0", "1", "2", "3"], ["4", "5"]]
     assert_answered(outcomes, asked)
 
 
-def test_those_who_come_a_little_later_come_along() -> None:
+def test_a_request_within_the_wait_joins_the_call() -> None:
     source = Recording()
 
-    async def late(companions: Companions, request: SampleRequest) -> list[Rollout]:
-        await asyncio.sleep(company.LINGER_S / 4)
-        return await companions.generate(request)
+    async def late(batcher: RequestBatcher, request: SampleRequest) -> list[Rollout]:
+        await asyncio.sleep(request_batching.BATCH_WAIT_S / 4)
+        return await batcher.generate(request)
 
     async def drive() -> None:
-        companions = Companions(source, most_samples=MOST_SAMPLES)
+        batcher = RequestBatcher(source, most_samples=MOST_SAMPLES)
         first, second = requests(2)
-        await asyncio.gather(companions.generate(first), late(companions, second))
+        await asyncio.gather(batcher.generate(first), late(batcher, second))
 
     asyncio.run(drive())
     assert source.calls == [["0", "1"]]
@@ -113,7 +113,7 @@ def test_those_who_come_a_little_later_come_along() -> None:
         ([*requests(1, count=7), *requests(2, start=1, count=1)], [["0", "1"], ["2"]]),
     ],
 )
-def test_a_call_asks_for_so_many_samples_at_most(asked: list[SampleRequest], calls: list[list[str]]) -> None:
+def test_a_call_has_at_most_so_many_samples(asked: list[SampleRequest], calls: list[list[str]]) -> None:
     """Of several prompts; one alone may want more."""
     source = Recording()
     (outcomes,) = run(source, asked)
@@ -121,16 +121,17 @@ def test_a_call_asks_for_so_many_samples_at_most(asked: list[SampleRequest], cal
     assert_answered(outcomes, asked)
 
 
-def test_a_full_call_does_not_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(company, "LINGER_S", 60.0)
+def test_a_full_call_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_batching, "BATCH_WAIT_S", 60.0)
     source = Recording()
     run(source, requests(4), requests(1, count=MOST_SAMPLES), requests(1, count=20))
     assert source.calls == [["0", "1", "2", "3"], ["0"], ["0"]]
 
 
-def test_a_call_holds_so_many_prompt_tokens_at_most() -> None:
+def test_a_call_has_at_most_so_many_prompt_tokens() -> None:
     source = Recording()
-    long = [SampleRequest(str(i), [5] * (company.MOST_PROMPT_TOKENS // 2), {"max_new_tokens": 1}, 0) for i in range(3)]
+    ids = [5] * (request_batching.MOST_PROMPT_TOKENS // 2)
+    long = [SampleRequest(str(i), ids, {"max_new_tokens": 1}, 0) for i in range(3)]
     run(source, long)
     assert source.calls == [["0", "1"], ["2"]]
 
@@ -145,7 +146,7 @@ def test_prompts_with_long_samples_go_alone_until_they_prove_short() -> None:
     assert source.calls[3:] == [["9"], ["0"], ["1"], ["0", "1"]], "one was not, and those that must be are short"
 
 
-def test_that_samples_were_long_is_forgotten() -> None:
+def test_short_samples_are_batched_again_after_long_ones() -> None:
     source = Recording()
     source.length_of = lambda name: 1000 if name == "9" else 3
     run(source, requests(1, start=9, max_new_tokens=2048), *[requests(2, max_new_tokens=2048)] * 20)
@@ -153,7 +154,7 @@ def test_that_samples_were_long_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("kind", [Refused, Faulty])
-def test_only_who_is_at_fault_suffers(kind: type[Refused] | type[Faulty]) -> None:
+def test_a_refused_request_does_not_fail_the_others_of_its_call(kind: type[Refused] | type[Faulty]) -> None:
     source, asked = Recording(), requests(4)
     source.fault = lambda name: kind(f"not {name}") if name in "13" else None
     (outcomes,) = run(source, asked)
@@ -164,7 +165,7 @@ def test_only_who_is_at_fault_suffers(kind: type[Refused] | type[Faulty]) -> Non
 
 
 @pytest.mark.parametrize("error", [Unavailable("busy", 3.0), RuntimeError("a bug")])
-def test_what_has_to_do_with_nobody_comes_to_all(error: BaseException) -> None:
+def test_a_failure_of_the_server_reaches_every_request_of_the_call(error: BaseException) -> None:
     """And nobody is asked for again here: whoever asks knows for how long to try."""
     source = Recording()
     source.fault = lambda _: error
@@ -172,7 +173,7 @@ def test_what_has_to_do_with_nobody_comes_to_all(error: BaseException) -> None:
     assert outcomes == [error] * 3 and len(source.calls) == 1
 
 
-def test_a_server_with_little_room_is_asked_for_less_until_it_has_more() -> None:
+def test_calls_to_a_busy_server_shrink_and_grow_again() -> None:
     """It takes all of a call or nothing: prompts that always came together would never be answered."""
     source, wave = Recording(), requests(4)
     source.room_at = lambda call: 4 if call < 10 else math.inf
@@ -183,13 +184,13 @@ def test_a_server_with_little_room_is_asked_for_less_until_it_has_more() -> None
     assert len(source.calls[-1]) == 4
 
 
-def test_whoever_gives_up_takes_nobody_along() -> None:
+def test_a_cancelled_request_cancels_no_other() -> None:
     source = Recording()
     source.delay_s = 0.1
 
     async def drive(give_up: Callable[[list[asyncio.Task]], Awaitable[None]]) -> list[Outcome]:
-        companions = Companions(source, most_samples=MOST_SAMPLES)
-        tasks = [asyncio.create_task(companions.generate(request)) for request in requests(3)]
+        batcher = RequestBatcher(source, most_samples=MOST_SAMPLES)
+        tasks = [asyncio.create_task(batcher.generate(request)) for request in requests(3)]
         await give_up(tasks)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -198,11 +199,11 @@ def test_whoever_gives_up_takes_nobody_along() -> None:
         tasks[0].cancel()
 
     async def one_under_way(tasks: list[asyncio.Task]) -> None:
-        await asyncio.sleep(company.LINGER_S * 2)
+        await asyncio.sleep(request_batching.BATCH_WAIT_S * 2)
         tasks[1].cancel()
 
     async def all_under_way(tasks: list[asyncio.Task]) -> None:
-        await asyncio.sleep(company.LINGER_S * 2)
+        await asyncio.sleep(request_batching.BATCH_WAIT_S * 2)
         for task in tasks:
             task.cancel()
 
@@ -217,6 +218,6 @@ def test_whoever_gives_up_takes_nobody_along() -> None:
     assert source.num_cancelled == 1, "nobody waits for the call any more"
 
 
-def test_what_is_served_is_what_the_source_serves() -> None:
-    told = asyncio.run(Companions(Recording(), most_samples=1).model_info())
+def test_model_info_is_that_of_the_source() -> None:
+    told = asyncio.run(RequestBatcher(Recording(), most_samples=1).model_info())
     assert told == {"served_model_name": "recorded"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.migration import FailedFetch
-from rayserve_moe.cluster.step_graph import _owned
+from rayserve_moe.cluster.step_transport import _owned
 from rayserve_moe.requests import TopLogprobs
 from rayserve_moe.scheduling.step_plan import RoutingRows, StepResult, StepTimes, TokenScores
 
