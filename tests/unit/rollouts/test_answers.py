@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.replay.encoding import encode_rollout
-from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
-from rayserve_moe.serving.responses.routing import RoutingForm, RoutingWriter
+from rayserve_moe.serving.responses.routing import RoutingWriter
 from tests.support.routing_cases import random_rows, same
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)
@@ -30,8 +31,7 @@ def sample(*versions: str, seed: int = 0, missing: tuple = ()) -> RoutedExperts:
 def container(routings: Sequence[RoutedExperts]) -> bytes:
     """The answer to a request for as many samples, as the server writes it."""
     asked = GenerationRequest("r", np.asarray(PROMPT, np.int32), SamplingParams(n=len(routings)), True)
-    form = RoutingForm("binary", shares_prompt_rows=True)
-    writer = RoutingWriter(LAYOUT, form, request_of_choice=[asked] * len(routings))
+    writer = RoutingWriter(LAYOUT, "binary", shares_prompt_rows=True, request_of_choice=[asked] * len(routings))
     told = {
         "prompt_tokens": len(PROMPT),
         "cached_tokens": 0,
@@ -41,8 +41,8 @@ def container(routings: Sequence[RoutedExperts]) -> bytes:
         "output_token_logprobs": [[-0.5, 9, None]] * NUM_OUTPUTS,
     }
     answers = [
-        {"text": "", "output_ids": [9] * NUM_OUTPUTS, "meta_info": {**told, **writer.fields(choice, routing)}}
-        for choice, routing in enumerate(routings)
+        {"text": "", "output_ids": [9] * NUM_OUTPUTS, "meta_info": {**told, **writer.fields(choice, result)}}
+        for choice, result in enumerate(ChoiceResult(finish=FinishReason("length"), routing=rows) for rows in routings)
     ]
     return encode_rollout({"answers": answers}, writer.raw_rows)
 

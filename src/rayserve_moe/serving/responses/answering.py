@@ -1,6 +1,6 @@
-"""From the streams of a request to the HTTP response, whole or as events: the same way for every dialect.
+"""HTTP responses from the streams of a request: one JSON object, server-sent events, or a rollout container.
 
-Answers are built and serialized on the event loop while they are small, in a thread where they are not.
+Answers are serialized on the event loop while they are small, in a thread where they are not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, encode_rollout
 from rayserve_moe.requests import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.responses.request_streams import RequestStreams
+from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.responses.streaming import EventStream, to_json, while_connected
 
 LARGE_ANSWER_BYTES = 65536
@@ -24,23 +27,37 @@ _BYTES_PER_TOKEN = 64
 
 
 class Writer(Protocol):
-    """One dialect's way to write the answer to one request."""
+    """Writes the answer to one request in one dialect."""
+
+    @property
+    def routing(self) -> RoutingWriter:
+        """The writer of routing fields; it holds the rows that a container sends as bytes."""
+        ...
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict | list:
         """Return the answer of a request that does not stream."""
         ...
 
-    def waits_for(self, news: ChoiceResult) -> bool:
-        """Whether an event about one choice has to wait until more has come."""
+    def defers(self, delta: ChoiceResult) -> bool:
+        """Whether an event about one choice has to wait for more output."""
         ...
 
-    def chunk(self, choice: int, so_far: ChoiceResult, *, news: ChoiceResult) -> dict:
-        """Return the event about what is new to one choice; routing is in `news` only."""
+    def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
+        """Return the event of one choice from its new output; `so_far` holds no routing."""
         ...
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
         """Return the event after the last choice's, if there is one."""
         ...
+
+
+def rollout_type(request: Request, *, stream: bool) -> str | None:
+    """Return the first container type in `Accept`, None without one. ApiError with `stream`: events are text."""
+    accepted = [entry.partition(";")[0].strip().lower() for entry in request.headers.get("accept", "").split(",")]
+    found = next((kind for kind in accepted if kind in (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE)), None)
+    if found and stream:
+        raise ApiError(400, "a stream cannot be answered in the rollout media type: leave out one of the two")
+    return found
 
 
 async def respond(
@@ -49,57 +66,67 @@ async def respond(
     *,
     streams: RequestStreams,
     writer: Writer,
-    to_body: Callable[[dict | list], bytes] = to_json,
-    media_type: str = "application/json",
+    stream: bool,
+    container: str | None = None,
 ) -> Response:
-    """Wait for the whole answer, or give up with the client."""
+    """Return events, or wait for the whole answer: JSON, or a container of this media type.
+
+    The container has the JSON fields as its header and the routing rows behind it; the answers of a batch are listed
+    under `answers`. When the client disconnects the requests are aborted.
+    """
+    if stream:
+        return EventStream(_events(state, streams, writer), streams.close)
+
+    def serialized() -> bytes:
+        answer = writer.whole(results)
+        if container is None:
+            return to_json(answer)
+        header = {"answers": answer} if isinstance(answer, list) else answer
+        compress = container == ROLLOUT_ZSTD_MEDIA_TYPE
+        return encode_rollout(header, writer.routing.raw_rows, compress=compress, to_json=to_json)
+
     try:
         results = await while_connected(request.receive, streams.results())
-        body = await built(state, lambda: to_body(writer.whole(results)), size=size_of(results))
-        return Response(body, media_type=media_type)
+        body = await built(state, serialized, size=size_of(results))
+        return Response(body, media_type=container or "application/json")
     finally:
         streams.close()
 
 
-def respond_in_events(state: ApiState, streams: RequestStreams, *, writer: Writer) -> Response:
-    """Answer with one event per choice whenever there is news of it."""
-    return EventStream(_events(state, streams, writer), streams.close)
-
-
 async def _events(state: ApiState, streams: RequestStreams, writer: Writer) -> AsyncGenerator[bytes, None]:
     results = [ChoiceResult() for _ in streams.request_of_choice]
-    waiting: dict[int, ChoiceResult] = {}
+    pending: dict[int, ChoiceResult] = {}
     async for group in streams.groups():
         for choice, delta in group:
             results[choice].add(replace(delta, routing=None))
-            waiting.setdefault(choice, ChoiceResult()).add(delta)
+            pending.setdefault(choice, ChoiceResult()).add(delta)
         for choice in dict.fromkeys(choice for choice, _ in group):
-            if writer.waits_for(waiting[choice]):
-                continue
-            news = waiting.pop(choice)
-            yield await built(state, partial(_chunk, writer, choice, results[choice], news), size=size_of([news]))
+            if not writer.defers(pending[choice]):
+                delta = pending.pop(choice)
+                event = partial(_event, writer, choice, results[choice], delta)
+                yield await built(state, event, size=size_of([delta]))
     closing = writer.closing(results)
     if closing is not None:
         yield to_json(closing)
 
 
-def _chunk(writer: Writer, choice: int, so_far: ChoiceResult, news: ChoiceResult) -> bytes:
-    return to_json(writer.chunk(choice, so_far, news=news))
+def _event(writer: Writer, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> bytes:
+    return to_json(writer.chunk(choice, so_far, delta=delta))
 
 
 def size_of(results: Iterable[ChoiceResult]) -> int:
-    """Guess how many bytes an answer will have."""
+    """Estimate the bytes of an answer."""
     size = 0
     for result in results:
-        num_told = len(result.token_ids) + (0 if result.top is None else result.top.logprobs.size)
+        num_logprobs = len(result.token_ids) + (0 if result.top is None else result.top.logprobs.size)
         if (scores := result.prompt_scores) is not None:
-            num_told += scores.logprobs.size + (0 if scores.top is None else scores.top.logprobs.size)
-        size += num_told * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)
+            num_logprobs += scores.logprobs.size + (0 if scores.top is None else scores.top.logprobs.size)
+        size += num_logprobs * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)
     return size
 
 
 async def built(state: ApiState, build: Callable[[], bytes], *, size: int) -> bytes:
-    """Build a body of about `size` bytes: here, or in a thread that large ones are built in."""
+    """Run `build`, which returns about `size` bytes: here, or in a thread of `state.encoding` where that is long."""
     if size < LARGE_ANSWER_BYTES:
         return build()
     return await asyncio.get_running_loop().run_in_executor(state.encoding, build)

@@ -1,26 +1,17 @@
-"""Log-probs in answers of the OpenAI and token dialects, written piece after piece of a choice."""
+"""Log-probs in answers of the OpenAI and token dialects, for the new output of a choice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
-from rayserve_moe.engine.answers import ChoiceResult, ToldToken, told_outputs, told_prompt
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.engine.answers import ToldToken, told_outputs, told_prompt
+from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from rayserve_moe.text.detokenizer import IncrementalDetokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
-class LogprobWriter(Protocol):
-    """Writes the `logprobs` object of what is new to one choice."""
-
-    def write(self, news: ChoiceResult) -> dict:
-        """Return the object for the tokens in `news`."""
-        ...
-
-
 class CompletionLogprobs:
-    """Of one choice of `/v1/completions`. `top_logprobs` tell by text the token itself, then the likeliest ones.
+    """The `logprobs` object of one choice of `/v1/completions`; `top_logprobs` is by text, the token itself first.
 
     `text_offset` counts the characters of the choice's text before each token. With `echo` the prompt comes first, and
     its first token has no log-prob.
@@ -29,22 +20,22 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, *, echo: bool) -> None:
         self._tokenizer, self._request = tokenizer, request
         self._offset = 0
-        self._owes_prompt = echo
+        self._echo_pending = echo
         skip_special_tokens = request.sampling.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
 
-    def write(self, news: ChoiceResult) -> dict:
-        """Return the object for the tokens in `news`."""
+    def write(self, delta: ChoiceResult) -> dict:
+        """Return the object for the tokens in `delta`."""
         written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         num_top = self._request.num_top_logprobs
-        if self._owes_prompt:
-            self._owes_prompt = False
+        if self._echo_pending:
+            self._echo_pending = False
             prompt_ids = self._request.prompt_ids.tolist()
             detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
-            told = told_prompt(news.prompt_scores, prompt_ids, num_top=num_top)
+            told = told_prompt(delta.prompt_scores, prompt_ids, num_top=num_top)
             self._add(written, zip(prompt_ids, told, strict=True), detokenizer)
             self._offset += len(detokenizer.flush())
-        self._add(written, zip(news.token_ids, told_outputs(news, num_top=num_top), strict=True), self._detokenizer)
+        self._add(written, zip(delta.token_ids, told_outputs(delta, num_top=num_top), strict=True), self._detokenizer)
         return written
 
     def _add(
@@ -61,7 +52,7 @@ class CompletionLogprobs:
             written["text_offset"].append(self._advance(len(token), detokenizer.push(token_id)))
 
     def _by_text(self, told: Sequence[ToldToken]) -> dict[str, float]:
-        """Log-probs by text; of tokens that read alike the likeliest counts."""
+        """Log-probs by text: the highest of tokens with the same text."""
         by_text: dict[str, float] = {}
         for token in told:
             text = self._tokenizer.token_text(token.token_id)
@@ -69,49 +60,37 @@ class CompletionLogprobs:
         return by_text
 
     def _advance(self, token_length: int, piece: str) -> int:
-        """Return where the token begins: half a character before it may have come out with it, and is not its own."""
+        """Return the offset of the token: `piece` may also hold the end of a character that earlier tokens began."""
         before = self._offset
         self._offset += len(piece)
         return max(before, self._offset - token_length)
 
 
-class ChatLogprobs:
-    """Of one choice of `/v1/chat/completions`: of `top_logprobs` the token itself is the first, as with vLLM."""
+def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int) -> dict:
+    """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself."""
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
-        self._tokenizer, self._num_top = tokenizer, request.num_top_logprobs
-
-    def write(self, news: ChoiceResult) -> dict:
-        """Return the object for the tokens in `news`."""
-        content = [
-            {**self._entry(told[0]), "top_logprobs": list(map(self._entry, told[: self._num_top]))}
-            for told in told_outputs(news, num_top=self._num_top)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, told: ToldToken) -> dict:
-        text, spelled = self._tokenizer.token_text(told.token_id), self._tokenizer.token_bytes(told.token_id)
+    def entry(told: ToldToken) -> dict:
+        text, spelled = tokenizer.token_text(told.token_id), tokenizer.token_bytes(told.token_id)
         return {"token": text, "logprob": told.logprob, "bytes": list(spelled)}
 
-
-class TokenLogprobs:
-    """Of one choice of `/inference/v1/generate`: as many as are asked for, itself first, if more than one."""
-
-    def __init__(self, *, num_top: int) -> None:
-        self._num_top = num_top if num_top > 1 else 0
-
-    def write(self, news: ChoiceResult) -> dict:
-        """Return the object for the tokens in `news`."""
-        content = [
-            {**_token_entry(told[0]), "top_logprobs": list(map(_token_entry, told[: self._num_top]))}
-            for told in told_outputs(news, num_top=self._num_top)
-        ]
-        return {"content": content}
+    return {"content": _content(delta, entry, num_top), "refusal": None}
 
 
-def _token_entry(told: ToldToken) -> dict:
-    name = f"token_id:{told.token_id}"
-    return {"token": name, "token_id": told.token_id, "logprob": told.logprob, "rank": told.rank}
+def token_logprobs(delta: ChoiceResult, *, num_logprobs: int) -> dict:
+    """Return the object of a choice of `/inference/v1/generate`: more than one asks for the likeliest tokens too."""
+
+    def entry(told: ToldToken) -> dict:
+        name = f"token_id:{told.token_id}"
+        return {"token": name, "token_id": told.token_id, "logprob": told.logprob, "rank": told.rank}
+
+    return {"content": _content(delta, entry, num_logprobs if num_logprobs > 1 else 0)}
+
+
+def _content(delta: ChoiceResult, entry: Callable[[ToldToken], dict], num_top: int) -> list[dict]:
+    return [
+        {**entry(told[0]), "top_logprobs": list(map(entry, told[:num_top]))}
+        for told in told_outputs(delta, num_top=num_top)
+    ]
 
 
 def echoed_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

@@ -1,166 +1,116 @@
-"""Answer objects of the OpenAI routes, whole and in chunks. No I/O and no decisions."""
+"""Answer objects of the OpenAI routes, whole and in chunks. No I/O."""
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import ChoiceResult, stop_reason
-from rayserve_moe.requests import GenerationRequest, ModelCard
-from rayserve_moe.serving.responses.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter, echoed_text
-from rayserve_moe.serving.responses.routing import RoutingForm, RoutingWriter
-from rayserve_moe.serving.schemas.openai import StreamOptions
-from rayserve_moe.text.tokenizer import Tokenizer
+from rayserve_moe.engine.answers import stop_reason
+from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.responses.logprobs import CompletionLogprobs, chat_logprobs, echoed_text
+from rayserve_moe.serving.responses.routing import RoutingWriter
+from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 
 _PROMPT_ROWS = "prompt_routed_experts"
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """Where the two OpenAI routes differ in their answers."""
-
-    id_prefix: str
-    whole_kind: str
-    chunk_kind: str
-    whole_text: Callable[[str], dict]
-    chunk_text: Callable[[str, bool], dict]
-    """Fields of a chunk's choice from its text, and whether it is the choice's first."""
-
-
-def _chat_message(text: str) -> dict:
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-
-def _chat_delta(text: str, is_first: bool) -> dict:
-    return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
-
-
-COMPLETION = Dialect(
-    id_prefix="cmpl",
-    whole_kind="text_completion",
-    chunk_kind="text_completion",
-    whole_text=lambda text: {"text": text},
-    chunk_text=lambda text, is_first: {"text": text},
-)
-CHAT = Dialect(
-    id_prefix="chatcmpl",
-    whole_kind="chat.completion",
-    chunk_kind="chat.completion.chunk",
-    whole_text=_chat_message,
-    chunk_text=_chat_delta,
-)
-
-
-def new_answer_id(dialect: Dialect) -> str:
-    """Return an id that no other answer has."""
-    return f"{dialect.id_prefix}-{uuid.uuid4().hex}"
-
-
-@dataclass(frozen=True)
-class AnswerParts:
-    """What an answer shows besides text, as the request asked for it."""
-
-    routing: RoutingForm
-    logprobs: bool = False
-    echo: bool = False
-    usage: StreamOptions = field(default_factory=StreamOptions)
-
-
-class AnswerWriter:
-    """Writes the answer to one HTTP request. `request_of_choice` gives the engine request of every choice."""
+class OpenAIWriter:
+    """Writes the answer to one request of `/v1/completions` or `/v1/chat/completions`."""
 
     def __init__(
         self,
-        dialect: Dialect,
-        answer_id: str,
+        state: ApiState,
+        body: CompletionBody | ChatBody,
         *,
-        model: tuple[ModelCard, Tokenizer],
-        parts: AnswerParts,
+        answer_id: str,
         request_of_choice: Sequence[GenerationRequest],
     ) -> None:
-        self._card, self._tokenizer = model
-        self._dialect, self._parts = dialect, parts
+        self._card, self._tokenizer = state.card, state.tokenizer
+        self._body, self._is_chat = body, isinstance(body, ChatBody)
         self._envelope = {"id": answer_id, "created": int(time.time()), "model": self._card.name}
         self._request_of_choice = request_of_choice
         self._started: set[int] = set()
-        self._routing = RoutingWriter(self._card.routing, parts.routing, request_of_choice=request_of_choice)
-        self._logprobs = [self._logprob_writer(request) for request in request_of_choice] if parts.logprobs else []
+        self.routing = RoutingWriter(
+            self._card.routing,
+            body.routed_experts_format,
+            shares_prompt_rows=body.routed_experts_format == "nested",
+            request_of_choice=request_of_choice,
+        )
+        self._logprobs: list[CompletionLogprobs] = []
+        if body.wants_logprobs and not self._is_chat:
+            self._logprobs = [CompletionLogprobs(self._tokenizer, r, echo=body.echoes) for r in request_of_choice]
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
         """Return the answer of a request that does not stream."""
-        choices = [
-            self._choice(choice, result, self._dialect.whole_text(self._echoed(choice) + result.text))
-            for choice, result in enumerate(results)
-        ]
+        choices = []
+        for choice, result in enumerate(results):
+            text = self._echoed(choice) + result.text
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choices.append(self._choice(choice, result, message if self._is_chat else {"text": text}))
         return {
             **self._envelope,
-            "object": self._dialect.whole_kind,
+            "object": "chat.completion" if self._is_chat else "text_completion",
             "choices": choices,
             **self._prompt_rows(choices),
-            "usage": self._usage(results),
+            "usage": usage_of(self._request_of_choice, results),
         }
 
-    def waits_for(self, news: ChoiceResult) -> bool:
+    def defers(self, delta: ChoiceResult) -> bool:
         """Log-probs of an echoed prompt, which stand before everything else, come with the end of a choice."""
-        return self._parts.echo and self._parts.logprobs and news.finish is None
+        return self._body.echoes and self._body.wants_logprobs and delta.finish is None
 
-    def chunk(self, choice: int, so_far: ChoiceResult, *, news: ChoiceResult) -> dict:
-        """Return the event that brings what is new to one choice; token counts that only the end brings are null."""
+    def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
+        """Return the event of one choice; `usage` is null where only the last event counts tokens."""
         is_first = choice not in self._started
         self._started.add(choice)
-        text = self._echoed(choice) + news.text if is_first else news.text
-        choices = [self._choice(choice, news, self._dialect.chunk_text(text, is_first))]
-        return {
-            **self._envelope,
-            "object": self._dialect.chunk_kind,
-            "choices": choices,
-            **self._prompt_rows(choices),
-            **({"usage": self._usage_so_far(choice, so_far)} if self._parts.usage.include_usage else {}),
-        }
+        text = self._echoed(choice) + delta.text if is_first else delta.text
+        role = {"role": "assistant"} if is_first else {}
+        fields = {"delta": {**role, "content": text}} if self._is_chat else {"text": text}
+        event = self._event([self._choice(choice, delta, fields)])
+        if (options := self._body.stream_options) and options.include_usage:
+            request = self._request_of_choice[choice]
+            event["usage"] = usage_of([request], [so_far]) if options.usage_in_events else None
+        return event
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
         """Return the event that counts tokens, if it was asked for."""
-        if not self._parts.usage.include_usage:
+        if not (options := self._body.stream_options) or not options.include_usage:
             return None
-        return {
-            **self._envelope,
-            "object": self._dialect.chunk_kind,
-            "choices": [],
-            "usage": self._usage(results),
-        }
+        return {**self._event([]), "usage": usage_of(self._request_of_choice, results)}
 
-    def _logprob_writer(self, request: GenerationRequest) -> LogprobWriter:
-        if self._dialect is CHAT:
-            return ChatLogprobs(self._tokenizer, request)
-        return CompletionLogprobs(self._tokenizer, request, echo=self._parts.echo)
+    def _event(self, choices: list[dict]) -> dict:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._envelope, "object": kind, "choices": choices, **self._prompt_rows(choices)}
 
     def _echoed(self, choice: int) -> str:
-        prompt_ids = self._request_of_choice[choice].prompt_ids.tolist()
-        return echoed_text(self._tokenizer, prompt_ids) if self._parts.echo else ""
+        prompt_ids = self._request_of_choice[choice].prompt_ids
+        return echoed_text(self._tokenizer, prompt_ids.tolist()) if self._body.echoes else ""
 
-    def _choice(self, choice: int, news: ChoiceResult, text: dict) -> dict:
-        logprobs = self._logprobs[choice].write(news) if self._logprobs else None
-        finish = None if news.finish is None else news.finish.kind
-        routing = self._routing_fields(choice, news)
-        request = self._request_of_choice[choice]
-        reason = stop_reason(news, request, eos_token_ids=self._card.eos_token_ids)
-        matched = None if news.finish is None else news.finish.matched
-        ending = {"finish_reason": finish, "stop_reason": reason, "matched_stop": matched}
-        return {"index": choice, **text, "logprobs": logprobs, **ending, **routing}
-
-    def _routing_fields(self, choice: int, news: ChoiceResult) -> dict:
-        if not self._routing.is_due(choice, news.routing, has_ended=news.finish is not None):
-            return {}
-        fields = self._routing.fields(choice, news.routing)
-        if self._parts.routing.dialect != "sglang":
-            return fields
-        start = self._routing.first_position(news.routing)
+    def _choice(self, choice: int, delta: ChoiceResult, text: dict) -> dict:
+        request, finish = self._request_of_choice[choice], delta.finish
         return {
-            "meta_info": {**fields, "routed_experts_start_len": start},
-            "sgl_ext": {"routed_experts": fields["routed_experts"]},
+            "index": choice,
+            **text,
+            "logprobs": self._logprobs_of(choice, delta),
+            "finish_reason": None if finish is None else finish.kind,
+            "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
+            "matched_stop": None if finish is None else finish.matched,
+            **self._routing_fields(choice, delta),
         }
+
+    def _logprobs_of(self, choice: int, delta: ChoiceResult) -> dict | None:
+        if not self._body.wants_logprobs:
+            return None
+        if self._is_chat:
+            return chat_logprobs(self._tokenizer, delta, num_top=self._body.num_top_logprobs)
+        return self._logprobs[choice].write(delta)
+
+    def _routing_fields(self, choice: int, delta: ChoiceResult) -> dict:
+        if self.routing.dialect != "sglang":
+            return self.routing.fields(choice, delta)
+        fields = self.routing.sglang_fields(choice, delta)
+        return {"meta_info": fields, "sgl_ext": {"routed_experts": fields["routed_experts"]}} if fields else {}
 
     def _prompt_rows(self, choices: Sequence[dict]) -> dict:
         """Move the rows of prompts up to the answer: those of the only prompt, or a list with those of each."""
@@ -176,18 +126,11 @@ class AnswerWriter:
         each = list((told | found).values())
         return {_PROMPT_ROWS: each[0] if len(each) == 1 else each}
 
-    def _usage_so_far(self, choice: int, so_far: ChoiceResult) -> dict | None:
-        if not self._parts.usage.usage_in_events:
-            return None
-        return usage_of([self._request_of_choice[choice]], [so_far])
-
-    def _usage(self, results: Sequence[ChoiceResult]) -> dict:
-        return usage_of(self._request_of_choice, results)
-
 
 def usage_of(request_of_choice: Sequence[GenerationRequest], results: Sequence[ChoiceResult]) -> dict:
     """Count tokens: each prompt once, every choice's output."""
-    first_choices = _first_choices(request_of_choice)
+    earlier = [None, *request_of_choice]
+    first_choices = [choice for choice, request in enumerate(request_of_choice) if request is not earlier[choice]]
     prompt_tokens = sum(len(request_of_choice[choice].prompt_ids) for choice in first_choices)
     completion_tokens = sum(len(result.token_ids) for result in results)
     return {
@@ -198,11 +141,3 @@ def usage_of(request_of_choice: Sequence[GenerationRequest], results: Sequence[C
             "cached_tokens": sum(results[choice].num_cached_tokens for choice in first_choices),
         },
     }
-
-
-def _first_choices(request_of_choice: Sequence[GenerationRequest]) -> list[int]:
-    choice, first = 0, []
-    while choice < len(request_of_choice):
-        first.append(choice)
-        choice += request_of_choice[choice].sampling.n
-    return first

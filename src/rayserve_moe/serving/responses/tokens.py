@@ -4,71 +4,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from rayserve_moe.engine.answers import ChoiceResult, ToldToken, stop_reason, told_prompt
-from rayserve_moe.requests import GenerationRequest, ModelCard
-from rayserve_moe.serving.responses.logprobs import TokenLogprobs
+from rayserve_moe.engine.answers import ToldToken, stop_reason, told_prompt
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
+from rayserve_moe.serving.responses.logprobs import token_logprobs
 from rayserve_moe.serving.responses.openai import usage_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
-from rayserve_moe.serving.schemas.openai import StreamOptions
-
-
-@dataclass(frozen=True)
-class TokenParts:
-    """What an answer shows besides tokens: how many of the likeliest with each log-prob, None for no log-probs."""
-
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    usage: StreamOptions = field(default_factory=StreamOptions)
+from rayserve_moe.serving.schemas.tokens import TokenBody
 
 
 class TokenWriter:
-    """Writes the answer to one HTTP request."""
+    """Writes the answer to one request."""
 
     def __init__(
         self,
-        answer_id: str,
-        parts: TokenParts,
-        *,
         card: ModelCard,
-        routing: RoutingWriter,
+        body: TokenBody,
+        *,
         request_of_choice: Sequence[GenerationRequest],
+        routing: RoutingWriter,
     ) -> None:
-        self._envelope = {"request_id": answer_id, "model": card.name, "created": int(time.time())}
-        self._card, self._parts, self._routing = card, parts, routing
-        self._request_of_choice = request_of_choice
-        self._logprobs = None if parts.num_logprobs is None else TokenLogprobs(num_top=parts.num_logprobs)
+        self.routing = routing
+        self._card, self._body, self._request_of_choice = card, body, request_of_choice
+        request_id = request_of_choice[0].request_id
+        self._envelope = {"request_id": request_id, "model": card.name, "created": int(time.time())}
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
         """Return the answer of a request that does not stream."""
-        choices = [self._choice(choice, result) for choice, result in enumerate(results)]
         return {
-            **self._answer(choices),
+            **self._answer([self._choice(choice, result) for choice, result in enumerate(results)]),
             **self._prompt_logprobs(results),
             "usage": usage_of(self._request_of_choice, results),
         }
 
-    def waits_for(self, news: ChoiceResult) -> bool:
-        """Every event stands for itself."""
+    def defers(self, delta: ChoiceResult) -> bool:
+        """No event waits."""
         return False
 
-    def chunk(self, choice: int, so_far: ChoiceResult, *, news: ChoiceResult) -> dict:
-        """Return the event that brings what is new to one choice; log-probs of the prompt come with an end."""
-        prompt_logprobs = self._prompt_logprobs([news]) if news.finish is not None else {}
-        usage = {}
-        if self._parts.usage.usage_in_events:
-            usage = {"usage": usage_of([self._request_of_choice[choice]], [so_far])}
-        return {**self._answer([self._choice(choice, news)]), **prompt_logprobs, **usage}
+    def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
+        """Return the event of one choice; log-probs of the prompt come with its end."""
+        event = self._answer([self._choice(choice, delta)])
+        if delta.finish is not None:
+            event |= self._prompt_logprobs([delta])
+        if (options := self._body.stream_options) and options.usage_in_events:
+            event["usage"] = usage_of([self._request_of_choice[choice]], [so_far])
+        return event
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
         """Return the event that counts tokens, if it was asked for."""
-        if not self._parts.usage.include_usage:
+        if not (options := self._body.stream_options) or not options.include_usage:
             return None
         return {**self._answer([]), "usage": usage_of(self._request_of_choice, results)}
 
     def _answer(self, choices: list[dict]) -> dict:
-        """Rows of a prompt that belong to all choices stand beside them."""
+        """Move the rows of a prompt, which all choices share, from the choice to the answer."""
         shared = [choice.pop("prompt_routed_experts") for choice in choices if "prompt_routed_experts" in choice]
         return {
             **self._envelope,
@@ -76,22 +65,20 @@ class TokenWriter:
             **({"prompt_routed_experts": next(filter(None, shared), None)} if shared else {}),
         }
 
-    def _choice(self, choice: int, news: ChoiceResult) -> dict:
-        routing, request = {}, self._request_of_choice[choice]
-        if self._routing.is_due(choice, news.routing, has_ended=news.finish is not None):
-            routing = self._routing.fields(choice, news.routing)
+    def _choice(self, choice: int, delta: ChoiceResult) -> dict:
+        request, num_logprobs = self._request_of_choice[choice], self._body.sampling_params.logprobs
         return {
             "index": choice,
-            "token_ids": list(news.token_ids),
-            "finish_reason": None if news.finish is None else news.finish.kind,
-            "stop_reason": stop_reason(news, request, eos_token_ids=self._card.eos_token_ids),
-            "logprobs": None if self._logprobs is None else self._logprobs.write(news),
-            **routing,
+            "token_ids": list(delta.token_ids),
+            "finish_reason": None if delta.finish is None else delta.finish.kind,
+            "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
+            "logprobs": None if num_logprobs is None else token_logprobs(delta, num_logprobs=num_logprobs),
+            **self.routing.fields(choice, delta),
         }
 
     def _prompt_logprobs(self, results: Sequence[ChoiceResult]) -> dict:
-        """One object per prompt token, by token id, of the token itself, then of the likeliest; null for the first."""
-        num_top = self._parts.num_prompt_logprobs
+        """One object per prompt token, by token id: the token itself, then the likeliest; null for the first."""
+        num_top = self._body.sampling_params.prompt_logprobs
         if num_top is None:
             return {}
         prompt_ids = self._request_of_choice[0].prompt_ids.tolist()

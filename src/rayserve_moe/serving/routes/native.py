@@ -16,11 +16,10 @@ from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
-from rayserve_moe.serving.responses.answering import respond, respond_in_events
+from rayserve_moe.serving.responses.answering import respond, rollout_type
 from rayserve_moe.serving.responses.native import NativeWriter
 from rayserve_moe.serving.responses.request_streams import open_streams
-from rayserve_moe.serving.responses.rollout import respond_in_rollout, rollout_type
-from rayserve_moe.serving.responses.routing import RoutingForm, RoutingWriter
+from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.routes.request_parts import check_start, forced_routing_of, num_new_tokens, prompt_ids_of
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
 
@@ -34,25 +33,16 @@ def native_router(state: ApiState) -> APIRouter:
     @router.post("/generate", **generates(GenerateBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateBody, intake=state.intake, ignored=state.ignored_fields)
-        media_type = rollout_type(request, streams=body.stream)
+        container = rollout_type(request, stream=body.stream)
         streams = await open_streams(state, await _requests(state, body, request), param_names=_param_names(body))
-        dialect = "binary" if media_type else body.routed_experts_format
-        form = RoutingForm(dialect, body.routed_experts_start_len, shares_prompt_rows=dialect == "binary")
-        routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)
-        writer = NativeWriter(
-            state.card,
-            streams,
-            routing=routing,
-            return_logprob=body.return_logprob,
-            as_list=body.batch.is_batch or len(streams.request_of_choice) > 1,
+        routing = RoutingWriter(
+            state.card.routing,
+            "binary" if container else body.routed_experts_format,
+            shares_prompt_rows=container is not None,
+            request_of_choice=streams.request_of_choice,
         )
-        if body.stream:
-            return respond_in_events(state, streams, writer=writer)
-        if media_type:
-            return await respond_in_rollout(
-                state, request, streams=streams, writer=writer, routing=routing, media_type=media_type
-            )
-        return await respond(state, request, streams=streams, writer=writer)
+        writer = NativeWriter(state.card, body, streams=streams, routing=routing)
+        return await respond(state, request, streams=streams, writer=writer, stream=body.stream, container=container)
 
     return router
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,10 +16,9 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
-from rayserve_moe.serving.responses.answering import respond, respond_in_events
-from rayserve_moe.serving.responses.openai import CHAT, COMPLETION, AnswerParts, AnswerWriter, Dialect, new_answer_id
+from rayserve_moe.serving.responses.answering import respond
+from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.request_streams import open_streams
-from rayserve_moe.serving.responses.routing import RoutingForm
 from rayserve_moe.serving.routes.request_parts import (
     check_model,
     check_start,
@@ -27,7 +27,7 @@ from rayserve_moe.serving.routes.request_parts import (
     num_new_tokens,
     prompt_ids_of,
 )
-from rayserve_moe.serving.schemas.openai import ChatBody, ChatMessage, CompletionBody, StreamOptions
+from rayserve_moe.serving.schemas.openai import ChatBody, ChatMessage, CompletionBody
 from rayserve_moe.text.chat import ChatTemplateError, encode_chat
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -45,14 +45,14 @@ def openai_router(state: ApiState) -> APIRouter:
         body = await read_body(request, CompletionBody, intake=state.intake, ignored=state.ignored_fields)
         check_model(state, body.model)
         prompts = await prompt_ids_of(state, body.prompt, param="prompt", request=request)
-        return await _answer(state, request, body=body, dialect=COMPLETION, prompts=prompts)
+        return await _answer(state, request, body=body, prompts=prompts)
 
     @router.post("/v1/chat/completions", **generates(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, intake=state.intake, ignored=state.ignored_fields)
         check_model(state, body.model)
         prompt_ids = await _chat_ids(state, body.messages, request)
-        return await _answer(state, request, body=body, dialect=CHAT, prompts=[prompt_ids])
+        return await _answer(state, request, body=body, prompts=[prompt_ids])
 
     return router
 
@@ -78,35 +78,14 @@ def _encode_chat(state: ApiState, messages: Sequence[ChatMessage]) -> np.ndarray
 
 
 async def _answer(
-    state: ApiState,
-    http_request: Request,
-    *,
-    body: CompletionBody | ChatBody,
-    dialect: Dialect,
-    prompts: Sequence[np.ndarray],
+    state: ApiState, http_request: Request, *, body: CompletionBody | ChatBody, prompts: Sequence[np.ndarray]
 ) -> Response:
-    answer_id = body.rid or new_answer_id(dialect)
+    prefix, names = ("chatcmpl", _CHAT_NAMES) if isinstance(body, ChatBody) else ("cmpl", _COMPLETION_NAMES)
+    answer_id = body.rid or f"{prefix}-{uuid.uuid4().hex}"
     requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
-    streams = await open_streams(state, requests, param_names=_CHAT_NAMES if dialect is CHAT else _COMPLETION_NAMES)
-    writer = AnswerWriter(
-        dialect,
-        answer_id,
-        model=(state.card, state.tokenizer),
-        parts=AnswerParts(
-            routing=RoutingForm(
-                body.routed_experts_format,
-                body.routed_experts_start_len,
-                shares_prompt_rows=body.routed_experts_format == "nested",
-            ),
-            logprobs=body.wants_logprobs,
-            echo=body.echoes,
-            usage=body.stream_options or StreamOptions(),
-        ),
-        request_of_choice=streams.request_of_choice,
-    )
-    if body.stream:
-        return respond_in_events(state, streams, writer=writer)
-    return await respond(state, http_request, streams=streams, writer=writer)
+    streams = await open_streams(state, requests, param_names=names)
+    writer = OpenAIWriter(state, body, answer_id=answer_id, request_of_choice=streams.request_of_choice)
+    return await respond(state, http_request, streams=streams, writer=writer, stream=body.stream)
 
 
 async def _requests(

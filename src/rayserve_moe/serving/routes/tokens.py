@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,11 +14,10 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
-from rayserve_moe.serving.responses.answering import respond, respond_in_events
+from rayserve_moe.serving.responses.answering import respond, rollout_type
 from rayserve_moe.serving.responses.request_streams import open_streams
-from rayserve_moe.serving.responses.rollout import respond_in_rollout, rollout_type
-from rayserve_moe.serving.responses.routing import RoutingForm, RoutingWriter
-from rayserve_moe.serving.responses.tokens import TokenParts, TokenWriter
+from rayserve_moe.serving.responses.routing import RoutingWriter
+from rayserve_moe.serving.responses.tokens import TokenWriter
 from rayserve_moe.serving.routes.request_parts import (
     check_model,
     check_start,
@@ -25,7 +25,6 @@ from rayserve_moe.serving.routes.request_parts import (
     num_new_tokens,
     prompt_ids_of,
 )
-from rayserve_moe.serving.schemas.openai import StreamOptions
 from rayserve_moe.serving.schemas.tokens import TokenBody
 
 _PARAM_NAMES = {
@@ -48,25 +47,11 @@ def token_router(state: ApiState) -> APIRouter:
     async def generate(request: Request) -> Response:
         body = await read_body(request, TokenBody, intake=state.intake, ignored=state.ignored_fields)
         check_model(state, body.model)
-        media_type = rollout_type(request, streams=body.stream)
-        wanted = await _request(state, body, request)
-        streams = await open_streams(state, [wanted], param_names=_PARAM_NAMES)
-        form = _routing_form(body, in_container=media_type is not None)
-        routing = RoutingWriter(state.card.routing, form, request_of_choice=streams.request_of_choice)
-        writer = TokenWriter(
-            wanted.request_id,
-            _parts(body),
-            card=state.card,
-            routing=routing,
-            request_of_choice=streams.request_of_choice,
-        )
-        if body.stream:
-            return respond_in_events(state, streams, writer=writer)
-        if media_type:
-            return await respond_in_rollout(
-                state, request, streams=streams, writer=writer, routing=routing, media_type=media_type
-            )
-        return await respond(state, request, streams=streams, writer=writer)
+        container = rollout_type(request, stream=body.stream)
+        streams = await open_streams(state, [await _request(state, body, request)], param_names=_PARAM_NAMES)
+        routing = _routing_writer(state, body, streams.request_of_choice, in_container=container is not None)
+        writer = TokenWriter(state.card, body, request_of_choice=streams.request_of_choice, routing=routing)
+        return await respond(state, request, streams=streams, writer=writer, stream=body.stream, container=container)
 
     return router
 
@@ -102,19 +87,15 @@ def _num_top_logprobs(body: TokenBody) -> int:
     return max(output if output > 1 else 0, prompt)
 
 
-def _routing_form(body: TokenBody, *, in_container: bool) -> RoutingForm:
-    dialect = body.routed_experts_format
-    if in_container:
-        dialect = "binary"
-    elif dialect == "packed" and body.routed_experts_dtype:
+def _routing_writer(
+    state: ApiState, body: TokenBody, request_of_choice: Sequence[GenerationRequest], *, in_container: bool
+) -> RoutingWriter:
+    dialect = "binary" if in_container else body.routed_experts_format
+    if dialect == "packed" and body.routed_experts_dtype:
         dialect = f"packed-{body.routed_experts_dtype}"
-    start = body.sampling_params.routed_experts_prompt_start
-    return RoutingForm(dialect, start, shares_prompt_rows=dialect in ("binary", "nested"))
-
-
-def _parts(body: TokenBody) -> TokenParts:
-    return TokenParts(
-        num_logprobs=body.sampling_params.logprobs,
-        num_prompt_logprobs=body.sampling_params.prompt_logprobs,
-        usage=body.stream_options or StreamOptions(),
+    return RoutingWriter(
+        state.card.routing,
+        dialect,
+        shares_prompt_rows=dialect in ("binary", "nested"),
+        request_of_choice=request_of_choice,
     )

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
-from rayserve_moe.serving.responses.routing import RoutingForm, RoutingWriter
+from rayserve_moe.engine.answers import ChoiceResult
+from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.serving.responses.routing import RoutingWriter
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)
 REQUEST = GenerationRequest("one", np.arange(4, dtype=np.int32), SamplingParams(n=2), return_routed_experts=True)
@@ -20,8 +21,9 @@ OTHER_TAIL = np.concatenate([FIRST.rows[:4], 7 - FIRST.rows[4:]])
 
 
 def rows_told_of(second: RoutedExperts) -> list[int]:
-    writer = RoutingWriter(LAYOUT, RoutingForm("binary", shares_prompt_rows=True), request_of_choice=[REQUEST] * 2)
-    told = [writer.fields(choice, routing)["routed_experts_info"] for choice, routing in enumerate((FIRST, second))]
+    writer = RoutingWriter(LAYOUT, "binary", shares_prompt_rows=True, request_of_choice=[REQUEST] * 2)
+    results = [ChoiceResult(finish=FinishReason("length"), routing=routing) for routing in (FIRST, second)]
+    told = [writer.fields(choice, result)["routed_experts_info"] for choice, result in enumerate(results)]
     assert [info["start"] + info["shape"][0] for info in told] == [6, 6]
     for info, rows in zip(told, writer.raw_rows, strict=True):
         assert len(rows) == info["shape"][0] - sum(last - first for first, last in info["missing"])
