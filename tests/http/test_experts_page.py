@@ -14,7 +14,7 @@ from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord, ProgressView
 from rayserve_moe.engine.expert_counting import COUNTS_EVERY
-from rayserve_moe.serving.routes.experts import PAGE
+from rayserve_moe.serving.routes.statistics import PAGE
 from tests.http.conftest import served
 from tests.support.serving import KEY
 

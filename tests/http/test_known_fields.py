@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
-from rayserve_moe.serving.schemas.field_checks import taken_fields
+from rayserve_moe.serving.middleware.json_body import taken_fields
 from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields
 from tests.architecture.fields_page import PAGE, page
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS

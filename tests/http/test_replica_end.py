@@ -15,9 +15,9 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.app import end_after_failure
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
-from rayserve_moe.serving.replica_end import end_after_failure
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.counting import CARD, CountingExecutor
 from tests.support.serving import running

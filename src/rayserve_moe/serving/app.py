@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
-from rayserve_moe.cluster.replica_engine import start_replica_engine
+from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
@@ -25,20 +27,24 @@ from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
-from rayserve_moe.serving.replica_end import end_after_failure
+
+log = logging.getLogger(__name__)
 
 SERVE_LOGGER = "ray.serve"
-"""Serve's lines go to the replica's own file and, where it is asked to, to standard error: so do the package's."""
+"""Its handlers, the replica's log file and perhaps standard error, get the package's lines too."""
 REPLICA_CPUS = 0.5
 SHUT_DOWN = FinishReason("error", message="the server is shutting down")
 HEALTH_CHECK_PERIOD_S = 1.0
-"""Serve replaces a replica that is gone after one check, and one that fails after three in a row."""
+"""Serve replaces a lost replica after one check, a failing one after three in a row and a drain."""
+ANSWERS_TIMEOUT_S = 5.0
+"""For clients to receive the error that ends their request."""
+_POLL_S = 0.02
 
 
 @serve.deployment(name="moe-server")
 @serve.ingress()
 class MoeServer:
-    """Engine and HTTP edge of one slice, in one process, so that a token crosses one process border on its way out."""
+    """Engine and HTTP edge of one slice in one process: a token crosses one process border on its way out."""
 
     def __init__(self, settings: Settings) -> None:
         use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
@@ -56,12 +62,12 @@ class MoeServer:
         )
 
     async def drain(self) -> int:
-        """Refuse new work from now on; returns how many requests are under way."""
+        """Refuse new requests from now on; returns how many are in progress."""
         self._traffic.drain()
         return self._traffic.num_open
 
     async def give_up(self) -> None:
-        """End what runs with an error, and the engine with it."""
+        """End running requests with an error, and the engine."""
         await asyncio.to_thread(self._engine.loop.shutdown, SHUT_DOWN)
 
     def check_health(self) -> None:
@@ -92,7 +98,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
-    """The balancer, where experts move: Serve's controller starts it, and starts it again when it dies."""
+    """The balancer, where experts move: Serve's controller starts it, and restarts it when it dies."""
     if not settings.balancing.enabled:
         return []
     rules = planning_config(settings.balancing, settings.experts)
@@ -104,3 +110,18 @@ def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
             actor_options={"num_cpus": 0},
         )
     ]
+
+
+def end_after_failure(engine: ReplicaEngine, traffic: Traffic, *, end_process: Callable[[], None]) -> None:
+    """Wait for the engine to end; if it has failed, release its hosts, wait for open answers, and end the process.
+
+    Serve replaces a lost replica at once. The engine publishes every request's error before its thread ends.
+    """
+    if not engine.loop.has_failed.result():
+        return
+    engine.shutdown()
+    deadline = time.monotonic() + ANSWERS_TIMEOUT_S
+    while traffic.num_open and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    log.error("the engine has failed: this replica ends, with %d requests unanswered", traffic.num_open)
+    end_process()

@@ -6,19 +6,17 @@ from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import install_error_handlers
-from rayserve_moe.serving.middleware.answer_count import AnswerCount
 from rayserve_moe.serving.middleware.edge_guard import EdgeGuard
-from rayserve_moe.serving.middleware.ignored_fields import IgnoredFieldsHeader
-from rayserve_moe.serving.middleware.traffic import CountedTraffic
+from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
+from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.routes.control import control_router
-from rayserve_moe.serving.routes.experts import experts_router
-from rayserve_moe.serving.routes.load import load_router
 from rayserve_moe.serving.routes.models import model_router, package_version
 from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
+from rayserve_moe.serving.routes.statistics import statistics_router
 from rayserve_moe.serving.routes.tokens import token_router
-from rayserve_moe.serving.routes.unsupported import absent_router
+from rayserve_moe.serving.routes.unsupported import unsupported_router
 from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, UpdateWeightsBody
 from rayserve_moe.serving.schemas.native import GenerateBody
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
@@ -38,15 +36,14 @@ def create_api(state: ApiState) -> FastAPI:
         redirect_slashes=False,
     )
     install_error_handlers(app)
-    app.add_middleware(IgnoredFieldsHeader)
+    app.add_middleware(list_ignored_fields)
     app.add_middleware(EdgeGuard, server=state.server)
-    app.add_middleware(CountedTraffic, traffic=state.traffic)
-    app.add_middleware(AnswerCount, answered=state.answered)
-    # Routes are tried in order: those that are asked most come first.
+    app.add_middleware(count_traffic, traffic=state.traffic)
+    # Routes are tried in order: the most used come first.
     for router in (native_router, openai_router, token_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
-    for router in (control_router, model_router, load_router, experts_router):
+    for router in (control_router, model_router, statistics_router):
         app.include_router(router(state))
-    app.include_router(absent_router())
+    app.include_router(unsupported_router())
     publish(app, BODIES)
     return app

@@ -1,4 +1,4 @@
-"""The numbers of engine and HTTP edge as Prometheus metrics: names and units by its conventions, all with the model."""
+"""Prometheus metrics of the engine, the HTTP edge and expert balancing; all have the model as a label."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.observability.metrics import HistogramState
 
 PREFIX = "rayserve_moe"
@@ -66,9 +67,7 @@ class EngineMetrics(Collector):
         statistics = self._loop.statistics()
         for key, value in statistics.items():
             name, meaning = GAUGES.get(key) or COUNTERS[key]
-            family = (GaugeMetricFamily if key in GAUGES else CounterMetricFamily)(_name(name), meaning, labels=[MODEL])
-            family.add_metric([model], value)
-            yield family
+            yield (_gauge if key in GAUGES else _counter)(name, meaning, {(): value}, model)
         used = 1 - statistics["pages_free"] / max(1.0, statistics["pages_total"])
         yield _gauge("kv_usage_ratio", "KV pages that running choices hold, of all", {(): used}, model)
         yield from self._of_requests(model)
@@ -93,26 +92,74 @@ class EngineMetrics(Collector):
         yield _counter("prompt_tokens_cached", "those that were found cached", {(): cached}, model)
 
 
-def _name(name: str) -> str:
-    return f"{PREFIX}_{name}"
+class BalancingMetrics(Collector):
+    """Imbalance by layer, and over layers, under the current placement and the one before; plans followed and refused.
+
+    An imbalance is the load of the hottest device over the mean one, with the tokens of the window.
+    """
+
+    def __init__(self, balancing: EplbControl, *, model: str) -> None:
+        self._balancing, self._model = balancing, model
+
+    def describe(self) -> list[Metric]:
+        """Registering asks for no numbers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every number as it is now."""
+        view, totals, model = self._balancing.view(), self._balancing.history.totals, self._model
+        by_placement = {"before": view.imbalance_before, "now": view.imbalance_now}
+        by_layer = {
+            (placement, layer_id): imbalance
+            for placement, imbalances in by_placement.items()
+            for layer_id, imbalance in zip(view.layer_ids, imbalances, strict=True)
+        }
+        largest = {(placement,): max(values, default=1.0) for placement, values in by_placement.items()}
+        mean = {(placement,): sum(values) / max(1, len(values)) for placement, values in by_placement.items()}
+        meaning = "load of the hottest device over the mean one"
+        yield _gauge("expert_imbalance", meaning, by_layer, model, "placement", "layer")
+        yield _gauge("expert_imbalance_max", "the same, of the hottest layer", largest, model, "placement")
+        yield _gauge("expert_imbalance_mean", "the same, mean over layers", mean, model, "placement")
+        yield _gauge("expert_balancer_up", "1 while the planner answers", {(): view.actor.alive}, model)
+        refused = {(reason,): count for reason, count in view.actor.refused.items()}
+        yield _counter("expert_plans_refused", "plans not followed", refused, model, "reason")
+        counters = {
+            "rebalances_begun": ("plans followed", totals["begun"]),
+            "rebalances_finished": ("plans followed to their end", totals["finished"]),
+            "rebalances_replaced": ("plans followed until there was another", totals["replaced"]),
+            "rebalances_failed": ("plans given up", totals["failed"]),
+            "slots_moved": ("slots that got another expert", totals["moved"]),
+            "planning_seconds": ("time from asking for plans to their answers", self._balancing.planning_s),
+            "balancer_restarts": ("times that a lost planner was found again", view.actor.restarts),
+        }
+        for name, (meaning, value) in counters.items():
+            yield _counter(f"expert_{name}", meaning, {(): value}, model)
 
 
-def _gauge(name: str, meaning: str, values: Mapping[Sequence, float], model: str) -> Metric:
-    family = GaugeMetricFamily(_name(name), meaning, labels=[MODEL])
-    for labels, value in values.items():
-        family.add_metric([model, *map(str, labels)], value)
-    return family
+def _gauge(name: str, meaning: str, values: Mapping[tuple, float], model: str, *labels: str) -> Metric:
+    return _family(GaugeMetricFamily, name, meaning, values, [model, *labels])
 
 
 def _counter(name: str, meaning: str, values: Mapping[tuple, float], model: str, *labels: str) -> Metric:
-    family = CounterMetricFamily(_name(name), meaning, labels=[MODEL, *labels])
-    for told, value in values.items():
-        family.add_metric([model, *map(str, told)], value)
+    return _family(CounterMetricFamily, name, meaning, values, [model, *labels])
+
+
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    meaning: str,
+    values: Mapping[tuple, float],
+    model_and_labels: Sequence[str],
+) -> Metric:
+    model, *labels = model_and_labels
+    family = kind(f"{PREFIX}_{name}", meaning, labels=[MODEL, *labels])
+    for label_values, value in values.items():
+        family.add_metric([model, *map(str, label_values)], value)
     return family
 
 
 def _histogram(name: str, meaning: str, state: HistogramState, model: str) -> Metric:
-    family = HistogramMetricFamily(_name(name), meaning, labels=[MODEL])
+    family = HistogramMetricFamily(f"{PREFIX}_{name}", meaning, labels=[MODEL])
     bounds = ["+Inf" if math.isinf(bound) else repr(float(bound)) for bound in state.bounds]
     family.add_metric([model], list(zip(bounds, state.at_or_below, strict=True)), state.total)
     return family

@@ -14,7 +14,7 @@ from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
 from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.serving.balancing_metrics import BalancingMetrics
+from rayserve_moe.serving.metrics import BalancingMetrics
 from tests.support.balancing import CountedSteps
 
 WITHIN_S = 600.0

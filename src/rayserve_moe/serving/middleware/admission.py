@@ -1,4 +1,4 @@
-"""Where request bodies and prompts are made ready for the engine: on threads, with a bound on what waits for them."""
+"""Threads that parse request bodies and tokenize prompts, with bounds on bytes in memory and on queued work."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.responses.streaming import while_connected
 
 INLINE_BYTES = 16384
-"""Bodies up to here are parsed on the event loop: that takes no longer than handing them over."""
+"""Bodies up to here are parsed on the event loop: a thread would take as long."""
 SHORT_BYTES = 65536
-"""Work up to here has threads of its own, so that it does not wait behind what is long."""
+"""Work up to here has threads of its own, so that it does not wait behind long work."""
 MAX_WAITING = 1024
-"""Pieces of work that wait for the threads of long work before more is refused."""
+"""Long work that may be queued before more is refused."""
 _THREADS = 2
 
 Result = TypeVar("Result")
 Work = Callable[[threading.Event], Result]
-"""Runs on a thread; once the event is set nobody waits for its result any more."""
+"""Runs on a thread; the event is set once the caller no longer waits for its result."""
 
 
-class Intake:
-    """Threads for short and for long work, and the bytes of all bodies and prompts on their way to the engine."""
+class Admission:
+    """Threads for short and for long work, and the bytes of all bodies and prompts that are being read."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = self._num_long = 0
         self._short, self._long = (
-            ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix=f"intake-{name}") for name in ("short", "long")
+            ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix=f"admission-{name}")
+            for name in ("short", "long")
         )
 
     @contextmanager
     def holding(self, num_bytes: int) -> Generator[None]:
-        """Count bytes that are kept meanwhile. ApiError 429 where there are too many; one request alone always may."""
+        """Count bytes as in memory. ApiError 429 where there are too many; a request alone is always admitted."""
         if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
             raise _too_much()
         self._num_bytes += num_bytes
@@ -49,10 +50,9 @@ class Intake:
             self._num_bytes -= num_bytes
 
     async def run(self, work: Work[Result], *, size: int, receive: Receive) -> Result:
-        """Run `work` on about `size` bytes on a thread.
+        """Run `work` on about `size` bytes on a thread. ApiError 429 where the queue is full.
 
-        Once the client has left it is dropped, where it still waits, and told by its event otherwise: ClientDisconnect.
-        ApiError 429 where too much waits already.
+        ClientDisconnect once the client has disconnected: queued work is dropped, running work has its event set.
         """
         if size <= SHORT_BYTES:
             return await while_connected(receive, _result_of(self._short, work))
@@ -66,11 +66,11 @@ class Intake:
 
 
 async def _result_of(threads: ThreadPoolExecutor, work: Work[Result]) -> Result:
-    given_up = threading.Event()
+    is_cancelled = threading.Event()
     try:
-        return await asyncio.get_running_loop().run_in_executor(threads, work, given_up)
+        return await asyncio.get_running_loop().run_in_executor(threads, work, is_cancelled)
     finally:
-        given_up.set()
+        is_cancelled.set()
 
 
 def _too_much() -> ApiError:

@@ -1,7 +1,4 @@
-"""Names at the top level of bodies that nobody knows: they are ignored, logged once, and listed in the answer's header.
-
-Plain ASGI, so that streamed answers carry the header too.
-"""
+"""Unknown top-level fields of request bodies: ignored, logged once, and listed in a response header."""
 
 from __future__ import annotations
 
@@ -21,20 +18,9 @@ _LONGEST_NAME = 64
 _KEY = "rayserve_moe.ignored_fields"
 
 
-class IgnoredFields:
-    """Notes the names of one application's requests: each is logged once."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def note(self, request: Request, names: Sequence[str]) -> None:
-        """Have the answer to `request` list them; log those that are new, only so many: clients choose them."""
-        if names:
-            request.scope[_KEY] = names
-        for name in names:
-            if name not in self._seen and len(self._seen) < _MAX_REMEMBERED:
-                self._seen.add(name)
-                _log.warning("ignoring request field %s, which is not known", ascii(name[:_LONGEST_NAME]))
+def note_ignored(request: Request, names: Sequence[str]) -> None:
+    """Have the answer to `request` list these names."""
+    request.scope[_KEY] = names
 
 
 def listed(names: Sequence[str]) -> str:
@@ -44,17 +30,21 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join([*told, f"+{more}"] if more else told)
 
 
-class IgnoredFieldsHeader:
-    """ASGI wrapper that puts the header on answers to requests with noted names."""
+def list_ignored_fields(app: ASGIApp) -> ASGIApp:
+    """Return ASGI middleware that adds the header and logs each name once, at most so many: clients choose them."""
+    seen: set[str] = set()
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def listing(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_listing(message: Message) -> None:
             if message["type"] == "http.response.start" and (names := scope.get(_KEY)):
                 headers = [*message["headers"], (HEADER.encode(), listed(names).encode())]
                 message = {**message, "headers": headers}
+                for name in names:
+                    if name not in seen and len(seen) < _MAX_REMEMBERED:
+                        seen.add(name)
+                        _log.warning("ignoring request field %s, which is not known", ascii(name[:_LONGEST_NAME]))
             await send(message)
 
-        await self._app(scope, receive, send_listing if scope["type"] == "http" else send)
+        await app(scope, receive, send_listing)
+
+    return listing

@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.middleware.admission import INLINE_BYTES, Intake
-from rayserve_moe.serving.middleware.ignored_fields import IgnoredFields
+from rayserve_moe.serving.middleware.admission import INLINE_BYTES, Admission
+from rayserve_moe.serving.middleware.ignored_fields import note_ignored
 from rayserve_moe.serving.middleware.json_pieces import JsonFault, parse_in_pieces
-from rayserve_moe.serving.schemas.field_checks import taken_fields
-from rayserve_moe.serving.schemas.known_fields import FIELDS
+from rayserve_moe.serving.schemas.known_fields import FIELDS, NOTHING, KnownFields
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 _SUBJECT = re.compile("^(Value error,|Input|Field|String|List) ")
-"""What a fault's sentence begins with; the name of the field stands in for it."""
+"""The beginning of a fault's sentence, which the name of the field replaces."""
+_LONGEST_COMPARED_NAME = 64
 
 
-async def read_body(request: Request, schema: type[Schema], *, intake: Intake, ignored: IgnoredFields) -> Schema:
-    """Read, parse and check the body, on a thread where it is long; whatever its type says, it is taken as JSON."""
+async def read_body(request: Request, schema: type[Schema], *, admission: Admission) -> Schema:
+    """Read, parse and check the body, on a thread where it is long. Its content type is not looked at."""
     with ExitStack() as held:
-        body = await _bytes_of(request, intake, held)
+        body = await _bytes_of(request, admission, held)
         check = partial(_checked, body, schema)
         if len(body) > INLINE_BYTES:
-            checked, unknown = await intake.run(lambda _: check(), size=len(body), receive=request.receive)
+            checked, unknown = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
         else:
             checked, unknown = check()
-    ignored.note(request, unknown)
+    note_ignored(request, unknown)
     return checked
 
 
-async def _bytes_of(request: Request, intake: Intake, held: ExitStack) -> bytes:
-    """The whole body, which counts as held as it arrives. One that is refused is read on: its client still writes."""
+async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> bytes:
+    """Read the whole body, counting its bytes. A refused one is read to its end too: its client still writes."""
     parts: list[bytes] = []
     refusal: ApiError | None = None
     async for part in request.stream():
         try:
             if refusal is None:
-                held.enter_context(intake.holding(len(part)))
+                held.enter_context(admission.holding(len(part)))
                 parts.append(part)
         except ApiError as error:
             refusal = error
@@ -81,3 +82,44 @@ def validate(schema: type[Schema], fields: dict) -> Schema:
         sentence = _SUBJECT.sub("", fault["msg"]).replace(" after validation", "")
         sentence = {"required": "is required"}.get(sentence, sentence)
         raise ApiError(400, f"`{param}` {sentence}" if param else sentence, param=param) from error
+
+
+def taken_fields(fields: dict[str, Any], known: KnownFields) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields for the schema, under its own names, and the names that are not known.
+
+    ApiError 400 for a refused field that is not switched off, and for an unknown name in a nested object. Null is the
+    same as not given.
+    """
+    return _taken(fields, known, path="")
+
+
+def _taken(fields: dict[str, Any], known: KnownFields, *, path: str) -> tuple[dict[str, Any], list[str]]:
+    taken: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in fields.items():
+        own = known.other_names.get(name, name)
+        if value is None or name in known.accepted:
+            continue
+        if own in known.computed:
+            if own in taken:
+                other = next(other for other, field in known.other_names.items() if field == own)
+                raise ApiError(400, f"`{path}{own}` and `{path}{other}` are one field: give one", param=path + own)
+            taken[own] = _within(value, known.nested[own], path + own) if own in known.nested else value
+        elif name not in known.refused:
+            unknown.append(name)
+        elif value not in (*NOTHING, *known.refused[name]):
+            raise ApiError(400, f"`{path}{name}` is not supported: leave it out", param=path + name)
+    return taken, unknown
+
+
+def _within(value: Any, known: KnownFields, path: str) -> Any:
+    """Check a nested object, or each in a list; the schema refuses other values."""
+    if isinstance(value, list):
+        return [_within(each, known, f"{path}.{place}") for place, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    taken, unknown = _taken(value, known, path=f"{path}.")
+    if unknown:
+        (nearest,) = difflib.get_close_matches(unknown[0][:_LONGEST_COMPARED_NAME], known.names, cutoff=0.0, n=1)
+        raise ApiError(400, f"`{path}` has an unknown field: the nearest known one is `{nearest}`", param=path)
+    return taken

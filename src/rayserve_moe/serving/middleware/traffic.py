@@ -1,45 +1,52 @@
-"""Which requests are under way, and the end of them: a server that drains takes no new ones and lets these end."""
+"""Requests in progress and answers given, counted in middleware; a server that drains takes no new requests."""
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from collections import Counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe.serving.errors import ApiError
 
+NO_ROUTE = "none"
+"""The label of unknown paths and of requests refused before routing: clients choose paths."""
+
 
 class Traffic:
-    """Requests under way at the HTTP edge, until the last byte of their answers, and whether more may come."""
+    """Requests in progress, until the last byte of their answers, and answers by path of the route and status."""
 
     def __init__(self) -> None:
         self.num_open = 0
         self.is_draining = False
+        self.answered: Counter[tuple[str, int]] = Counter()
 
     def drain(self) -> None:
-        """Take no new work from now on."""
+        """Refuse generation requests from now on."""
         self.is_draining = True
 
     async def refuse_when_draining(self) -> None:
-        """Raise a 503 for work that comes too late; what controls the server goes on.
-
-        A coroutine, since FastAPI calls what is none on a thread.
-        """
+        """Raise a 503 while draining. A coroutine, since FastAPI calls plain functions on a thread."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: send this to another one", code="draining")
 
 
-class CountedTraffic:
-    """ASGI wrapper that counts the requests under way."""
+def count_traffic(app: ASGIApp, traffic: Traffic) -> ASGIApp:
+    """Return ASGI middleware that updates `traffic`; streams pass through unchanged."""
 
-    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
-        self._app = app
-        self._traffic = traffic
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", NO_ROUTE)
+                traffic.answered[route, message["status"]] += 1
+            await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        self._traffic.num_open += 1
+        traffic.num_open += 1
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send_counted)
         finally:
-            self._traffic.num_open -= 1
+            traffic.num_open -= 1
+
+    return counted

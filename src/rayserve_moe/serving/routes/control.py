@@ -44,7 +44,7 @@ def control_router(state: ApiState) -> APIRouter:
 
     @router.post("/abort_request", **takes(AbortBody, *COMMAND))
     async def abort_request(request: Request) -> Response:
-        body = await read_body(request, AbortBody, intake=state.intake, ignored=state.ignored_fields)
+        body = await read_body(request, AbortBody, admission=state.admission)
         state.loop.check_health()
         if body.abort_all and not has_admin_key(state.server, request.headers.get("authorization", "")):
             raise refused_key()
@@ -66,7 +66,7 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
 
     @router.post("/pause_generation", **takes(PauseBody, *COMMAND))
     async def pause_generation(request: Request) -> Response:
-        body = await read_body(request, PauseBody, intake=state.intake, ignored=state.ignored_fields)
+        body = await read_body(request, PauseBody, admission=state.admission)
         await asyncio.wrap_future(state.loop.control.pause(body.mode))
         return json_answer({"success": True, "status": "ok", "message": "generation is paused"})
 
@@ -77,7 +77,7 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
 
     @router.post("/update_weights_from_disk", **takes(UpdateWeightsBody, *COMMAND))
     async def update_weights_from_disk(request: Request) -> Response:
-        body = await read_body(request, UpdateWeightsBody, intake=state.intake, ignored=state.ignored_fields)
+        body = await read_body(request, UpdateWeightsBody, admission=state.admission)
         order = WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
         return _update_answer(await asyncio.wrap_future(state.loop.control.update_weights(order)))
 

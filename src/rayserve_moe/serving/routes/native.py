@@ -32,7 +32,7 @@ def native_router(state: ApiState) -> APIRouter:
 
     @router.post("/generate", **generates(GenerateBody, in_containers=True))
     async def generate(request: Request) -> Response:
-        body = await read_body(request, GenerateBody, intake=state.intake, ignored=state.ignored_fields)
+        body = await read_body(request, GenerateBody, admission=state.admission)
         container = rollout_type(request, stream=body.stream)
         streams = await open_streams(state, await _requests(state, body, request), param_names=_param_names(body))
         routing = RoutingWriter(

@@ -42,14 +42,14 @@ def openai_router(state: ApiState) -> APIRouter:
 
     @router.post("/v1/completions", **generates(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionBody, intake=state.intake, ignored=state.ignored_fields)
+        body = await read_body(request, CompletionBody, admission=state.admission)
         check_model(state, body.model)
         prompts = await prompt_ids_of(state, body.prompt, param="prompt", request=request)
         return await _answer(state, request, body=body, prompts=prompts)
 
     @router.post("/v1/chat/completions", **generates(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatBody, intake=state.intake, ignored=state.ignored_fields)
+        body = await read_body(request, ChatBody, admission=state.admission)
         check_model(state, body.model)
         prompt_ids = await _chat_ids(state, body.messages, request)
         return await _answer(state, request, body=body, prompts=[prompt_ids])
@@ -60,8 +60,8 @@ def openai_router(state: ApiState) -> APIRouter:
 async def _chat_ids(state: ApiState, messages: Sequence[ChatMessage], request: Request) -> np.ndarray:
     size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in messages)
     encode = partial(_encode_chat, state, messages)
-    with state.intake.holding(size):
-        return await state.intake.run(lambda _: encode(), size=size, receive=request.receive)
+    with state.admission.holding(size):
+        return await state.admission.run(lambda _: encode(), size=size, receive=request.receive)
 
 
 def _num_characters(content: str | list[dict] | None) -> int:

@@ -39,14 +39,16 @@ async def prompt_ids_of(
     size = sum(len(prompt) if isinstance(prompt, str) else _BYTES_PER_ID * len(prompt) for prompt in prompts)
     if size <= INLINE_BYTES and not any(isinstance(prompt, str) for prompt in prompts):
         return encode(threading.Event())
-    with state.intake.holding(size):
-        return await state.intake.run(encode, size=size, receive=request.receive)
+    with state.admission.holding(size):
+        return await state.admission.run(encode, size=size, receive=request.receive)
 
 
-def _encode_all(state: ApiState, prompts: Sequence[Prompt], param: str, given_up: threading.Event) -> list[np.ndarray]:
+def _encode_all(
+    state: ApiState, prompts: Sequence[Prompt], param: str, is_cancelled: threading.Event
+) -> list[np.ndarray]:
     card, all_ids = state.card, []
     for prompt in prompts:
-        if given_up.is_set():
+        if is_cancelled.is_set():
             break
         ids = encoded(partial(state.tokenizer.encode, prompt), card, param=param) if isinstance(prompt, str) else prompt
         if not ids:

@@ -45,7 +45,7 @@ def token_router(state: ApiState) -> APIRouter:
 
     @router.post("/inference/v1/generate", **generates(TokenBody, in_containers=True))
     async def generate(request: Request) -> Response:
-        body = await read_body(request, TokenBody, intake=state.intake, ignored=state.ignored_fields)
+        body = await read_body(request, TokenBody, admission=state.admission)
         check_model(state, body.model)
         container = rollout_type(request, stream=body.stream)
         streams = await open_streams(state, [await _request(state, body, request)], param_names=_PARAM_NAMES)

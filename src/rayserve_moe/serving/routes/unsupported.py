@@ -1,4 +1,4 @@
-"""Routes of other servers whose features need what this one does not have: each says so, and what to use instead."""
+"""Routes of other servers that are not supported here: each answers 501 and names what to use instead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REASONS = {
 }
 
 
-def absent_router() -> APIRouter:
+def unsupported_router() -> APIRouter:
     """Return routes that answer 501."""
     router = APIRouter()
     for path, reason in REASONS.items():

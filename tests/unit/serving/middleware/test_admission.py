@@ -1,4 +1,4 @@
-"""What waits for the threads of the intake is bounded, and dropped once its client has left."""
+"""The queue of the threads is bounded, and work is dropped once its client has disconnected."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from starlette.requests import ClientDisconnect
 
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware import admission as module
-from rayserve_moe.serving.middleware.admission import SHORT_BYTES, Intake
+from rayserve_moe.serving.middleware.admission import SHORT_BYTES, Admission
 
 LONG = SHORT_BYTES + 1
 WITHIN_S = 30
 
 
 @pytest.fixture
-def intake():
-    return Intake(1000)
+def admission():
+    return Admission(1000)
 
 
 async def stays():
@@ -29,54 +29,54 @@ async def leaves():
     return {"type": "http.disconnect"}
 
 
-def test_bytes_beyond_the_bound_are_refused_until_others_are_done(intake):
-    with intake.holding(600):
-        with pytest.raises(ApiError) as refusal, intake.holding(600):
+def test_bytes_beyond_the_bound_are_refused_until_others_are_done(admission):
+    with admission.holding(600):
+        with pytest.raises(ApiError) as refusal, admission.holding(600):
             pass
         assert refusal.value.status == 429 and "Retry-After" in refusal.value.response().headers
-        with intake.holding(400):
+        with admission.holding(400):
             pass
-    with intake.holding(5000):
+    with admission.holding(5000):
         pass
 
 
-def test_work_whose_client_has_left_never_runs(intake):
+def test_work_whose_client_has_left_never_runs(admission):
     """Both threads are taken: what waits behind is dropped with its client, and what runs is told to give up."""
     taken, told, ran = threading.Barrier(3), [], []
 
-    def hold(given_up):
+    def hold(is_cancelled):
         taken.wait(WITHIN_S)
-        told.append(given_up.wait(WITHIN_S))
+        told.append(is_cancelled.wait(WITHIN_S))
 
     async def scenario():
-        holding = [asyncio.create_task(intake.run(hold, size=LONG, receive=stays)) for _ in range(2)]
+        holding = [asyncio.create_task(admission.run(hold, size=LONG, receive=stays)) for _ in range(2)]
         await asyncio.to_thread(taken.wait, WITHIN_S)
         with pytest.raises(ClientDisconnect):
-            await intake.run(ran.append, size=LONG, receive=leaves)
-        short = await intake.run(lambda _: "short", size=1, receive=stays)
+            await admission.run(ran.append, size=LONG, receive=leaves)
+        short = await admission.run(lambda _: "short", size=1, receive=stays)
         for task in holding:
             task.cancel()
         await asyncio.gather(*holding, return_exceptions=True)
-        assert await intake.run(lambda _: "free", size=LONG, receive=stays) == "free"
+        assert await admission.run(lambda _: "free", size=LONG, receive=stays) == "free"
         return short
 
     assert asyncio.run(scenario()) == "short"
     assert told == [True, True] and not ran
 
 
-def test_a_full_queue_refuses_long_work_alone(intake, monkeypatch):
+def test_a_full_queue_refuses_long_work_alone(admission, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING", 1)
     started, done = threading.Event(), threading.Event()
 
     async def scenario():
         first = asyncio.create_task(
-            intake.run(lambda _: started.set() or done.wait(WITHIN_S), size=LONG, receive=stays)
+            admission.run(lambda _: started.set() or done.wait(WITHIN_S), size=LONG, receive=stays)
         )
         await asyncio.to_thread(started.wait, WITHIN_S)
         with pytest.raises(ApiError) as refusal:
-            await intake.run(lambda _: None, size=LONG, receive=stays)
+            await admission.run(lambda _: None, size=LONG, receive=stays)
         assert refusal.value.status == 429
-        assert await intake.run(lambda _: 1, size=SHORT_BYTES, receive=stays) == 1
+        assert await admission.run(lambda _: 1, size=SHORT_BYTES, receive=stays) == 1
         done.set()
         assert await first
 

@@ -1,28 +1,31 @@
-"""How busy the engine is: for clients that wait for it to be idle, and for Prometheus."""
+"""Statistics: load for clients that wait for an idle engine, Prometheus metrics, and loads of experts with a page."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.balancing_metrics import BalancingMetrics
-from rayserve_moe.serving.metrics import EngineMetrics
+from rayserve_moe.serving.metrics import BalancingMetrics, EngineMetrics
 from rayserve_moe.serving.openapi import answers
-from rayserve_moe.serving.responses.streaming import json_answer
+from rayserve_moe.serving.responses.streaming import json_answer, to_json
 
 _INCLUDE = {"parameters": [{"name": "include", "in": "query", "required": False, "schema": {"type": "string"}}]}
+PAGE = Path(__file__).with_name("experts_page.html")
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-def load_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+def statistics_router(state: ApiState) -> APIRouter:
+    """Return the routes over one engine. The page of experts holds no numbers: it requests them with the user's key."""
     router = APIRouter()
+    page = PAGE.read_text(encoding="utf-8")
     registry = CollectorRegistry()
-    registry.register(EngineMetrics(state.loop, state.answered))
+    registry.register(EngineMetrics(state.loop, state.traffic.answered))
     if state.balancing is not None:
         registry.register(BalancingMetrics(state.balancing, model=state.card.name))
 
@@ -35,11 +38,22 @@ def load_router(state: ApiState) -> APIRouter:
         text = await asyncio.get_running_loop().run_in_executor(state.encoding, generate_latest, registry)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    @router.get("/experts", **answers(kinds=("text/html",)))
+    async def experts() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
+
+    @router.get("/experts/state", **answers())
+    async def experts_state() -> Response:
+        balancing = state.balancing or state.loop.expert_counting
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(state.encoding, lambda: to_json(balancing.view().as_json()))
+        return Response(text, media_type="application/json")
+
     return router
 
 
 def _loads(numbers: dict[str, float]) -> dict:
-    """Return the core numbers, and once more in the list of data-parallel groups that routers expect."""
+    """Return the numbers, repeated in the list of data-parallel groups that routers expect."""
     pages_in_use = numbers["pages_total"] - numbers["pages_free"]
     core = {
         "num_running_reqs": int(numbers["requests_running"]),
