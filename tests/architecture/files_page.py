@@ -1,6 +1,7 @@
 """The page of source files, written from their first sentences by `python -m tests.architecture.files_page`.
 
-Packages stand bottom up, as the import contract has them.
+Packages stand bottom up, as the import contract has them. Those that share the layer of `serving` stand in a part of
+their own: the contract keeps everything that serves from importing them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +18,10 @@ INTRODUCTION = """# Files
 
 Written from the first sentence of every file by `python -m tests.architecture.files_page`. Packages are listed bottom
 up: each may import only those above it in this list (`make check` enforces it).
+
+# What serves
+"""
+BESIDE = """# Beside the server (never imported by it)
 """
 UNCOMMENTED = {
     "chat_template.jinja": "The calculator's chat template",
@@ -33,16 +37,22 @@ UNCOMMENTED = {
 
 def page() -> str:
     """Return the page's text."""
-    return "\n".join([INTRODUCTION, *_section("rayserve_moe", _files_in(PACKAGE)), *_packages()])
+    serves, beside = packages()
+    parts = [INTRODUCTION, *_section("rayserve_moe", _files_in(PACKAGE)), *map(_package, serves)]
+    return "\n".join([*parts, BESIDE, *map(_package, beside)])
 
 
-def _packages() -> Iterator[str]:
+def packages() -> tuple[list[str], list[str]]:
+    """Packages bottom up, in two lists: what serves, and those that share the layer of `serving`."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     layers = next(contract["layers"] for contract in contracts["contracts"] if "layers" in contract)
-    for layer in reversed(layers):
-        for name in re.findall(r"\w+", layer):
-            if (PACKAGE / name).is_dir():
-                yield from _section(name, sorted((PACKAGE / name).rglob("*")))
+    names = [[name for name in re.findall(r"\w+", layer) if (PACKAGE / name).is_dir()] for layer in reversed(layers)]
+    beside = [name for layer in names if "serving" in layer for name in layer if name != "serving"]
+    return [name for layer in names for name in layer if name not in beside], beside
+
+
+def _package(name: str) -> str:
+    return "\n".join(_section(name, sorted((PACKAGE / name).rglob("*"))))
 
 
 def _section(title: str, files: list[Path]) -> list[str]:

@@ -132,6 +132,13 @@ def test_the_page_of_files_is_the_one_that_the_files_say() -> None:
     assert files_page.PAGE.read_text(encoding="utf-8") == files_page.page()
 
 
+def test_the_page_lists_every_package_once_and_clients_apart() -> None:
+    serves, beside = files_page.packages()
+    folders = {folder.name for folder in files_page.PACKAGE.iterdir() if (folder / "__init__.py").is_file()}
+    assert sorted([*serves, *beside]) == sorted(folders)
+    assert set(beside) == {"rollouts", "tools"}
+
+
 def test_every_source_file_says_what_it_is() -> None:
     tracked = [file for file in files_page.PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     silent = [file for file in tracked if file.stat().st_size and not files_page.first_sentence(file)]

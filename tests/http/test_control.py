@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayserve_moe.replay.alignment import decode_answer
+from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.routes.unsupported import REASONS
 from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, stream, wait_until
 from tests.http.conftest import assert_idle

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rayserve_moe.replay.alignment import decode_answer
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, decode_rollout
 from rayserve_moe.requests import ChoiceResult, RoutedExperts
+from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses import answering
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, prompt_fields, stream, wait_until

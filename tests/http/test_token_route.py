@@ -7,7 +7,7 @@ import base64
 import numpy as np
 import pytest
 
-from rayserve_moe.replay.alignment import decode_answer
+from rayserve_moe.rollouts.alignment import decode_answer
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
 from tests.http.test_bad_inputs import check_error
 

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
-from rayserve_moe.replay.alignment import decode_answer
+from rayserve_moe.rollouts.alignment import decode_answer
 from tests.http.asking import COMPLETIONS, GENERATE, ask, events_of, wait_until
 from tests.http.conftest import assert_idle
 from tests.http.test_control import ENDLESS, NUM_WANTED, PROMPT, native, running

@@ -9,15 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayserve_moe.replay.alignment import (
-    CONVENTIONS,
-    Sample,
-    check_routing,
-    check_shared_prefixes,
-    decode_answer,
-    join_turns,
-    to_trainer_layout,
-)
 from rayserve_moe.replay.encoding import (
     DIALECTS,
     encode_nested,
@@ -28,6 +19,15 @@ from rayserve_moe.replay.encoding import (
     routing_until,
 )
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts.alignment import (
+    CONVENTIONS,
+    Sample,
+    check_routing,
+    check_shared_prefixes,
+    decode_answer,
+    join_turns,
+    to_trainer_layout,
+)
 from tests.support.routing_cases import layouts, random_rows, refusal, routed, routed_with_gaps, same
 
 FORMS = ("native", "chat", "sgl_ext", "nested", "npy", "packed", "binary", "binary+zstd")

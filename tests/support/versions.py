@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe.replay.alignment import decode_answer
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts.alignment import decode_answer
 from tests.support.outcomes import LOGPROB_TOLERANCE
 from tests.support.router_reference import RouterReference, Tally
 

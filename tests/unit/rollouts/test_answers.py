@@ -8,9 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.answers import ChoiceResult
 from rayserve_moe.replay.encoding import encode_rollout
-from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests import (
+    ChoiceResult,
+    FinishReason,
+    GenerationRequest,
+    RoutedExperts,
+    RoutingLayout,
+    SamplingParams,
+)
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from tests.support.routing_cases import random_rows, same

@@ -7,8 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.answers import ChoiceResult
-from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests import (
+    ChoiceResult,
+    FinishReason,
+    GenerationRequest,
+    RoutedExperts,
+    RoutingLayout,
+    SamplingParams,
+)
 from rayserve_moe.serving.responses.routing import RoutingWriter
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)

@@ -10,7 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.replay.alignment import (
+from rayserve_moe.replay.encoding import DIALECTS, routed_experts_info, routing_from
+from rayserve_moe.replay.encoding.base64_text import to_base64
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts.alignment import (
     Sample,
     check_routing,
     check_shared_prefixes,
@@ -18,9 +21,6 @@ from rayserve_moe.replay.alignment import (
     join_turns,
     to_trainer_layout,
 )
-from rayserve_moe.replay.encoding import DIALECTS, routed_experts_info, routing_from
-from rayserve_moe.replay.encoding.base64_text import to_base64
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
 from tests.support.routing_cases import random_rows
 
 LAYOUT = RoutingLayout(num_hidden_layers=9, layer_ids=tuple(range(1, 9)), num_experts=64, top_k=4)

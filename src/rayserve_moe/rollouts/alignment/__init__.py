@@ -1,0 +1,18 @@
+"""Routing for trainers: decode answers, join turns, convert to a trainer's layout, check rows against tokens."""
+
+from rayserve_moe.rollouts.alignment.answers import decode_answer
+from rayserve_moe.rollouts.alignment.findings import Finding, check_routing, check_shared_prefixes
+from rayserve_moe.rollouts.alignment.trainer_layout import CONVENTIONS, Sample, TrainerBatch, to_trainer_layout
+from rayserve_moe.rollouts.alignment.turns import join_turns
+
+__all__ = [
+    "CONVENTIONS",
+    "Finding",
+    "Sample",
+    "TrainerBatch",
+    "check_routing",
+    "check_shared_prefixes",
+    "decode_answer",
+    "join_turns",
+    "to_trainer_layout",
+]
