@@ -21,6 +21,7 @@ from benchmarks.figures import (
     step_parts,
     steps_per_second,
 )
+from benchmarks.house_table import house
 from benchmarks.markdown import markdown_table
 from benchmarks.peers.tables import expert_reading, peers
 from benchmarks.planner_table import planner
@@ -300,5 +301,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "balanced_selection": balanced_selection,
     "peers": peers,
     "expert_reading": expert_reading,
+    "house": house,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -66,6 +66,12 @@ def every_section() -> dict:
     moves = {"slots": 5, "steps": 9, "quiet_step_s": 0.25, "busy_step_s": 0.5, "longest_gap": 3, "longest_quiet_gap": 1}
     updated = {"update_s": 2.0, "swap_s": 0.5, "step_s": 0.25, "longest_quiet_s": 0.5, "longest_s": 0.75}
     counted = {"tokens": 50_000, "realised": [1.03125, 1.0], "promised": [1.0, 1.0]}
+    lines = {"model": dict.fromkeys(("files", "code", "docstrings", "comments", "blank"), 4)}
+    size = {
+        "commit": "abc", "lines": lines, "files": 4, "types": 2, "largest_class": ["Scheduler", 194],
+        "flags": {"cache_salt": {"places": 27, "files": 13}}, "readme_words": 1200, "test_lines": 9000,
+        "completion": {"packages": ["serving"], "functions": 9, "types": ["a.B", "a.C"], "created": ["a.B"]},
+    }  # fmt: skip
     conversation = {"seconds": 1.0, "prompt_tokens": 900, "computed": 303, "ideal": 300, "ideal_unpaged": 250}
     return {
         "workloads": result_of([])["workloads"],
@@ -144,6 +150,7 @@ def every_section() -> dict:
             "steps": 10, "read_bytes_per_s": [20e9, 20e9],
             "streams": {"1": {"bytes": 1_500_000_000, "seconds": [0.1, 0.1]}},
         },
+        "house": {"before": size, "after": size},
         "http": {
             **w2,
             "runs": {
@@ -250,6 +257,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("rebalance", "0.50 (0.50-0.50)"),
         ("weight_updates", "3.00 (3.00-3.00)"),
         ("realised_balance", "1.56% (3.12%)"),
+        ("house", "27 (13)"),
     ],
 )
 def test_the_figure_that_counts_is_in_the_table(name, figure):

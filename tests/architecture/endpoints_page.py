@@ -1,0 +1,92 @@
+"""The page of HTTP routes, written from the application by `python -m tests.architecture.endpoints_page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from rayserve_moe.serving.openapi import MEANINGS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "endpoints.md"
+INTRODUCTION = """# Endpoints
+
+Written from the application's own description (`GET /openapi.json`) by `python -m tests.architecture.endpoints_page`.
+What every field of a body does: [http_fields.md](http_fields.md). Numbers behind `/metrics`: [metrics.md](metrics.md).
+"""
+GROUPS = {
+    "Generation": {
+        "/v1/completions": "OpenAI's completions, for text and for token ids",
+        "/v1/chat/completions": "OpenAI's chat completions, over the model's chat template",
+        "/generate": "SGLang's native route",
+        "/inference/v1/generate": "vLLM's route of token ids in, token ids out",
+    },
+    "Health and numbers": {
+        "/health": "200 while the engine runs and takes requests",
+        "/health_generate": "200 when the engine has just generated a token",
+        "/metrics": "counters and histograms for Prometheus",
+        "/v1/loads": "running and waiting requests, tokens and pages in use",
+        "/experts": "page with loads of experts and ranks",
+        "/experts/state": "numbers that this page draws",
+    },
+    "Model": {
+        "/v1/models": "the model being served",
+        "/v1/models/{name}": "the same by name",
+        "/model_info": "path, version of the weights and sizes of the model",
+        "/get_model_info": "SGLang's older name of `/model_info`",
+        "/server_info": "the same with the version of the package and the engine's statistics",
+        "/get_server_info": "SGLang's older name of `/server_info`",
+        "/get_weight_version": "version of the weights",
+    },
+    "Control": {
+        "/abort_request": "end one request, or all of them",
+        "/pause_generation": "run no steps: `abort`, `retract` or `in_place`",
+        "/continue_generation": "end a pause",
+        "/update_weights_from_disk": "serve the weights of another checkpoint of the same model",
+        "/flush_cache": "forget cached prefixes, while nothing runs",
+        "/reset_prefix_cache": "vLLM's name of `/flush_cache`",
+    },
+    "Not here": {
+        "/init_weights_update_group": "weights do not arrive by collectives",
+        "/destroy_weights_update_group": "weights do not arrive by collectives",
+        "/update_weights_from_distributed": "weights do not arrive by collectives",
+        "/update_weights_from_tensor": "weights do not arrive as memory handles",
+        "/release_memory_occupation": "device memory stays with the server",
+        "/resume_memory_occupation": "device memory stays with the server",
+    },
+}
+"""What every route is for. Each route of the application stands in one group."""
+
+
+def page() -> str:
+    """Return the page's text."""
+    paths = create_api(ApiState(loop=None, tokenizer=None)).openapi()["paths"]
+    unlisted = set(paths) ^ {path for group in GROUPS.values() for path in group}
+    assert not unlisted, f"tell in GROUPS what these routes are for, or take them out: {sorted(unlisted)}"
+    parts = [INTRODUCTION]
+    for title, group in GROUPS.items():
+        rows = [_row(path, paths[path], purpose) for path, purpose in group.items()]
+        parts += [f"## {title}", "", "| route | for | body | answers | refusals |", "|---|---|---|---|---|", *rows, ""]
+    parts += ["## Refusals", "", "| status | |", "|---|---|"]
+    parts += [f"| {status} | {meaning} |" for status, meaning in sorted(MEANINGS.items())]
+    return "\n".join([*parts, ""])
+
+
+def _row(path: str, methods: dict[str, Any], purpose: str) -> str:
+    operation = next(iter(methods.values()))
+    answers = operation["responses"]
+    kinds = ", ".join(f"`{kind}`" for kind in answers.get("200", {}).get("content", {}))
+    refusals = ", ".join(sorted(status for status in answers if status != "200"))
+    said = " ".join(method.upper() for method in sorted(methods))
+    cells = (f"`{said} {path}`", purpose, _body(operation), "" if "501" in answers else kinds, refusals)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _body(operation: dict[str, Any]) -> str:
+    content = operation.get("requestBody", {}).get("content", {})
+    return ", ".join(f"`{kind['schema']['$ref'].rpartition('/')[2]}`" for kind in content.values())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

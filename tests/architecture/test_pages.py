@@ -1,0 +1,37 @@
+"""Generated pages are those that the code says, and would not be after a change of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rayserve_moe.config.settings import Settings
+from tests.architecture import endpoints_page, settings_page
+
+PAGES = {"settings": settings_page, "endpoints": endpoints_page}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_the_one_that_the_code_says(name):
+    """`python -m tests.architecture.<name>_page` writes it anew."""
+    module = PAGES[name]
+    assert module.PAGE.read_text(encoding="utf-8") == module.page()
+
+
+def test_every_setting_says_what_it_is():
+    sections = [type(getattr(Settings(), field.name)) for field in dataclasses.fields(Settings)]
+    texts = {
+        f"{section.__name__}.{name}": text
+        for section in sections
+        for name, text in settings_page.field_texts(section).items()
+    }
+    assert len(texts) == sum(len(dataclasses.fields(section)) for section in sections)
+    assert [name for name, text in texts.items() if not text] == []
+
+
+def test_a_route_that_the_page_does_not_list_is_found(monkeypatch):
+    for group in ({}, {**endpoints_page.GROUPS["Model"], "/gone": "nothing"}):
+        monkeypatch.setitem(endpoints_page.GROUPS, "Model", group)
+        with pytest.raises(AssertionError, match=r"/v1/models|/gone"):
+            endpoints_page.page()
