@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from rayserve_moe.config.settings import Settings
-from tests.architecture import endpoints_page, settings_page
+from tests.architecture import endpoints_page, picture_page, settings_page
 
-PAGES = {"settings": settings_page, "endpoints": endpoints_page}
+PAGES = {"settings": settings_page, "endpoints": endpoints_page, "picture": picture_page}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -35,3 +35,20 @@ def test_a_route_that_the_page_does_not_list_is_found(monkeypatch):
         monkeypatch.setitem(endpoints_page.GROUPS, "Model", group)
         with pytest.raises(AssertionError, match=r"/v1/models|/gone"):
             endpoints_page.page()
+
+
+def test_the_picture_shows_every_package_once_and_no_arrow_up():
+    packages = {path.stem for path in picture_page.PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
+    packages -= {"__init__", "__pycache__"}
+    drawn = [name for _, names in picture_page.KINDS.values() for name in names.split()]
+    assert sorted(drawn) == sorted(packages) == sorted(name for layer in picture_page.layers() for name in layer)
+    assert picture_page.arrows_up(picture_page.imports()) == set()
+
+
+def test_an_arrow_up_and_one_within_a_layer_are_found():
+    up, beside = ("requests", "engine"), ("engine", "execution")
+    assert picture_page.arrows_up({up, beside, ("cli", "requests")}) == {up, beside}
+
+
+def test_an_import_that_follows_from_others_is_not_drawn():
+    assert picture_page.direct({("a", "b"), ("b", "c"), ("c", "d"), ("a", "d")}) == [("a", "b"), ("b", "c"), ("c", "d")]
