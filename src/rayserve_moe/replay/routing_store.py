@@ -10,9 +10,9 @@ from rayserve_moe.requests import RoutingLayout
 class RoutingStore:
     """One row per KV slot, each with the stamp of the page allocation it was written for.
 
-    A reader names the stamp it expects; a row written for anyone else is missing to it, never wrong. What is kept of a
-    stamp holds the slot too: a row that has come to lie in another slot is missing there. Beside each row stands the
-    version of the weights that it was computed under, a number that only its writer understands.
+    A reader gives the stamp it expects; a row written under another stamp is missing to it, never wrong. The stored
+    stamp includes the slot, so a row moved to another slot is missing there. Each row has the version of the weights
+    that it was computed under, a number that only its writer interprets.
     """
 
     def __init__(self, layout: RoutingLayout, *, num_slots: int) -> None:

@@ -52,25 +52,13 @@ def render_chat(
 
 
 def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool = True,
-    max_tokens: int | None = None,
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **options: Any
 ) -> list[int]:
-    """Render OpenAI messages to prompt ids; special tokens are those that the template writes.
+    """Render OpenAI messages to prompt ids, by the `options` of `render_chat`; the template writes special tokens.
 
     TextTooLongError where that is certainly more than `max_tokens`: a template may also leave text out.
     """
-    text = render_chat(
-        tokenizer,
-        messages,
-        tools=tools,
-        template_kwargs=template_kwargs,
-        add_generation_prompt=add_generation_prompt,
-    )
+    text = render_chat(tokenizer, messages, **options)
     return tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 

@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams, TopLogprobs
-from rayserve_moe.text.detokenizer import IncrementalDetokenizer
-from rayserve_moe.text.tokenizer import Tokenizer
+from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class StopStringScanner:

@@ -13,7 +13,7 @@ _MAY_REMOVE = {"Split", "Punctuation"}
 
 
 def longest_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[bytes]) -> int | None:
-    """Bytes of the longest token; None where bytes of a text can lie in no token, or in one of whatever length.
+    """Bytes of the longest token; None where bytes of a text can lie in no token, or in one of unbounded length.
 
     That is so where words may be unknown, where the pre-tokenizer removes what it splits at, and where an added token
     takes the blanks around it along.

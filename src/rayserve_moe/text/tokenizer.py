@@ -1,9 +1,10 @@
-"""The checkpoint's tokenizer: text to ids and back, and what each single id stands for."""
+"""The checkpoint's tokenizer: text to ids and back, whole or incrementally, and the bytes of each id."""
 
 from __future__ import annotations
 
+import codecs
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Tokenizer:
         return encoding.ids
 
     def exceeds(self, num_tokens: int, text: str) -> bool:
-        """Whether `text` certainly has more than `num_tokens` tokens, told from its length: False says nothing.
+        """Whether `text` certainly has more than `num_tokens` tokens, judged by its length: False says nothing.
 
         Every byte of what the normalizer leaves of a text lies in a token, and no token holds more bytes than the
         longest of the vocabulary; what is added (a leading space, special tokens) only makes for more tokens.
@@ -88,6 +89,32 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
+class IncrementalDetokenizer:
+    """Turns the ids of one output into pieces of text whose concatenation is `Tokenizer.decode` of all ids.
+
+    Bytes that may still become a character are held back until they do, cannot any more, or the output ends. The
+    cost of a token does not depend on how many came before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """Take the next id; return the characters that it completes, perhaps none."""
+        return self.extend((token_id,))
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """Take the next ids at once; returns the text that pushing each of them would."""
+        skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
+        return self._decoder.decode(b"".join(token_bytes(each) for each in token_ids if each not in skipped))
+
+    def flush(self) -> str:
+        """End the output; bytes of an unfinished character come out as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
 def _load(directory: Path) -> PreTrainedTokenizerFast:
     # Without this file transformers would make up an empty tokenizer from config.json alone.
     for file in {directory / TOKENIZER_FILE, *directory.glob("*.json"), *directory.glob("*.jinja")}:
@@ -107,7 +134,7 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def _check_opens(file: Path) -> None:
-    """TokenizerError for a file that cannot be opened, or would have whoever opens it wait."""
+    """TokenizerError for a file that cannot be opened at once."""
     try:
         with opened(file):
             pass

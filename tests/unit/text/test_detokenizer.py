@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.text.detokenizer import IncrementalDetokenizer
+from rayserve_moe.text.tokenizer import IncrementalDetokenizer
 
 # Ids of valid text, of any bytes (broken UTF-8 mostly), of special and added tokens, and of no token at all.
 TOKENS = st.one_of(st.integers(0, 300), st.integers(127 + 3, 258), st.integers(0, 2), st.integers(259, 276))

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from rayserve_moe.replay.encoding.layer_axis import check_rows, read_shape
+from rayserve_moe.replay.encoding.wire_rows import check_rows, read_shape
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 _MAX_EXPERTS = 2**16
@@ -42,9 +42,9 @@ def checksum(rows: np.ndarray) -> int:
 
 
 def described_layout(description: Mapping, *, num_hidden_layers: int | None = None) -> RoutingLayout:
-    """Return the layout that a description tells of; ValueError where it contradicts itself.
+    """Return the layout of a description; ValueError where it contradicts itself.
 
-    It does not tell the number of hidden layers: without one, the last layer that routes counts as the last of all.
+    A description lacks the number of hidden layers; the default ends with the last MoE layer.
     """
     layer_ids, num_experts = description.get("layer_ids"), description.get("num_experts")
     _, num_layers, top_k = described_shape(description)

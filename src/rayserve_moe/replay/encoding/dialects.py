@@ -1,19 +1,20 @@
-"""The dialects that routing travels in, by name: for each its encoder, and its decoder."""
+"""The dialects that routing travels in, by name, and the one that a JSON value is in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from rayserve_moe.replay.encoding import nested, npy, packed, rollout, sglang
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.replay.encoding.wire_rows import from_base64, rows_from_hidden_layers
+from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 
 class Dialect(NamedTuple):
-    """`encode(routing, layout)` gives the field's value, or None where the dialect cannot say that a row is missing.
+    """`encode(routing, layout)` returns the field's value, or None where the dialect cannot say that a row is missing.
 
-    `decode(value, layout, start=0)` gives the routing back; `start` is for dialects whose value does not tell it.
+    `decode(value, layout, start=0)` returns the routing; `start` is for dialects whose value does not have it.
     """
 
     encode: Callable[..., Any]
@@ -29,3 +30,32 @@ DIALECTS: dict[str, Dialect] = {
     "binary": Dialect(rollout.encode, rollout.decode),
     "binary+zstd": Dialect(partial(rollout.encode, compress=True), rollout.decode),
 }
+
+
+def decode_json(value: object, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
+    """Decode a JSON value of any dialect; ValueError where it is none.
+
+    Text is the npy dialect where its bytes start as such a file, else the sglang dialect.
+    """
+    if isinstance(value, Mapping):
+        return packed.decode(value, layout, start=start)
+    if isinstance(value, list):
+        return nested.decode(value, layout, start=start)
+    raw = from_base64(value)
+    if raw.startswith(npy.MAGIC):
+        return RoutedExperts(rows_from_hidden_layers(npy.npy_ids(raw), layout), start)
+    return sglang.decode(value, layout, start=start)
+
+
+def decode_forced(value: object, layout: RoutingLayout, *, prompt_len: int) -> RoutedExperts:
+    """Decode the request field `forced_routed_experts`; ValueError unless it is routing of the prompt's last positions.
+
+    Rows end with the last prompt token, or with the one before it, as those of an answer to the whole sequence do.
+    """
+    if not isinstance(value, str | dict | list):
+        raise ValueError("forced_routed_experts must be text, an object or nested lists")
+    routing = decode_json(value, layout)
+    end = routing.start + len(routing.rows)
+    if end not in (prompt_len - 1, prompt_len):
+        raise ValueError(f"forced_routed_experts ends at position {end}, but the prompt has {prompt_len} tokens")
+    return routing

@@ -9,8 +9,8 @@ from itertools import chain
 
 import numpy as np
 
-from rayserve_moe.replay.encoding.layer_axis import check_rows, stored_rows
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
+from rayserve_moe.replay.encoding.wire_rows import check_rows, stored_rows
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 

@@ -8,8 +8,7 @@ import re
 import numpy as np
 import pybase64
 
-from rayserve_moe.replay.encoding.base64_text import from_base64
-from rayserve_moe.replay.encoding.layer_axis import over_hidden_layers, read_shape, rows_from_hidden_layers
+from rayserve_moe.replay.encoding.wire_rows import from_base64, over_hidden_layers, read_shape, rows_from_hidden_layers
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 MAGIC = b"\x93NUMPY"

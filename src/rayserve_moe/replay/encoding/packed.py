@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rayserve_moe.replay.encoding.base64_text import from_base64, to_base64
-from rayserve_moe.replay.encoding.layer_axis import (
+from rayserve_moe.replay.encoding.wire_rows import (
     WIRE_DTYPES,
+    from_base64,
     over_hidden_layers,
     read_shape,
     rows_from_hidden_layers,
+    to_base64,
 )
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
@@ -42,7 +43,7 @@ def decode(value: object, layout: RoutingLayout, *, start: int = 0) -> RoutedExp
 
 
 def packed_ids(value: object) -> tuple[np.ndarray, int | None]:
-    """Return ids [rows, hidden layers, k] and the start, where it is told; `dtype` is uint8 where it is not told."""
+    """Return ids [rows, hidden layers, k] and the start, if given; `dtype` defaults to uint8."""
     if not isinstance(value, Mapping):
         raise ValueError('routed_experts must be an object of "data", "shape", "start", "dtype"')
     shape, name, start = read_shape(value.get("shape")), value.get("dtype", "uint8"), value.get("start")

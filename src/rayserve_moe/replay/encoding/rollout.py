@@ -23,8 +23,8 @@ from rayserve_moe.replay.encoding.description import (
     described_shape,
     routed_experts_info,
 )
-from rayserve_moe.replay.encoding.layer_axis import WIRE_DTYPES, check_rows, read_shape, stored_rows
 from rayserve_moe.replay.encoding.ranges import presence
+from rayserve_moe.replay.encoding.wire_rows import WIRE_DTYPES, check_rows, read_shape, stored_rows
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 ROLLOUT_MEDIA_TYPE = "application/x-rollout+octet-stream"
@@ -62,7 +62,7 @@ def encode_rollout(
 
 
 def decode_rollout(body: bytes, *, max_rows_bytes: int = MAX_ROWS_BYTES) -> tuple[dict, list[np.ndarray]]:
-    """Return the answer's JSON fields and the rows of its choices; ValueError for whatever is not a whole container."""
+    """Return the answer's JSON fields and the rows of its choices; ValueError unless it is a whole container."""
     header, begin = _read_header(body)
     shapes, compression = _read_contents(header.pop("rollout", None))
     sizes = [shape[0] * shape[1] * shape[2] * dtype.itemsize for shape, dtype in shapes]
@@ -87,7 +87,7 @@ def rollout_rows(routing: RoutedExperts, layout: RoutingLayout) -> np.ndarray:
 
 
 def routing_of_rollout(rows: np.ndarray, description: Mapping, *, layout: RoutingLayout | None = None) -> RoutedExperts:
-    """Put the rows of a container back to their positions, as the description that came in its header tells them."""
+    """Put the rows of a container at the positions that the description of its header states."""
     layout = layout or described_layout(description)
     rows = stored_rows(rows, layout)
     if not description.get("missing"):

@@ -1,6 +1,6 @@
 """The sglang dialect: base64 of little-endian int32, flat `[rows, hidden layers, k]`, dense layers filled with zeros.
 
-`POST /generate` and sgl-jax's chat carry it in `meta_info.routed_experts`. Where it starts is told beside it.
+`POST /generate` and sgl-jax's chat carry it in `meta_info.routed_experts`. Its start stands beside it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rayserve_moe.replay.encoding.base64_text import from_base64, to_base64
-from rayserve_moe.replay.encoding.layer_axis import WIRE_DTYPES, over_hidden_layers, rows_from_hidden_layers
+from rayserve_moe.replay.encoding.wire_rows import (
+    WIRE_DTYPES,
+    from_base64,
+    over_hidden_layers,
+    rows_from_hidden_layers,
+    to_base64,
+)
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 _WIRE_DTYPE = WIRE_DTYPES["int32"]

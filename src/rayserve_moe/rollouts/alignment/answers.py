@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rayserve_moe.replay.encoding import nested, npy, packed, sglang
-from rayserve_moe.replay.encoding.base64_text import from_base64
+from rayserve_moe.replay.encoding import npy, packed
 from rayserve_moe.replay.encoding.description import described, described_layout, described_shape
-from rayserve_moe.replay.encoding.layer_axis import rows_from_hidden_layers
+from rayserve_moe.replay.encoding.dialects import decode_json
 from rayserve_moe.replay.encoding.rollout import decode_rollout, routing_of_rollout
+from rayserve_moe.replay.encoding.wire_rows import from_base64
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 _ID_BYTES = 4
 
 
 def decode_answer(answer: Any, layout: RoutingLayout | None = None, *, choice: int = 0) -> RoutedExperts:
-    """Return the routing of one choice of an answer, whatever its dialect; ValueError where it is not all right.
+    """Return the routing of one choice of an answer, in any dialect; ValueError where it is inconsistent.
 
     `answer` is what any route answered, as parsed JSON or as the bytes of the binary dialect. Without a `layout` the
     answer must describe itself; with one, an answer of another model is refused. An answer without
@@ -30,8 +30,10 @@ def decode_answer(answer: Any, layout: RoutingLayout | None = None, *, choice: i
     if description is not None and not isinstance(description, Mapping):
         raise ValueError("routed_experts_info is no object")
     if layout is None and description is None:
-        raise ValueError("the answer does not describe its routing: tell the layout of the model")
-    routing = _decode(value, layout or _layout_told(value, description or {}), _field(part, "routed_experts_start_len"))
+        raise ValueError("the answer does not describe its routing: give the layout of the model")
+    start = _field(part, "routed_experts_start_len")
+    layout_of_rows = layout or _described_layout(value, description or {})
+    routing = decode_json(value, layout_of_rows, start=start if isinstance(start, int) else 0)
     if description is None:
         return routing
     _check_model(description, layout)
@@ -91,8 +93,8 @@ def _value_of(answer: Any, part: Mapping, description: Any) -> Any:
     return prompt + value
 
 
-def _layout_told(value: Any, description: Mapping) -> RoutingLayout:
-    """Return the layout of an answer that describes itself; hidden layers are told by the size of its rows."""
+def _described_layout(value: Any, description: Mapping) -> RoutingLayout:
+    """Return the layout of an answer that describes itself; hidden layers follow from the size of its rows."""
     rows, _, top_k = described_shape(description)
     hidden = None
     if isinstance(value, Mapping):
@@ -106,19 +108,7 @@ def _layout_told(value: Any, description: Mapping) -> RoutingLayout:
     return described_layout(description, num_hidden_layers=hidden)
 
 
-def _decode(value: Any, layout: RoutingLayout, start: Any) -> RoutedExperts:
-    start = start if isinstance(start, int) else 0
-    if isinstance(value, Mapping):
-        return packed.decode(value, layout, start=start)
-    if isinstance(value, list):
-        return nested.decode(value, layout, start=start)
-    raw = from_base64(value)
-    if raw.startswith(npy.MAGIC):
-        return RoutedExperts(rows_from_hidden_layers(npy.npy_ids(raw), layout), start)
-    return sglang.decode(value, layout, start=start)
-
-
 def _check_model(description: Mapping, layout: RoutingLayout | None) -> None:
-    told = described_layout(description)
-    if layout is not None and (told.layer_ids, told.num_experts) != (layout.layer_ids, layout.num_experts):
+    described = described_layout(description)
+    if layout is not None and (described.layer_ids, described.num_experts) != (layout.layer_ids, layout.num_experts):
         raise ValueError("routed_experts_info is that of another model")

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rayserve_moe.engine.answers import ToldToken, told_outputs, told_prompt
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
-from rayserve_moe.text.detokenizer import IncrementalDetokenizer
-from rayserve_moe.text.tokenizer import Tokenizer
+from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class CompletionLogprobs:

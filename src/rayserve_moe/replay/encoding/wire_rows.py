@@ -1,11 +1,14 @@
-"""The layer axis of routing rows: MoE layers only, as they are stored, or all hidden layers, as some dialects send.
+"""Routing rows on the wire: base64, element types, and layers, of which dialects send those with experts or all.
 
-Ids from outside become stored rows here and nowhere else: shape and range are checked before anything is cast.
+Ids from outside become stored rows here only: shape and range are checked before anything is cast.
 """
 
 from __future__ import annotations
 
+import binascii
+
 import numpy as np
+import pybase64
 
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
@@ -13,6 +16,21 @@ WIRE_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uin
 """Element types that dialects may name, all little-endian."""
 
 _MAX_ROWS, _MAX_PER_ROW = 2**31, 2**16
+
+
+def to_base64(array: np.ndarray) -> str:
+    """Encode the C-order bytes of an array; its dtype says in which byte order."""
+    return pybase64.b64encode_as_string(np.ascontiguousarray(array).tobytes())
+
+
+def from_base64(encoded: object) -> bytes:
+    """Decode text; ValueError where it is no text, or holds anything outside the alphabet."""
+    if not isinstance(encoded, str):
+        raise ValueError("routed_experts must be a base64 string")
+    try:
+        return pybase64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError("routed_experts is not valid base64") from error
 
 
 def read_shape(shape: object) -> tuple[int, int, int] | None:
