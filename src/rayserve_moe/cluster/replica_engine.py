@@ -1,4 +1,4 @@
-"""Putting together what one serving replica runs: the engine over its slice, and the tokenizer."""
+"""Assembly of what one serving replica runs: the engine over its slice, and the tokenizer."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def pages_per_sequence(num_tokens: int, page_size: int) -> int:
 def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, longest: int) -> int:
     """Pages of a data rank worth having: all that its rows can hold, and as many again for cached prefixes.
 
-    One more belongs to nobody.
+    One more is the null page.
     """
     shares = 2 if cache.enable_prefix_caching else 1
     return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
@@ -43,7 +43,7 @@ def most_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> 
 
 
 def most_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
-    """HTTP requests that reach a replica at once: more than its engine takes, so that the engine is who refuses."""
+    """HTTP requests that reach a replica at once: more than its engine takes, so that the engine refuses."""
     return most_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
 
 

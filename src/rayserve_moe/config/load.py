@@ -104,7 +104,7 @@ def temporary_folder() -> Path:
 
 
 def compiler_environment() -> dict[str, str]:
-    """What the environment tells compilers, by variable."""
+    """Variables of the environment that compilers read."""
     return {name: os.environ[name] for name in COMPILER_VARIABLES if name in os.environ}
 
 

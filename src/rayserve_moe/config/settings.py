@@ -132,7 +132,7 @@ class BalancingSettings:
     """Moving experts between devices while the server runs."""
 
     enabled: bool = _named(False, "enable_eplb")
-    """Compile what moves experts, keep room for one layer's slots beside the weights, and have experts follow loads."""
+    """Compile what moves experts, allocate one layer's slots beside the weights, and have experts follow loads."""
     interval: int = _number(500, (1, 1_000_000), "eplb_interval")
     """Steps from one plan to the next at least; none is made while experts still move."""
     window: int = _number(1000, (1, 1_000_000), "eplb_window")

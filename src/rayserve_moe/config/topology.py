@@ -1,6 +1,6 @@
-"""What a TPU slice consists of, told from its topology and generation: chips, hosts, devices.
+"""What a TPU slice of a topology and generation consists of: chips, hosts, devices.
 
-Plain arithmetic on what is published of each generation. Whether a cluster has such a slice is asked elsewhere.
+Plain arithmetic on the published numbers of each generation; no cluster is asked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_CHIPS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Generation:
-    """How many dimensions its topologies have, and how many devices jax sees in a chip."""
+    """Dimensions of its topologies, and devices that jax sees per chip."""
 
     num_dims: int
     devices_per_chip: int = 1

@@ -1,4 +1,4 @@
-"""One form for the lines of the log: time, level, the request that a line is about, where it is from, what it says."""
+"""One format of log lines: time, level, request, logger, message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LINES = {"text": TextLines, "json": JsonLines}
 def use_logging(settings: LoggingSettings, *, handlers: Sequence[logging.Handler] = ()) -> None:
     """Have this process write the package's lines to `handlers`, or to standard error where there are none.
 
-    What others write by these handlers takes the same form. The package's lines are few: they pass buffers by.
+    Other loggers' lines through these handlers take the same format. The package's lines are few, and skip buffers.
     """
     writers = [handler.target if isinstance(handler, MemoryHandler) else handler for handler in handlers]
     chosen = [writer for writer in writers if writer is not None] or [logging.StreamHandler()]
@@ -65,13 +65,13 @@ def use_logging(settings: LoggingSettings, *, handlers: Sequence[logging.Handler
 
 
 def request_id_from(header: bytes) -> str:
-    """What a client, or the proxy before it, calls its request: printable ASCII, cut to a length."""
+    """The request id that a client or proxy sent: printable ASCII, cut to a length."""
     text = header[:LONGEST_REQUEST_ID].decode("ascii", "replace")
     return "".join(character if " " < character <= "~" else "?" for character in text)
 
 
 def _note_request(record: logging.LogRecord) -> bool:
-    """Leave the request's id with a line of the package; Serve's own lines have one already, or are of none."""
+    """Add the request's id to a line of the package; Serve's own lines have one already, or none."""
     if record.name.startswith(_ROOT):
         record.request_id = REQUEST_ID.get()
     return True

@@ -1,4 +1,4 @@
-"""What is counted of requests: plain histograms and counters, without any library for telling them."""
+"""Histograms and counters of requests, plain Python; rendering is elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 class HistogramState(NamedTuple):
-    """Numbers of values at or below each bound, the last of which is infinity, and the sum of all values."""
+    """Number of values at or below each bound, the last of which is infinity, and the sum of all values."""
 
     bounds: tuple[float, ...]
     at_or_below: tuple[int, ...]
@@ -42,7 +42,7 @@ class Histogram:
         self._total += float(values.sum())
 
     def state(self) -> HistogramState:
-        """What has been counted."""
+        """The counts so far."""
         return HistogramState((*self._bounds, float("inf")), tuple(np.cumsum(self._counts).tolist()), self._total)
 
 

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the checkpoint's own template, in the sandbox that transformers gives templates."""
+"""Chat messages to a prompt, by the checkpoint's template, in the sandbox of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling a model's programs for a TPU topology, on a host without one, and saying what the compiler made of them."""
+"""Compile a model's programs for a TPU topology on a host without one, and report on the results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMPILER_ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
 }
-"""What the TPU compiler wants in the environment where there is no TPU: no lock file, no metadata server, no log."""
+"""Environment of the TPU compiler where there is no TPU: no lock file, no metadata server, no log."""
 
 HBM_BYTES_PER_S = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1638e9, "tpu7x": 3690e9}
 """Memory bandwidth of a device as published (half a chip's for tpu7x), by the first part of the topology's name."""
@@ -91,7 +91,7 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was checked, and the programs one by one. Bytes are those of one device."""
+    """What was checked, and a report per program. Bytes are those of one device."""
 
     model: str
     setting: ServedSetting
@@ -121,7 +121,7 @@ def check(config: Mapping[str, Any], setting: ServedSetting, *, model: str, name
     """Compile the programs of a model (all, or those of `names`) one after the other.
 
     `config` is a parsed `config.json`, `model` what to call it. ValueError where model, setting and topology do not go
-    together or a name is unknown; what the compiler refuses is in the report.
+    together or a name is unknown; refusals of the compiler are in the report.
     """
     served = lay_out(config, setting)
     programs = _chosen(programs_of(served), names)

@@ -1,4 +1,4 @@
-"""Where a value of an optimised program comes from: the arguments that it is taken from without computing."""
+"""Origins of a value in an optimised program: the arguments that it is taken from without computing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HANDED_ON = {
     "optimization-barrier",
     "fusion",
 }
-"""What hands on its first operand, whole or in part, in this or another form."""
+"""Opcodes whose result is their first operand, whole or in part, in this or another form."""
 _INDEX = re.compile(r"index=(\d+)")
 
 
@@ -85,7 +85,7 @@ class Origins:
 
     @cached_property
     def _callers(self) -> dict[str, tuple[str, Instruction]]:
-        """Who runs a loop body, or a branch: the computation, and the instruction in it."""
+        """Callers of loop bodies and branches: the computation, and the instruction in it."""
         return {
             called: (computation, instruction)
             for computation, instructions in self.program.computations.items()

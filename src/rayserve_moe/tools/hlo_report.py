@@ -38,7 +38,7 @@ MOVES = {
     "tuple",
     "get-tuple-element",
 }
-"""Opcodes that only bring data elsewhere or into another form. A gather is none of a weight: it looks up tokens."""
+"""Opcodes that only move data or change its form. A gather is none of a weight: it looks up tokens."""
 NO_RESULT_OF_THEIR_OWN = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
 HBM = 0
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -47,11 +47,11 @@ _GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
 @dataclass(frozen=True)
 class Piece:
-    """An array that should be read where it lies: a weight of one layer, or the pages of one layer.
+    """An array that should be read in place: a weight of one layer, or the pages of one layer.
 
     A result is a copy of it when its last dimensions are these in any order, in the same type, with at least
     `least_elements` elements, and it is taken from an argument of the program. What a program writes to
-    (`is_written`) is not followed to the arguments, so its size alone must tell it from other results.
+    (`is_written`) is not followed to the arguments, so its size alone must identify it.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The config of a model to look at without its weights: a directory's own, or one of the presets."""
+"""Configs of models without weights: of a directory, or one of the presets."""
 
 from __future__ import annotations
 
