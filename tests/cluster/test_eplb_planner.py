@@ -203,8 +203,7 @@ class Replica:
 
     @property
     def view(self) -> dict[str, Any]:
-        assert self.engine.balancing is not None
-        return self.engine.balancing.view().as_json()
+        return self.engine.loop.eplb_control.view().as_json()
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -216,8 +215,7 @@ class Replica:
 
     @property
     def totals(self) -> Counter[str]:
-        assert self.engine.balancing is not None
-        return self.engine.balancing.history.totals
+        return self.engine.loop.eplb_control.history.totals
 
     def num_refused(self, reason: str) -> int:
         return self.view["actor"]["refused"].get(reason, 0)

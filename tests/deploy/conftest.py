@@ -24,5 +24,5 @@ def engine(core_checkpoint):
 
 @pytest.fixture(scope="session")
 def url(engine):
-    with served(engine, balancing=engine.balancing) as url:
+    with served(engine) as url:
         yield url

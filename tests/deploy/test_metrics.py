@@ -112,7 +112,7 @@ def test_panels_do_not_overlap():
 def test_the_scrape_asks_the_route_that_needs_the_key_with_the_key(engine, tmp_path):
     file = tmp_path / Path(SCRAPE["authorization"]["credentials_file"]).name
     (tmp_path / "api_key").write_text(KEY)
-    with served(engine, balancing=engine.balancing, api_key=KEY) as url:
+    with served(engine, api_key=KEY) as url:
         asked = f"{url}{SCRAPE['metrics_path']}"
         assert httpx.get(asked).status_code == 401
         key = f"{SCRAPE['authorization']['type']} {file.read_text()}"

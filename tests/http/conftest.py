@@ -26,9 +26,9 @@ MAX_MODEL_LEN = 512
 
 
 @contextlib.contextmanager
-def served(engine, *, balancing=None, **server_settings):
+def served(engine, **server_settings):
     """Serve an engine; yields the server's address."""
-    state = ApiState(engine.loop, engine.tokenizer, ServerSettings(**server_settings), balancing=balancing)
+    state = ApiState(engine.loop, engine.tokenizer, ServerSettings(**server_settings))
     with running(create_api(state)) as url:
         yield url
 

@@ -13,7 +13,7 @@ from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord, ProgressView
-from rayserve_moe.engine.expert_counting import COUNTS_EVERY
+from rayserve_moe.engine.eplb_steps import COUNTS_EVERY_UNPLANNED
 from rayserve_moe.serving.routes.statistics import PAGE
 from tests.http.conftest import served
 from tests.support.serving import KEY
@@ -80,26 +80,28 @@ def test_every_name_the_page_reads_is_in_the_numbers(shown):
 
 def test_without_balancing_loads_are_shown_all_the_same(http, engine):
     """Every token of the last steps counts once per layer and pick; the last few come with the next reading."""
-    body = {"prompt": [5, 6], "max_tokens": 3 * COUNTS_EVERY, "ignore_eos": True}
+    body = {"prompt": [5, 6], "max_tokens": 3 * COUNTS_EVERY_UNPLANNED, "ignore_eos": True}
     assert http.post("/v1/completions", json=body).status_code == 200
     after, computed = http.get("/experts/state").json(), engine.loop.statistics()["tokens_computed"]
     assert after.keys() == ShownBalancing().view().as_json().keys()
     assert after["enabled"] is False and after["history"] == []
     layout = engine.loop.card.routing
     counted = np.sum(after["tokens"], axis=1) / layout.top_k
-    assert np.allclose(counted, counted[0]) and AGED * COUNTS_EVERY < counted[0] <= computed
+    assert np.allclose(counted, counted[0]) and AGED * COUNTS_EVERY_UNPLANNED < counted[0] <= computed
     assert after["layer_ids"] == list(layout.layer_ids) and np.shape(after["tokens"])[1] == layout.num_experts
     assert np.allclose(np.sum(after["rank_load_now"], axis=1), np.sum(after["tokens"], axis=1))
 
 
-def test_the_numbers_are_those_of_balancing(engine, shown):
-    with served(engine, balancing=shown) as url:
+def test_the_numbers_are_those_of_balancing(engine, shown, monkeypatch):
+    monkeypatch.setattr(engine.loop, "eplb_control", shown)
+    with served(engine) as url:
         answer = httpx.get(f"{url}/experts/state")
     assert answer.json() == shown.view().as_json()
 
 
-def test_the_page_asks_for_the_key_that_its_numbers_need(engine, shown):
-    with served(engine, balancing=shown, api_key=KEY) as url:
+def test_the_page_asks_for_the_key_that_its_numbers_need(engine, shown, monkeypatch):
+    monkeypatch.setattr(engine.loop, "eplb_control", shown)
+    with served(engine, api_key=KEY) as url:
         page, refused = httpx.get(f"{url}/experts"), httpx.get(f"{url}/experts/state")
         told = httpx.get(f"{url}/experts/state", headers={"authorization": f"Bearer {KEY}"})
     assert page.status_code == 200 and KEY not in page.text

@@ -53,18 +53,18 @@ def test_a_skewed_load_becomes_a_balanced_one_unasked_and_answers_stay_the_same(
 
     prompts = [draw_prompt(np.random.default_rng(seed), 20).tolist() for seed in range(8)]
     with Engine(str(skewed), **SIZES) as engine:
-        assert engine.balancing is None
+        assert not engine.loop.eplb.moves_experts
         assert not balances()
         expected = [answer["output_ids"] for answer in engine.generate(input_ids=prompts, **ASKED)]
 
     with Engine(str(skewed), **SIZES, enable_eplb=True, eplb_interval=16, eplb_window=400) as engine:
-        assert engine.balancing is not None and balances()
+        assert engine.loop.eplb.moves_experts and balances()
         start = engine.loop.eplb.migration.placement
         deadline = time.monotonic() + WITHIN_S
-        while not is_balanced(engine.balancing.view(), start):
+        while not is_balanced(engine.loop.eplb_control.view(), start):
             assert time.monotonic() < deadline
             answers = engine.generate(input_ids=prompts, **ASKED)
             assert [answer["output_ids"] for answer in answers] == expected
-        view = engine.balancing.view()
+        view = engine.loop.eplb_control.view()
         assert engine.runner.num_compilations_since_start == 0, "other engines of this process aside"
     assert view.history[0].moved_slots > 0 and view.actor.alive and view.actor.refused == {}

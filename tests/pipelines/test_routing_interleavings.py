@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.step_cycle import Ending, StepCycle
+from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, choices_of, cycle_for, run_on
@@ -82,8 +83,8 @@ class Interleaving:
         for _ in range(count):
             if not self._cycle.has_work:
                 return
-            for ending in self._cycle.run().endings:
-                self._check(ending)
+            for sequence in self._cycle.run().ended:
+                self._check(sequence)
             self._cycle.scheduler.check_integrity()
 
     def abort(self, index: int) -> None:
@@ -105,8 +106,8 @@ class Interleaving:
             self.turn(1)
         self._cycle.scheduler.flush()
 
-    def _check(self, ending: Ending) -> None:
-        sequence, routing = ending.sequence, ending.routing
+    def _check(self, sequence: Sequence) -> None:
+        routing = sequence.final_routing
         assert routing is not None and routing.start == 0
         if sequence.finish != ABORTED or sequence.num_outputs:
             assert routing.missing == (), "a choice with outputs lacks rows, whatever state it ended in"

@@ -17,11 +17,12 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.engine.answers import labelled_ranges
 from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.step_cycle import Ending, StepCycle
+from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.execution.weights import load_weights
 from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.weight_change import unfinished
 from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
@@ -92,7 +93,7 @@ class Interleaving:
     def turn(self, num_turns: int) -> None:
         for _ in range(num_turns):
             if self._cycle.has_work:
-                self._check_all(self._cycle.run().endings)
+                self._check_all(self._cycle.run().ended)
 
     def abort(self, index: int) -> None:
         if there := unfinished(self._cycle.scheduler):
@@ -107,7 +108,7 @@ class Interleaving:
 
     def stage(self, which: int) -> None:
         """Read weights now; steps may follow before they are put to use, and experts stay where they are."""
-        self._check_all(self._cycle.drain().endings)
+        self._check_all(self._cycle.drain().ended)
         eplb, self._staged = self._cycle.eplb, self._paths[which]
         placement = eplb.hold() if eplb is not None else self._engine.runner.placement
         self._engine.runner.staged.read(str(self._staged), placement.expert_of_slot)
@@ -117,7 +118,7 @@ class Interleaving:
             return
         version, path, self._staged = f"swap {len(self._versions)}", self._staged, None
         self._versions.append(version)
-        self._check_all(self._cycle.drain().endings)
+        self._check_all(self._cycle.drain().ended)
         if retracts:
             self._cycle.retract()
         self._cycle.take_staged_weights(version)
@@ -136,13 +137,13 @@ class Interleaving:
             self.turn(1)
         self._cycle.scheduler.flush()
 
-    def _check_all(self, endings: list[Ending]) -> None:
+    def _check_all(self, ended: list[Sequence]) -> None:
         self._cycle.scheduler.check_integrity()
-        for ending in endings:
-            sequence, first, last = ending.sequence, ending.sequence.num_prompt_tokens, ending.sequence.num_tokens
+        for sequence in ended:
+            first, last = sequence.num_prompt_tokens, sequence.num_tokens
             ids, logprobs = (values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs))
             ranges = list(labelled_ranges(sequence.weight_versions, last))
-            routing = ending.routing
+            routing = sequence.final_routing
             assert routing is not None
             assert not routing.missing or (sequence.finish == ABORTED and not sequence.num_outputs)
             oldest = self._versions[self._born[sequence.request.request_id] :]

@@ -13,7 +13,7 @@ import numpy as np
 from rayserve_moe.engine.admission import ending_ids
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.step_cycle import Ending, StepCycle
+from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
@@ -22,7 +22,7 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
 
-Intervention = Callable[[StepCycle, int], Iterable[Ending] | None]
+Intervention = Callable[[StepCycle, int], Iterable[Sequence] | None]
 """What a test does after step number i; returns the endings of sequences that it ended, if any."""
 
 
@@ -168,22 +168,22 @@ def _turn(cycle: StepCycle, intervene: Intervention | None, outcomes: Outcomes) 
     while cycle.has_work:
         step += 1
         assert step < 5000, "the requests do not come to an end"
-        _take_over(outcomes, cycle.run().endings)
+        _take_over(outcomes, cycle.run().ended)
         cycle.scheduler.check_integrity()
         if intervene is not None:
             _take_over(outcomes, intervene(cycle, step) or ())
             cycle.scheduler.check_integrity()
 
 
-def _take_over(outcomes: Outcomes, endings: Iterable[Ending]) -> None:
-    for ending in endings:
-        sequence = ending.sequence
+def _take_over(outcomes: Outcomes, ended: Iterable[Sequence]) -> None:
+    for sequence in ended:
         outcome = outcomes[sequence.request.request_id, sequence.choice_index]
         first, last = sequence.num_prompt_tokens, sequence.num_tokens
         outcome.ids, outcome.logprobs = (
             values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs)
         )
-        outcome.finish, outcome.routing, outcome.num_cached = sequence.finish, ending.routing, sequence.num_cached
+        outcome.finish, outcome.routing = sequence.finish, sequence.final_routing
+        outcome.num_cached = sequence.num_cached
         outcome.top = top_of(sequence, first, stop=last)
         outcome.scores = sequence.scoring and sequence.scoring.scores()
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.step_cycle import Turn
+from rayserve_moe.scheduling.scheduler import Commit
 
 WITHIN_S = 600.0
 """Longest wait for an engine that has something to do."""
@@ -21,7 +21,7 @@ def unhurried(loop: EngineLoop, *, delay_s: float = 0.005) -> Iterator[None]:
     """Have every step take so much longer that what is to be met while it runs still runs."""
     run = loop._cycle.run
 
-    def run_later() -> Turn:
+    def run_later() -> Commit:
         time.sleep(delay_s)
         return run()
 
@@ -41,7 +41,7 @@ def wait_for_tokens(loop: EngineLoop, number: int) -> None:
 class StepGate:
     """Every step of an engine waits here until it may run; what is asked of the engine between two steps waits too."""
 
-    def __init__(self, run: Callable[[], Turn]) -> None:
+    def __init__(self, run: Callable[[], Commit]) -> None:
         self._run = run
         self._arrived, self._allowed = threading.Semaphore(0), threading.Semaphore(0)
         self._is_met = self._is_open = False
@@ -63,7 +63,7 @@ class StepGate:
         self._is_open = True
         self._allowed.release()
 
-    def pass_through(self) -> Turn:
+    def pass_through(self) -> Commit:
         """Run a step, in the engine's thread, once it may, or once nobody has let it for WITHIN_S."""
         self._arrived.release()
         if not self._is_open:

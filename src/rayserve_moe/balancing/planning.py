@@ -11,6 +11,7 @@ from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.proposal import PlacementState, Proposal
+from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 
 LEAST_GAIN = 0.01
 """By how much the hottest rank, as a part of the mean one, must fall for moves to be worth it; a mean over layers."""
@@ -76,6 +77,12 @@ class LocalPlanner:
             float(after.mean()),
             time.perf_counter() - started,
         )
+
+
+def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:
+    """What the settings say about planning."""
+    dispatch = "first" if experts.selection == "topk" else experts.dispatch
+    return PlanningConfig(balancing.interval, balancing.window, dispatch)
 
 
 def has_enough(tokens: np.ndarray) -> bool:

@@ -17,7 +17,7 @@ from rayserve_moe.cluster.slice_placement import SliceReservation, get, reserve_
 from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
-from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.engine.step_cycle import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.execution.weight_reading import too_late
 from rayserve_moe.requests import WeightsRefusedError
@@ -29,7 +29,7 @@ DROP_TIMEOUT_S = 10.0
 
 
 class GroupExecutor:
-    """Owns the workers of one slice, as an `engine.executor.Executor`. They die with it, all together.
+    """Owns the workers of one slice, as an `engine.step_cycle.Executor`. They die with it, all together.
 
     Another thread may set `given_up` to end the start, with GivenUpError.
     """

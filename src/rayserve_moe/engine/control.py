@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
-from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import NO_ROWS, OutputDispatch
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.step_cycle import Executor, ExecutorFailure, StepCycle
 from rayserve_moe.requests import FinishReason, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.weight_change import unfinished
@@ -124,8 +123,8 @@ class EngineControl:
         self._cycle.is_paused, self._mode = False, None
 
     def _drain(self) -> None:
-        turn = self._cycle.drain()
-        self._outputs.publish(turn.rows, turn.endings, now=time.monotonic())
+        commit = self._cycle.drain()
+        self._outputs.publish(commit.rows, commit.ended, now=time.monotonic())
 
     def _update(self, order: WeightOrder) -> WeightOutcome:
         """In the thread of updates: stage, then swap."""
@@ -162,9 +161,9 @@ class EngineControl:
         return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
 
     def _hold_experts(self) -> np.ndarray | None:
-        """Have experts stay where they are once no step is under way; returns where."""
+        """Keep experts where they are from now on; returns where, or None where they never move."""
         eplb = self._cycle.eplb
-        if eplb is None:
+        if eplb is None or not eplb.moves_experts:
             return None
         self._drain()
         return eplb.hold().expert_of_slot

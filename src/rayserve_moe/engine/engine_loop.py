@@ -1,4 +1,4 @@
-"""The engine thread: takes commands from clients, turns the step cycle, publishes what it brought."""
+"""The engine thread: runs commands of clients, then steps, and dispatches their outputs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 
+from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig, planning_config
+from rayserve_moe.balancing.proposal import Planner
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
-from rayserve_moe.config.settings import BalancingSettings, CacheSettings, SchedulerSettings
+from rayserve_moe.config.settings import BalancingSettings, CacheSettings, ExpertSettings, SchedulerSettings, Settings
 from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl
+from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.engine.eplb_steps import eplb_steps_for
-from rayserve_moe.engine.executor import Executor
-from rayserve_moe.engine.expert_counting import ExpertCounting
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.statistics import loop_statistics
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.step_cycle import Executor, StepCycle, selection_statistics
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
@@ -38,27 +38,49 @@ class EngineBusyError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
-    """The sections the loop works from, and the seconds after which it calls itself idle, or stuck."""
+    """The sections that the loop needs, and the seconds after which it counts as idle, or stuck."""
 
     scheduler: SchedulerSettings
     cache: CacheSettings
     num_data_ranks: int = 1
     balancing: BalancingSettings = dataclasses.field(default_factory=BalancingSettings)
+    experts: ExpertSettings = dataclasses.field(default_factory=ExpertSettings)
     num_hosts: int = 1
     idle_release_s: float = 0.5
     step_timeout_s: float = 120.0
 
 
+def loop_settings(settings: Settings) -> LoopSettings:
+    """The sections of an engine with these settings."""
+    return LoopSettings(
+        settings.scheduler,
+        settings.cache,
+        num_data_ranks=settings.parallel.data_parallel_size,
+        balancing=settings.balancing,
+        experts=settings.experts,
+        num_hosts=settings.parallel.num_hosts,
+        idle_release_s=settings.cluster.idle_release_s,
+        step_timeout_s=settings.cluster.step_timeout_s,
+    )
+
+
 class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
-    Commands travel through a queue and take effect between steps. After a failure every request ends with an
-    error, and nothing is accepted any more. `has_failed` says how the thread ended, after everybody was told.
-    `eplb` moves experts between devices, where that is switched on; `control` pauses the engine and changes
-    its weights. `request_metrics` measures requests, `expert_counting` counts experts that stay where they are.
+    Commands take effect between steps. After a failure every request ends with an error, and nothing is accepted any
+    more. `has_failed` says how the thread ended, once every client has its error. `control` pauses the engine and
+    changes its weights, `eplb_control` follows the planner that `planner_for` makes, where experts move.
+    `request_metrics` measures requests.
     """
 
-    def __init__(self, executor: Executor, card: ModelCard, *, settings: LoopSettings) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        card: ModelCard,
+        *,
+        settings: LoopSettings,
+        planner_for: Callable[[PlanningConfig], Planner] = LocalPlanner,
+    ) -> None:
         self._card = card
         self._executor, self._settings = executor, settings
         self._commands = CommandQueue()
@@ -70,13 +92,19 @@ class EngineLoop:
         self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.num_hosts
         )
-        self.expert_counting = ExpertCounting(card.routing, self.start_report, settings=settings.balancing)
         self._cycle = self._assemble(self.start_report.num_pages)
         self._outputs = OutputDispatch(
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
-        self.request_metrics = self._outputs.times.metrics
+        self.request_metrics = self._outputs.metrics
         self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands)
+        planning = planning_config(settings.balancing, settings.experts)
+        self.eplb_control = EplbControl(
+            self.eplb,
+            planner_for(planning) if self.eplb.moves_experts else None,
+            config=planning,
+            layer_ids=card.routing.layer_ids,
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -132,7 +160,22 @@ class EngineLoop:
 
         Running and waiting are counted in choices. `tokens_in_use` have their keys and values in pages of running ones.
         """
-        return loop_statistics(self._cycle, self._outputs, start_report=self.start_report)
+        scheduler, report = self._cycle.scheduler, self.start_report
+        ranks, running = scheduler.ranks, scheduler.running
+        return {
+            "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
+            "pages_free": float(sum(rank.num_available for rank in ranks)),
+            "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
+            "requests_live": float(len(self._outputs)),
+            "requests_running": float(len(running)),
+            "requests_waiting": float(max(0, self._outputs.num_unfinished - len(running))),
+            "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
+            "paused": float(self._cycle.is_paused),
+            "preemptions": float(scheduler.num_preemptions),
+            **self._cycle.statistics(),
+            **selection_statistics(self._cycle.tally, num_ranks=report.num_expert_ranks),
+            **report.statistics(),
+        }
 
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
@@ -150,6 +193,7 @@ class EngineLoop:
     def shutdown(self, ending: FinishReason = ABORTED) -> None:
         """End what runs, stop the thread and the executor. May be called twice."""
         self._ending = ending
+        self.eplb_control.stop()
         self._commands.close("the engine is shut down")
         self.control.close()
         if self._thread is not threading.current_thread():
@@ -176,15 +220,14 @@ class EngineLoop:
             capture=_capture_for(self._card, limits) if self._card.returns_routing else None,
             overlaps=scheduler.overlap_steps,
             eplb=self.eplb,
-            counting=self.expert_counting,
         )
 
     def _run(self) -> None:
         try:
             while self._take_commands():
                 self._step_started_at = time.monotonic()
-                turn = self._cycle.run()
-                self._outputs.publish(turn.rows, turn.endings, now=time.monotonic())
+                commit = self._cycle.run()
+                self._outputs.publish(commit.rows, commit.ended, now=time.monotonic())
                 self._step_started_at = None
         except Exception as error:
             log.exception("the engine has failed")

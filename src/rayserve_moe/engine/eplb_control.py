@@ -1,6 +1,6 @@
-"""Balancing an engine's experts by itself: counts go to whoever plans, and plans that hold up come to the engine.
+"""Controls expert balancing of one engine: counts go to the planner, valid plans to the engine's steps.
 
-It has a thread of its own. Whatever goes wrong there, steps run on under the placement in force.
+Planning has a thread of its own. Whatever fails here, steps run on under the current placement.
 """
 
 from __future__ import annotations
@@ -8,76 +8,62 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from dataclasses import replace
 
 import numpy as np
 
-from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
+from rayserve_moe.balancing.load_window import LoadWindow
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import PlanningConfig, imbalance, rank_loads
-from rayserve_moe.balancing.proposal import PlanFailure, Planner, RefusedPlanError, checked_placement
-from rayserve_moe.balancing.view import ActorView, BalancingView, ProgressView
-from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
-from rayserve_moe.engine.eplb_history import MigrationHistory
+from rayserve_moe.balancing.proposal import PlanFailure, Planner, Proposal, RefusedPlanError, checked_placement
+from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord, ProgressView
 from rayserve_moe.engine.eplb_steps import EplbSteps
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-
-
-def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:
-    """What the settings say of planning."""
-    dispatch = "first" if experts.selection == "topk" else experts.dispatch
-    return PlanningConfig(balancing.interval, balancing.window, dispatch)
-
-
-def start_eplb(
-    eplb: EplbSteps | None,
-    planner_for: Callable[[PlanningConfig], Planner],
-    *,
-    rules: PlanningConfig,
-    layer_ids: tuple[int, ...],
-) -> EplbControl | None:
-    """Begin to balance an engine's experts; None where they stay where they are, and then nobody plans."""
-    if eplb is None:
-        return None
-    return EplbControl(eplb, planner_for(rules), rules=rules, layer_ids=layer_ids)
+MOST_RECORDS = 64
+UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
 
 
 class EplbControl:
-    """Feeds `planner` with the readings of `eplb`, and has the engine follow its plans.
+    """Feeds a planner with the readings of `eplb`, and has the engine follow its plans; without one it only counts.
 
-    A planner that fails is asked again after a pause, which doubles from one failure to the next. `layer_ids` are the
-    numbers of the layers that have experts.
+    A planner that fails is asked again after a pause, which doubles with every failure. `layer_ids` are the numbers of
+    the layers that have experts. `view` may be called from any thread.
     """
 
-    def __init__(self, eplb: EplbSteps, planner: Planner, *, rules: PlanningConfig, layer_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, eplb: EplbSteps, planner: Planner | None, *, config: PlanningConfig, layer_ids: tuple[int, ...]
+    ) -> None:
         self._eplb, self._planner = eplb, planner
-        self._rules, self._layer_ids = rules, layer_ids
-        self._window = LoadWindow(rules.window)
-        self._tokens = np.zeros_like(eplb.reading.counts, np.float64)
+        self._config, self._layer_ids = config, layer_ids
+        self._window, self._window_lock = LoadWindow(config.window), threading.Lock()
         self._before = eplb.migration.placement
         self.history = MigrationHistory(eplb.migration)
-        self.contact = PlannerRetry()
+        self.retry = PlannerRetry()
         self.planning_s = 0.0
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="balance-experts", daemon=True)
-        self._thread.start()
+        self._news = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="eplb-control", daemon=True)
+        eplb.on_reading = self._take_reading if planner is None else self._news.set
+        if planner is not None:
+            self._thread.start()
 
     def stop(self) -> None:
         """Follow no further plan; the thread ends once its planner has answered. May be called twice."""
         self._is_stopping = True
-        self._eplb.has_news.set()
+        self._news.set()
 
     def view(self) -> BalancingView:
-        """Loads, placements and what was done, as of now; from any thread."""
-        tokens, migration = self._tokens, self._eplb.migration
+        """Loads, placements and past migrations, as of now."""
+        tokens, migration = self._take_reading(), self._eplb.migration
         now, before, progress = migration.placement, self._before, migration.progress
-        dispatch = self._rules.dispatch
-        loads_now, loads_before = (rank_loads(each, tokens, dispatch=dispatch) for each in (now, before))
+        loads_now, loads_before = (rank_loads(each, tokens, dispatch=self._config.dispatch) for each in (now, before))
         return BalancingView(
-            enabled=True,
+            enabled=self._eplb.moves_experts,
             num_layers=now.num_layers,
             num_experts=now.num_experts,
             num_slots=now.num_slots,
@@ -98,36 +84,40 @@ class EplbControl:
                 progress.is_done,
             ),
             history=self.history.records(),
-            actor=self.contact.view(is_running=self._thread.is_alive()),
+            actor=self.retry.view(is_running=self._thread.is_alive()),
         )
 
+    def _take_reading(self) -> np.ndarray:
+        """Add the last reading to the window; returns the tokens per layer and expert in it."""
+        with self._window_lock:
+            self._window.add(self._eplb.reading)
+            return self._window.totals()
+
     def _run(self) -> None:
-        news = self._eplb.has_news
+        assert self._planner is not None, "without a planner there is no thread"
         while not self._is_stopping:
-            self._turn(self._eplb.reading)
-            news.wait(self.contact.rest_of_pause_s)
-            news.clear()
+            self._take_reading()
+            if not self.retry.rest_of_pause_s:
+                self._ask(self._planner)
+            self._news.wait(self.retry.rest_of_pause_s)
+            self._news.clear()
 
-    def _turn(self, reading: LoadReading) -> None:
-        self._window.add(reading)
-        self._tokens = self._window.totals()
-        if self.contact.rest_of_pause_s:
-            return
+    def _ask(self, planner: Planner) -> None:
         try:
-            is_due = self._planner.observe(reading)
-            self.contact.note_answer()
+            is_due = planner.observe(self._eplb.reading)
+            self.retry.note_answer()
             if is_due:
-                self._follow_plan()
+                self._follow_plan(planner)
         except PlanFailure as failure:
-            self.contact.note_failure(failure)
+            self.retry.note_failure(failure)
 
-    def _follow_plan(self) -> None:
-        """Ask for a plan, and have the engine head for it if it fits what is in force when it comes."""
+    def _follow_plan(self, planner: Planner) -> None:
+        """Ask for a plan; the engine migrates to it if it fits the placement and counts of that moment."""
         state = self._eplb.state()
         if state is None:
             return
         asked = time.perf_counter()
-        proposal = self._planner.propose(state)
+        proposal = planner.propose(state)
         self.planning_s += time.perf_counter() - asked
         if proposal is None or self._is_stopping:
             return
@@ -137,7 +127,7 @@ class EplbControl:
                 raise RefusedPlanError("stale", "experts are moving")
             placement = checked_placement(proposal, now)
         except RefusedPlanError as error:
-            self.contact.refused[error.reason] += 1
+            self.retry.refused[error.reason] += 1
             log.warning("a plan is refused as %s: %s", error.reason, error)
             return
         self._before = now.placement
@@ -146,7 +136,7 @@ class EplbControl:
 
 
 class PlannerRetry:
-    """Whether the planner may be asked now, how often it was lost and found again, and `refused` plans by reason."""
+    """When a planner that failed is asked again, how often it was lost and found, and refused plans by reason."""
 
     def __init__(self) -> None:
         self.refused = Counter[str]()
@@ -156,18 +146,18 @@ class PlannerRetry:
 
     @property
     def rest_of_pause_s(self) -> float | None:
-        """Seconds until it may be asked again, 0 where it may be now; None where nothing stands in the way."""
+        """Seconds until the next try after a failure, 0 where it is due; None while the planner answers."""
         return None if self._is_reached else max(0.0, self._resume_at - time.monotonic())
 
     def note_answer(self) -> None:
-        """It has answered."""
+        """Reset the pause."""
         if self._is_lost:
             self._num_losses_made_up += 1
             log.info("experts are planned for again")
         self._is_reached, self._was_reached, self._is_lost, self._pause_s = True, True, False, 0.0
 
     def note_failure(self, failure: PlanFailure) -> None:
-        """It has not; the next pause begins, twice as long as the one before."""
+        """Begin the next pause, twice as long as the one before."""
         if failure.reason == "lost":
             self._is_lost = self._was_reached
         else:
@@ -179,8 +169,65 @@ class PlannerRetry:
         log.warning("no plan of experts, next try in %.1f s: %s", self._pause_s, failure)
 
     def view(self, *, is_running: bool) -> ActorView:
-        """What is shown of it; with nobody `is_running` to ask it, it counts as gone."""
+        """Its state for users; a planner that nobody asks any more counts as gone."""
         return ActorView(is_running and self._is_reached, self._num_losses_made_up, dict(self.refused))
+
+
+class MigrationHistory:
+    """Outcomes of the last migrations; may be read from any thread.
+
+    `totals` counts migrations `begun`, `finished`, `replaced` and `failed`, and slots `moved`, over all time.
+    """
+
+    def __init__(self, migration: Migration) -> None:
+        self.totals = Counter[str]()
+        self._migration = migration
+        self._records: deque[MigrationRecord] = deque(maxlen=MOST_RECORDS)
+        self._target: ExpertPlacement | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, proposal: Proposal, target: ExpertPlacement, *, step: int) -> None:
+        """Record that the engine was asked to migrate to `target`, which becomes its next version."""
+        record = MigrationRecord(
+            proposal.version,
+            step,
+            time.time(),
+            0,
+            0,
+            proposal.imbalance_before,
+            proposal.imbalance_after,
+            proposal.plan_seconds,
+            UNDER_WAY,
+        )
+        with self._lock:
+            self._settle()
+            self._target = target
+            self._records.append(record)
+            self.totals["begun"] += 1
+
+    def records(self) -> list[MigrationRecord]:
+        """The last migrations, oldest first, as of now."""
+        with self._lock:
+            self._settle()
+            return list(self._records)
+
+    def _settle(self) -> None:
+        if self._target is None:
+            return
+        record, migration = self._records[-1], self._migration
+        progress = migration.progress
+        if progress.version < record.version:
+            return
+        outcome = FINISHED if progress.is_done else UNDER_WAY
+        if migration.target is not self._target:
+            outcome = FAILED if migration.given_up_version >= record.version else REPLACED
+        if outcome != REPLACED:
+            record = replace(record, moved_slots=progress.num_slots, layers=progress.num_layers)
+        record = replace(record, outcome=outcome)
+        self._records[-1] = record
+        if record.outcome != UNDER_WAY:
+            self._target = None
+            self.totals.update({record.outcome: 1, "moved": record.moved_slots})
 
 
 def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:

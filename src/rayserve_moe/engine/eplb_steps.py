@@ -1,10 +1,10 @@
-"""The engine's side of expert balancing: which piece of a migration a step takes along, and what was counted."""
+"""The part of expert balancing that rides on steps: pieces of a migration on the way out, counts on the way back."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -22,55 +22,58 @@ log = logging.getLogger(__name__)
 
 COUNTS_EVERY = 16
 """Steps from one reading of the devices' counts to the next."""
+COUNTS_EVERY_UNPLANNED = 64
+"""The same where experts stay: nobody plans from it, and each costs about as much as the launch of a small step."""
 
 
 def eplb_steps_for(
     layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, num_hosts: int
-) -> EplbSteps | None:
-    """The balancing of a server that has just started, all experts in their own order; None where it is off."""
-    if not settings.enabled:
-        return None
+) -> EplbSteps:
+    """For a server that has just started, its experts in their own order."""
     placement = identity_placement(
         len(layout.layer_ids),
         layout.num_experts,
         ep_size=report.num_expert_ranks,
         num_redundant=report.num_redundant_experts,
     )
-    return EplbSteps(Migration(placement, hosts=num_hosts, slots_per_step=settings.slots_per_step))
+    migration = Migration(placement, hosts=num_hosts, slots_per_step=settings.slots_per_step)
+    if settings.enabled:
+        return EplbSteps(migration)
+    return EplbSteps(migration, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
 
 
 class EplbSteps:
-    """Hands the pieces of `migration` to steps, at most one each, and keeps what they tell of expert loads.
+    """Adds the pieces of `migration` to step plans, at most one each, and reads the expert counts of their results.
 
     The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
-    last one of the counts, and `has_news` is set when there is another. `head_for`, `state`, and what is read of
-    `migration.progress` and of counts may come from any thread, all else from that of the engine.
+    last one of the counts; `on_reading` is called in the engine thread when there is another. `head_for`, `state`,
+    `reading` and `migration.progress` may be used from any thread, all else from the engine's.
     """
 
-    def __init__(self, migration: Migration, *, counts_every: int = COUNTS_EVERY) -> None:
-        self.migration = migration
+    def __init__(self, migration: Migration, *, counts_every: int = COUNTS_EVERY, moves_experts: bool = True) -> None:
+        self.migration, self.moves_experts = migration, moves_experts
         start = migration.placement
         self.reading = LoadReading(0, 0, np.zeros((start.num_layers, start.num_experts), np.int32))
-        self.has_news = threading.Event()
+        self.on_reading: Callable[[], object] = _ignore
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
         self._counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
 
     def state(self) -> PlacementState | None:
-        """What a plan may be made from now; None while a migration is under way or asked for."""
+        """What a plan may be made from now; None while a migration is under way or requested."""
         progress = self.migration.progress
         if self._wanted or not progress.is_done:
             return None
         return PlacementState(self.reading.generation, progress.version, self.migration.placement)
 
     def forget_counts(self) -> None:
-        """Have counts that follow not be compared with those before: after a change of weights, or of counting."""
+        """Begin a new generation of counts: after a change of weights, or of counting."""
         self.reading = replace(self.reading, generation=self.reading.generation + 1, step=self._num_steps)
-        self.has_news.set()
+        self.on_reading()
 
     def head_for(self, placement: ExpertPlacement) -> None:
-        """Have the next steps bring experts to `placement`, whatever was under way or asked for before.
+        """Have the next steps move experts to `placement`, which replaces what was under way or requested.
 
         PlacementError where it is of other layers, slots or ranks; then nothing changes.
         """
@@ -78,7 +81,7 @@ class EplbSteps:
         self._wanted.append(placement)
 
     def hold(self) -> ExpertPlacement:
-        """Have experts stay where they are until `go_on`; returns where that is. Call while no step is under way."""
+        """Keep experts where they are until `go_on`; returns their placement. Call while no step is in flight."""
         self._is_held = True
         return self.migration.placement
 
@@ -87,13 +90,13 @@ class EplbSteps:
         self._is_held = False
 
     def change_weights(self) -> None:
-        """Begin anew what is under way, and what is counted: all that was fetched or counted is of other weights."""
+        """Restart the migration under way and the counts: what was fetched or counted belongs to other weights."""
         if not self.migration.progress.is_done:
             self.migration.begin(self.migration.target)
         self.forget_counts()
 
     def attach(self, schedule: Schedule) -> Schedule:
-        """Give a step that computes something the next piece, and every few of them the question for counts."""
+        """Add the next piece, and every few steps a request for counts, to a step that computes something."""
         if not schedule.plan.num_chunks:
             return schedule
         self._num_steps += 1
@@ -105,17 +108,17 @@ class EplbSteps:
         return replace(schedule, plan=replace(schedule.plan, migration=piece, wants_expert_counts=wants_counts))
 
     def absorb(self, result: StepResult) -> None:
-        """Take over what a step tells: counts, if any, and whether experts could be fetched."""
+        """Take over a result's counts, if any, and whether a fetch failed."""
         self._steps_with_pieces.discard(result.step_id)
         if result.failed_fetch is not None and result.failed_fetch.version > self.migration.given_up_version:
             log.error("experts could not be fetched: those of layers from %d on stay", result.failed_fetch.layer)
             self.migration.give_up(result.failed_fetch)
         if result.expert_counts is not None:
             self.reading = LoadReading(self.reading.generation, self._num_steps, result.expert_counts)
-            self.has_news.set()
+            self.on_reading()
 
     def _next_piece(self) -> MigrationPiece | None:
-        """The next piece; another migration begins once it is known what came of all pieces of the one before."""
+        """The next piece; another migration begins once the results of all pieces of the one before are known."""
         if self._is_held:
             return None
         if not self._wanted:
@@ -124,3 +127,7 @@ class EplbSteps:
             return None
         self.migration.begin(self._wanted.pop())
         return self.migration.next_piece()
+
+
+def _ignore() -> None:
+    return None

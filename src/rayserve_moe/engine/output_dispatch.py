@@ -1,56 +1,53 @@
-"""Telling clients what came of their requests: first tokens at once, later ones grouped, ends with everything."""
+"""Dispatches outputs to clients: first tokens at once, later ones grouped, and the end of a choice with all it has."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.engine.request_times import RequestTimes
-from rayserve_moe.engine.step_cycle import Ending
+from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence, top_of
 
 Sink = Callable[[list[ChoiceResult]], Iterable[int] | None]
-"""Takes updates of one request; returns the choices whose text is complete, so that they end here, if there are any."""
+"""Takes updates of one request; returns the choices that a stop string has completed, so that they end here."""
 StreamedRouting = Callable[[Sequence], RoutedExperts | None]
-"""Gives the rows of a running sequence that its client does not have yet; None where they are not streamed."""
-
-End = Callable[[Sequence, FinishReason], Ending]
+"""Returns the rows of a running sequence that its client does not have yet; None where they are not streamed."""
+End = Callable[[Sequence, FinishReason], object]
 """Ends a sequence between steps."""
 
 STOPPED = FinishReason("stop")
-"""How a choice ends whose text is complete; which string it was is known to its sink."""
+"""How a choice ends that a stop string has completed; the text layer knows which one."""
 NO_ROWS = np.zeros(0, np.int64)
 GROUPING_S_PER_SEQUENCE = 0.01
 LONGEST_GROUPING_S = 0.13
-"""A client hears of a choice at most every so many seconds: at once when alone, later with the load. With the step that
-is under way it stays within 150 ms."""
+"""The least seconds between two updates of a choice: none when alone, more with the load. With the step in flight an
+update comes within 150 ms."""
 
 
 def _no_routing(_: Sequence) -> None:
     return None
 
 
-def _only_marked(sequence: Sequence, reason: FinishReason) -> Ending:
+def _only_marked(sequence: Sequence, reason: FinishReason) -> None:
     sequence.finish = reason
-    return Ending(sequence)
 
 
 @dataclass
 class _Listener:
-    """A request's choices, who listens, and the choices whose end it has not been told."""
+    """A request's choices, their sink, and the choices whose end was not dispatched yet."""
 
     sequences: list[Sequence]
     sink: Sink
-    untold: set[int]
+    unfinished: set[int]
 
 
 class OutputDispatch:
-    """The requests in the engine and their listeners.
+    """The requests in the engine and their sinks; `metrics` measures them where outputs are dispatched.
 
     `publish` is called after every step from the engine thread; sinks must not block. `add` may be called from any
     thread.
@@ -61,7 +58,7 @@ class OutputDispatch:
     ) -> None:
         self._table, self._streamed_routing, self._end = table, streamed_routing, end
         self._listeners: dict[str, _Listener] = {}
-        self.times = RequestTimes(table)
+        self.metrics = RequestMetrics()
 
     def __len__(self) -> int:
         return len(self._listeners)
@@ -70,80 +67,80 @@ class OutputDispatch:
         return request_id in self._listeners
 
     def add(self, sequences: list[Sequence], sink: Sink) -> None:
-        """Have `sink` told about the choices of a request."""
+        """Register the choices of a request, whose updates go to `sink`."""
         self._listeners[sequences[0].request.request_id] = _Listener(sequences, sink, set(range(len(sequences))))
 
     @property
     def request_ids(self) -> list[str]:
-        """Of the requests that have not ended."""
+        """Ids of the requests that have not ended."""
         return list(self._listeners)
 
     @property
     def num_unfinished(self) -> int:
-        """Choices that have not ended, as far as their clients know."""
-        return sum(len(listener.untold) for listener in list(self._listeners.values()))
+        """Choices whose end was not dispatched yet."""
+        return sum(len(listener.unfinished) for listener in list(self._listeners.values()))
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The choices of a request that have not ended; none for an unknown one."""
         listener = self._listeners.get(request_id)
         return [s for s in listener.sequences if s.finish is None] if listener else []
 
-    def publish(self, rows: np.ndarray, endings: list[Ending], *, now: float) -> None:
-        """Send the updates that are due: of rows that got tokens, and of choices that have ended.
+    def publish(self, rows: np.ndarray, ended: list[Sequence], *, now: float) -> None:
+        """Send the updates that are due: of rows that got a token, and of choices that have ended.
 
-        Choices whose text proves to be complete end too, before another step is planned.
+        Choices that a stop string completes end too, before another step is planned.
         """
         updates: dict[str, list[ChoiceResult]] = {}
-        self.times.note_tokens(rows, now=now)
+        note_tokens(self.metrics, self._table, rows=rows, now=now)
         for row in self._due(rows, now).tolist():
             sequence = self._table.sequences[row]
             if sequence is not None:
-                news = replace(_news_of(sequence), routing=self._streamed_routing(sequence))
-                updates.setdefault(sequence.request.request_id, []).append(news)
-        if endings:
-            self.times.note_ends([(ending.sequence, _kind_of(ending.sequence)) for ending in endings], now=now)
-        for ending in endings:
-            updates.setdefault(ending.sequence.request.request_id, []).append(_news_of(ending.sequence, ending))
+                routing = self._streamed_routing(sequence)
+                updates.setdefault(sequence.request.request_id, []).append(_update_of(sequence, routing))
+        for sequence in ended:
+            assert sequence.finish is not None, "an ended sequence has a finish reason"
+            note_end(self.metrics, sequence, kind=sequence.finish.kind, now=now)
+            updates.setdefault(sequence.request.request_id, []).append(_last_update_of(sequence))
         complete = [sequence for request_id, news in updates.items() for sequence in self._send(request_id, news)]
+        for sequence in complete:
+            self._end(sequence, STOPPED)
         if complete:
-            self.publish(NO_ROWS, [self._end(sequence, STOPPED) for sequence in complete], now=now)
+            self.publish(NO_ROWS, complete, now=now)
 
     def end_all(self, reason: FinishReason) -> None:
-        """Tell everybody what they have not heard yet, and that what they know of as unfinished ends here.
+        """Send every client what it has not got yet, and the end of its unfinished choices.
 
         What a sink raises passes through: call it again for those that are left.
         """
         while self._listeners:
             _, listener = self._listeners.popitem()
-            untold = [listener.sequences[choice] for choice in sorted(listener.untold)]
-            self.times.note_ends([(sequence, reason.kind) for sequence in untold], now=time.monotonic())
-            listener.sink([replace(_news_of(sequence), finish=reason) for sequence in untold])
+            unfinished = [listener.sequences[choice] for choice in sorted(listener.unfinished)]
+            updates = [_update_of(sequence, None) for sequence in unfinished]
+            for sequence, update in zip(unfinished, updates, strict=True):
+                note_end(self.metrics, sequence, kind=reason.kind, now=time.monotonic())
+                update.finish = reason
+            listener.sink(updates)
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
-        """Rows with a listener that has waited long enough; it has never waited before the first token."""
+        """Rows whose clients want updates and have waited long enough; the first token is due at once."""
         table = self._table
         interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(rows))
         due = rows[table.is_incremental[rows] & (now - table.published_at[rows] >= interval)]
         table.published_at[due] = now
         return due
 
-    def _send(self, request_id: str, news: list[ChoiceResult]) -> list[Sequence]:
-        """Send updates of one request; returns its choices whose text is complete and that have not ended."""
+    def _send(self, request_id: str, updates: list[ChoiceResult]) -> list[Sequence]:
+        """Send updates of one request; returns its unfinished choices that a stop string has completed."""
         listener = self._listeners[request_id]
-        listener.untold.difference_update(update.choice_index for update in news if update.finish is not None)
-        if not listener.untold:
+        listener.unfinished.difference_update(update.choice_index for update in updates if update.finish is not None)
+        if not listener.unfinished:
             del self._listeners[request_id]
-        complete = listener.sink(news) or ()
+        complete = listener.sink(updates) or ()
         return [sequence for i in complete if (sequence := listener.sequences[i]).finish is None]
 
 
-def _kind_of(sequence: Sequence) -> str:
-    assert sequence.finish is not None, "what has ended says how"
-    return sequence.finish.kind
-
-
-def _news_of(sequence: Sequence, ending: Ending | None = None) -> ChoiceResult:
-    """What `sequence` has come to since its last update."""
+def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResult:
+    """What a sequence has generated since its last update."""
     first, last = sequence.num_published, sequence.num_tokens
     sequence.num_published = last
     return ChoiceResult(
@@ -151,11 +148,44 @@ def _news_of(sequence: Sequence, ending: Ending | None = None) -> ChoiceResult:
         sequence.choice_index,
         token_ids=sequence.tokens(first, last).tolist(),
         logprobs=sequence.logprobs(first, last).tolist(),
-        finish=sequence.finish if ending is not None else None,
-        routing=ending.routing if ending is not None else None,
+        routing=routing,
         num_cached_tokens=sequence.num_cached,
         top=top_of(sequence, first, stop=last),
-        prompt_scores=sequence.scoring.scores() if ending is not None and sequence.scoring is not None else None,
         weight_versions=sequence.weight_versions,
         ranks=sequence.state.ranks[first:last].tolist(),
     )
+
+
+def _last_update_of(sequence: Sequence) -> ChoiceResult:
+    update = _update_of(sequence, sequence.final_routing)
+    update.finish = sequence.finish
+    update.prompt_scores = sequence.scoring.scores() if sequence.scoring is not None else None
+    return update
+
+
+def note_tokens(metrics: RequestMetrics, table: RowTable, *, rows: np.ndarray, now: float) -> None:
+    """Measure that each of `rows` has got a token: its first one, or one more. `now` is of the monotonic clock."""
+    if not len(rows):
+        return
+    gaps = now - table.token_at[rows]
+    table.token_at[rows] = now
+    longest = gaps.max()
+    if gaps.min() == longest:  # all got one with the step before too, and none is a first one, whose gap is NaN
+        metrics.inter_token.add(float(longest), len(gaps))
+        return
+    is_first = np.isnan(gaps)
+    metrics.time_to_first_token.add_all(now - table.accepted_at[rows[is_first]])
+    metrics.inter_token.add_all(gaps[~is_first])
+
+
+def note_end(metrics: RequestMetrics, sequence: Sequence, *, kind: str, now: float) -> None:
+    """Measure that a choice has ended, and how (`FinishReason.kind`)."""
+    metrics.finished[kind] += 1
+    metrics.end_to_end.add(now - sequence.accepted_at)
+    metrics.output_tokens.add(sequence.num_outputs)
+    if sequence.started_at is not None:
+        metrics.queue_time.add(sequence.started_at - sequence.accepted_at)
+    if sequence.choice_index == 0:
+        metrics.prompt_tokens.add(sequence.num_prompt_tokens)
+        metrics.num_prompt_tokens += sequence.num_prompt_tokens
+        metrics.num_cached_tokens += sequence.num_cached

@@ -1,45 +1,62 @@
-"""One turn of the engine: plan a step, hand it over, take over the result of the one before."""
+"""The engine's steps: plan one, hand it to the executor, commit the result of the one before."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.executor import Executor
-from rayserve_moe.engine.expert_counting import ExpertCounting
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.scheduler import Scheduler
+from rayserve_moe.scheduling.scheduler import Commit, Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.scheduling.weight_change import change_weights, preempt_all
 
+_NOTHING = Commit(np.zeros(0, np.int64), [])
 
-@dataclass(frozen=True)
-class Ending:
-    """A sequence that has ended, all of its tokens known, and its routing where that is wanted.
 
-    Where routing is streamed these are the rows that its client does not have yet.
+class ExecutorFailure(RuntimeError):
+    """The executor lost a host or a device: no further step can run on it."""
+
+
+class Executor(Protocol):
+    """Runs steps: in this process (`execution.host_runner`) or on other hosts (`cluster.step_transport`).
+
+    Calls come from one thread, but for `stage_weights`. After `ExecutorFailure` only `shutdown` may follow.
     """
 
-    sequence: Sequence
-    routing: RoutedExperts | None = None
+    def start(self) -> StartReport:
+        """Load weights, allocate pages, compile every step and run it once."""
+        ...
 
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Hand a step to the devices, then wait for the result of the one before; None where there is none.
 
-@dataclass(frozen=True)
-class Turn:
-    """What a turn brought: the rows that got a token, int [N], and the sequences that have ended."""
+        So the devices find their next step waiting. A plan without chunks computes nothing.
+        """
+        ...
 
-    rows: np.ndarray
-    endings: list[Ending]
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        """Have every host read and check its share of a checkpoint, while steps run; one call at a time.
 
+        Experts go where `expert_of_slot` [MoE layers, slots] says, None: where they were at the start. A plan with
+        `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them, or has not read them
+        in time: then none keeps any.
+        """
+        ...
 
-_NOTHING = Turn(np.zeros(0, np.int64), [])
+    def release(self) -> None:
+        """Give back what costs CPU while no request is running; the next `execute` takes it again."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop for good. May be called twice."""
+        ...
 
 
 @dataclass
@@ -57,11 +74,10 @@ class StepClock:
 
 
 class StepCycle:
-    """Drives scheduler, executor and routing capture in step; knows nothing of clients.
+    """Drives scheduler, executor and routing capture step by step; knows nothing of clients.
 
-    With `overlaps` the devices run a step while the host takes over the one before it and plans the next. With
-    `eplb` steps take pieces of a migration along, without it `counting` has experts counted. While `is_paused`
-    no step is planned. `tally` adds up those of all steps, where they bring any.
+    With `overlaps` the devices run a step while the host commits the one before it and plans the next. `eplb` moves and
+    counts experts. While `is_paused` no step is planned. `tally` is the sum over all steps, if they have any.
     """
 
     def __init__(
@@ -72,11 +88,9 @@ class StepCycle:
         capture: RoutingCapture | None,
         overlaps: bool = True,
         eplb: EplbSteps | None = None,
-        counting: ExpertCounting | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.eplb = eplb
-        self._experts = eplb or counting
         self.is_paused = False
         self._executor = executor
         self._capture = capture
@@ -89,40 +103,43 @@ class StepCycle:
     def has_work(self) -> bool:
         return (self.scheduler.has_work and not self.is_paused) or self._in_flight is not None
 
-    def run(self) -> Turn:
-        """Plan and submit a step, and commit the one before; pages of ended sequences are free again."""
+    def run(self) -> Commit:
+        """Plan and submit a step, and commit the one before; the pages of ended sequences are free again.
+
+        The `final_routing` of those sequences is set where it is wanted.
+        """
         started = time.perf_counter()
         schedule = self.scheduler.schedule(captures_all=self._captures_all)
-        if self._experts is not None:
-            schedule = self._experts.attach(schedule)
+        if self.eplb is not None:
+            schedule = self.eplb.attach(schedule)
         self._retain_preempted()
         if self._capture is not None:
             self._capture.submit(schedule.plan, self.scheduler.table)
         self._clock.schedule_s += time.perf_counter() - started
-        turn = self._exchange(schedule)
+        commit = self._exchange(schedule)
         if self._in_flight is not None and not self._overlaps:
-            turn = _joined(turn, self._exchange(None))
-        return turn
+            return self._exchange(None)
+        return commit
 
-    def drain(self) -> Turn:
-        """Commit the step that is in flight, if there is one, and plan none: then nothing runs."""
+    def drain(self) -> Commit:
+        """Commit the step in flight, if there is one, and plan none: then nothing runs."""
         return self._exchange(None) if self._in_flight is not None else _NOTHING
 
     def retract(self) -> None:
-        """Have everything that runs wait, without its pages. Call after `drain`."""
+        """Preempt everything that runs. Call after `drain`."""
         preempt_all(self.scheduler)
         self._retain_finally()
 
     def take_staged_weights(self, weight_version: str) -> None:
-        """Go on under the weights that every host has staged. Call after `drain`."""
-        assert self._in_flight is None, "a step is under way"
+        """Switch to the weights that every host has staged. Call after `drain`."""
+        assert self._in_flight is None, "a step is in flight"
         self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
         change_weights(self.scheduler, weight_version)
         self._retain_finally()
         if self._capture is not None:
             self._capture.set_weight_version(weight_version)
-        if self._experts is not None:
-            self._experts.change_weights()
+        if self.eplb is not None:
+            self.eplb.change_weights()
 
     def streamed_routing(self, sequence: Sequence) -> RoutedExperts | None:
         """The rows of a running sequence that its client does not have yet; None where they are not streamed."""
@@ -130,10 +147,10 @@ class StepCycle:
             return None
         return self._gather(sequence)
 
-    def end(self, sequence: Sequence, reason: FinishReason) -> Ending:
-        """End a sequence between steps and free its pages."""
+    def end(self, sequence: Sequence, reason: FinishReason) -> Sequence:
+        """End a sequence between steps and free its pages; returns it."""
         self.scheduler.end(sequence, reason)
-        return self._take_leave(sequence)
+        return self._release(sequence)
 
     def statistics(self) -> dict[str, float]:
         """Totals of the step clock, by field name."""
@@ -141,11 +158,11 @@ class StepCycle:
 
     @property
     def _captures_all(self) -> bool:
-        """A cached prefix brings the routing of whoever computed it: then every row has to be there."""
+        """Whether every row is needed: a request that finds a cached prefix may want rows that another one computed."""
         return self._capture is not None and self.scheduler.caches_prefixes
 
-    def _exchange(self, schedule: Schedule | None) -> Turn:
-        """Submit a step, or none, and commit the one that is in flight."""
+    def _exchange(self, schedule: Schedule | None) -> Commit:
+        """Submit a step, or none, and commit the one in flight."""
         submitted = time.perf_counter()
         plan = schedule.plan if schedule is not None else self.scheduler.empty_plan()
         result = self._executor.execute(plan)
@@ -157,25 +174,25 @@ class StepCycle:
         self._retain_finally()
         if finished is None:
             return _NOTHING
-        assert result is not None and result.step_id == finished.plan.step_id, "a result is not that of its step"
-        if self._experts is not None:
-            self._experts.absorb(result)
+        assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
+        if self.eplb is not None:
+            self.eplb.absorb(result)
         commit = self.scheduler.commit(finished, result)
-        endings = [self._take_leave(sequence) for sequence in commit.ended]
+        for sequence in commit.ended:
+            self._release(sequence)
         self._account(finished, result, time.perf_counter() - returned)
-        return Turn(commit.rows, endings)
+        return commit
 
-    def _take_leave(self, sequence: Sequence) -> Ending:
+    def _release(self, sequence: Sequence) -> Sequence:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""
-        routing = None
         self._retain_preempted()
         if self._capture is not None and sequence.request.return_routed_experts:
-            routing = self._gather(sequence)
+            sequence.final_routing = self._gather(sequence)
         self.scheduler.release(sequence)
-        return Ending(sequence, routing)
+        return sequence
 
     def _gather(self, sequence: Sequence) -> RoutedExperts:
-        """Rows that its client does not have yet; where they are streamed, it counts as having them from now on."""
+        """Rows that its client does not have yet; streamed ones count as published from now on."""
         assert self._capture is not None, "without capture there are no rows"
         routing = self._capture.gather(sequence, start=sequence.num_published_rows)
         if _streams_routing(sequence.request):
@@ -183,16 +200,16 @@ class StepCycle:
         return routing
 
     def _retain_preempted(self) -> None:
-        """Keep the rows of what was preempted: at once, and once more when those of the step in flight have come.
+        """Keep the rows of preempted sequences: at once, and again when those of the step in flight have arrived.
 
-        By then its pages may have other owners, but not yet other rows.
+        By then their pages may have other owners, but not yet other rows.
         """
         if self._capture is not None:
             for preemption in self.scheduler.preemptions:
                 self._capture.retain(preemption)
 
     def _retain_finally(self) -> None:
-        """The same once no rows are to come: nothing is kept twice."""
+        """The same once no more rows will arrive, so that nothing is kept twice."""
         self._retain_preempted()
         self.scheduler.preemptions.clear()
 
@@ -209,10 +226,21 @@ class StepCycle:
             self.tally = result.tally if self.tally is None else self.tally + result.tally
 
 
+def selection_statistics(tally: np.ndarray | None, *, num_ranks: int) -> dict[str, float]:
+    """What the capacity of slots did to the assignments of all steps (`StepResult.tally`); empty without limits.
+
+    `rank_imbalance` is the hottest rank of each layer and step over the mean one, weighted by assignments.
+    """
+    if tally is None:
+        return {}
+    wanted, kept, filled, hottest = map(float, tally)
+    return {
+        "picks_kept_share": kept / wanted if wanted else 1.0,
+        "picks_rerouted": filled - kept,
+        "picks_unfilled": wanted - filled,
+        "rank_imbalance": hottest * num_ranks / filled if filled else 1.0,
+    }
+
+
 def _streams_routing(request: GenerationRequest) -> bool:
     return request.return_routed_experts and request.stream_routed_experts
-
-
-def _joined(*turns: Turn) -> Turn:
-    endings: Iterable[Ending] = (ending for turn in turns for ending in turn.endings)
-    return Turn(np.concatenate([turn.rows for turn in turns]), list(endings))

@@ -1,11 +1,58 @@
-"""What the layers above the engine are told about a model."""
+"""What is known of a model before its weights are read."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
+from rayserve_moe.checkpoints.files import read_config
+from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.derive import max_model_len
-from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings
+from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings
+from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests import ModelCard
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """A model's card and tokenizer, and the settings of its runners, with its directory."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    runner: RunnerSettings
+
+
+def describe_model(settings: Settings) -> DescribedModel:
+    """Read config and tokenizer of the checkpoint; a synthetic one is created if it does not exist.
+
+    Raises ValueError with what is missing or unsupported.
+    """
+    path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
+    model, tokenizer = dataclasses.replace(settings.model, path=str(path)), Tokenizer(path)
+    card = model_card(
+        spec_from_config(read_config(path)),
+        model=model,
+        replay=settings.replay,
+        experts=settings.experts,
+        name=path.name,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    runner = RunnerSettings(
+        model,
+        settings.scheduler,
+        settings.cache,
+        settings.replay,
+        settings.experts,
+        settings.compile,
+        settings.balancing,
+        settings.updates,
+        settings.logging,
+    )
+    return DescribedModel(card, tokenizer, runner)
 
 
 def model_card(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rayserve_moe.balancing.planning import LocalPlanner
-from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
-from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
-from rayserve_moe.engine.eplb_control import planning_config, start_eplb
-from rayserve_moe.execution.card import model_card
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.engine.engine_loop import EngineLoop, loop_settings
+from rayserve_moe.execution.card import describe_model
+from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.inprocess.arguments import (
     Options,
     Prompts,
@@ -29,10 +25,8 @@ from rayserve_moe.inprocess.arguments import (
 )
 from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
-from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import local_devices, plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard
-from rayserve_moe.text.tokenizer import Tokenizer
 
 Answer = dict[str, Any]
 
@@ -49,42 +43,16 @@ class Engine:
         wanted = settings_from({"model_path": model_path, **settings})
         if wanted.parallel.num_hosts != 1:
             raise SettingsError("num_hosts must be 1 in one process; several hosts need Ray (serve run)")
-        path = resolve_model_path(wanted.model.path, cache_directory=default_cache_directory())
-        model = dataclasses.replace(wanted.model, path=str(path))
-        self.tokenizer = Tokenizer(path)
-        card = model_card(
-            spec_from_config(read_config(path)),
-            model=model,
-            replay=wanted.replay,
-            experts=wanted.experts,
-            name=path.name,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+        described, parallel = describe_model(wanted), wanted.parallel
+        plan = plan_for(
+            local_devices(parallel.devices_per_host),
+            data_size=parallel.data_parallel_size,
+            num_slices=parallel.num_slices,
         )
-        runner_settings = RunnerSettings(
-            model,
-            wanted.scheduler,
-            wanted.cache,
-            wanted.replay,
-            wanted.experts,
-            wanted.compile,
-            wanted.balancing,
-            wanted.updates,
-        )
-        parallel = wanted.parallel
-        data_size, num_slices = parallel.data_parallel_size, parallel.num_slices
-        plan = plan_for(local_devices(parallel.devices_per_host), data_size=data_size, num_slices=num_slices)
-        self.runner = HostRunner(runner_settings, plan)
-        self.loop = EngineLoop(
-            LocalExecutor(self.runner, wanted.updates),
-            card,
-            settings=LoopSettings(wanted.scheduler, wanted.cache, data_size, balancing=wanted.balancing),
-        )
-        self.balancing = start_eplb(
-            self.loop.eplb,
-            LocalPlanner,
-            rules=planning_config(wanted.balancing, wanted.experts),
-            layer_ids=self.card.routing.layer_ids,
-        )
+        self.tokenizer = described.tokenizer
+        self.runner = HostRunner(described.runner, plan)
+        executor = LocalExecutor(self.runner, wanted.updates)
+        self.loop = EngineLoop(executor, described.card, settings=loop_settings(wanted))
 
     def generate(
         self,
@@ -176,8 +144,6 @@ class Engine:
 
     def shutdown(self) -> None:
         """Abort what runs and stop the engine thread. May be called twice."""
-        if self.balancing is not None:
-            self.balancing.stop()
         self.loop.shutdown()
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class LocalExecutor:
-    """Wraps one HostRunner as an `engine.executor.Executor`."""
+    """Wraps one HostRunner as an `engine.step_cycle.Executor`."""
 
     def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
         self.runner = runner

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason, GenerationRequest, TopLogprobs
+from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts, TopLogprobs
 from rayserve_moe.scheduling.block_demands import ChunkDemand, demand_of
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix
 from rayserve_moe.scheduling.prompt_scoring import PromptScoring
@@ -108,6 +108,7 @@ class Sequence:
         self.kept_rows: KnownRows | None = None
         self.num_cacheable = limit
         self.num_published_rows = request.routed_experts_start
+        self.final_routing: RoutedExperts | None = None
         self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
         self.scoring: PromptScoring | None = None
         counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)

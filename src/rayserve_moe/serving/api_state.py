@@ -9,7 +9,6 @@ from functools import partial
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
@@ -20,17 +19,13 @@ _ENCODING_THREADS = partial(ThreadPoolExecutor, max_workers=2, thread_name_prefi
 
 @dataclass(frozen=True)
 class ApiState:
-    """The engine and what the HTTP edge adds. `encoding` are threads that serialize long answers and decode routing.
-
-    `balancing` is set where experts move.
-    """
+    """The engine and what the HTTP edge adds. `encoding` are threads that serialize long answers and decode routing."""
 
     loop: EngineLoop
     tokenizer: Tokenizer
     server: ServerSettings = field(default_factory=ServerSettings)
     encoding: ThreadPoolExecutor = field(default_factory=_ENCODING_THREADS)
     started_at: float = field(default_factory=time.time)
-    balancing: EplbControl | None = None
     traffic: Traffic = field(default_factory=Traffic)
     admission: Admission = field(init=False)
 

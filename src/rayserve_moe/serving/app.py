@@ -16,12 +16,12 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 
+from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.engine.eplb_control import planning_config
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
@@ -57,9 +57,7 @@ class MoeServer:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         engine, traffic = self._engine, self._traffic
-        return create_api(
-            ApiState(engine.loop, engine.tokenizer, self._server, balancing=engine.balancing, traffic=traffic)
-        )
+        return create_api(ApiState(engine.loop, engine.tokenizer, self._server, traffic=traffic))
 
     async def drain(self) -> int:
         """Refuse new requests from now on; returns how many are in progress."""

@@ -15,7 +15,7 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
 from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
-from rayserve_moe.engine.eplb_control import EplbControl, start_eplb
+from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
 from tests.support.balancing import GARBAGE, CountedSteps
 from tests.support.placements import random_placement
@@ -58,7 +58,7 @@ class Served:
         self.eplb = EplbSteps(Migration(START, hosts=1, slots_per_step=1))
         odds = np.random.default_rng(1).lognormal(sigma=1.0, size=(LAYERS, EXPERTS))
         self.steps = CountedSteps(self.eplb, odds)
-        self.balancing = EplbControl(self.eplb, planner, rules=RULES, layer_ids=LAYER_IDS)
+        self.balancing = EplbControl(self.eplb, planner, config=RULES, layer_ids=LAYER_IDS)
 
     @property
     def version(self) -> int:
@@ -212,9 +212,12 @@ def test_a_migration_that_another_one_replaces_is_told_as_such():
 
 
 def test_where_experts_stay_nobody_plans_and_no_thread_runs():
-    def no_planner(rules: PlanningConfig) -> LocalPlanner:
-        raise AssertionError("nothing to plan")
-
     before = threading.active_count()
-    assert start_eplb(None, no_planner, rules=RULES, layer_ids=LAYER_IDS) is None
+    eplb = EplbSteps(Migration(START, hosts=1, slots_per_step=1), counts_every=7, moves_experts=False)
+    control = EplbControl(eplb, None, config=RULES, layer_ids=LAYER_IDS)
+    assert threading.active_count() == before
+    CountedSteps(eplb, np.ones((LAYERS, EXPERTS))).run(40)
+    view = control.view()
+    assert np.sum(view.tokens) > 0 and not view.enabled and not view.actor.alive and view.progress.version == 0
+    control.stop()
     assert threading.active_count() == before

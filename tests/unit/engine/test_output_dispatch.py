@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S, OutputDispatch
-from rayserve_moe.engine.step_cycle import Ending
 from rayserve_moe.requests import ChoiceResult, FinishReason
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
@@ -50,7 +49,7 @@ class Clients:
     def end(self, sequence: Sequence, *, now: float = 1e9) -> None:
         sequence.finish = ABORT
         self.table.leave(sequence)
-        self.outputs.publish(np.zeros(0, np.int64), [Ending(sequence)], now=now)
+        self.outputs.publish(np.zeros(0, np.int64), [sequence], now=now)
 
     def tokens(self, request_id: str) -> list[list[int]]:
         """The tokens of each update so far."""

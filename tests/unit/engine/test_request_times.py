@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.request_times import RequestTimes
+from rayserve_moe.engine.output_dispatch import note_end, note_tokens
+from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
@@ -19,8 +20,8 @@ def table():
 
 
 @pytest.fixture
-def times(table):
-    return RequestTimes(table)
+def metrics():
+    return RequestMetrics()
 
 
 def sequence_at(accepted_at, *, index=0):
@@ -34,35 +35,35 @@ def total(histogram):
     return state.at_or_below[-1], pytest.approx(state.total)
 
 
-def test_first_tokens_and_gaps_are_told_apart(table, times):
+def test_first_tokens_and_gaps_are_told_apart(table, metrics):
     table.take(0, sequence_at(1.0))
     table.take(2, sequence_at(2.0))
-    times.note_tokens(np.array([0]), now=4.0)
-    times.note_tokens(np.array([0, 2]), now=5.0)
-    times.note_tokens(np.array([0, 2]), now=5.5)
-    times.note_tokens(np.zeros(0, np.int64), now=9.0)
-    assert total(times.metrics.time_to_first_token) == (2, 3.0 + 3.0)
-    assert total(times.metrics.inter_token) == (3, 1.0 + 0.5 + 0.5)
+    note_tokens(metrics, table, rows=np.array([0]), now=4.0)
+    note_tokens(metrics, table, rows=np.array([0, 2]), now=5.0)
+    note_tokens(metrics, table, rows=np.array([0, 2]), now=5.5)
+    note_tokens(metrics, table, rows=np.zeros(0, np.int64), now=9.0)
+    assert total(metrics.time_to_first_token) == (2, 3.0 + 3.0)
+    assert total(metrics.inter_token) == (3, 1.0 + 0.5 + 0.5)
 
 
-def test_a_preempted_choice_goes_on_from_its_last_token(table, times):
+def test_a_preempted_choice_goes_on_from_its_last_token(table, metrics):
     sequence = sequence_at(0.0)
     table.take(1, sequence)
-    times.note_tokens(np.array([1]), now=1.0)
+    note_tokens(metrics, table, rows=np.array([1]), now=1.0)
     table.leave(sequence)
     table.take(1, sequence_at(1.5))
-    times.note_tokens(np.array([1]), now=2.0)
+    note_tokens(metrics, table, rows=np.array([1]), now=2.0)
     table.take(3, sequence)
-    times.note_tokens(np.array([3]), now=4.0)
-    assert total(times.metrics.time_to_first_token) == (2, 1.0 + 0.5)
-    assert total(times.metrics.inter_token) == (1, 3.0)
+    note_tokens(metrics, table, rows=np.array([3]), now=4.0)
+    assert total(metrics.time_to_first_token) == (2, 1.0 + 0.5)
+    assert total(metrics.inter_token) == (1, 3.0)
 
 
-def test_a_choice_that_ends_is_told_once_and_its_prompt_with_the_first(times):
+def test_a_choice_that_ends_is_counted_once_and_its_prompt_with_the_first(metrics):
     first, second = sequence_at(1.0), sequence_at(1.0, index=1)
     first.started_at, first.num_cached = 3.0, 2
-    times.note_ends([(first, "stop"), (second, "abort")], now=6.0)
-    metrics = times.metrics
+    note_end(metrics, first, kind="stop", now=6.0)
+    note_end(metrics, second, kind="abort", now=6.0)
     assert metrics.finished == {"stop": 1, "abort": 1}
     assert total(metrics.queue_time) == (1, 2.0) and total(metrics.end_to_end) == (2, 10.0)
     assert total(metrics.prompt_tokens) == (1, 3.0) and total(metrics.output_tokens) == (2, 0.0)

@@ -34,7 +34,7 @@ class Captured:
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
-            self.routing |= {ending.sequence: ending.routing for ending in self.cycle.run().endings}
+            self.routing |= {sequence: sequence.final_routing for sequence in self.cycle.run().ended}
 
     def finish(self, *groups: list[Sequence]) -> list[RoutedExperts]:
         """Run requests to their end; returns the routing of all their choices."""
@@ -45,7 +45,7 @@ class Captured:
         return [self.of(sequence) for group in groups for sequence in group]
 
     def abort(self, sequence: Sequence) -> RoutedExperts:
-        self.routing[sequence] = self.cycle.end(sequence, ABORT).routing
+        self.routing[sequence] = self.cycle.end(sequence, ABORT).final_routing
         return self.of(sequence)
 
     def of(self, sequence: Sequence) -> RoutedExperts:

@@ -33,8 +33,8 @@ def test_a_turn_brings_the_result_of_the_step_before():
     cycle.scheduler.add([sequence])
     seen = []
     while cycle.has_work:
-        turn = cycle.run()
-        seen.append((len(turn.rows), sequence.num_outputs, len(turn.endings)))
+        commit = cycle.run()
+        seen.append((len(commit.rows), sequence.num_outputs, len(commit.ended)))
     assert seen == [(0, 0, 0), (1, 1, 0), (1, 2, 0), (1, 3, 1)]
 
 
@@ -44,8 +44,8 @@ def test_without_overlap_a_turn_brings_its_own_result():
     cycle.scheduler.add([sequence])
     seen = []
     while cycle.has_work:
-        turn = cycle.run()
-        seen.append((len(turn.rows), sequence.num_outputs, len(turn.endings)))
+        commit = cycle.run()
+        seen.append((len(commit.rows), sequence.num_outputs, len(commit.ended)))
     assert seen == [(1, 1, 0), (1, 2, 0), (1, 3, 1)]
 
 
@@ -72,8 +72,8 @@ def test_an_abort_takes_the_tokens_that_are_known_and_drops_the_one_on_its_way()
         cycle.scheduler.add([sequence])
     for _ in range(4):
         cycle.run()
-    ending = cycle.end(gone, ABORT)
-    assert ending.sequence is gone and gone.tokens(1, gone.num_tokens).tolist() == [8, 9, 10]
+    assert cycle.end(gone, ABORT) is gone
+    assert gone.tokens(1, gone.num_tokens).tolist() == [8, 9, 10]
     assert len(gone.pages) == 0
     finish(cycle)
     assert gone.num_outputs == 3 and stays.tokens(1, stays.num_tokens).tolist() == list(range(71, 80))
@@ -86,8 +86,8 @@ def test_work_is_left_until_the_last_result_is_in():
     cycle.run()
     cycle.end(sequence, ABORT)
     assert not cycle.scheduler.has_work and cycle.has_work, "a result is on its way"
-    turn = cycle.run()
-    assert len(turn.rows) == 0 and turn.endings == [] and not cycle.has_work
+    commit = cycle.run()
+    assert len(commit.rows) == 0 and commit.ended == [] and not cycle.has_work
 
 
 def test_a_result_of_another_step_is_our_own_fault():
@@ -97,7 +97,7 @@ def test_a_result_of_another_step_is_our_own_fault():
     cycle.run()
     executor.execute(StepPlan(step_id=-1))
     executor.execute(StepPlan(-1, *(np.array([value]) for value in (0, 0, 1, 7, True))))
-    with pytest.raises(AssertionError, match="not that of its step"):
+    with pytest.raises(AssertionError, match="belongs to another step"):
         cycle.run()
 
 

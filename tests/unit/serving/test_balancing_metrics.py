@@ -37,7 +37,7 @@ def test_metrics_are_the_numbers_of_the_view_by_layer_and_over_layers():
     rules = PlanningConfig(interval=32, window=400)
     eplb = EplbSteps(Migration(identity_placement(2, 16, ep_size=4, num_redundant=4), hosts=1, slots_per_step=2))
     steps = CountedSteps(eplb, np.random.default_rng(1).lognormal(sigma=1.0, size=(2, 16)))
-    balancing = EplbControl(eplb, LocalPlanner(rules), rules=rules, layer_ids=LAYER_IDS)
+    balancing = EplbControl(eplb, LocalPlanner(rules), config=rules, layer_ids=LAYER_IDS)
     assert scraped(balancing)["imbalance_mean", "now"] == 1.0, "before anything was counted"
     deadline = time.monotonic() + WITHIN_S
     while not balancing.view().history or balancing.view().history[0].outcome != "finished":
@@ -46,7 +46,7 @@ def test_metrics_are_the_numbers_of_the_view_by_layer_and_over_layers():
         time.sleep(0.001)
     balancing.stop()
     balancing._thread.join(WITHIN_S)
-    balancing.contact.refused["stale"] += 3
+    balancing.retry.refused["stale"] += 3
 
     view, told = balancing.view(), scraped(balancing)
     for placement, imbalances in (("before", view.imbalance_before), ("now", view.imbalance_now)):

@@ -26,8 +26,8 @@ def statistics_router(state: ApiState) -> APIRouter:
     page = PAGE.read_text(encoding="utf-8")
     registry = CollectorRegistry()
     registry.register(EngineMetrics(state.loop, state.traffic.answered))
-    if state.balancing is not None:
-        registry.register(BalancingMetrics(state.balancing, model=state.card.name))
+    if state.loop.eplb.moves_experts:
+        registry.register(BalancingMetrics(state.loop.eplb_control, model=state.card.name))
 
     @router.get("/v1/loads", **answers(), openapi_extra=_INCLUDE)
     async def loads() -> Response:
@@ -44,7 +44,7 @@ def statistics_router(state: ApiState) -> APIRouter:
 
     @router.get("/experts/state", **answers())
     async def experts_state() -> Response:
-        balancing = state.balancing or state.loop.expert_counting
+        balancing = state.loop.eplb_control
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(state.encoding, lambda: to_json(balancing.view().as_json()))
         return Response(text, media_type="application/json")

@@ -19,9 +19,9 @@ from ray.serve.schema import (
 )
 
 from rayserve_moe.checkpoints.files import open_checkpoint
-from rayserve_moe.cluster.replica_engine import describe_model
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.execution.card import describe_model
 from rayserve_moe.serving.start.ports import StartError
 from rayserve_moe.serving.start.state import APPLICATION
 
@@ -75,7 +75,7 @@ def check_config(path: Path) -> CheckedConfig:
         raise StartError(f"{path}: no application has import_path {APPLICATION}")
     for settings in ours.values():
         described = describe_model(settings)
-        open_checkpoint(described.settings.path)
+        open_checkpoint(described.runner.model.path)
     return CheckedConfig(document, ours)
 
 
