@@ -49,7 +49,7 @@ def test_a_skewed_load_becomes_a_balanced_one_unasked_and_answers_stay_the_same(
 
     def balances() -> bool:
         """Whether an engine that was started since has a thread for it."""
-        return "balance-experts" in {thread.name for thread in set(threading.enumerate()) - others}
+        return "eplb-control" in {thread.name for thread in set(threading.enumerate()) - others}
 
     prompts = [draw_prompt(np.random.default_rng(seed), 20).tolist() for seed in range(8)]
     with Engine(str(skewed), **SIZES) as engine:

@@ -20,7 +20,7 @@ from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl
 from rayserve_moe.engine.eplb_control import EplbControl
-from rayserve_moe.engine.eplb_steps import eplb_steps_for
+from rayserve_moe.engine.eplb_steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.step_cycle import Executor, StepCycle, selection_statistics
@@ -92,7 +92,9 @@ class EngineLoop:
         self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.num_hosts
         )
-        self._cycle = self._assemble(self.start_report.num_pages)
+        num_pages = self.start_report.num_pages
+        self._longest = (num_pages - 1) * settings.cache.page_size
+        self._cycle = _step_cycle(executor, card, settings=settings, num_pages=num_pages, eplb=self.eplb)
         self._outputs = OutputDispatch(
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
@@ -160,21 +162,13 @@ class EngineLoop:
 
         Running and waiting are counted in choices. `tokens_in_use` have their keys and values in pages of running ones.
         """
-        scheduler, report = self._cycle.scheduler, self.start_report
-        ranks, running = scheduler.ranks, scheduler.running
+        num_running = len(self._cycle.scheduler.running)
         return {
-            "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
-            "pages_free": float(sum(rank.num_available for rank in ranks)),
-            "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
             "requests_live": float(len(self._outputs)),
-            "requests_running": float(len(running)),
-            "requests_waiting": float(max(0, self._outputs.num_unfinished - len(running))),
-            "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
-            "paused": float(self._cycle.is_paused),
-            "preemptions": float(scheduler.num_preemptions),
+            "requests_waiting": float(max(0, self._outputs.num_unfinished - num_running)),
             **self._cycle.statistics(),
-            **selection_statistics(self._cycle.tally, num_ranks=report.num_expert_ranks),
-            **report.statistics(),
+            **selection_statistics(self._cycle.tally, num_ranks=self.start_report.num_expert_ranks),
+            **self.start_report.statistics(),
         }
 
     def check_health(self) -> None:
@@ -200,27 +194,6 @@ class EngineLoop:
             self._thread.join()
         self._commands.give_up()
         self._executor.shutdown()
-
-    def _assemble(self, num_pages: int) -> StepCycle:
-        scheduler, cache, num_ranks = self._settings.scheduler, self._settings.cache, self._settings.num_data_ranks
-        self._longest = (num_pages - 1) * cache.page_size
-        limits = StepLimits(
-            num_rows=scheduler.max_running_requests,
-            step_tokens=scheduler.max_step_tokens,
-            chunk_tokens=prefill_chunk_tokens(scheduler),
-            page_size=cache.page_size,
-            num_pages=num_pages,
-            max_tokens=self._card.max_model_len,
-            num_data_ranks=num_ranks,
-            caches_prefixes=cache.enable_prefix_caching,
-        )
-        return StepCycle(
-            Scheduler(limits, weight_version=self._card.weight_version),
-            self._executor,
-            capture=_capture_for(self._card, limits) if self._card.returns_routing else None,
-            overlaps=scheduler.overlap_steps,
-            eplb=self.eplb,
-        )
 
     def _run(self) -> None:
         try:
@@ -285,14 +258,31 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
     return None
 
 
-def _capture_for(card: ModelCard, limits: StepLimits) -> RoutingCapture:
-    return RoutingCapture(
-        card.routing,
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        num_data_ranks=limits.num_data_ranks,
-        weight_version=card.weight_version,
+def _step_cycle(
+    executor: Executor, card: ModelCard, *, settings: LoopSettings, num_pages: int, eplb: EplbSteps
+) -> StepCycle:
+    scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.num_data_ranks
+    limits = StepLimits(
+        num_rows=scheduler.max_running_requests,
+        step_tokens=scheduler.max_step_tokens,
+        chunk_tokens=prefill_chunk_tokens(scheduler),
+        page_size=cache.page_size,
+        num_pages=num_pages,
+        max_tokens=card.max_model_len,
+        num_data_ranks=num_ranks,
+        caches_prefixes=cache.enable_prefix_caching,
     )
+    capture = None
+    if card.returns_routing:
+        capture = RoutingCapture(
+            card.routing,
+            num_pages=num_pages,
+            page_size=cache.page_size,
+            num_data_ranks=num_ranks,
+            weight_version=card.weight_version,
+        )
+    target = Scheduler(limits, weight_version=card.weight_version)
+    return StepCycle(target, executor, capture=capture, overlaps=scheduler.overlap_steps, eplb=eplb)
 
 
 def _sequences_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:

@@ -153,8 +153,18 @@ class StepCycle:
         return self._release(sequence)
 
     def statistics(self) -> dict[str, float]:
-        """Totals of the step clock, by field name."""
-        return {name: float(value) for name, value in asdict(self._clock).items()}
+        """Pages, running sequences, and the totals of the step clock by field name."""
+        ranks, running = self.scheduler.ranks, self.scheduler.running
+        return {
+            "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
+            "pages_free": float(sum(rank.num_available for rank in ranks)),
+            "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
+            "requests_running": float(len(running)),
+            "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
+            "paused": float(self.is_paused),
+            "preemptions": float(self.scheduler.num_preemptions),
+            **{name: float(value) for name, value in asdict(self._clock).items()},
+        }
 
     @property
     def _captures_all(self) -> bool:
