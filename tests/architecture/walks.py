@@ -64,7 +64,7 @@ def traced_walks(folder: Path) -> dict[str, list[str]]:
         with tracer.recording() as start:
             engine = Engine(str(path), **SETTINGS)
         with engine:
-            api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings(), balancing=engine.balancing))
+            api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
             with tracer.recording() as request:
                 _complete(api, return_routed_experts=True, max_tokens=4)
             with tracer.recording() as rebalance:
@@ -81,7 +81,7 @@ def traced_walks(folder: Path) -> dict[str, list[str]]:
 
 def _complete_until_rebalanced(api: Any, engine: Engine) -> None:
     deadline = time.monotonic() + REBALANCED_WITHIN_S
-    while not any(record.outcome == "finished" for record in engine.balancing.view().history):
+    while not any(record.outcome == "finished" for record in engine.loop.eplb_control.view().history):
         assert time.monotonic() < deadline
         _complete(api, max_tokens=60, ignore_eos=True, n=4)
 

@@ -24,10 +24,6 @@ def statistics_router(state: ApiState) -> APIRouter:
     """Return the routes over one engine. The page of experts holds no numbers: it requests them with the user's key."""
     router = APIRouter()
     page = PAGE.read_text(encoding="utf-8")
-    registry = CollectorRegistry()
-    registry.register(EngineMetrics(state.loop, state.traffic.answered))
-    if state.loop.eplb.moves_experts:
-        registry.register(BalancingMetrics(state.loop.eplb_control, model=state.card.name))
 
     @router.get("/v1/loads", **answers(), openapi_extra=_INCLUDE)
     async def loads() -> Response:
@@ -35,7 +31,7 @@ def statistics_router(state: ApiState) -> APIRouter:
 
     @router.get("/metrics", **answers(kinds=("text/plain",)))
     async def metrics() -> Response:
-        text = await asyncio.get_running_loop().run_in_executor(state.encoding, generate_latest, registry)
+        text = await asyncio.get_running_loop().run_in_executor(state.encoding, _metrics, state)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @router.get("/experts", **answers(kinds=("text/html",)))
@@ -50,6 +46,14 @@ def statistics_router(state: ApiState) -> APIRouter:
         return Response(text, media_type="application/json")
 
     return router
+
+
+def _metrics(state: ApiState) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(EngineMetrics(state.loop, state.traffic.answered))
+    if state.loop.eplb.moves_experts:
+        registry.register(BalancingMetrics(state.loop.eplb_control, model=state.card.name))
+    return generate_latest(registry)
 
 
 def _loads(numbers: dict[str, float]) -> dict:
