@@ -6,8 +6,9 @@ A run is a mapping: `seconds` it took, and for our engine `steps` and the second
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Run = Mapping[str, float]
 
@@ -77,3 +78,15 @@ def step_parts(runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
         )
         for part, each in seconds.items()
     }
+
+
+def load_before(result: Any) -> float:
+    """The highest load average before the start that stands anywhere in a result; 0 where none does."""
+    return max(_loads_before(result), default=0.0)
+
+
+def _loads_before(part: Any) -> Iterator[float]:
+    if isinstance(part, dict):
+        yield from ([part["load_before"]] if "load_before" in part else [])
+        for each in part.values():
+            yield from _loads_before(each)

@@ -1,103 +1,93 @@
 """Draws the charts of result files: those named, or all that are kept in benchmarks/results, into files beside them.
 
-python -m benchmarks.plots [benchmarks/results/curve.json ...]
+python -m benchmarks.plots [benchmarks/results/curve.json ...]      with matplotlib: pip install -e '.[bench]'
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.chart import Axes, Series, line_chart
-from benchmarks.figures import HOST_PARTS, Run, Spread, milliseconds_per_step, spread
-from benchmarks.peers.tables import peers_chart
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from benchmarks.chart import Chart, Series
+from benchmarks.charts import charts
 
 RESULTS = Path(__file__).parent / "results"
-RUNNING = "running sequences"
+STYLES = (
+    ("#0072b2", "-", "o"),
+    ("#d55e00", "--", "s"),
+    ("#009e73", ":", "^"),
+    ("#cc79a7", "-.", "D"),
+    ("#7a6000", "--", "v"),
+)
+"""Colour, dash and marker of each line, told apart under the common kinds of colour blindness, and in print."""
 
 
 def main() -> None:
     """Draw, and name every file written."""
     for file in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(RESULTS.glob("*.json")):
-        for suffix, svg in charts(json.loads(file.read_text(encoding="utf-8"))).items():
+        for suffix, chart in charts(json.loads(file.read_text(encoding="utf-8"))).items():
             out = file.with_name(f"{file.stem}-{suffix}.svg")
-            out.write_text(svg, encoding="utf-8")
+            draw(chart, out)
             print(out)
 
 
-def charts(result: dict[str, Any]) -> dict[str, str]:
-    """The charts of one result, by the ending of their file names; none where it has nothing to draw."""
-    return {suffix: svg for key, draw in DRAWN.items() if key in result for suffix, svg in draw(result[key]).items()}
+def draw(chart: Chart, out: Path) -> None:
+    """Draw one chart as SVG, the same bytes from the same figures; a bar goes from least to greatest."""
+    with mpl.rc_context({"svg.hashsalt": "rayserve_moe", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        axes = figure.add_subplot()
+        for style, series in zip(STYLES, chart.series, strict=False):
+            _line(axes, series, style)
+        _axes(axes, chart)
+        described = f"{chart.y_label} by {chart.x_label}: {', '.join(each.name for each in chart.series)}"
+        metadata = {"Title": chart.title, "Description": described, "Identifier": chart.fingerprint, "Date": None}
+        figure.savefig(out, metadata=metadata)
 
 
-def _host_time(points: Mapping[str, Any]) -> dict[str, str]:
-    def line(part: str) -> list[tuple[float, Spread]]:
-        return [
-            (float(count), Spread(parts[part]["median"], parts[part]["min"], parts[part]["max"]))
-            for count, parts in points.items()
-        ]
-
-    series = [Series("together", line("host")), *(Series(part, line(part)) for part in HOST_PARTS)]
-    return {"host": line_chart(series, Axes("Host time of a decode step", RUNNING, "microseconds per step"))}
-
-
-def _curve(points: Mapping[str, Sequence[Run]]) -> dict[str, str]:
-    def line(value: Callable[[Sequence[Run]], Spread]) -> list[tuple[float, Spread]]:
-        return [(float(count), value(runs)) for count, runs in points.items()]
-
-    rates = line(lambda runs: spread(run["tokens_sampled"] / run["seconds"] for run in runs))
-    steps = line(lambda runs: spread(1e3 * run["seconds"] / run["steps"] for run in runs))
-    host = line(lambda runs: milliseconds_per_step(runs, HOST_PARTS))
-    return {
-        "tokens": line_chart(
-            [Series("tiny model", rates)], Axes("Tokens per second, decoding together", RUNNING, "tokens/s", log_x=True)
-        ),
-        "steps": line_chart(
-            [Series("whole step", steps), Series("schedule, pack and commit", host)],
-            Axes("Time of a decode step, tiny model", RUNNING, "milliseconds per step"),
-        ),
-        "host": line_chart(
-            [Series("schedule, pack and commit", host)],
-            Axes("Host time of a decode step, tiny model", RUNNING, "milliseconds per step"),
-        ),
-    }
+def _line(axes: Axes, series: Series, style: tuple[str, str, str]) -> None:
+    colour, dash, marker = style
+    numbers = [number for number, _ in series.points]
+    medians = [value.median for _, value in series.points]
+    below = [value.median - value.least for _, value in series.points]
+    above = [value.greatest - value.median for _, value in series.points]
+    axes.errorbar(
+        numbers,
+        medians,
+        yerr=(below, above),
+        label=series.name,
+        color=colour,
+        linestyle=dash,
+        marker=marker,
+        markersize=5,
+        capsize=3,
+    )
 
 
-def _selection(measured: Mapping[str, Any]) -> dict[str, str]:
-    skew = measured["drawn_skew"]
-    modes = measured["balance"][skew]
-
-    def lines(value: str) -> list[Series]:
-        return [
-            Series(
-                mode,
-                [(float(f), spread(point[value] for point in points)) for f, points in by_factor.items()],
-            )
-            for mode, by_factor in modes.items()
-        ]
-
-    factor = "capacity factor"
-    return {
-        "imbalance": line_chart(
-            lines("imbalance"),
-            Axes(f"Rank loads, popularities {skew}", factor, "hottest rank / mean rank", log_y=True),
-        ),
-        "kept": line_chart(
-            lines("kept_share"), Axes(f"Picks kept, popularities {skew}", factor, "share of the top 8 that is kept")
-        ),
-    }
-
-
-DRAWN: dict[str, Callable[[Any], dict[str, str]]] = {
-    "host_us": _host_time,
-    "curve": _curve,
-    "balanced_selection": _selection,
-    "peers": peers_chart,
-}
-"""By the key of a result file under which the figures lie."""
+def _axes(axes: Axes, chart: Chart) -> None:
+    axes.set_title(f"{chart.title}\n({chart.note})" if chart.note else chart.title, loc="left", fontsize=11)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.grid(axis="y", color="#d8dee4")
+    axes.spines[["top", "right"]].set_visible(False)
+    if chart.log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(sorted({number for each in chart.series for number, _ in each.points}))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        axes.set_xlim(left=0)
+    if chart.log_y:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.legend(frameon=False)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import BUSY_LOAD
+from benchmarks.figures import BUSY_LOAD, load_before
 from benchmarks.sections import SECTIONS
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,17 +31,9 @@ def tables(result: dict[str, Any]) -> str:
     sections = [section(result[name]) for name, section in SECTIONS.items() if name in result]
     if sections and "machine" in result:
         sections.insert(0, _conditions(result))
-    if sections and (load := max(_loads_before(result), default=0.0)) > BUSY_LOAD:
+    if sections and (load := load_before(result)) > BUSY_LOAD:
         sections.insert(0, f"**Busy machine**: load average {load:.1f} before the start. {TRUST}")
     return "\n\n".join(sections)
-
-
-def _loads_before(part: Any) -> Iterator[float]:
-    """Every load average that stands in a result: each benchmark has its own place for it."""
-    if isinstance(part, dict):
-        yield from ([part["load_before"]] if "load_before" in part else [])
-        for each in part.values():
-            yield from _loads_before(each)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chart import Axes, Series, line_chart
+from benchmarks.chart import Chart, Series
 from benchmarks.figures import paired_ratio, rate, speed_ratio, spread
 from benchmarks.markdown import markdown_table
 from benchmarks.workloads import Workload
@@ -66,7 +66,7 @@ def expert_reading(measured: Mapping[str, Any]) -> str:
     return markdown_table(["streams", "MB a step", "ms a step", "GB/s", f"of the machine's {machine}"], rows)
 
 
-def peers_chart(measured: Mapping[str, Any]) -> dict[str, str]:
+def peers_chart(measured: Mapping[str, Any]) -> dict[str, Chart]:
     """Output tokens a second of 1 and 16 streams on every side, under the line that bandwidth draws."""
     workloads = {name: each for name, each in measured["workloads"].items() if name in DECODING}
     if not workloads:
@@ -82,8 +82,9 @@ def peers_chart(measured: Mapping[str, Any]) -> dict[str, str]:
         for side in [OURS, *measured["facts"]]
     ]
     limit = [(float(count), spread([value])) for count, value in measured["limits"].items()]
-    axes = Axes("Decoding in bfloat16 on two cores", "streams", "output tokens/s", log_x=True, log_y=True)
-    return {"streams": line_chart([*series, Series("memory bandwidth", limit)], axes)}
+    lines = [*series, Series("memory bandwidth", limit)]
+    title = "Decoding in bfloat16 on two cores"
+    return {"streams": Chart(title, "streams", "output tokens/s", lines, log_x=True, log_y=True)}
 
 
 def _title(side: str, facts: Mapping[str, Any]) -> str:

@@ -1,103 +1,102 @@
-"""A chart is well-formed SVG that holds every point in its frame, and says in words what it shows."""
+"""A chart holds every figure of its result, says where the machine was busy, and is drawn from what is committed."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import asdict
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import plots
-from benchmarks.chart import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axes, Series, line_chart, nice_ticks
+from benchmarks.chart import MOST_LINES, Chart, Series
+from benchmarks.charts import charts
 from benchmarks.engine_runs import CLOCK
-from benchmarks.figures import Spread
+from benchmarks.figures import BUSY_LOAD, Spread
 from benchmarks.workloads import WORKLOADS
 
-AXES = Axes("Speed <of it>", "running & waiting", "tokens/s")
-SVG = "{http://www.w3.org/2000/svg}"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+RUN = {"seconds": 2.0, "tokens_sampled": 100.0, **dict.fromkeys(CLOCK, 0.1), "steps": 10}
+PARTS = {part: {"median": 2.0, "min": 1.0, "max": 3.0} for part in ("schedule", "pack", "commit", "host")}
+W1 = {"workload": asdict(WORKLOADS["W1"]), "runs": {"ours": [{"seconds": 2.0}]}}
+RANKS = {"balanced": {"1.0": [{"imbalance": 1.25, "kept_share": 0.75}]}}
+SMALLEST = {
+    "curve": {"curve": {"1": [RUN, RUN], "16": [RUN, {**RUN, "seconds": 1.0}]}},
+    "scheduler": {"host_us": {"1": PARTS, "16": PARTS}},
+    "peers": {"peers": {"facts": {}, "limits": {"1": 9.0, "16": 90.0}, "workloads": {"W1": W1}}},
+    "selection": {"balanced_selection": {"drawn_skew": "zipf 1", "balance": {"zipf 1": RANKS}}},
+    "other": {"workloads": {}},
+}
+"""The smallest result of each kind."""
 
 
 def series_of(*values: float, name: str = "a") -> Series:
     return Series(name, [(2.0**i, Spread(value, 0.9 * value, 1.2 * value)) for i, value in enumerate(values)])
 
 
-def points_of(svg: str) -> list[list[tuple[float, float]]]:
-    lines = ElementTree.fromstring(svg).iter(f"{SVG}polyline")
-    return [[tuple(map(float, point.split(","))) for point in line.get("points").split()] for line in lines]
+def test_each_kind_of_result_has_its_charts_and_others_none():
+    drawn = {name: set(charts(result)) for name, result in SMALLEST.items()}
+    assert drawn == {
+        "curve": {"tokens", "steps", "host"},
+        "scheduler": {"host"},
+        "peers": {"streams"},
+        "selection": {"imbalance", "kept"},
+        "other": set(),
+    }
 
 
-@pytest.mark.parametrize("log_x", [False, True])
-@pytest.mark.parametrize("values", [(5.0,), (1.0, 2.0, 4.0), (0.0, 1e-4), (123456.0, 3.0)])
-def test_every_point_lies_inside_the_frame(values, log_x):
-    (points,) = points_of(line_chart([series_of(*values)], Axes("t", "x", "y", log_x)))
-    assert len(points) == len(values)
-    assert all(LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in points)
+def test_points_are_the_figures_of_the_result():
+    (tokens,) = charts(SMALLEST["curve"])["tokens"].series
+    assert tokens.points == [(1.0, Spread(50.0, 50.0, 50.0)), (16.0, Spread(75.0, 50.0, 100.0))]
+    (together, *parts) = charts(SMALLEST["scheduler"])["host"].series
+    assert together.points == [(1.0, Spread(2.0, 1.0, 3.0)), (16.0, Spread(2.0, 1.0, 3.0))]
+    assert [part.name for part in parts] == ["schedule", "pack", "commit"]
+    assert charts(SMALLEST["selection"])["kept"].series[0].points == [(1.0, Spread(0.75, 0.75, 0.75))]
 
 
-def test_a_cost_that_grows_linearly_is_a_straight_line_through_the_origin():
-    (points,) = points_of(line_chart([Series("a", [(x, Spread(3 * x, 3 * x, 3 * x)) for x in (1, 2, 8)])], AXES))
-    slopes = [(y - (HEIGHT - BOTTOM)) / (x - LEFT) for x, y in points]
-    assert slopes == pytest.approx([slopes[0]] * 3, abs=0.01)
-
-
-def test_doublings_are_equally_far_apart_on_a_logarithmic_axis():
-    (points,) = points_of(line_chart([series_of(1.0, 1.0, 1.0, 1.0)], Axes("t", "x", "y", log_x=True)))
-    steps = [b[0] - a[0] for a, b in itertools.pairwise(points)]
-    assert steps == pytest.approx([steps[0]] * 3, abs=0.11)
-
-
-def test_decades_are_equally_far_apart_on_a_logarithmic_y_axis():
-    (points,) = points_of(line_chart([series_of(1e-5, 1e-4, 1e-3, 1e-2)], Axes("t", "x", "y", log_y=True)))
-    steps = [b[1] - a[1] for a, b in itertools.pairwise(points)]
-    assert steps == pytest.approx([steps[0]] * 3, abs=0.11) and steps[0] < 0
-    assert all(TOP <= y <= HEIGHT - BOTTOM for _, y in points)
-
-
-def test_a_chart_can_be_read_aloud_and_without_colour():
-    svg = line_chart([series_of(1.0, 2.0, name=name) for name in ("first", "second & last")], AXES)
-    root = ElementTree.fromstring(svg)
-    assert root.get("role") == "img"
-    assert root.find(f"{SVG}title").text == AXES.title
-    assert "first, second & last" in root.find(f"{SVG}desc").text
-    dashes = [line.get("stroke-dasharray") for line in root.iter(f"{SVG}polyline")]
-    assert len(set(dashes)) == 2
+@pytest.mark.parametrize("name", ["curve", "scheduler", "peers", "selection"])
+def test_a_chart_says_so_where_its_machine_was_busy(name):
+    for load, note in ((BUSY_LOAD, ""), (1.8, "busy machine: load average 1.8 before the start")):
+        found = charts({**SMALLEST[name], "machine": {"load_before": load}})
+        assert {chart.note for chart in found.values()} == {note}
 
 
 def test_a_chart_of_nothing_or_of_too_much_is_refused():
-    for series in ([], [Series("a", [])], [series_of(1.0)] * (len(COLOURS) + 1)):
+    for series in ([], [Series("a", [])], [series_of(1.0)] * (MOST_LINES + 1)):
         with pytest.raises(ValueError, match="1 to 5 lines"):
-            line_chart(series, AXES)
+            Chart("title", "x", "y", series)
 
 
-@pytest.mark.parametrize("greatest", [1e-6, 0.9, 1.0, 6.0, 7.3, 1000.0, 12345.6])
-def test_ticks_are_few_even_and_cover_the_values(greatest):
-    ticks = nice_ticks(greatest)
-    assert ticks[0] == 0
-    assert ticks[-1] >= greatest > ticks[-2]
-    assert 2 <= len(ticks) <= 8
-    assert ticks == pytest.approx([i * ticks[1] for i in range(len(ticks))])
+def test_the_fingerprint_changes_with_anything_that_is_drawn():
+    base = Chart("title", "x", "y", [series_of(1.0, 2.0)])
+    others = [
+        Chart("title", "x", "y", [series_of(1.0, 2.5)]),
+        Chart("title", "x", "y", [series_of(1.0, 2.0, name="b")]),
+        Chart("title", "x", "y", [series_of(1.0, 2.0)], note="busy machine"),
+        Chart("title", "x", "z", [series_of(1.0, 2.0)]),
+    ]
+    assert len({chart.fingerprint for chart in [base, *others]}) == 5
+    assert base.fingerprint == Chart("title", "x", "y", [series_of(1.0, 2.0)]).fingerprint
 
 
-def test_files_with_curves_are_drawn_beside_themselves_and_others_left_alone(tmp_path, monkeypatch, capsys):
-    run = {"seconds": 2.0, "tokens_sampled": 100.0, **dict.fromkeys(CLOCK, 0.1), "steps": 10}
-    median = {"median": 2.0, "min": 1.0, "max": 3.0}
-    parts = dict.fromkeys(("schedule", "pack", "commit", "host"), median)
-    w1 = {"workload": asdict(WORKLOADS["W1"]), "runs": {"ours": [{"seconds": 2.0}]}}
-    results = {
-        "curve": {"curve": {"1": [run, run], "16": [run, run]}},
-        "scheduler": {"host_us": {"1": parts, "16": parts}},
-        "peers": {"peers": {"facts": {}, "limits": {"1": 9.0, "16": 90.0}, "workloads": {"W1": w1}}},
-        "other": {"workloads": {}},
+def test_committed_charts_are_those_of_the_committed_results():
+    """`python -m benchmarks.plots` draws them anew."""
+    stated = {
+        f"{file.stem}-{suffix}.svg": chart.fingerprint
+        for file in RESULTS.glob("*.json")
+        for suffix, chart in charts(json.loads(file.read_text(encoding="utf-8"))).items()
     }
-    for name, result in results.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    monkeypatch.setattr(plots, "RESULTS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["plots"])
-    plots.main()
-    drawn = {file.name for file in tmp_path.glob("*.svg")}
-    assert drawn == {"curve-tokens.svg", "curve-steps.svg", "curve-host.svg", "scheduler-host.svg", "peers-streams.svg"}
-    assert {line.rpartition("/")[2] for line in capsys.readouterr().out.split()} == drawn
-    for file in tmp_path.glob("*.svg"):
-        ElementTree.parse(file)
+    drawn = {file.name: file.read_text(encoding="utf-8") for file in RESULTS.glob("*.svg")}
+    assert set(drawn) == set(stated)
+    assert [name for name, fingerprint in stated.items() if fingerprint not in drawn[name]] == []
+
+
+def test_what_is_drawn_is_the_same_each_time_and_carries_its_words(tmp_path):
+    plots = pytest.importorskip("benchmarks.plots", reason="needs matplotlib: pip install -e '.[bench]'")
+    chart = Chart("Speed <of it>", "streams", "tokens/s", [series_of(1.0, 2.0), series_of(3.0, name="b")], log_x=True)
+    for name in ("a.svg", "b.svg"):
+        plots.draw(chart, tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    words = "".join(ElementTree.fromstring(text).itertext())
+    assert all(word in words for word in ("Speed <of it>", "streams", "tokens/s", "b", chart.fingerprint))

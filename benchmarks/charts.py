@@ -1,0 +1,91 @@
+"""The charts of a result file, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.chart import Chart, Series
+from benchmarks.figures import BUSY_LOAD, HOST_PARTS, Run, Spread, load_before, milliseconds_per_step, spread
+from benchmarks.peers.tables import peers_chart
+
+RUNNING = "running sequences"
+
+
+def charts(result: dict[str, Any]) -> dict[str, Chart]:
+    """Return the charts of one result by the endings of their file names; each says where the machine was busy."""
+    load = load_before(result)
+    note = f"busy machine: load average {load:.1f} before the start" if load > BUSY_LOAD else ""
+    found = {suffix: chart for key, of in CHARTS.items() if key in result for suffix, chart in of(result[key]).items()}
+    return {suffix: replace(chart, note=note) for suffix, chart in found.items()}
+
+
+def _host_time(points: Mapping[str, Any]) -> dict[str, Chart]:
+    def line(part: str) -> list[tuple[float, Spread]]:
+        return [
+            (float(count), Spread(parts[part]["median"], parts[part]["min"], parts[part]["max"]))
+            for count, parts in points.items()
+        ]
+
+    series = [Series("together", line("host")), *(Series(part, line(part)) for part in HOST_PARTS)]
+    return {"host": Chart("Host time of a decode step", RUNNING, "microseconds per step", series)}
+
+
+def _curve(points: Mapping[str, Sequence[Run]]) -> dict[str, Chart]:
+    def line(value: Callable[[Sequence[Run]], Spread]) -> list[tuple[float, Spread]]:
+        return [(float(count), value(runs)) for count, runs in points.items()]
+
+    rates = line(lambda runs: spread(run["tokens_sampled"] / run["seconds"] for run in runs))
+    steps = line(lambda runs: spread(1e3 * run["seconds"] / run["steps"] for run in runs))
+    host = line(lambda runs: milliseconds_per_step(runs, HOST_PARTS))
+    return {
+        "tokens": Chart(
+            "Tokens per second, decoding together", RUNNING, "tokens/s", [Series("tiny model", rates)], log_x=True
+        ),
+        "steps": Chart(
+            "Time of a decode step, tiny model",
+            RUNNING,
+            "milliseconds per step",
+            [Series("whole step", steps), Series("schedule, pack and commit", host)],
+        ),
+        "host": Chart(
+            "Host time of a decode step, tiny model",
+            RUNNING,
+            "milliseconds per step",
+            [Series("schedule, pack and commit", host)],
+        ),
+    }
+
+
+def _selection(measured: Mapping[str, Any]) -> dict[str, Chart]:
+    skew = measured["drawn_skew"]
+    modes = measured["balance"][skew]
+
+    def lines(value: str) -> list[Series]:
+        return [
+            Series(
+                mode,
+                [(float(f), spread(point[value] for point in points)) for f, points in by_factor.items()],
+            )
+            for mode, by_factor in modes.items()
+        ]
+
+    factor = "capacity factor"
+    return {
+        "imbalance": Chart(
+            f"Rank loads, popularities {skew}", factor, "hottest rank / mean rank", lines("imbalance"), log_y=True
+        ),
+        "kept": Chart(
+            f"Picks kept, popularities {skew}", factor, "share of the top 8 that is kept", lines("kept_share")
+        ),
+    }
+
+
+CHARTS: dict[str, Callable[[Any], dict[str, Chart]]] = {
+    "host_us": _host_time,
+    "curve": _curve,
+    "balanced_selection": _selection,
+    "peers": peers_chart,
+}
+"""By the key of a result file under which the figures lie."""
