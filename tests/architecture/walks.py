@@ -57,7 +57,7 @@ def missing_or_late(hops: list[str], functions: list[str]) -> list[str]:
 
 def traced_walks(folder: Path) -> dict[str, list[str]]:
     """Functions in the order of their first calls while each of the five goes its way."""
-    config = replace(CORE_CONFIG, num_hidden_layers=1, mlp_only_layers=(), router_skew=1.0)
+    config = replace(CORE_CONFIG, num_hidden_layers=2, router_skew=1.0)
     path = write_checkpoint(folder / "model", config, seed=3, dtype="float32")
     tracer = Tracer()
     with tracer.installed():
