@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.errors import install_error_handlers
-from rayserve_moe.serving.middleware.edge_guard import EdgeGuard
+from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from tests.support.serving import running
 
 BODY_TIMEOUT_S = 0.3
@@ -27,7 +27,7 @@ MAX_BYTES = 1000
 def url() -> Iterator[str]:
     app = FastAPI()
     install_error_handlers(app)
-    app.add_middleware(EdgeGuard, server=ServerSettings(max_body_bytes=MAX_BYTES), body_timeout_s=BODY_TIMEOUT_S)
+    app.add_middleware(guard_edge, server=ServerSettings(max_body_bytes=MAX_BYTES), body_timeout_s=BODY_TIMEOUT_S)
 
     async def slowly(body: bytes) -> AsyncIterator[bytes]:
         yield body

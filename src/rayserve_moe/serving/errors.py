@@ -1,7 +1,6 @@
-"""Every refusal in one shape: `{"error": {"message", "type", "param", "code"}}`. Input is never echoed.
+"""Every error in one shape: `{"error": {"message", "type", "param", "code"}}`. Input is never echoed.
 
-The handlers installed here are the last line of the HTTP edge: an exception that is none of the known ones is a
-bug of ours, answered with a bare 500 and logged by the server with its trace.
+An unknown exception is a bug of ours: a bare 500, logged by the server with its trace.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _RETRY_AFTER_S = {429: 1, 503: 5}
 
 
 class ApiError(Exception):
-    """A refusal with its HTTP status; `param` names the field at fault, `code` is for programs."""
+    """An error answer with its HTTP status; `param` names the field at fault, `code` is for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -45,7 +44,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Return the HTTP answer, with `Retry-After` where a later try may succeed."""
+        """Return the HTTP answer, with `Retry-After` where a retry may succeed."""
         headers = {"Retry-After": str(_RETRY_AFTER_S[self.status])} if self.status in _RETRY_AFTER_S else None
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
@@ -53,7 +52,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Translate what the rooms below raise."""
+    """Return the HTTP error for an exception of a lower layer."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""The HTTP application over an engine that runs in this process or drives others; it owns no engine."""
+"""The HTTP application over an engine, which it does not own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import install_error_handlers
-from rayserve_moe.serving.middleware.edge_guard import EdgeGuard
+from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
@@ -37,7 +37,7 @@ def create_api(state: ApiState) -> FastAPI:
     )
     install_error_handlers(app)
     app.add_middleware(list_ignored_fields)
-    app.add_middleware(EdgeGuard, server=state.server)
+    app.add_middleware(guard_edge, server=state.server)
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most used come first.
     for router in (native_router, openai_router, token_router):

@@ -26,8 +26,8 @@ GAUGES = {
     "requests_running": ("requests_running", "choices that own a row"),
     "requests_waiting": ("requests_waiting", "choices that wait for a row"),
     "paused": ("paused", "1 while generation is paused"),
-    "picks_kept_share": ("picks_kept_ratio", "picks of experts that limits of slots left as they were, of all"),
-    "rank_imbalance": ("rank_imbalance_ratio", "picks of the hottest rank over the mean rank, over all steps"),
+    "picks_kept_share": ("picks_kept_ratio", "expert selections that slot limits left unchanged, of all"),
+    "rank_imbalance": ("rank_imbalance_ratio", "expert selections of the hottest rank over the mean rank, over all steps"),
     "start_load_s": ("start_load_seconds", "time that loading weights took"),
     "start_compile_s": ("start_compile_seconds", "time that compiling took, by the wall"),
     "start_compile_sum_s": ("start_compile_work_seconds", "time that compiling took, programs one by one"),
@@ -45,8 +45,8 @@ COUNTERS = {
     "transport_s": ("transport_seconds", "time that steps and results were on their way"),
     "device_s": ("device_seconds", "time spent waiting for devices"),
     "commit_s": ("commit_seconds", "time spent taking results over"),
-    "picks_rerouted": ("picks_rerouted", "picks of experts that full slots sent elsewhere"),
-    "picks_unfilled": ("picks_unfilled", "picks of experts that found no slot"),
+    "picks_rerouted": ("picks_rerouted", "expert selections that full slots moved to another expert"),
+    "picks_unfilled": ("picks_unfilled", "expert selections without a slot"),
 }
 """Statistics of the engine: the name of the metric, which begins with the package's, and what it says."""
 

@@ -1,4 +1,4 @@
-"""The published description of the API: bodies from the models that check them, and the statuses a route can answer."""
+"""The OpenAPI description: bodies from the models that validate them, and the statuses of each route."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ _ERROR = {
 
 
 def answers(*refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
-    """Return the arguments of a route decorator that say what it answers: 200 in these media types, and refusals."""
-    said: dict[int | str, dict[str, Any]] = {
+    """Return the arguments of a route decorator for its answers: 200 in these media types, and refusals."""
+    refused: dict[int | str, dict[str, Any]] = {
         status: {"description": MEANINGS[status], "content": {_JSON: {"schema": {"$ref": _REF.format(model="Error")}}}}
         for status in sorted({*ALWAYS, *refusals})
     }
     success: dict[str, Any] = {"description": "The answer.", "content": {kind: {"schema": {}} for kind in kinds}}
-    return {"responses": {200: success, **said}}
+    return {"responses": {200: success, **refused}}
 
 
 def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
-    """Return the arguments of the decorator of a route that reads a JSON body itself."""
+    """Return the arguments of the decorator of a route that reads a JSON body."""
     content = {_JSON: {"schema": {"$ref": _REF.format(model=body.__name__)}}}
     return {
         **answers(*refusals, kinds=kinds),
@@ -75,7 +75,7 @@ def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str
 
 
 def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Have the application describe itself at its `openapi_url`, with these models as the schemas of bodies."""
+    """Publish the description at the application's `openapi_url`, with these models as schemas of bodies."""
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
 
     def description() -> dict[str, Any]:
@@ -92,7 +92,7 @@ def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
 
 
 def _describe_known(schema: dict[str, Any], known: KnownFields, *, is_nested: bool) -> None:
-    """Add what is taken besides the fields of a schema; a nested object takes no others."""
+    """Add the known fields that are not in a schema; a nested object allows no others."""
     properties = schema.setdefault("properties", {})
     for other, own in known.other_names.items():
         properties[other] = {**properties[own], "title": other, "description": f"The same as `{own}`."}

@@ -1,7 +1,4 @@
-"""What a request must pass before a route sees it: the API keys, and the limit on its body.
-
-Plain ASGI, so that streamed answers pass through untouched.
-"""
+"""ASGI middleware in front of the routes: API keys, and limits on request bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rayserve_moe.observability.logs import REQUEST_ID, request_id_from
 from rayserve_moe.serving.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/experts"})
-"""What is answered without a key: nothing there tells of requests or their numbers."""
+"""Paths without a key: their answers hold nothing about requests or load."""
 ADMIN_PATHS = frozenset(
     {
         "/pause_generation",
@@ -32,20 +29,20 @@ ADMIN_PATHS = frozenset(
         "/reset_prefix_cache",
     }
 )
-"""What changes the answers of all clients: it asks for `admin_api_key`, where there is one."""
+"""Paths that change the answers of all clients: they need `admin_api_key`, where one is set."""
 _DISCARDED_BODIES = 4
-"""Refused bodies are read on, up to this many limits: a client still writing cannot read our answer."""
+"""Refused bodies are read up to this many times the limit: a client that still writes cannot read our answer."""
 BODY_TIMEOUT_S = 120.0
-"""For a body to arrive in: until then it holds one of the places that Serve has for requests."""
+"""For a body to arrive: until then it counts against the open requests that Serve allows."""
 
 
 def has_admin_key(server: ServerSettings, authorization: str) -> bool:
-    """Whether a request may do what concerns all clients, by its header; where there is no such key, it may."""
+    """Whether a request may change what concerns all clients, by its header; always where no such key is set."""
     return not server.admin_api_key or _is_bearer(authorization.encode("latin-1"), server.admin_api_key)
 
 
 def refused_key() -> ApiError:
-    """The answer to a request without the key that it needs."""
+    """Return the answer to a request without the key it needs."""
     return ApiError(401, "missing or wrong API key: send it as a bearer token", code="invalid_api_key")
 
 
@@ -54,72 +51,72 @@ def _is_bearer(authorization: bytes, key: str) -> bool:
     return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode())
 
 
-class EdgeGuard:
-    """ASGI wrapper that refuses a missing key (401), a body over the limit (413), and one that does not come (408)."""
+def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = BODY_TIMEOUT_S) -> ASGIApp:
+    """Return ASGI middleware that refuses a missing key (401), a body over the limit (413), and a late one (408)."""
+    max_bytes = server.max_body_bytes
 
-    def __init__(self, app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
-        self._app, self._server = app, server
-        self._body_timeout_s = body_timeout_s
-        self._max_bytes = server.max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         REQUEST_ID.set(request_id_from(headers.get(b"x-request-id", b"")))
-        if not self._is_allowed(scope, headers.get(b"authorization", b"")):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        length = headers.get(b"content-length", b"")
+        if not _is_allowed(server, path, headers.get(b"authorization", b"")):
             await refused_key().response()(scope, receive, send)
-        elif self._is_too_long(headers.get(b"content-length", b"")):
-            await self._discard(receive)
-            await self._too_large().response()(scope, receive, send)
+        elif length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
+            await _discard(receive, max_bytes, body_timeout_s)
+            await _too_large(max_bytes).response()(scope, receive, send)
         else:
-            await self._app(scope, self._counted(receive), send)
+            await app(scope, _limited(receive, max_bytes, body_timeout_s), send)
 
-    def _is_allowed(self, scope: Scope, authorization: bytes) -> bool:
-        server, path = self._server, scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in ADMIN_PATHS and server.admin_api_key:
-            return _is_bearer(authorization, server.admin_api_key)
-        if not server.api_key or path in OPEN_PATHS:
-            return True
-        return any(_is_bearer(authorization, key) for key in (server.api_key, server.admin_api_key) if key)
+    return guarded
 
-    def _is_too_long(self, content_length: bytes) -> bool:
-        return content_length.isdigit() and (len(content_length) > 18 or int(content_length) > self._max_bytes)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the request body is longer than {self._max_bytes} bytes", code="body_too_large")
+def _is_allowed(server: ServerSettings, path: str, authorization: bytes) -> bool:
+    if path in ADMIN_PATHS and server.admin_api_key:
+        return _is_bearer(authorization, server.admin_api_key)
+    if not server.api_key or path in OPEN_PATHS:
+        return True
+    return any(_is_bearer(authorization, key) for key in (server.api_key, server.admin_api_key) if key)
 
-    def _counted(self, receive: Receive) -> Receive:
-        """Count what arrives, and wait for it only so long: a chunked body announces no length."""
-        num_bytes = 0
-        deadline: float | None = asyncio.get_running_loop().time() + self._body_timeout_s
 
-        async def receive_counted() -> Message:
-            nonlocal num_bytes, deadline
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise ApiError(408, "the request body did not arrive in time", code="request_timeout") from None
-            if not message.get("more_body", False):
-                deadline = None  # what may follow is the client's leaving
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                if message.get("more_body", False):
-                    await self._discard(receive)
-                raise self._too_large()
-            return message
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the request body is longer than {max_bytes} bytes", code="body_too_large")
 
-        return receive_counted
 
-    async def _discard(self, receive: Receive) -> None:
-        """Read a refused body to its end, or for as long as one may take to arrive."""
-        remaining = _DISCARDED_BODIES * self._max_bytes
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._body_timeout_s):
-                while remaining > 0:
-                    message = await receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        return
-                    remaining -= len(message.get("body", b""))
+def _limited(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
+    """Limit the bytes and the time of a body as it arrives: a chunked one announces no length."""
+    num_bytes = 0
+    deadline: float | None = asyncio.get_running_loop().time() + timeout_s
+
+    async def receive_limited() -> Message:
+        nonlocal num_bytes, deadline
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(408, "the request body did not arrive in time", code="request_timeout") from None
+        if not message.get("more_body", False):
+            deadline = None  # only the client's disconnect may follow
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            if message.get("more_body", False):
+                await _discard(receive, max_bytes, timeout_s)
+            raise _too_large(max_bytes)
+        return message
+
+    return receive_limited
+
+
+async def _discard(receive: Receive, max_bytes: int, timeout_s: float) -> None:
+    """Read a refused body to its end, within limits."""
+    remaining = _DISCARDED_BODIES * max_bytes
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while remaining > 0:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                remaining -= len(message.get("body", b""))

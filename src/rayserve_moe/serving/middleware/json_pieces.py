@@ -1,8 +1,7 @@
-"""Parsing strict JSON within bounds, in pieces: other threads run between two of them, however long the whole is.
+"""Strict JSON within bounds, parsed in pieces, between which other threads run.
 
-A first look at the text finds strings and brackets alone. A container that is longer than a piece is cut at commas of
-its own, each piece is parsed by itself, and in what surrounds it the constant NaN, which strict JSON lacks, stands for
-the value.
+A scan finds strings and brackets. A container longer than a piece is cut at its own commas and each piece is parsed by
+itself; in the surrounding text the constant NaN, which strict JSON lacks, is the placeholder of the value.
 
     {"prompt": [1, ... | 8, ... | 16, ...], "n": 2}   ->   three lists that are joined, then {"prompt": NaN, "n": 2}
 """
@@ -17,33 +16,33 @@ from typing import Any
 MAX_STRINGS = 2**17
 """Strings that one text may hold, names of fields among them."""
 MAX_CONTAINERS = 2**20
-"""Lists and objects that one text may hold: routing to replay, written as numbers, has one per token and layer."""
+"""Lists and objects that one text may hold: routing to replay, as numbers, has one per token and layer."""
 MAX_DEPTH = 64
 PIECE_BYTES = 32768
-"""One piece is parsed within a millisecond or two. A single string is never cut."""
+"""One piece is parsed in a millisecond or two. A single string is never cut."""
 
 _MARK = re.compile(rb'[\[\]{}"NI]')
 _STRING_PART = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _QUOTE = ord('"')
 _CLOSING = {ord("["): ord("]"), ord("{"): ord("}")}
-_STAND_IN = b"NaN"
+_PLACEHOLDER = b"NaN"
 
 
 class JsonFault(ValueError):
-    """A text that is not strict JSON, or holds more than it may. The message never quotes it."""
+    """A text that is not strict JSON, or over a bound. The message never quotes it."""
 
 
 class _Container:
-    """One that is open, or the whole text: `[parsed into taken | before, with stand-ins | from piece_start on]`."""
+    """An open container, or the whole text: `[parsed into taken | before, with placeholders | from piece_start on]`."""
 
-    __slots__ = ("before", "closing", "piece_start", "start", "stood_for", "taken")
+    __slots__ = ("before", "closing", "piece_start", "start", "taken", "values")
 
     def __init__(self, start: int, closing: int) -> None:
         self.start, self.closing = start, closing
         self.piece_start = start + 1
         self.before: tuple[bytes, ...] = ()
-        self.stood_for: tuple[object, ...] = ()
+        self.values: tuple[object, ...] = ()
         self.taken: Any = None
 
 
@@ -53,7 +52,7 @@ def parse_in_pieces(text: bytes) -> object:
 
 
 class _Parsing:
-    """One text on its way through; `_open` are the containers around the place that was reached, outermost first."""
+    """The scan of one text; `_open` are the containers around the current position, outermost first."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -61,7 +60,7 @@ class _Parsing:
         self._num_strings = self._num_containers = 0
 
     def value(self) -> object:
-        """Walk from mark to mark, then parse what the outermost pieces have left."""
+        """Scan from mark to mark, then parse the rest of the outermost container."""
         at = 0
         while mark := _MARK.search(self._text, at):
             start, kind = mark.start(), self._text[mark.start()]
@@ -100,13 +99,13 @@ class _Parsing:
         self._open.append(_Container(start, closing))
 
     def _leave(self, end: int) -> None:
-        """Close the innermost container; a value of its own stands for it from here on where it was cut."""
+        """Close the innermost container; where it was cut, a placeholder replaces it in the outer one."""
         inner, outer = self._open.pop(), self._open[-1]
         if inner.taken is None and not inner.before:
             return
         self._take(inner, end)
-        outer.before += (self._text[outer.piece_start : inner.start], _STAND_IN)
-        outer.stood_for += (inner.taken,)
+        outer.before += (self._text[outer.piece_start : inner.start], _PLACEHOLDER)
+        outer.values += (inner.taken,)
         outer.piece_start = end + 1
 
     def _cut(self, start: int, stop: int) -> None:
@@ -120,7 +119,7 @@ class _Parsing:
             inner.piece_start = comma + 1
 
     def _take(self, inner: _Container, end: int) -> None:
-        """Parse what is left of a container up to `end`, and join it with what was parsed of it before."""
+        """Parse the rest of a container up to `end`, and join it with its earlier pieces."""
         piece = self._parsed(inner, end)
         if not piece:
             raise JsonFault("a value is missing between two commas")
@@ -132,21 +131,20 @@ class _Parsing:
             inner.taken.update(piece)
         else:
             raise JsonFault("an object in it has the same key twice")
-        inner.before = inner.stood_for = ()
+        inner.before = inner.values = ()
 
     def _parsed(self, inner: _Container, end: int) -> Any:
-        brackets = (
-            (b"", b"") if not inner.closing else (self._text[inner.start : inner.start + 1], bytes([inner.closing]))
-        )
-        opening, closing = brackets
+        opening, closing = b"", b""
+        if inner.closing:
+            opening, closing = self._text[inner.start : inner.start + 1], bytes([inner.closing])
         raw = b"".join((opening, *inner.before, self._text[inner.piece_start : end], closing))
-        return _parse_piece(raw, iter(inner.stood_for))
+        return _parse_piece(raw, iter(inner.values))
 
 
-def _parse_piece(raw: bytes, stood_for: Iterator[object]) -> object:
+def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
     try:
         text = raw.decode("utf-8")
-        parsed = json.loads(text, parse_constant=lambda _: next(stood_for), object_pairs_hook=_object_of_pairs)
+        parsed = json.loads(text, parse_constant=lambda _: next(values), object_pairs_hook=_object_of_pairs)
         if _SURROGATE_ESCAPE.search(text):
             json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:

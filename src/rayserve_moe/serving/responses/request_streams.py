@@ -1,4 +1,4 @@
-"""One HTTP request in the engine: its prompts as engine requests, their streams joined, and all of it ended together.
+"""The engine requests of one HTTP request: submitted, merged into one stream of updates, and closed together.
 
 Choices are numbered over the whole HTTP request: prompt by prompt, and within a prompt by the engine's index.
 """
@@ -21,7 +21,7 @@ from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 NumberedDelta = tuple[int, ChoiceResult]
 _Item = TypeVar("_Item")
 CHOICES_AT_ONCE = 64
-"""Choices that are opened before the event loop does something else: about two milliseconds."""
+"""Choices opened before other tasks of the event loop run: about two milliseconds."""
 
 
 class RequestStreams:
@@ -52,7 +52,7 @@ class RequestStreams:
             stream.close()
 
     async def groups(self) -> AsyncGenerator[list[NumberedDelta], None]:
-        """Yield deltas with the number of their choice; those that are ready together come together.
+        """Yield groups of deltas, all that are ready, each with the number of its choice.
 
         ApiError 422 when the model fails on a choice; EngineStoppedError when the engine does.
         """
@@ -91,7 +91,7 @@ class RequestStreams:
     async def _forward(
         self, prompt: int, stream: GenerationStream, arrivals: asyncio.Queue[int | NumberedDelta]
     ) -> None:
-        """Pass the deltas of one prompt on, then its number, which says that the stream has ended."""
+        """Forward the deltas of one prompt, then its number, which marks the end of the stream."""
         try:
             async for delta in stream:
                 arrivals.put_nowait((self._first_choice[prompt] + delta.choice_index, delta))
@@ -102,10 +102,9 @@ class RequestStreams:
 async def open_streams(
     state: ApiState, requests: Sequence[GenerationRequest], *, param_names: Mapping[str, str] | None = None
 ) -> RequestStreams:
-    """Submit every request, or none: what `GenerationStream` raises for one takes back those before it.
+    """Submit every request, or none: where `GenerationStream` raises for one, those before it are aborted.
 
-    `param_names` gives the route's own names of the fields that the engine may find fault with. Where there are many
-    choices others have their turn in between.
+    `param_names` maps the engine's names of fields to the route's. Between many choices other tasks run.
     """
     streams, num_choices = RequestStreams(state, requests), 0
     with contextlib.ExitStack() as undo:

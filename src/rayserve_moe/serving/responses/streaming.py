@@ -1,4 +1,4 @@
-"""Answers that must notice a client that leaves: server-sent events, and work that is given up."""
+"""JSON and server-sent events; work is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rayserve_moe.serving.errors import ApiError, as_api_error
 
 NOT_FINITE = (b"NaN", b"Infinity")
 _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
-"""What clients that split text into lines take for an end of a line, and JSON does not escape."""
+"""Line separators for clients that split text into lines; JSON does not escape them."""
 
 Result = TypeVar("Result")
 
 
 def to_json(answer: dict | list) -> bytes:
-    """Serialize compactly; a float that is not finite would be a bug, and raises ValueError."""
+    """Serialize compactly; ValueError for a float that is not finite, which would be a bug."""
     body = pydantic_core.to_json(answer)
     if any(name in body for name in NOT_FINITE):
-        json.dumps(answer, allow_nan=False)  # tells numbers from text
+        json.dumps(answer, allow_nan=False)  # raises for numbers, not for text
     return body
 
 
@@ -36,21 +36,21 @@ def json_answer(answer: dict | list, *, status: int = 200) -> Response:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` to its end, or cancel it and raise ClientDisconnect as soon as the client has gone.
+    """Run `work` to its end, or cancel it and raise ClientDisconnect as soon as the client disconnects.
 
-    The request body must have been read: what `receive` then still brings is the disconnect.
+    The request body must have been read: `receive` then waits for the disconnect.
     """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_until_disconnect(receive))
+    disconnected = asyncio.create_task(_until_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientDisconnect
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        disconnected.cancel()
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
 async def _until_disconnect(receive: Receive) -> None:
@@ -61,8 +61,8 @@ async def _until_disconnect(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events, one JSON object each (in bytes), then `[DONE]`.
 
-    An error on the way becomes an event of its own. `close` is called whatever happens: when the events are over,
-    when the client leaves, and when it had left before the first.
+    An error becomes an event of its own. `close` is always called: after the last event, and when the client
+    disconnects, even before the first.
     """
 
     media_type = "text/event-stream"
@@ -94,7 +94,7 @@ async def _event_lines(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[by
 
 
 def event_line(json_text: bytes) -> bytes:
-    """Return the event of a JSON text: one line for every reader, whatever it takes for the end of one."""
+    """Return the event of a JSON text: one line, whichever separators a client recognizes."""
     if not json_text.isascii():
         for end, escape in _LINE_ENDS.items():
             json_text = json_text.replace(end, escape)

@@ -1,4 +1,4 @@
-"""Whether the server is alive, and what can be done to what runs in it."""
+"""Health, aborting requests, pausing, weight updates, and flushing the cache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def control_router(state: ApiState) -> APIRouter:
 
 
 def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
-    """Add what trainers call between two batches of rollouts."""
+    """Add the routes that trainers call between two batches of rollouts."""
 
     @router.post("/pause_generation", **takes(PauseBody, *COMMAND))
     async def pause_generation(request: Request) -> Response:
@@ -83,12 +83,12 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
 
 
 def _update_answer(outcome: WeightOutcome) -> Response:
-    """A refusal is an error object too, for clients that look for one."""
-    told = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
+    """A refusal has an error object beside SGLang's fields."""
+    fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     if outcome.success:
-        return json_answer({**told, "weight_version": outcome.weight_version})
+        return json_answer({**fields, "weight_version": outcome.weight_version})
     error = ApiError(400, outcome.message, param="model_path", code="weights_refused")
-    return json_answer({**error.body(), **told}, status=error.status)
+    return json_answer({**error.body(), **fields}, status=error.status)
 
 
 def _flush_route(state: ApiState) -> Callable[[], Awaitable[Response]]:

@@ -1,4 +1,4 @@
-"""What is served: the model, its version, and the server's own numbers."""
+"""The model, the version of its weights, and the server's statistics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_router(state: ApiState) -> APIRouter:
 
 
 def package_version() -> str:
-    """Return the version of this package, as it was installed."""
+    """Return the installed version of this package."""
     try:
         return metadata.version("rayserve_moe")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The process that holds Ray's own processes of a start, as `ray start --head --block` does.
+"""The process that runs the Ray cluster of a start, as `ray start --head --block` does.
 
 python -m rayserve_moe.serving.start.cluster STATE_FOLDER
 """
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def options_of(ports: Ports) -> list[str]:
-    """Return the options of `ray start`; ports that are 0 are chosen by those who listen on them."""
+    """Return the options of `ray start`; each process chooses a port that is 0."""
     numbers = {
         "port": ports.cluster,
         "ray-client-server-port": ports.client,

@@ -1,7 +1,7 @@
-"""`rayserve-moe serve CONFIG`: everything that can be refused is refused here; then this process starts the rest.
+"""`rayserve-moe serve CONFIG`: checks everything that can be refused, then becomes the process that starts the rest.
 
-    this process:  check the config and the model, end what an earlier start left, choose ports, make the token
-      becomes      supervisor    starts the two below, passes signals on, and ends everything
+    this process:  check the config and the model, end processes of an earlier start, choose ports, make the token
+      becomes      supervisor    starts the two below, forwards signals, and ends everything
         child      ray start     the cluster of this machine, on 127.0.0.1
         child      deployment    deploys, waits until it is served, watches, and drains
 
@@ -23,8 +23,7 @@ from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
 from rayserve_moe.serving.start.processes import all_processes, end, own_by_path, read_process
-from rayserve_moe.serving.start.state import Plan, locked, private_folder, running_plans
-from rayserve_moe.serving.start.token import ensure_token
+from rayserve_moe.serving.start.state import Plan, ensure_token, locked, private_folder, running_plans
 from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, check_config
 
 FAILED = 1
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve a config in this process and others below it. Returns only where the start is refused: 1."""
+    """Serve a config in this process and its children. Returns only where the start is refused: 1."""
     try:
         os.execve(*_prepared(options.config))
     except (ValueError, OSError) as error:
@@ -68,7 +67,7 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
 
 
 def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
-    """Take the deployment's state folder and ports. StartError where somebody has its HTTP port."""
+    """Take the deployment's state folder and ports. StartError where its HTTP port is taken."""
     root = private_folder(temporary_folder() / f"rayserve-{os.getuid()}")
     with locked(root):
         others = running_plans(root)
@@ -94,16 +93,14 @@ def _check_front(config: CheckedConfig) -> None:
 
 
 def end_orphans(folder: Path) -> None:
-    """End HAProxy and whatever else works with a file of this folder: the start that it belonged to has ended.
-
-    StartError where that does not help.
-    """
-
-    def left() -> list:
-        return own_by_path(folder, all_processes().values(), user=os.getuid())
-
-    if stubborn := end(left, first=signal.SIGTERM, grace_s=_ORPHAN_GRACE_S):
-        raise StartError(f"process {stubborn[0].pid} ({stubborn[0].title}) of an earlier start does not end")
+    """End HAProxy and other processes with a file of this folder, whose start has ended. StartError where one stays."""
+    left = end(
+        lambda: own_by_path(folder, all_processes().values(), user=os.getuid()),
+        first=signal.SIGTERM,
+        grace_s=_ORPHAN_GRACE_S,
+    )
+    if left:
+        raise StartError(f"process {left[0].pid} ({left[0].title}) of an earlier start does not end")
 
 
 def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:

@@ -1,4 +1,4 @@
-"""The process that deploys the config of a start, says when it is served, watches it, and drains it when told to stop.
+"""The process that deploys the config of a start, reports when it is served, watches it, and drains it on SIGTERM.
 
 python -m rayserve_moe.serving.start.deployment STATE_FOLDER
 """
@@ -31,24 +31,24 @@ _POLL_S = 0.5
 _WATCH_S = 2.0
 _ANSWER_S = 10.0
 _FLUSH_S = 5.0
-"""Seconds that error events get to reach their clients."""
+"""For error events to reach their clients."""
 _GONE = (RayError, RayServeException)
-"""What asking a replica raises that is gone: then nothing runs in it."""
+"""Errors of a call to a lost replica: nothing runs in it."""
 
 
 class DeploymentFailed(RuntimeError):
-    """The application cannot be served, or no longer."""
+    """An application cannot be served, or is no longer served."""
 
 
 class StopSignal:
-    """Whether this process has been told to stop."""
+    """Whether this process has received SIGTERM."""
 
     def __init__(self) -> None:
         self.is_set = False
         self.listen()
 
     def listen(self) -> None:
-        """Take the signal, also where Ray has taken it meanwhile."""
+        """Install the handler; again after Ray has replaced it."""
         signal.signal(signal.SIGTERM, self._set)
 
     def _set(self, *_: object) -> None:
@@ -56,7 +56,7 @@ class StopSignal:
 
 
 def main() -> int:
-    """Serve the plan of a state folder until told to stop; returns the exit status, 1 with a line on stderr."""
+    """Serve the plan of a state folder until SIGTERM; returns the exit status, 1 with a line on stderr."""
     join_parent()
     plan = Plan.read(Path(sys.argv[1]))
     started = time.monotonic()
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def cause_of(message: str) -> str:
-    """Return the sentence of a traceback that Serve reports: its last line that names an exception, or all of it."""
+    """Return the last line of a traceback that names an exception, or all of it."""
     causes = re.findall(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Failed)\b.*)$", message, re.MULTILINE)
     return causes[-1] if causes else message
 
@@ -113,7 +113,7 @@ def _deploy(plan: Plan) -> None:
 
 
 def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
-    """Wait for every application to run and for its HTTP port to answer; False when told to stop before.
+    """Wait for every application to run and for its HTTP port to answer; False on SIGTERM.
 
     DeploymentFailed where one cannot be started, or has been unhealthy for as long as a start may take.
     """
@@ -131,7 +131,7 @@ def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
 
 
 def _watch(plan: Plan, stop: StopSignal) -> None:
-    """Return when told to stop. DeploymentFailed once an application has not run for as long as a start may take."""
+    """Return on SIGTERM. DeploymentFailed once an application has not run for as long as a start may take."""
     seen = time.monotonic()
     while not stop.is_set:
         found = serve.status().applications
@@ -142,7 +142,7 @@ def _watch(plan: Plan, stop: StopSignal) -> None:
 
 
 def is_lost(found: Mapping[str, ApplicationStatusOverview]) -> bool:
-    """Whether an application that was healthy no longer is: Serve replaces its replica, however early it was lost.
+    """Whether an application is no longer healthy: Serve replaces its replica, even one lost during its start.
 
     DeploymentFailed where one could not be started.
     """
@@ -162,7 +162,7 @@ def _messages(application: ApplicationStatusOverview) -> str:
 
 
 def _answers(plan: Plan) -> bool:
-    """Whether every application says that it is healthy, by the way that clients take."""
+    """Whether `/health` of every application answers 200 through the proxy."""
     prefixes = [
         one.get("route_prefix") or "/" for one in plan.config["applications"] if one["import_path"] == APPLICATION
     ]
@@ -182,9 +182,9 @@ def _answers(plan: Plan) -> bool:
 
 
 def _drain(plan: Plan) -> int:
-    """Have replicas refuse new work, and wait for what runs, at most `drain_timeout_s`; then it ends with an error.
+    """Have replicas refuse new requests, and wait for open ones up to `drain_timeout_s`; then end those with an error.
 
-    Returns 0, or 1 where something had to be ended.
+    Returns 0, or 1 where a request had to be ended.
     """
     _say(f"draining for up to {plan.drain_timeout_s:g} s; the next signal stops at once")
     if _wait(lambda: _ask_all(plan, "drain") == 0, plan.drain_timeout_s):
@@ -195,9 +195,9 @@ def _drain(plan: Plan) -> int:
 
 
 def _ask_all(plan: Plan, method: str) -> int:
-    """Call a method of every replica that is ours; returns the sum of what they say.
+    """Call a method of every replica of ours; returns the sum of the results: requests in progress.
 
-    A replica that is gone counts as 0, and one that is too busy to answer as 1: something runs there.
+    A lost replica counts as 0, and one too busy to answer as 1.
     """
     total = 0
     for application in plan.config["applications"]:
@@ -214,7 +214,7 @@ def _ask_all(plan: Plan, method: str) -> int:
 
 
 def _num_running(answer: Any) -> int:
-    """What an answer of a replica, or the error in its place, says of requests under way."""
+    """Requests in progress by a replica's result, or by the error in its place."""
     return 1 if isinstance(answer, TimeoutError) else answer if isinstance(answer, int) else 0
 
 

@@ -1,4 +1,4 @@
-"""The environment of everything that a start starts. Pure: what the user has set wins, except for ports and paths."""
+"""The environment of the processes of a start. Pure: the user's variables win, except for ports and paths."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ DEFAULTS = {
 }
 """Of a cluster on one machine. Requests reach the replica through HAProxy (ADR 0010)."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Ray's processes then take 127.0.0.1 for the address of the machine. All listen there alone, but for the port by which
-replicas call each other, which Serve opens on every interface: the token protects it."""
+"""Makes Ray's processes listen on 127.0.0.1 alone, except on the port by which replicas call each other, which Serve
+opens on every interface: the token protects it."""
 LAUNCHER = "haproxy"
 _AUTH = "RAY_AUTH_"
-"""Ray takes an empty RAY_AUTH_MODE for a mode: none."""
+"""Ray reads an empty RAY_AUTH_MODE as the mode without tokens."""
 
 
 def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:
-    """Where Ray looks for the token; None where the environment holds the token itself.
+    """Return where Ray looks for the token; None where the environment holds the token itself.
 
     StartError where tokens are switched off: a replica takes pickled calls on every interface of the machine.
     """
     if (mode := inherited.get("RAY_AUTH_MODE") or "token") != "token":
-        raise StartError(f"RAY_AUTH_MODE is {mode}: whoever reaches this machine could run code in it; unset it")
+        raise StartError(f"RAY_AUTH_MODE is {mode}: anyone who can reach this machine could run code in it; unset it")
     if inherited.get("RAY_AUTH_TOKEN"):
         return None
     return Path(inherited.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
@@ -49,8 +49,8 @@ def environment_of(
 ) -> dict[str, str]:
     """Return the whole environment of a deployment whose state is in `folder`.
 
-    `jax_platforms` is what jax uses where the user says nothing; empty leaves it to jax. Streams through a HAProxy that
-    another one has replaced get `longest_answer_s`.
+    `jax_platforms` is the default for jax; empty leaves it to jax. A replaced HAProxy process has `longest_answer_s`
+    for its streams.
     """
     first, last = ports.replicas
     first_grpc, last_grpc = ports.grpc_replicas

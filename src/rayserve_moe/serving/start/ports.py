@@ -14,12 +14,20 @@ from rayserve_moe.serving.start.processes import read_process
 
 BLOCK_SIZE = 100
 FIRST_PORT, NUM_BLOCKS = 20_000, 100
-_FIRST_REPLICA, _FIRST_GRPC_REPLICA = 20, 60
 _LISTENING = "0A"
 
 
 class StartError(ValueError):
-    """What stands in the way of a start, in one line."""
+    """Why a start is refused, in one line."""
+
+
+def _port(offset: int) -> property:
+    return property(lambda ports: ports.first + offset)
+
+
+def _range(offset: int, end: int) -> property:
+    """First and last port of `[offset, end)`."""
+    return property(lambda ports: (ports.first + offset, ports.first + end - 1))
 
 
 @dataclass(frozen=True)
@@ -28,64 +36,28 @@ class Ports:
 
     first: int
 
-    @property
-    def fallback_http(self) -> int:
-        """Serve's proxy behind HAProxy, which answers while no replica does."""
-        return self.first
-
-    @property
-    def fallback_grpc(self) -> int:
-        """The same for gRPC."""
-        return self.first + 1
-
-    @property
-    def haproxy_metrics(self) -> int:
-        """HAProxy's numbers for Prometheus."""
-        return self.first + 2
-
-    @property
-    def haproxy_statistics(self) -> int:
-        """HAProxy's page."""
-        return self.first + 3
-
-    @property
-    def health(self) -> int:
-        """HAProxy's listener for `/health` alone."""
-        return self.first + 4
-
-    @property
-    def dashboard(self) -> int:
-        """Ray's dashboard, where jobs are submitted."""
-        return self.first + 5
-
-    @property
-    def cluster(self) -> int:
-        """Ray's control service."""
-        return self.first + 6
-
-    @property
-    def client(self) -> int:
-        """Ray's service for remote clients."""
-        return self.first + 7
-
-    @property
-    def grpc(self) -> int:
-        """gRPC ingress, where a config has one and names no port."""
-        return self.first + 8
-
-    @property
-    def replicas(self) -> tuple[int, int]:
-        """First and last port where replicas answer HTTP."""
-        return self.first + _FIRST_REPLICA, self.first + _FIRST_GRPC_REPLICA - 1
-
-    @property
-    def grpc_replicas(self) -> tuple[int, int]:
-        """First and last port where replicas answer gRPC."""
-        return self.first + _FIRST_GRPC_REPLICA, self.first + BLOCK_SIZE - 1
+    fallback_http = _port(0)
+    """Serve's proxy behind HAProxy, which answers while no replica does."""
+    fallback_grpc = _port(1)
+    haproxy_metrics = _port(2)
+    haproxy_statistics = _port(3)
+    health = _port(4)
+    """HAProxy's listener for `/health` alone."""
+    dashboard = _port(5)
+    """Ray's dashboard, where jobs are submitted."""
+    cluster = _port(6)
+    """Ray's control service."""
+    client = _port(7)
+    """Ray's service for remote clients."""
+    grpc = _port(8)
+    """gRPC ingress, where a config has one without a port."""
+    replicas = _range(20, 60)
+    """Where replicas answer HTTP."""
+    grpc_replicas = _range(60, BLOCK_SIZE)
 
 
 def choose_ports(http_port: int, *, claimed: Collection[int], is_free: Callable[[int], bool]) -> Ports:
-    """Return the first block, from the one that belongs to `http_port` on, that is whole and unclaimed.
+    """Return the first free and unclaimed block, beginning with that of `http_port`.
 
     `claimed` are first ports of the blocks of other deployments. StartError when there is none.
     """
@@ -98,7 +70,7 @@ def choose_ports(http_port: int, *, claimed: Collection[int], is_free: Callable[
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """Whether nobody listens on a port, on this interface or all. OSError where this user may not listen there."""
+    """Whether a port is free, on this interface or all. OSError where this user may not listen there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -111,7 +83,7 @@ def is_free(port: int, host: str = "") -> bool:
 
 
 def owner_of(port: int) -> str:
-    """Say who listens on a port, as well as this user can see."""
+    """Return which process listens on a port, as far as this user can see."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

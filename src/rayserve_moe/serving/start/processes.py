@@ -1,4 +1,4 @@
-"""Processes of this machine, read from /proc: which are whose, and the end of those that are ours."""
+"""Processes of this machine, read from /proc: finding, signalling and ending our own."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _ZOMBIE = "Z"
 _OF_TERMINAL = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else set()
 STOPS = frozenset({signal.SIGTERM, signal.SIGINT} | _OF_TERMINAL)
-"""Signals that stop a server: also that of a terminal that closes, unless it is ignored, as by `nohup`."""
+"""Signals that stop a server; SIGHUP too, unless it is ignored, as by `nohup`."""
 AWAITED = STOPS | {signal.SIGCHLD}
-"""Signals that the parent of the other processes waits for; they are blocked in it, and in its children at first."""
+"""Signals that the supervisor waits for: blocked in it, and in its children until `join_parent`."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process; `started` (clock ticks since boot) tells it from a later one with the same id."""
+    """One process; `started` (clock ticks since boot) distinguishes it from a later one with the same id."""
 
     pid: int
     parent: int
@@ -32,7 +32,7 @@ class Process:
     user: int
     arguments: tuple[str, ...]
     has_ended: bool = False
-    """It only waits to be collected; a thread of it may still hold its sockets."""
+    """A zombie; a thread of it may still hold its sockets."""
 
     @property
     def title(self) -> str:
@@ -53,13 +53,13 @@ def read_process(pid: int) -> Process | None:
 
 
 def all_processes() -> dict[int, Process]:
-    """Return every process that can be seen, by id."""
+    """Return every visible process, by id."""
     found = (read_process(int(entry.name)) for entry in _PROC.glob("[0-9]*"))
     return {process.pid: process for process in found if process is not None}
 
 
 def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
-    """Return the processes below `root`, itself left out."""
+    """Return the processes below `root`, without `root`."""
     children = defaultdict(list)
     for process in processes.values():
         children[process.parent].append(process)
@@ -71,13 +71,13 @@ def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
 
 
 def own_by_path(folder: Path, processes: Iterable[Process], *, user: int) -> list[Process]:
-    """Return the user's processes that are given a file in `folder` on their command line."""
+    """Return the user's processes with a path in `folder` on their command line."""
     prefix = f"{folder}/"
     return [p for p in processes if p.user == user and any(word.startswith(prefix) for word in p.arguments)]
 
 
 def send(processes: Iterable[Process], number: signal.Signals) -> None:
-    """Send a signal to those that still run."""
+    """Send a signal to the processes that still run."""
     for process in processes:
         current = read_process(process.pid)
         if current is not None and current.started == process.started:
@@ -88,9 +88,9 @@ def send(processes: Iterable[Process], number: signal.Signals) -> None:
 def end(
     find: Callable[[], list[Process]], *, first: signal.Signals, grace_s: float, limit_s: float = 20.0
 ) -> list[Process]:
-    """End what `find` finds, again and again until it finds nothing: by the `first` signal, after `grace_s` by SIGKILL.
+    """End what `find` returns until it returns nothing: by the `first` signal, after `grace_s` by SIGKILL.
 
-    Returns what is left after `limit_s`. Children that have ended are collected.
+    Returns what is left after `limit_s`. Ended children are reaped.
     """
     start = time.monotonic()
     if grace_s > 0:
@@ -104,7 +104,7 @@ def end(
 
 
 def collect_children() -> dict[int, int]:
-    """Collect every child that has ended; returns exit codes by id, negative for a signal."""
+    """Reap every child that has ended; returns exit codes by id, negative for a signal."""
     ended = {}
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -113,12 +113,12 @@ def collect_children() -> dict[int, int]:
 
 
 def adopt_orphans() -> None:
-    """Have every process below this one whose parent ends become a child of this one."""
+    """Make this process the parent of every descendant whose own parent ends."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def join_parent() -> None:
-    """Begin a child of a process that awaits signals: take them, and be killed when that process ends."""
+    """Call first in a child of the supervisor: unblock signals, and be killed when the supervisor ends."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,9 +1,9 @@
-"""What a start leaves on disk, for its own processes and for the next start: a folder that only its owner can enter.
+"""Files of a start, for its own processes and for the next start, in a folder that only its owner can enter.
 
     <Ray's temporary folder>/rayserve-<user id>/      lock
-        <HTTP port>/       plan.json, haproxy (what starts HAProxy), and HAProxy's own files
+        <HTTP port>/       plan.json, haproxy (the launcher), and HAProxy's own files
 
-A deployment is known by its user and its HTTP port. Whoever finds a folder whose start has ended may end what is left.
+A deployment is identified by its user and its HTTP port. The processes of a folder whose start has ended may be ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Generator
@@ -23,7 +24,7 @@ from rayserve_moe.serving.start.ports import Ports, StartError
 from rayserve_moe.serving.start.processes import Process, read_process
 
 APPLICATION = "rayserve_moe.serving.app:build"
-"""Import path of the applications that are ours."""
+"""Import path of our applications."""
 _PLAN = "plan.json"
 _LONGEST_PATH = 37
 """HAProxy's sockets lie a node's id (56) below, and may have 97 characters."""
@@ -31,7 +32,7 @@ _LONGEST_PATH = 37
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started: the Serve config as it is deployed, and by which process on which ports.
+    """The Serve config as it is deployed, the process that starts it, and its ports.
 
     `pid` and `started` (see `Process`) name the process of the start command.
     """
@@ -72,7 +73,7 @@ class Plan:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder, if it is not there, that nobody but this user can enter. StartError where somebody else could."""
+    """Make a folder, unless it exists, that only this user can enter. StartError where another user could."""
     if len(str(path)) > _LONGEST_PATH:
         raise StartError(f"{path} is too long for sockets below it: set RAY_TMPDIR to a shorter folder, such as /tmp")
     with suppress(FileExistsError):
@@ -92,7 +93,7 @@ def locked(root: Path) -> Generator[None]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a state folder, whole or not at all for a start that looks at it: the next one takes the same."""
+    """Remove a state folder under the lock: the next start uses the same path."""
     with suppress(OSError), locked(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,3 +105,26 @@ def running_plans(root: Path) -> dict[Path, Plan]:
         with suppress(OSError, ValueError):
             plans[folder] = Plan.read(folder)
     return {folder: plan for folder, plan in plans.items() if plan.owner is not None}
+
+
+def ensure_token(path: Path) -> None:
+    """Make the token by which Ray's processes and clients authenticate, unless it exists; mode 600.
+
+    StartError where the file belongs to another user or is empty: Ray would start without protection.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    if not path.exists():
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(draft, path)  # another start may have made one meanwhile: then that is the token
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    if path.stat().st_uid != os.getuid():
+        raise StartError(f"{path}: the token of Ray belongs to another user")
+    path.chmod(0o600)
+    if not path.read_text(encoding="utf-8").strip():
+        raise StartError(f"{path}: the token of Ray is empty; remove the file, and one is made")

@@ -1,8 +1,8 @@
-"""The process that a start command becomes: parent of everything it started, which it ends in the end.
+"""The process that a start command becomes: parent of all processes of the start, which it ends.
 
     python -m rayserve_moe.serving.start.supervisor STATE_FOLDER
 
-It imports neither Ray nor jax, and decides nothing: what is served and when is the business of `deployment`.
+It imports neither Ray nor jax; `deployment` decides what is served and when.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from rayserve_moe.serving.start.state import Plan, remove
 
 FAILED = 1
 _GRACE_S = 3.0
-"""Seconds that processes get to end by themselves, once nothing runs any more."""
+"""For processes to end by themselves after a drain."""
 _FLUSH_S = 5.0
-"""Seconds that HAProxy gets to pass on the last bytes of answers that replicas have given."""
-_LAST_WORDS_S = 30.0
-"""Seconds beyond `drain_timeout_s` in which a drain has to be over."""
+"""For HAProxy to send the last bytes of answers."""
+_DRAIN_SLACK_S = 30.0
+"""Seconds beyond `drain_timeout_s` before a drain has failed."""
 _LOG = "ray.log"
 _LAST_LINES = 4
-"""Of that log, which say what of Ray has ended."""
+"""Of that log, printed where Ray has ended."""
 
 
 def main() -> int:
     """Run the deployment of a state folder to its end; returns the exit status of the command.
 
-    0 once it has drained; 1 where something failed or had to be cut; 128 and the signal's number after a second one.
+    0 after a drain; 1 where something failed or a request had to be ended; 128 + its number after a second signal.
     """
     folder = Path(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: str) -> int:
-    """Start a module of this package, in a session of its own: a terminal's Ctrl-C is for this process alone."""
+    """Start a module of this package in a session of its own: a terminal's Ctrl-C reaches this process alone."""
     command = [sys.executable, "-m", f"{__package__}.{name}", str(folder)]
     environment = {**inherited_environment(), **more}
     child = subprocess.Popen(
@@ -78,14 +78,14 @@ def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: s
 
 
 def _watch(ray: int, deployment: int, *, plan: Plan, folder: Path) -> tuple[int, bool]:
-    """Wait for the end of the deployment; returns the exit status, and whether what is left may end by itself."""
+    """Wait for the end of the deployment; returns the exit status, and whether the others may end by themselves."""
     deadline: float | None = None
     while True:
         found = _next_signal(deadline)
         if found in (signal.SIGTERM, signal.SIGINT) and deadline is not None:  # a terminal may send its own twice
             return 128 + found, False
         if found in STOPS and deadline is None:
-            deadline = time.monotonic() + plan.drain_timeout_s + _LAST_WORDS_S
+            deadline = time.monotonic() + plan.drain_timeout_s + _DRAIN_SLACK_S
             os.kill(deployment, signal.SIGTERM)
         ended = collect_children()
         if deployment in ended:
@@ -93,10 +93,10 @@ def _watch(ray: int, deployment: int, *, plan: Plan, folder: Path) -> tuple[int,
         if ray in ended:
             lines = (folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
             last = [" ".join(line.split()) for line in lines if line.strip()][-_LAST_LINES:]
-            sys.stderr.write(f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'without a word'}\n")
+            sys.stderr.write(f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'no output'}\n")
             return FAILED, False
         if found is None:
-            sys.stderr.write("rayserve-moe serve: the drain did not come to an end\n")
+            sys.stderr.write("rayserve-moe serve: the drain did not end in time\n")
             return FAILED, False
 
 

@@ -1,4 +1,4 @@
-"""Reading a Serve config and finding out, before anything is started, whether it can be served. Errors are one line."""
+"""Checks a Serve config before anything is started. Errors are one line."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A Serve config that can be deployed, with the settings of those of its applications that are ours, by name."""
+    """A Serve config that can be deployed, with the settings of our applications in it, by name."""
 
     document: dict[str, Any]
     settings: dict[str, Settings]
 
     @property
     def host(self) -> str:
-        """The interface that requests come in by."""
+        """The interface of HTTP requests."""
         return self._http.get("host") or LOOPBACK
 
     @property
     def port(self) -> int:
-        """The port that requests come in by."""
+        """The port of HTTP requests."""
         return self._http["port"]
 
     @property
@@ -52,10 +52,7 @@ class CheckedConfig:
 
 
 def check_config(path: Path) -> CheckedConfig:
-    """Read a config file, and the checkpoint that each of its applications names, as far as a start needs them.
-
-    ValueError, with the file or the key and what is wrong with it, for everything that would fail later anyway.
-    """
+    """Read a config file and the checkpoints it names. ValueError, naming file or key, for what would fail later."""
     document = _read(path)
     for place, mapping, schema in _sections(document):
         _refuse_unknown(mapping, schema, place=f"{path}: {place}")
@@ -80,7 +77,7 @@ def check_config(path: Path) -> CheckedConfig:
 
 
 def as_deployed(config: CheckedConfig) -> dict[str, Any]:
-    """Return the config to deploy: a model that does not load is an error at once, and only HAProxy listens outside."""
+    """Return the config to deploy: one attempt to load a model, and only HAProxy listens outside of loopback."""
     applications = []
     for application in config.document["applications"]:
         deployments = [dict(deployment) for deployment in application.get("deployments") or []]
@@ -107,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _sections(document: dict[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], type[BaseModel]]]:
-    """Yield the mappings whose keys Serve knows, with their places; Serve itself passes over keys that it does not."""
+    """Yield the mappings of a config with their places and schemas; Serve itself ignores unknown keys."""
     yield "", document, ServeDeploySchema
     yield "http_options.", document.get("http_options") or {}, HTTPOptionsSchema
     yield "grpc_options.", document.get("grpc_options") or {}, gRPCOptionsSchema
