@@ -27,7 +27,10 @@ GAUGES = {
     "requests_waiting": ("requests_waiting", "choices that wait for a row"),
     "paused": ("paused", "1 while generation is paused"),
     "picks_kept_share": ("picks_kept_ratio", "expert selections that slot limits left unchanged, of all"),
-    "rank_imbalance": ("rank_imbalance_ratio", "expert selections of the hottest rank over the mean rank, over all steps"),
+    "rank_imbalance": (
+        "rank_imbalance_ratio",
+        "expert selections of the hottest rank over the mean, over all steps",
+    ),
     "start_load_s": ("start_load_seconds", "time that loading weights took"),
     "start_compile_s": ("start_compile_seconds", "time that compiling took, by the wall"),
     "start_compile_sum_s": ("start_compile_work_seconds", "time that compiling took, programs one by one"),

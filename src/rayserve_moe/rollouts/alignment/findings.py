@@ -1,4 +1,4 @@
-"""Whether routing and token ids belong together: what contradicts it, found without the model."""
+"""Checks whether routing and token ids belong together, without the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rayserve_moe.replay.encoding.description import checksum
 from rayserve_moe.replay.encoding.ranges import labels_of, missing_ranges, presence
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
-_TELLING_BITS = 64
-"""A coincidence of equally likely picks less likely than 2 to the minus this is none."""
+_EVIDENCE_BITS = 64
+"""Equally likely selections that coincide with probability below 2 to the minus this are a finding."""
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -36,11 +36,10 @@ def check_routing(
     description: Mapping | None = None,
     weight_version: str | None = None,
 ) -> list[Finding]:
-    """Return what speaks against `routing` being that of `token_ids` (prompt and response); empty where nothing does.
+    """Return contradictions between `routing` and `token_ids` (prompt and response); empty where there are none.
 
-    `prompt_len` tells which rows belong to sampled tokens, and, equal to the number of tokens, that nothing was
-    sampled. `description` is the answer's `routed_experts_info`. `weight_version` is the one that all rows
-    should be of.
+    Rows from `prompt_len` on belong to sampled tokens; equal to the number of tokens, it says that nothing was sampled.
+    `description` is the answer's `routed_experts_info`. `weight_version` is the expected version of all rows.
     """
     rows = routing.rows
     if rows.shape[1:] != layout.row_shape:
@@ -72,9 +71,9 @@ def _provenance(routing: RoutedExperts, prompt_len: int | None, weight_version: 
     present = presence(routing)
     for name, ranges in (("source", routing.source), ("weight_version", routing.weight_version)):
         labels = labels_of(ranges, start, count=count)
-        untold = (labels == "") & present
-        if ranges and untold.any():
-            yield Finding(name, f"rows have no {name}", missing_ranges(~untold, start))
+        unlabelled = (labels == "") & present
+        if ranges and unlabelled.any():
+            yield Finding(name, f"rows have no {name}", missing_ranges(~unlabelled, start))
         if name == "source" and prompt_len is not None:
             again = (labels == "recomputed") & (np.arange(start, start + count) >= prompt_len)
             if again.any():
@@ -96,15 +95,15 @@ def _ids(rows: np.ndarray, present: np.ndarray, start: int, layout: RoutingLayou
     if twice.any():
         yield Finding("duplicate_ids", "a token has one expert twice", missing_ranges(~twice, start))
     num_present = int(np.count_nonzero(present))
-    bits_of_zero = math.log2(layout.num_experts) if layout.top_k == 1 else _TELLING_BITS
+    bits_of_zero = math.log2(layout.num_experts) if layout.top_k == 1 else _EVIDENCE_BITS
     zero_layers = ~rows[present].any(axis=(0, 2))
-    if zero_layers.any() and num_present * bits_of_zero >= _TELLING_BITS:
+    if zero_layers.any() and num_present * bits_of_zero >= _EVIDENCE_BITS:
         layers = [layout.layer_ids[i] for i in np.flatnonzero(zero_layers)]
         yield Finding("zero_layer", f"layers {layers} have only zeros", ((start, start + len(rows)),))
     zero_rows = present & ~rows.any(axis=(1, 2))
-    if np.count_nonzero(zero_rows) * bits_of_zero * len(layout.layer_ids) >= _TELLING_BITS:
+    if np.count_nonzero(zero_rows) * bits_of_zero * len(layout.layer_ids) >= _EVIDENCE_BITS:
         yield Finding("zero_rows", "rows have only zeros", missing_ranges(~zero_rows, start))
-    if num_present * len(layout.layer_ids) * layout.top_k >= max(_TELLING_BITS, 8 * layout.num_experts) and (
+    if num_present * len(layout.layer_ids) * layout.top_k >= max(_EVIDENCE_BITS, 8 * layout.num_experts) and (
         0 < layout.num_experts // 2 > rows[present].max(initial=0) > 0
     ):
         message = "no expert of the upper half is ever selected: ids may be those of one rank"
@@ -114,7 +113,7 @@ def _ids(rows: np.ndarray, present: np.ndarray, start: int, layout: RoutingLayou
 def _repetitions(
     token_ids: np.ndarray, routing: RoutedExperts, present: np.ndarray, layout: RoutingLayout
 ) -> Iterator[Finding]:
-    """Runs of one and the same row under different tokens, long enough to be no coincidence."""
+    """Runs of one and the same row under different tokens, too long for a coincidence."""
     start, rows = routing.start, routing.rows
     tokens = token_ids[start : start + len(rows)]
     if len(tokens) < 2 or layout.num_experts == 1:
@@ -122,7 +121,7 @@ def _repetitions(
     same = (rows[1 : len(tokens)] == rows[: len(tokens) - 1]).all(axis=(1, 2)) & present[1 : len(tokens)]
     same &= present[: len(tokens) - 1] & (tokens[1:] != tokens[:-1])
     bits = len(layout.layer_ids) * math.log2(math.comb(layout.num_experts, layout.top_k))
-    runs = [(a, b) for a, b in missing_ranges(~same, start) if b - a >= 2 and (b - a) * bits >= _TELLING_BITS]
+    runs = [(a, b) for a, b in missing_ranges(~same, start) if b - a >= 2 and (b - a) * bits >= _EVIDENCE_BITS]
     if runs:
         yield Finding("constant_rows", "different tokens have the same row", tuple((a, b + 1) for a, b in runs))
 

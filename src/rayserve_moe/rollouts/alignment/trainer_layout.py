@@ -1,8 +1,7 @@
-"""From routings of many samples to what a trainer replays: one array `[batch, seq, layers, k]`, padded, with masks.
+"""Converts the routing of samples to what a trainer replays: one padded array `[batch, seq, layers, k]`, with masks.
 
-The row of a token is the one that the forward pass over this token takes, so both stand in the same column. The last
-token of a sample was never fed: its column gets a filler, as every column of padding does, and the replay mask is False
-there.
+The row of a token is that of the forward pass over it, in the same column. The last token of a sample was never fed:
+its column has a filler, as padding has, and the replay mask is False there.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from rayserve_moe.requests import RoutedExperts, RoutingLayout
 
 @dataclass(frozen=True)
 class Convention:
-    """What a trainer takes: element type by number of experts, and what stands where there is no row.
+    """What a trainer reads: element type by number of experts, and fillers where there is no row.
 
     `filler` is `rotating` (legal ids, evenly spread), `zeros` or `minus_one`; that of the last token may be `previous`,
-    a copy of the row before. Without `takes_missing`, a sample with missing rows cannot be said.
+    a copy of the row before. Without `takes_missing`, a sample with missing rows is refused.
     """
 
     dtype: Callable[[int], type[np.integer]]
@@ -78,21 +77,21 @@ def to_trainer_layout(
     """Lay samples out for a trainer; ValueError where one does not fit or lacks rows that the trainer needs.
 
     `padding` is `right`, `left`, or `between`: prompts end, and responses begin, in the same column. `seq_len` is the
-    longest sample where it is not told. The layer axis is all hidden layers (those that do not route are zeros), or
+    longest sample by default. The layer axis is all hidden layers (those that do not route are zeros), or
     the MoE layers only.
     """
-    rule = CONVENTIONS[convention]
+    chosen = CONVENTIONS[convention]
     columns, width = _columns(samples, padding, seq_len)
-    ids, replay = _fillers(len(samples), width, layout, rule), np.zeros((len(samples), width), np.bool_)
+    ids, replay = _fillers(len(samples), width, layout, chosen), np.zeros((len(samples), width), np.bool_)
     tokens, prompt = np.zeros_like(replay), np.zeros_like(replay)
     for i, (sample, first) in enumerate(zip(samples, columns, strict=True)):
-        present = _present_rows(sample, layout, rule)
+        present = _present_rows(sample, layout, chosen)
         count = len(present)
         ids[i, first : first + count][present] = sample.routing.rows[present]
         replay[i, first : first + count] = present
         tokens[i, first : first + len(sample.token_ids)] = True
         prompt[i, first : first + sample.prompt_len] = True
-        if rule.last_row == "previous" and 0 < count < len(sample.token_ids):
+        if chosen.last_row == "previous" and 0 < count < len(sample.token_ids):
             ids[i, first + count] = ids[i, first + count - 1]
     if hidden_layers and len(layout.layer_ids) < layout.num_hidden_layers:
         wide = np.zeros((*ids.shape[:2], layout.num_hidden_layers, layout.top_k), ids.dtype)
@@ -121,18 +120,18 @@ def _columns(samples: Sequence[Sample], padding: str, seq_len: int | None) -> tu
     return firsts, width
 
 
-def _fillers(batch: int, width: int, layout: RoutingLayout, rule: Convention) -> np.ndarray:
-    shape, dtype = (batch, width, *layout.row_shape), rule.dtype(layout.num_experts)
+def _fillers(batch: int, width: int, layout: RoutingLayout, convention: Convention) -> np.ndarray:
+    shape, dtype = (batch, width, *layout.row_shape), convention.dtype(layout.num_experts)
     if layout.num_experts - 1 > np.iinfo(dtype).max:
         raise ValueError(f"this trainer's {np.dtype(dtype).name} cannot hold the ids of {layout.num_experts} experts")
-    if rule.filler == "rotating":
+    if convention.filler == "rotating":
         turning = np.arange(width * layout.top_k).reshape(width, 1, layout.top_k) % layout.num_experts
         return np.broadcast_to(turning, shape).astype(dtype)
-    return np.full(shape, -1 if rule.filler == "minus_one" else 0, dtype)
+    return np.full(shape, -1 if convention.filler == "minus_one" else 0, dtype)
 
 
-def _present_rows(sample: Sample, layout: RoutingLayout, rule: Convention) -> np.ndarray:
-    """Return which rows of a sample hold data, having checked that there is one for every token fed."""
+def _present_rows(sample: Sample, layout: RoutingLayout, convention: Convention) -> np.ndarray:
+    """Return which rows of a sample hold data. ValueError unless every token that was fed has one."""
     routing, num_tokens = sample.routing, len(sample.token_ids)
     if routing.rows.shape[1:] != layout.row_shape:
         raise ValueError("a sample has rows of another model")
@@ -142,7 +141,7 @@ def _present_rows(sample: Sample, layout: RoutingLayout, rule: Convention) -> np
         raise ValueError(f"a sample of {num_tokens} tokens has {len(routing.rows)} rows")
     if not 0 <= sample.prompt_len <= num_tokens:
         raise ValueError(f"a sample of {num_tokens} tokens has a prompt of {sample.prompt_len}")
-    if routing.missing and not rule.takes_missing:
+    if routing.missing and not convention.takes_missing:
         raise ValueError(
             f"a sample lacks the rows of positions {list(routing.missing)}, which this trainer cannot skip"
         )

@@ -1,4 +1,4 @@
-"""Routing of a conversation from the answers of its turns, of which each may bring only the rows that are new."""
+"""Joins the routing of a conversation from the answers of its turns, each of which may hold only new rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
     """Return the rows of all turns, each at its position.
 
     Where turns overlap, their rows must agree; a row that is missing in one is taken from another. A position that no
-    turn reaches before a later one begins is a gap. ValueError for both. `with_placeholder` says that the last row of
-    every turn stands for one not yet computed: it is left out, so that the turn after it corrects it.
+    turn reaches before a later one begins is a gap. ValueError for both. With `with_placeholder` the last row of
+    every turn, not yet computed, is left out, so that the next turn provides it.
     """
     if not turns:
         raise ValueError("there is no turn to join")
@@ -36,8 +36,8 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
         rows[here][fresh] = turn.rows[fresh]
         present[here] |= fresh
         for labels, ranges in ((source, turn.source), (version, turn.weight_version)):
-            told = fresh | first_seen
-            labels[here][told] = labels_of(ranges, turn.start, count=len(turn.rows))[told]
+            labelled = fresh | first_seen
+            labels[here][labelled] = labels_of(ranges, turn.start, count=len(turn.rows))[labelled]
         reached = max(reached, turn.start + len(turn.rows))
     return RoutedExperts(
         rows, start, missing_ranges(present, start), label_ranges(source, start), label_ranges(version, start)

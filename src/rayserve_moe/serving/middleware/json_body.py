@@ -57,19 +57,14 @@ async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> 
 
 
 def _checked(body: bytes, schema: type[Schema]) -> tuple[Schema, Sequence[str]]:
-    taken, unknown = taken_fields(parse_object(body), FIELDS[schema])
-    return validate(schema, taken), unknown
-
-
-def parse_object(body: bytes) -> dict:
-    """Parse one strict JSON object, as `parse_in_pieces` has it."""
     try:
         parsed = parse_in_pieces(body)
     except JsonFault as error:
         raise ApiError(400, f"cannot read the request body as JSON: {error}", code="invalid_json") from error
     if not isinstance(parsed, dict):
         raise ApiError(400, "cannot read the request body as JSON: it must be an object", code="invalid_json")
-    return parsed
+    taken, unknown = taken_fields(parsed, FIELDS[schema])
+    return validate(schema, taken), unknown
 
 
 def validate(schema: type[Schema], fields: dict) -> Schema:

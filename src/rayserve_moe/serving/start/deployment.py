@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ _WATCH_S = 2.0
 _ANSWER_S = 10.0
 _FLUSH_S = 5.0
 """For error events to reach their clients."""
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of this machine, without the proxies of the environment."""
 _GONE = (RayError, RayServeException)
 """Errors of a call to a lost replica: nothing runs in it."""
 
@@ -166,18 +169,11 @@ def _answers(plan: Plan) -> bool:
     prefixes = [
         one.get("route_prefix") or "/" for one in plan.config["applications"] if one["import_path"] == APPLICATION
     ]
-    connection = http.client.HTTPConnection(plan.url.removeprefix("http://"), timeout=_ANSWER_S)
     try:
         for prefix in prefixes:
-            connection.request("GET", f"{prefix.rstrip('/')}/health")
-            answer = connection.getresponse()
-            answer.read()
-            if answer.status != http.HTTPStatus.OK:
-                return False
-    except (OSError, http.client.HTTPException):
+            _DIRECT.open(f"{plan.url}{prefix.rstrip('/')}/health", timeout=_ANSWER_S).close()
+    except (OSError, http.client.HTTPException):  # an error status is an OSError
         return False
-    finally:
-        connection.close()
     return True
 
 

@@ -35,20 +35,8 @@ class CheckedConfig:
 
     document: dict[str, Any]
     settings: dict[str, Settings]
-
-    @property
-    def host(self) -> str:
-        """The interface of HTTP requests."""
-        return self._http.get("host") or LOOPBACK
-
-    @property
-    def port(self) -> int:
-        """The port of HTTP requests."""
-        return self._http["port"]
-
-    @property
-    def _http(self) -> Mapping[str, Any]:
-        return ServeDeploySchema.model_validate(self.document).http_options.model_dump()
+    host: str
+    port: int
 
 
 def check_config(path: Path) -> CheckedConfig:
@@ -57,12 +45,12 @@ def check_config(path: Path) -> CheckedConfig:
     for place, mapping, schema in _sections(document):
         _refuse_unknown(mapping, schema, place=f"{path}: {place}")
     try:
-        ServeDeploySchema.model_validate(document)
+        http = ServeDeploySchema.model_validate(document).http_options.model_dump()
     except ValidationError as error:
         first = error.errors()[0]
         raise StartError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    if not 0 < (port := CheckedConfig(document, {}).port) < 2**16:
-        raise StartError(f"{path}: http_options.port must lie in [1, {2**16 - 1}], found {port}")
+    if not 0 < http["port"] < 2**16:
+        raise StartError(f"{path}: http_options.port must lie in [1, {2**16 - 1}], found {http['port']}")
     ours = {
         application.get("name", "default"): settings_from(application.get("args") or {})
         for application in document["applications"]
@@ -71,9 +59,8 @@ def check_config(path: Path) -> CheckedConfig:
     if not ours:
         raise StartError(f"{path}: no application has import_path {APPLICATION}")
     for settings in ours.values():
-        described = describe_model(settings)
-        open_checkpoint(described.runner.model.path)
-    return CheckedConfig(document, ours)
+        open_checkpoint(describe_model(settings).runner.model.path)
+    return CheckedConfig(document, ours, http.get("host") or LOOPBACK, http["port"])
 
 
 def as_deployed(config: CheckedConfig) -> dict[str, Any]:
