@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.load_window import AGED
+from rayserve_moe.balancing.migration import MigrationProgress
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
-from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord, ProgressView
+from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord
 from rayserve_moe.engine.eplb_steps import COUNTS_EVERY_UNPLANNED
 from rayserve_moe.serving.routes.statistics import PAGE
 from tests.http.conftest import served
@@ -44,7 +45,7 @@ class ShownBalancing:
             rank_load_before=before.tolist(),
             imbalance_before=imbalance(before).tolist(),
             imbalance_now=imbalance(now).tolist(),
-            progress=ProgressView(1, layers, layers - 1, 30, 20, False),
+            progress=MigrationProgress(1, layers, layers - 1, 30, 20),
             history=[MigrationRecord(1, 512, 1.7e9, 30, layers, *promised, 0.25, "under way")],
             actor=ActorView(True, 1, {"stale": 2}),
         )

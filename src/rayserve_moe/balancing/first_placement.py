@@ -1,6 +1,7 @@
-"""A placement from nothing but loads, fast: replicas by water filling, then ranks filled in rounds.
+"""A first placement from loads alone: replicas by water filling, then ranks filled in rounds, then pairwise exchanges.
 
-All layers take each step together. What local search can still gain is left to it.
+Replicating hot experts and packing the heaviest first onto the least loaded rank is the scheme of DeepSeek's EPLB. All
+layers are computed together; local search (`refinement`) improves the result.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import numpy as np
 
 from rayserve_moe.balancing.bounds import replica_counts
 from rayserve_moe.balancing.layout import Layout, layout_of
-from rayserve_moe.balancing.levelling import level_pairs
 
 LEVELLING_ROUNDS = 2
 
@@ -39,5 +39,34 @@ def first_layout(load: np.ndarray, *, ep_size: int, slots_per_rank: int) -> Layo
         np.put_along_axis(received, ranks, weights[:, turn], axis=1)
         rank_load += received
     layout = layout_of(experts, num_experts)
-    level_pairs(layout, load, rounds=LEVELLING_ROUNDS)
+    _level_pairs(layout, load, rounds=LEVELLING_ROUNDS)
     return layout
+
+
+def _level_pairs(layout: Layout, load: np.ndarray, *, rounds: int) -> None:
+    """Let hot and cold ranks exchange one replica in pairs, `rounds` times, wherever that brings their loads closer.
+
+    In the first round the coldest rank is paired with the hottest, the second coldest with the second hottest, and so
+    on; every further round shifts the hot ranks by one. `load` is [layers, experts]; replicas share evenly.
+    """
+    num_layers, num_ranks, num_slots = layout.experts.shape
+    half = num_ranks // 2
+    items = layout.even_amounts(load).reshape(layout.experts.shape)
+    layers = np.arange(num_layers)[:, None]
+    for turn in range(rounds):
+        order = np.argsort(items.sum(axis=2), axis=1, kind="stable")
+        cold, hot = order[:, :half], np.roll(order[:, num_ranks - half :][:, ::-1], turn, axis=1)
+        cold_items, hot_items = items[layers, cold], items[layers, hot]
+        gap = (hot_items.sum(axis=2) - cold_items.sum(axis=2)) / 2
+        left = abs(gap[..., None, None] - (hot_items[..., :, None] - cold_items[..., None, :]))
+        left[layout.held[layers[..., None], cold[..., None], layout.experts[layers, hot]]] = np.inf
+        taken = layout.held[layers[..., None], hot[..., None], layout.experts[layers, cold]]
+        np.swapaxes(left, 2, 3)[taken] = np.inf
+        flat = left.reshape(num_layers, half, -1)
+        best = flat.argmin(axis=2)
+        layer, pair = np.nonzero(np.take_along_axis(flat, best[..., None], axis=2)[..., 0] < gap * (1 - 1e-9))
+        i, j = np.divmod(best[layer, pair], num_slots)
+        hot_slot, cold_slot = (hot[layer, pair], i), (cold[layer, pair], j)
+        layout.exchange(layer, hot_slot, other=cold_slot)
+        items[layer, *hot_slot] = cold_items[layer, pair, j]
+        items[layer, *cold_slot] = hot_items[layer, pair, i]

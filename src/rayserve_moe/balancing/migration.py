@@ -8,13 +8,13 @@ can be dropped after any piece: every layer then lies as the old placement or as
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.balancing.transfer_plan import check_alike, transfer_plan
+from rayserve_moe.balancing.transfer_plan import check_alike, transfer_sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,18 +59,28 @@ class FailedFetch(NamedTuple):
 
 @dataclass(frozen=True)
 class MigrationProgress:
-    """How far the migration to placement `version` has come: layers that change, and slots that travel."""
+    """Progress of the migration to placement `version`: layers that change, and slots that travel."""
 
     version: int
-    num_layers: int
-    num_layers_done: int
-    num_slots: int
-    num_slots_done: int
-    num_pieces_done: int
+    num_layers: int = 0
+    num_layers_done: int = 0
+    num_slots: int = 0
+    num_slots_done: int = 0
 
     @property
     def is_done(self) -> bool:
         return self.num_layers_done == self.num_layers
+
+    def as_json(self) -> dict[str, int | bool]:
+        """The numbers under the names of the HTTP API."""
+        return {
+            "version": self.version,
+            "layers": self.num_layers,
+            "layers_done": self.num_layers_done,
+            "slots": self.num_slots,
+            "slots_done": self.num_slots_done,
+            "is_done": self.is_done,
+        }
 
 
 class Migration:
@@ -84,7 +94,7 @@ class Migration:
         self._pieces: Iterator[MigrationPiece] = iter(())
         # Old placement, new one, and which layers lie as in the new: one value, for readers from other threads.
         self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
-        self.progress = MigrationProgress(0, 0, 0, 0, 0, 0)
+        self.progress = MigrationProgress(0)
         self.given_up_version = 0
 
     @property
@@ -121,7 +131,7 @@ class Migration:
         is_swapped[layers] = False
         self._way = (old, placement, is_swapped)
         version = self.progress.version + 1
-        self.progress = MigrationProgress(version, len(layers), 0, int(is_moved.sum()), 0, 0)
+        self.progress = MigrationProgress(version, len(layers), num_slots=int(is_moved.sum()))
         self._pieces = self._all_pieces(layers, version)
         return version
 
@@ -148,8 +158,7 @@ class Migration:
         num_layers, num_slots = int(is_changed.sum()), int(is_moved.sum())
         self.given_up_version, self._pieces = version, iter(())
         self._way = (stays, stays, np.ones_like(swapped))
-        num_pieces = self.progress.num_pieces_done
-        self.progress = MigrationProgress(version, num_layers, num_layers, num_slots, num_slots, num_pieces)
+        self.progress = MigrationProgress(version, num_layers, num_layers, num_slots, num_slots)
 
     def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[MigrationPiece]:
         """Each layer is planned when its turn comes, which takes a moment between two steps, not all at once."""
@@ -157,7 +166,7 @@ class Migration:
         num_ranks, most = all_new.ep_size, self._slots_per_step
         for layer in layers.tolist():
             old, new = _layer_of(all_old, layer), _layer_of(all_new, layer)
-            sources = transfer_plan(old, new, hosts=self._hosts).source_of_slot[0]
+            sources = transfer_sources(old, new, hosts=self._hosts)[0]
             fetches = [*fetches_of(sources, layer=layer, num_ranks=num_ranks, most=most)] or [None]
             for fetch in fetches[:-1]:
                 yield MigrationPiece(version, fetch)
@@ -167,20 +176,18 @@ class Migration:
         before = self.progress
         if piece.swap is not None:
             self._way[2][piece.swap.layer] = True
-        self.progress = MigrationProgress(
-            before.version,
-            before.num_layers,
-            before.num_layers_done + (piece.swap is not None),
-            before.num_slots,
-            before.num_slots_done + (0 if piece.fetch is None else int((piece.fetch.sources >= 0).sum())),
-            before.num_pieces_done + 1,
+        num_fetched = 0 if piece.fetch is None else int((piece.fetch.sources >= 0).sum())
+        self.progress = replace(
+            before,
+            num_layers_done=before.num_layers_done + (piece.swap is not None),
+            num_slots_done=before.num_slots_done + num_fetched,
         )
 
 
 def fetches_of(source_of_slot: np.ndarray, *, layer: int, num_ranks: int, most: int) -> Iterator[SlotFetch]:
     """Cut what a layer moves into fetches in which no rank receives or sends more than `most` slots.
 
-    `source_of_slot` [slots] is a layer of a TransferPlan. As many slots as can go, go first.
+    `source_of_slot` [slots] is a layer of `transfer_sources`. As many slots as possible go first.
     """
     slots_per_rank = len(source_of_slot) // num_ranks
     waiting = np.flatnonzero(source_of_slot != np.arange(len(source_of_slot))).tolist()

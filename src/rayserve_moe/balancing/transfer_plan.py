@@ -1,79 +1,22 @@
-"""How weights get from one placement to the next: who sends which slot to whom.
+"""Where each slot of a new placement gets its weights from.
 
-All moves of a layer happen at the same time: every slot reads what its source held before any slot was written. So
-layers can be done in chunks of any size, and a slot may be read by some and overwritten by another.
+All moves of a layer happen at the same time: every slot reads what its source held before any slot was written. So a
+slot may be read by some and overwritten by another.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError
 
 
-@dataclass(frozen=True, eq=False)
-class TransferPlan:
-    """For every slot of every layer the slot that holds its next expert now: `source_of_slot` int32 [layers, slots].
+def transfer_sources(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int) -> np.ndarray:
+    """Return for every slot the slot that holds its next expert now: int32 [layers, slots].
 
-    A slot that keeps its expert is its own source.
-    """
-
-    source_of_slot: np.ndarray
-    ep_size: int
-
-    @property
-    def is_copied(self) -> np.ndarray:
-        """Slots that read another slot of their own rank: bool [layers, slots]."""
-        return self._reads_another & (self._source_rank == self._rank)
-
-    @property
-    def is_sent(self) -> np.ndarray:
-        """Slots whose expert comes from another rank: bool [layers, slots]."""
-        return self._reads_another & (self._source_rank != self._rank)
-
-    def copies(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target slots of what a layer copies within ranks, in the order of targets."""
-        targets = np.flatnonzero(self.is_copied[layer]).astype(np.int32)
-        return self.source_of_slot[layer, targets], targets
-
-    def sends(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target slots of what a layer sends between ranks, by source rank, then by target."""
-        targets = np.flatnonzero(self.is_sent[layer]).astype(np.int32)
-        sources = self.source_of_slot[layer, targets]
-        order = np.argsort(sources // self._slots_per_rank, kind="stable")
-        return sources[order], targets[order]
-
-    def send_sizes(self, layer: int) -> np.ndarray:
-        """Slots that each rank sends to each other one in a layer: int64 [source ranks, target ranks]."""
-        sources, targets = self.sends(layer)
-        sizes = np.zeros((self.ep_size, self.ep_size), np.int64)
-        np.add.at(sizes, (sources // self._slots_per_rank, targets // self._slots_per_rank), 1)
-        return sizes
-
-    @property
-    def _slots_per_rank(self) -> int:
-        return self.source_of_slot.shape[1] // self.ep_size
-
-    @property
-    def _rank(self) -> np.ndarray:
-        return np.arange(self.source_of_slot.shape[1]) // self._slots_per_rank
-
-    @property
-    def _source_rank(self) -> np.ndarray:
-        return self.source_of_slot // self._slots_per_rank
-
-    @property
-    def _reads_another(self) -> np.ndarray:
-        return self.source_of_slot != np.arange(self.source_of_slot.shape[1])
-
-
-def transfer_plan(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int) -> TransferPlan:
-    """Choose a source for every slot: itself, then its own rank, then its own host, then anyone.
-
-    The ranks lie over `hosts` in their order, equally many on each. Of several ranks that are equally near, the one
-    that has the least to send in that layer does it. PlacementError where the placements are of different shapes.
+    That is the slot itself, or else one of its rank, its host, or another host. The ranks lie over `hosts` in order,
+    equally many on each. Of equally near ranks the one that has the least to send in that layer is taken.
+    PlacementError where the placements are of different shapes.
     """
     check_alike(old, new)
     if hosts < 1 or old.ep_size % hosts:
@@ -89,7 +32,7 @@ def transfer_plan(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int) -> 
             slots_per_rank=old.slots_per_rank,
             slots_per_host=ranks_per_host * old.slots_per_rank,
         )
-    return TransferPlan(sources, old.ep_size)
+    return sources
 
 
 def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:

@@ -1,26 +1,16 @@
-"""What is shown of expert balancing: plain values, of which JSON is made as they are."""
+"""The state of expert balancing for users: plain values, serialized to JSON as they are."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class ProgressView:
-    """How far the migration to placement `version` has come: layers that change, and slots that travel."""
-
-    version: int
-    layers: int
-    layers_done: int
-    slots: int
-    slots_done: int
-    is_done: bool
+from rayserve_moe.balancing.migration import MigrationProgress
 
 
 @dataclass(frozen=True)
 class MigrationRecord:
-    """A migration that was begun: at which step and when (unix seconds), what it moves, and what it promises.
+    """A migration: at which step and when (unix seconds) it began, what it moves, and the gain its plan expects.
 
     Imbalances are means over layers. `outcome` is `under way`, `finished`, `replaced` by a later one, or `failed`: then
     layers that were done stay so, and the others are as before.
@@ -39,7 +29,7 @@ class MigrationRecord:
 
 @dataclass(frozen=True)
 class ActorView:
-    """The process that plans: whether it answers, how often it was started again, and plans refused by reason."""
+    """The planner: whether it answers, how often it was lost and found again, and refused plans by reason."""
 
     alive: bool
     restarts: int
@@ -67,10 +57,10 @@ class BalancingView:
     rank_load_before: list[list[float]]
     imbalance_before: list[float]
     imbalance_now: list[float]
-    progress: ProgressView
+    progress: MigrationProgress
     history: list[MigrationRecord]
     actor: ActorView
 
     def as_json(self) -> dict[str, Any]:
-        """Dictionaries, lists and numbers, under these very names."""
-        return asdict(self)
+        """Dictionaries, lists and numbers, under these names."""
+        return {**asdict(self), "progress": self.progress.as_json()}

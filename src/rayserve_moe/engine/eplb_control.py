@@ -18,7 +18,7 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import PlanningConfig, imbalance, rank_loads
 from rayserve_moe.balancing.proposal import PlanFailure, Planner, Proposal, RefusedPlanError, checked_placement
-from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord, ProgressView
+from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord
 from rayserve_moe.engine.eplb_steps import EplbSteps
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class EplbControl:
     def view(self) -> BalancingView:
         """Loads, placements and past migrations, as of now."""
         tokens, migration = self._take_reading(), self._eplb.migration
-        now, before, progress = migration.placement, self._before, migration.progress
+        now, before = migration.placement, self._before
         loads_now, loads_before = (rank_loads(each, tokens, dispatch=self._config.dispatch) for each in (now, before))
         return BalancingView(
             enabled=self._eplb.moves_experts,
@@ -75,14 +75,7 @@ class EplbControl:
             rank_load_before=loads_before.tolist(),
             imbalance_before=imbalance(loads_before).tolist(),
             imbalance_now=imbalance(loads_now).tolist(),
-            progress=ProgressView(
-                progress.version,
-                progress.num_layers,
-                progress.num_layers_done,
-                progress.num_slots,
-                progress.num_slots_done,
-                progress.is_done,
-            ),
+            progress=migration.progress,
             history=self.history.records(),
             actor=self.retry.view(is_running=self._thread.is_alive()),
         )
