@@ -22,8 +22,8 @@ from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.execution.weights import load_weights
 from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.weight_change import unfinished
 from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING

@@ -16,8 +16,8 @@ from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.output_dispatch import NO_ROWS, OutputDispatch
 from rayserve_moe.engine.step_cycle import Executor, ExecutorFailure, StepCycle
 from rayserve_moe.requests import FinishReason, RequestError, WeightsRefusedError
+from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.weight_change import unfinished
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 ABORTED = FinishReason("abort")

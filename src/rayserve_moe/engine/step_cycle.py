@@ -12,10 +12,9 @@ from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.scheduler import Commit, Scheduler
+from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, preempt_all
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
-from rayserve_moe.scheduling.weight_change import change_weights, preempt_all
 
 _NOTHING = Commit(np.zeros(0, np.int64), [])
 

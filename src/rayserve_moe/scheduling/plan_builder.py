@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.scheduling.block_demands import ChunkDemand, block_work_of
+from rayserve_moe.scheduling.chunk_demands import ChunkDemand, block_work_of
 from rayserve_moe.scheduling.row_sampling import adjustments_of, row_sampling_of
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence, chunk_demand

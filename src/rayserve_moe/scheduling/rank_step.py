@@ -1,9 +1,11 @@
-"""Planning one data-parallel rank's part of one step."""
+"""Planning one data-parallel rank's part of one step, and which waiting sequence to admit next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Queued
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -12,6 +14,12 @@ from rayserve_moe.scheduling.plan_builder import PlanBuilder
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
+
+CANDIDATES = 8
+"""Waiting sequences, from the front, that are compared."""
+
+MAX_PASSED_OVER = 16
+"""Times a sequence at the front lets others go first."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +156,17 @@ class RankStep:
         self._table.extend(sequence.row, pages, generations=rank.allocator.generations[pages])
         self._builder.add_pages(sequence, first=held)
         return True
+
+
+def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequence], int]) -> int:
+    """Return the index in `waiting` (not empty) of the sequence to admit next.
+
+    It is the first of those with the most cached tokens (longest prefix match, as in SGLang). To prevent starvation the
+    front is admitted once it was passed over MAX_PASSED_OVER times, or when it was preempted.
+    """
+    front = waiting[0]
+    if len(waiting) == 1 or front.num_to_recompute or front.num_passed_over >= MAX_PASSED_OVER:
+        return 0
+    candidates = list(islice(waiting, CANDIDATES))
+    cached = [cached_tokens(sequence) for sequence in candidates]
+    return cached.index(max(cached))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason, GenerationRequest, TopLogprobs
-from rayserve_moe.scheduling.admission_order import next_to_admit
+from rayserve_moe.requests import FinishReason, GenerationRequest
+from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import PlanBuilder, Schedule
-from rayserve_moe.scheduling.prompt_scoring import PromptScoring
-from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
+from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, note_weights
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_tokens
+from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_scores, commit_tokens
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Scheduler:
         rows, endings = commit_tokens(self.table, schedule, result=result)
         if schedule.scored:
             ended = {row for row, _ in endings}
-            endings += [(row, NOT_FINITE) for row in _take_scores(schedule, result) if row not in ended]
+            endings += [(row, NOT_FINITE) for row in commit_scores(schedule, result) if row not in ended]
         failed = [row for row, reason in endings if reason.kind == "error"]
         for sequence, generation in schedule.completed:
             row = sequence.row
@@ -240,16 +239,33 @@ class Scheduler:
         return sequence
 
 
-def _take_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:
-    """Keep the prompt scores that a step found; yields the rows of sequences with scores that are not finite."""
-    first = 0
-    for sequence, position, count in schedule.scored:
-        assert result.scores is not None and sequence.scoring is not None, "scores were asked for"
-        part, first = slice(first, first + count), first + count
-        logprobs, ranks, top = result.scores.logprobs[part], result.scores.ranks[part], result.scores.top
-        if np.isfinite(logprobs).all():
-            wanted = top and TopLogprobs(top.token_ids[part], top.logprobs[part])
-            wanted = wanted if sequence.scoring.wants_top else None
-            sequence.scoring.take(position, logprobs, ranks=ranks, top=wanted)
-        elif sequence.row != NO_ROW:
-            yield sequence.row
+def unfinished(scheduler: Scheduler) -> list[Sequence]:
+    """All choices that have not ended: running, waiting, or followers of another."""
+    found = {id(choice): choice for s in (*scheduler.running, *scheduler.waiting) for choice in s.choices}
+    return [choice for choice in found.values() if choice.finish is None]
+
+
+def preempt_all(scheduler: Scheduler) -> None:
+    """Preempt all running sequences; they wait in the order they ran in."""
+    for sequence in reversed(scheduler.running):
+        scheduler.preempt(sequence)
+
+
+def change_weights(scheduler: Scheduler, weight_version: str) -> None:
+    """Switch to other weights, between steps, with none in flight.
+
+    The prefix cache is flushed, whatever the weights are called. A sequence without outputs starts over, so that all
+    its results are of the new weights; one with outputs continues from the keys and values that it holds. If it is
+    recomputed later, its routing rows are of older weights than its keys, so that its pages are not shared.
+    """
+    scheduler.weight_version = weight_version
+    for sequence in reversed(scheduler.running):
+        if sequence.num_outputs == 0:
+            scheduler.preempt(sequence)
+    scheduler.flush()
+    for sequence in unfinished(scheduler):
+        note_weights(sequence, weight_version)
+        if sequence.num_outputs and sequence.request.return_routed_experts:
+            sequence.num_cacheable = sequence.num_prompt_tokens
+        if sequence.scoring is not None:
+            sequence.scoring.change_weights(weight_version)

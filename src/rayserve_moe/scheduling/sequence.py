@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts, TopLogprobs
-from rayserve_moe.scheduling.block_demands import ChunkDemand, demand_of
+from rayserve_moe.scheduling.chunk_demands import ChunkDemand, PromptScoring, demand_of
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix
-from rayserve_moe.scheduling.prompt_scoring import PromptScoring
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)

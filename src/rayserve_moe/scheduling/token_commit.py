@@ -1,30 +1,27 @@
-"""Writing what a step sampled into the row table, for all rows at once."""
+"""Writes the results of a step into the row table, for all rows at once, and into prompt scores."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
 from rayserve_moe.requests import FinishReason, TopLogprobs
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
+from rayserve_moe.scheduling.sequence import NO_ROW
 from rayserve_moe.scheduling.step_plan import StepResult
 
 NOT_FINITE = FinishReason("error", message="the model produced logits that are not finite")
 
 
-class Committed(NamedTuple):
-    """Rows that got a token, int [N]; rows whose sequence ends with it, and why."""
+def commit_tokens(
+    table: RowTable, schedule: Schedule, *, result: StepResult
+) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
+    """Append each sampled token to its row, unless the row has another owner since the step was planned.
 
-    rows: np.ndarray
-    endings: list[tuple[int, FinishReason]]
-
-
-def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) -> Committed:
-    """Append each sampled token to its row, unless the row has changed hands since the step was planned.
-
-    A row whose logits were not finite gets no token, and ends.
+    Returns the rows that got a token, int [N], and the rows whose sequence ends, with the reason. A row whose logits
+    were not finite gets no token, and ends.
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
     ranks, top = result.ranks, result.top
@@ -51,13 +48,28 @@ def commit_tokens(table: RowTable, schedule: Schedule, *, result: StepResult) ->
         is_stop = ids[i] in table.stop_ids[rows[i]]
         reason = FinishReason("stop", matched=int(ids[i])) if is_stop else FinishReason("length")
         endings.append((int(rows[i]), reason))
-    return Committed(rows, endings)
+    return rows, endings
 
 
 def _note_top(table: RowTable, rows: np.ndarray, top: TopLogprobs) -> None:
-    """Leave the likeliest tokens of each sample with the sequences that want any."""
+    """Append the likeliest tokens of each sample to the sequences that want them."""
     counts = table.num_top[rows]
     for i in np.flatnonzero(counts).tolist():
         sequence, count = table.sequences[rows[i]], counts[i]
         assert sequence is not None, "a sample belongs to a sequence"
         sequence.top_of_outputs.append((top.token_ids[i, :count], top.logprobs[i, :count]))
+
+
+def commit_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:
+    """Store the prompt scores of a step; yields the rows of sequences with scores that are not finite."""
+    first = 0
+    for sequence, position, count in schedule.scored:
+        assert result.scores is not None and sequence.scoring is not None, "scores were asked for"
+        part, first = slice(first, first + count), first + count
+        logprobs, ranks, top = result.scores.logprobs[part], result.scores.ranks[part], result.scores.top
+        if np.isfinite(logprobs).all():
+            wanted = top and TopLogprobs(top.token_ids[part], top.logprobs[part])
+            wanted = wanted if sequence.scoring.wants_top else None
+            sequence.scoring.take(position, logprobs, ranks=ranks, top=wanted)
+        elif sequence.row != NO_ROW:
+            yield sequence.row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from rayserve_moe.scheduling.admission_order import CANDIDATES, MAX_PASSED_OVER, next_to_admit
+from rayserve_moe.scheduling.rank_step import CANDIDATES, MAX_PASSED_OVER, next_to_admit
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.scheduling import Turns, one, scheduler
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.requests import RoutedExperts, TopLogprobs
+from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.prompt_scoring import PromptScoring
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult, TokenScores

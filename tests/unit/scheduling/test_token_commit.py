@@ -42,8 +42,8 @@ def test_each_row_gets_its_own_token_where_it_ends(table: RowTable):
     sequences = running(table)
     schedule = decode(table, 3, 0, 2)
     ids, logprobs = np.array([30, 31, 32], np.int32), np.array([-3.0, -1.0, -2.0], np.float32)
-    committed = commit_tokens(table, schedule, result=StepResult(0, ids, logprobs, np.ones(3, bool)))
-    assert committed.rows.tolist() == [3, 0, 2] and committed.endings == []
+    rows, endings = commit_tokens(table, schedule, result=StepResult(0, ids, logprobs, np.ones(3, bool)))
+    assert rows.tolist() == [3, 0, 2] and endings == []
     assert [s.num_outputs for s in sequences] == [1, 0, 1, 1]
     assert [s.tokens(s.num_prompt_tokens, s.num_tokens).tolist() for s in sequences] == [[31], [], [32], [30]]
     assert sequences[3].logprobs(6, 7).tolist() == [-3.0]
@@ -59,8 +59,8 @@ def test_a_row_that_changes_hands_does_not_take_the_token_of_the_one_before(tabl
         table.take(1, one("next", 5))
     elif comes_back == "the same sequence":
         table.take(1, gone)
-    committed = commit_tokens(table, schedule, result=result_of(schedule))
-    assert committed.rows.tolist() == [0, 2]
+    rows, _ = commit_tokens(table, schedule, result=result_of(schedule))
+    assert rows.tolist() == [0, 2]
     owner = table.sequences[1]
     assert owner is None or owner.num_outputs == 0
     assert gone.num_outputs == 0 and gone.num_tokens == gone.num_prompt_tokens
@@ -73,15 +73,15 @@ def test_the_next_owner_does_not_end_by_the_failure_or_the_stop_of_the_one_befor
     for row in (0, 1):
         table.leave(sequences[row])
         table.take(row, one(f"next{row}", 5))
-    assert commit_tokens(table, schedule, result=result_of(schedule, STOP_TOKEN_ID, not_finite=(0,))).endings == []
+    assert commit_tokens(table, schedule, result=result_of(schedule, STOP_TOKEN_ID, not_finite=(0,)))[1] == []
 
 
 def test_logits_that_are_not_finite_end_their_row_without_a_token(table: RowTable):
     sequences = running(table)
     schedule = decode(table, 0, 1, 2)
-    committed = commit_tokens(table, schedule, result=result_of(schedule, not_finite=(1,)))
-    assert committed.rows.tolist() == [0, 2]
-    assert committed.endings == [(1, NOT_FINITE)]
+    rows, endings = commit_tokens(table, schedule, result=result_of(schedule, not_finite=(1,)))
+    assert rows.tolist() == [0, 2]
+    assert endings == [(1, NOT_FINITE)]
     assert [s.num_outputs for s in sequences] == [1, 0, 1, 0]
 
 
@@ -89,13 +89,13 @@ def test_a_stop_id_outranks_the_length(table: RowTable):
     running(table, num_new=1)
     schedule = decode(table, 0, 1)
     result = StepResult(0, np.array([STOP_TOKEN_ID, TOKEN], np.int32), np.zeros(2, np.float32), np.ones(2, bool))
-    committed = commit_tokens(table, schedule, result=result)
-    assert committed.endings == [(0, FinishReason("stop", matched=STOP_TOKEN_ID)), (1, FinishReason("length"))]
-    assert committed.rows.tolist() == [0, 1], "the last token is kept, whatever it is"
+    rows, endings = commit_tokens(table, schedule, result=result)
+    assert endings == [(0, FinishReason("stop", matched=STOP_TOKEN_ID)), (1, FinishReason("length"))]
+    assert rows.tolist() == [0, 1], "the last token is kept, whatever it is"
 
 
 def test_nothing_sampled_is_nothing_committed(table: RowTable):
     builder = PlanBuilder(0, table)
     schedule = builder.build(captures_all=False)
-    committed = commit_tokens(table, schedule, result=result_of(schedule))
-    assert len(committed.rows) == 0 and committed.endings == []
+    rows, endings = commit_tokens(table, schedule, result=result_of(schedule))
+    assert len(rows) == 0 and endings == []
