@@ -1,6 +1,6 @@
 """What a client asks of the engine, and what the engine answers, in token ids.
 
-These are the types that every room shares. Text, HTTP bodies and device arrays live elsewhere.
+These are the types that all packages share. Text, HTTP bodies and device arrays live elsewhere.
 """
 
 from __future__ import annotations

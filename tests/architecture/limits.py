@@ -30,7 +30,7 @@ MAY_CATCH_ALL = {
     "text/tokenizer.py",
 }
 
-PURE_ROOMS = {"parallel", "kernels", "experts", "model", "decoding"}
+PURE_JAX = {"parallel", "kernels", "experts", "model", "decoding"}
 THIRD_PARTIES = {
     "requests": {"numpy"},
     "config": {"numpy", "yaml"},
@@ -46,7 +46,7 @@ THIRD_PARTIES = {
     "model": {"numpy", "jax"},
     "decoding": {"numpy", "jax"},
 }
-"""What the two inner rooms may import besides the standard library; the outer rooms are held by contracts alone."""
+"""What plain Python and pure JAX packages may import besides the standard library; contracts alone hold the others."""
 
 FILLER_CLASS = re.compile(r"Manager|Handler|Helper|Utils?$|^_?Base[A-Z]|Mixin$|Info$|Misc|V\d+$")
 FILLER_NAME = re.compile(r"^_?(ctx|misc|common|\w+_v\d+)$")
@@ -71,7 +71,7 @@ class Source:
         return list(ast.walk(self.tree))
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """First part of the path: a package, or a module that stands alone."""
         return self.path.split("/")[0].removesuffix(".py")
 
@@ -131,9 +131,9 @@ def small_class(source: Source) -> Iterator[str]:
 def keywords_after_two(source: Source) -> Iterator[str]:
     """A public function takes its third parameter by keyword.
 
-    Names that Python itself calls are free, and so are the pure rooms, where arrays go by position.
+    Names that Python itself calls are free, and so are the pure JAX packages, where arrays go by position.
     """
-    if source.room in PURE_ROOMS:
+    if source.package in PURE_JAX:
         return
     for node in _functions(source):
         if node.name.startswith("_") and node.name != "__init__":
@@ -206,8 +206,8 @@ def imports_are_plain(source: Source) -> Iterator[str]:
 
 
 def known_third_parties(source: Source) -> Iterator[str]:
-    """The inner rooms import the standard library, each other, and what the architecture lists."""
-    allowed = THIRD_PARTIES.get(source.room)
+    """Plain Python and pure JAX packages import the standard library, each other, and what the architecture lists."""
+    allowed = THIRD_PARTIES.get(source.package)
     if allowed is None:
         return
     for node in source.nodes:
@@ -215,7 +215,7 @@ def known_third_parties(source: Source) -> Iterator[str]:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         for top in {name.split(".")[0] for name in names}:
             if top not in allowed | {"rayserve_moe"} | sys.stdlib_module_names:
-                yield f"{node.lineno}: {source.room} may not import {top}"
+                yield f"{node.lineno}: {source.package} may not import {top}"
 
 
 def no_filler(source: Source) -> Iterator[str]:

@@ -43,7 +43,7 @@ def imports() -> set[tuple[str, str]]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rayserve_moe"):
                 names = [node.module] if "." in node.module else [f"rayserve_moe.{each.name}" for each in node.names]
-                found |= {(source.room, name.split(".")[1]) for name in names}
+                found |= {(source.package, name.split(".")[1]) for name in names}
     return {(importer, imported) for importer, imported in found if importer not in (imported, "__init__")}
 
 

@@ -1,4 +1,4 @@
-"""The rooms stay apart: what a package loads when it is imported, and that each import contract can break."""
+"""Packages stay apart: what a package loads when it is imported, and that each import contract can break."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 
 import rayserve_moe
+from tests.architecture import picture_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "rayserve_moe"
-PLAIN_ROOMS = ("requests", "config", "observability", "balancing", "scheduling", "replay", "text", "engine")
+PACKAGES = [name for layer in picture_page.layers() for name in layer]
+PLAIN_PYTHON = ("requests", "config", "observability", "balancing", "scheduling", "replay", "text", "engine")
 TRAINERS_SIDE = "rollouts.alignment"
-EXISTING_ROOMS = [room for room in PLAIN_ROOMS if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file()]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+EVERY_PACKAGE = [f"{name}.py" if (PACKAGE / f"{name}.py").is_file() else f"{name}/__init__.py" for name in PACKAGES]
 
-LOAD_ROOM = """
+LOAD_PACKAGE = """
 import importlib, pkgutil, sys
-room = importlib.import_module(sys.argv[1])
-for module in pkgutil.walk_packages(getattr(room, "__path__", []), room.__name__ + "."):
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
     importlib.import_module(module.name)
 print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
@@ -45,7 +47,7 @@ SEEDS = {
 
 def _loaded_by(module: str) -> set[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", LOAD_ROOM, module]
+    command = [sys.executable, "-c", LOAD_PACKAGE, module]
     return set(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split())
 
 
@@ -57,9 +59,9 @@ def _verdicts(root: Path) -> dict[str, str]:
     return dict(re.findall(r"^(.+?) (KEPT|BROKEN)\b", report, re.MULTILINE))
 
 
-@pytest.mark.parametrize("room", [*EXISTING_ROOMS, TRAINERS_SIDE])
-def test_importing_a_plain_room_loads_no_array_or_cluster_library(room: str) -> None:
-    loaded = _loaded_by(f"rayserve_moe.{room}")
+@pytest.mark.parametrize("package", [*PLAIN_PYTHON, TRAINERS_SIDE])
+def test_importing_a_plain_package_loads_no_array_or_cluster_library(package: str) -> None:
+    loaded = _loaded_by(f"rayserve_moe.{package}")
     assert "rayserve_moe" in loaded
     assert not loaded & {"jax", "jaxlib", "ray", "fastapi"}
 
@@ -94,7 +96,7 @@ def test_each_import_contract_breaks_on_its_own_seed_alone(tmp_path: Path) -> No
         assert broken == {names[contract_id]}
 
 
-def test_the_import_contracts_hold_on_a_bare_house(tmp_path: Path) -> None:
+def test_the_import_contracts_hold_on_packages_without_code(tmp_path: Path) -> None:
     _write_skeleton(tmp_path, {})
     assert _verdicts(tmp_path) == {contract["name"]: "KEPT" for contract in CONTRACTS}
 
@@ -104,7 +106,7 @@ def _write_skeleton(root: Path, files: dict[str, str]) -> None:
     root.mkdir(exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", root)
     package = root / "src" / "rayserve_moe"
-    for name in {*files, "model/families/one.py", "requests.py"}:
+    for name in {*files, "model/families/one.py", *EVERY_PACKAGE}:
         path = package / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(files.get(name, ""), encoding="utf-8")
