@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,10 @@ from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.balancing import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 HEADING = "| walk | hops |"
-SETTINGS = {
-    "devices_per_host": 2,
-    "max_running_requests": 4,
-    "precompile_bs_paddings": [4],
-    "max_step_tokens": 32,
-    "max_model_len": 128,
-    "num_pages": 32,
-    "enable_return_routed_experts": True,
-    "enable_eplb": True,
-    "num_redundant_experts": 2,
-    "eplb_interval": 16,
-    "eplb_window": 400,
-}
 REBALANCED_WITHIN_S = 600.0
 
 
@@ -57,12 +43,11 @@ def missing_or_late(hops: list[str], functions: list[str]) -> list[str]:
 
 def traced_walks(folder: Path) -> dict[str, list[str]]:
     """Functions in the order of their first calls while each of the five goes its way."""
-    config = replace(CORE_CONFIG, num_hidden_layers=2, router_skew=1.0)
-    path = write_checkpoint(folder / "model", config, seed=3, dtype="float32")
+    path = write_checkpoint(folder / "model", SKEWED_CONFIG, seed=3, dtype="float32")
     tracer = Tracer()
     with tracer.installed():
         with tracer.recording() as start:
-            engine = Engine(str(path), **SETTINGS)
+            engine = Engine(str(path), **SPREAD_SETTINGS, **EPLB_SETTINGS)
         with engine:
             api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
             with tracer.recording() as request:
@@ -83,7 +68,7 @@ def _complete_until_rebalanced(api: Any, engine: Engine) -> None:
     deadline = time.monotonic() + REBALANCED_WITHIN_S
     while not any(record.outcome == "finished" for record in engine.loop.eplb_control.view().history):
         assert time.monotonic() < deadline
-        _complete(api, max_tokens=60, ignore_eos=True, n=4)
+        _complete(api, max_tokens=60, ignore_eos=True, n=8)
 
 
 def _complete(api: Any, **fields: Any) -> None:

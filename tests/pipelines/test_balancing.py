@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +14,16 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.balancing.view import BalancingView
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.balancing import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
 from tests.support.workload import draw_prompt
 
 WITHIN_S = 600.0
-SIZES = {
-    "devices_per_host": 4,
-    "expert_backend": "all_to_all",
-    "num_redundant_experts": 4,
-    "max_running_requests": 8,
-    "precompile_bs_paddings": [8],
-    "max_step_tokens": 64,
-    "num_pages": 128,
-}
 ASKED = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = replace(CORE_CONFIG, router_skew=1.0)
-    return write_checkpoint(tmp_path_factory.mktemp("skewed") / "model", config, seed=3, dtype="float32")
+    return write_checkpoint(tmp_path_factory.mktemp("skewed") / "model", SKEWED_CONFIG, seed=3, dtype="float32")
 
 
 def is_balanced(view: BalancingView, start: ExpertPlacement) -> bool:
@@ -52,12 +41,12 @@ def test_a_skewed_load_becomes_a_balanced_one_unasked_and_answers_stay_the_same(
         return "eplb-control" in {thread.name for thread in set(threading.enumerate()) - others}
 
     prompts = [draw_prompt(np.random.default_rng(seed), 20).tolist() for seed in range(8)]
-    with Engine(str(skewed), **SIZES) as engine:
+    with Engine(str(skewed), **SPREAD_SETTINGS) as engine:
         assert not engine.loop.eplb.moves_experts
         assert not balances()
         expected = [answer["output_ids"] for answer in engine.generate(input_ids=prompts, **ASKED)]
 
-    with Engine(str(skewed), **SIZES, enable_eplb=True, eplb_interval=16, eplb_window=400) as engine:
+    with Engine(str(skewed), **SPREAD_SETTINGS, **EPLB_SETTINGS) as engine:
         assert engine.loop.eplb.moves_experts and balances()
         start = engine.loop.eplb.migration.placement
         deadline = time.monotonic() + WITHIN_S

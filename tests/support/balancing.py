@@ -14,9 +14,24 @@ from rayserve_moe.balancing.proposal import PlacementState, Proposal
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from tests.support.checkpoints import CORE_CONFIG
 from tests.support.placements import random_placement
 
 NOTHING = np.zeros(0, np.int32)
+SKEWED_CONFIG = replace(CORE_CONFIG, router_skew=1.0)
+"""The core model, with experts that are chosen far more than others."""
+SPREAD_SETTINGS = {
+    "devices_per_host": 4,
+    "expert_backend": "all_to_all",
+    "num_redundant_experts": 4,
+    "max_running_requests": 8,
+    "precompile_bs_paddings": [8],
+    "max_step_tokens": 64,
+    "num_pages": 128,
+    "enable_return_routed_experts": True,
+}
+"""Of engines whose experts lie on several devices: one compilation serves all tests that take them."""
+EPLB_SETTINGS = {"enable_eplb": True, "eplb_interval": 16, "eplb_window": 400}
 
 
 def proposal_for(state: PlacementState, seed: int) -> Proposal:
