@@ -6,8 +6,10 @@ What ruff, ty and the import contracts can say is said there; here is the rest.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +53,11 @@ THIRD_PARTIES = {
 FILLER_CLASS = re.compile(r"Manager|Handler|Helper|Utils?$|^_?Base[A-Z]|Mixin$|Info$|Misc|V\d+$")
 FILLER_NAME = re.compile(r"^_?(ctx|misc|common|\w+_v\d+)$")
 FILLER_MODULE = re.compile(r"^_?(utils?|helpers?|common|misc|base|managers?|handlers?|mixins?|info)$")
+PRIVATE_WORDS = (
+    r"telling|companions?|patient|seats?|besieg\w+|strangers?|somebody|anybody|going on|takes? leave|house|rooms"
+)
+NOT_PLAIN = re.compile(rf"(?<![`\w])(?:{PRIVATE_WORDS})\b(?![`_(])", re.IGNORECASE)
+"""Metaphors that the field has words for, in docstrings and comments."""
 UNNUMBERED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!.*(#\d+|ADR[- ]?\d+))")
 SILENCED = re.compile(r"#\s*(?:noqa:.*\b(?:PLC0415|BLE001|T20\d|C901)\b|ruff:\s*noqa|type:\s*ignore(?!\[))")
 
@@ -245,6 +252,16 @@ def nothing_silenced(source: Source) -> Iterator[str]:
             yield f"{number}: switches off a rule of the house"
 
 
+def plain_english(source: Source) -> Iterator[str]:
+    """Docstrings and comments use the words of the field."""
+    docstrings = [(node.lineno, node.value.value) for node in source.nodes if _is_docstring(node)]
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    comments = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for line, text in [*docstrings, *comments]:
+        for found in NOT_PLAIN.finditer(" ".join(text.split())):
+            yield f"{line}: says {found[0]!r}: take the field's word"
+
+
 CHECKS: dict[str, Check] = {
     "short_file": short_file,
     "short_function": short_function,
@@ -261,6 +278,7 @@ CHECKS: dict[str, Check] = {
     "no_filler": no_filler,
     "numbered_todo": numbered_todo,
     "nothing_silenced": nothing_silenced,
+    "plain_english": plain_english,
 }
 
 

@@ -66,6 +66,9 @@ VIOLATIONS = [
     ("nothing_silenced", "a.py", "import jax  # noqa: E501, PLC0415"),
     ("nothing_silenced", "a.py", "x = f()  # type: ignore"),
     ("nothing_silenced", "a.py", "# ruff: noqa"),
+    ("plain_english", "a.py", '"""Returns a row; strangers\\nget none."""'),
+    ("plain_english", "a.py", 'class Queue:\n    x = 1\n    """Takes a\n    seat."""'),
+    ("plain_english", "a.py", "x = 1  # what somebody holds"),
 ]
 
 ALLOWED = [
@@ -93,6 +96,7 @@ ALLOWED = [
     ("no_filler", "a.py", "class Database: ...\nclass Informed: ...\ndef cut(num_new_tokens): ..."),
     ("numbered_todo", "a.py", "# TODO(#12): later\n# TODO: see ADR-0003"),
     ("nothing_silenced", "a.py", "x = f()  # noqa: E501\n# types: ignored"),
+    ("plain_english", "a.py", 'house = "a seat"  # `seat` and seat_id are names'),
 ]
 
 
