@@ -45,7 +45,7 @@ from rayserve_moe.inprocess.running import run_to_end
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.rollouts import load
 from rayserve_moe.rollouts.batch_job import main as run_job
-from rayserve_moe.rollouts.sampling import seed_of
+from rayserve_moe.rollouts.prompts import seed_of
 
 MOST_OTHERS = 0.01
 LOGICAL_CPUS = 4

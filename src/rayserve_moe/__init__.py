@@ -15,7 +15,7 @@ _HOME_OF = {
     "Engine": "rayserve_moe.inprocess.engine",
     "LLM": "rayserve_moe.inprocess.llm",
     "RequestOutput": "rayserve_moe.inprocess.outputs",
-    "SamplingParams": "rayserve_moe.inprocess.sampling_params",
+    "SamplingParams": "rayserve_moe.inprocess.arguments",
     "extract_routed_experts_from_meta_info": "rayserve_moe.replay.encoding",
 }
 

@@ -9,69 +9,105 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rayserve_moe.request_fields import (
+    COUNT,
+    FLAG,
+    INT32_MAX,
+    MAX_LOGIT_BIASES,
+    MAX_TOP_LOGPROBS,
+    SEED,
+    biases,
+    number,
+    one_or_several,
+    stated,
+    text,
+    whole,
+)
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are chosen.
+ROW_START = "routed_experts_start_len"
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary. `seed` None lets the engine
-    draw one. `max_new_tokens` 0 runs the prompt only. Stop strings are matched above the engine, on text. With a seed,
-    the choices are those numbered from `first_choice` on among all that it stands for.
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSampling:
+    """Sampling parameters that have one name, one type and one default everywhere."""
+
+    n: int = stated(1, whole(1, 128))
+    """Choices."""
+    temperature: float = stated(1.0, number(0, 100))
+    """0 is greedy."""
+    top_p: float = stated(1.0, number(0, 1, above=True))
+    """Probability that the likeliest tokens kept have together; 1 keeps all."""
+    top_k: int = stated(0, whole(-1, INT32_MAX, convert=lambda k: max(int(k), 0)))
+    """Likeliest tokens kept; 0 (or, as given, -1) keeps all."""
+    min_p: float = stated(0.0, number(0, 1))
+    """Tokens kept are at least this likely, relative to the likeliest one."""
+    presence_penalty: float = stated(0.0, number(-2, 2))
+    """Subtracted from the logits of tokens that the output has."""
+    frequency_penalty: float = stated(0.0, number(-2, 2))
+    """Subtracted from the logit of a token once per occurrence in the output."""
+    repetition_penalty: float = stated(1.0, number(0.001, 100))
+    """Divides positive and multiplies negative logits of tokens in prompt or output, ahead of the other penalties."""
+    seed: int | None = stated(None, SEED, sglang="sampling_seed")
+    """Its low 32 bits count; None lets the engine draw one."""
+    ignore_eos: bool = stated(False, FLAG)
+    """Continue after the model's end of sequence."""
+    include_stop_str_in_output: bool = stated(False, FLAG, sglang=None)
+    """Text ends after the stop string and with the stop id, not before them."""
+    skip_special_tokens: bool = stated(True, FLAG)
+    """Leave special tokens out of the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(SharedSampling):
+    """How the tokens of one request are chosen. Stop strings are matched above the engine, on text.
 
     Ids that end a choice, the end of sequence among them even where it is ignored, have no probability before
-    `min_new_tokens` were generated; no stop string ends within the first `stop_strings_after` tokens. Text ends before
-    the stop string and without the stop id, or, with `include_stop_str_in_output`, after them. With `no_stop_trim` it
-    is that of all tokens, the rest of the last one included.
-
-    Penalties change logits before everything else: `repetition_penalty` divides positive and multiplies negative logits
-    of tokens seen in prompt or output, `frequency_penalty` is subtracted once per earlier output of the token,
-    `presence_penalty` once if there was any. `logit_bias` is added before them, per token id.
+    `min_new_tokens` were generated.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    n: int = 1
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    first_choice: int = 0
-    min_new_tokens: int = 0
-    stop_strings_after: int = 0
-    include_stop_str_in_output: bool = False
-    no_stop_trim: bool = False
+    max_new_tokens: int = stated(128, COUNT, openai="max_tokens", vllm="max_tokens", has_default=False)
+    """0 runs the prompt only."""
+    stop: tuple[str, ...] = stated((), one_or_several(text(1024, shortest=1), 16))
+    """Strings that end a choice."""
+    stop_token_ids: tuple[int, ...] = stated((), one_or_several(COUNT, 64))
+    """Ids that end a choice, besides the end of sequence."""
+    logit_bias: tuple[tuple[int, float], ...] = stated((), biases(MAX_LOGIT_BIASES, bias=number(-100, 100)))
+    """Added to logits ahead of the penalties, per token id."""
+    first_choice: int = stated(0, COUNT, openai=None, vllm=None)
+    """Number of the first choice among all that the seed stands for."""
+    min_new_tokens: int = stated(0, COUNT, openai="min_tokens", vllm="min_tokens")
+    """Tokens before any id may end a choice."""
+    stop_strings_after: int = stated(0, COUNT, sglang=None, openai="min_tokens", vllm="min_tokens")
+    """Tokens before any stop string may end a choice."""
+    no_stop_trim: bool = stated(False, FLAG, vllm=None)
+    """Text is that of all tokens, the rest of the one with the stop string included."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len].
-
-    Only requests with the same `cache_salt` share cached prefixes. Without `incremental` a choice has one update, at
-    its end. `num_top_logprobs` likeliest tokens are told with every log-prob. `score_prompt_from` p asks for log-probs
-    of the prompt tokens at positions above p. `forced_routing` replaces what the router selects at the prompt positions
-    that it has rows for. Routing is told from position `routed_experts_start` on. With `stream_routed_experts` every
-    update brings the rows that go with its tokens.
-    """
+    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
 
     request_id: str
     prompt_ids: np.ndarray
     sampling: SamplingParams
-    return_routed_experts: bool = False
-    cache_salt: str = ""
+    return_routed_experts: bool = stated(False, FLAG)
+    """Return routing from position `routed_experts_start` on."""
+    cache_salt: str = stated("", text(256))
+    """Only requests with the same salt share cached prefixes."""
     incremental: bool = True
-    num_top_logprobs: int = 0
+    """Send updates as tokens are sampled; otherwise a choice has one, at its end."""
+    num_top_logprobs: int = stated(
+        0, whole(0, MAX_TOP_LOGPROBS), sglang="top_logprobs_num", openai="top_logprobs", vllm=None
+    )
+    """Likeliest tokens returned with every log-prob."""
     score_prompt_from: int | None = None
+    """Return log-probs of the prompt tokens at positions above this one."""
     forced_routing: RoutedExperts | None = None
-    stream_routed_experts: bool = False
-    routed_experts_start: int = 0
+    """Replaces what the router selects at the prompt positions that it has rows for."""
+    stream_routed_experts: bool = stated(False, FLAG)
+    """Send with every update the rows of its tokens."""
+    routed_experts_start: int = stated(0, COUNT, sglang=ROW_START, openai=ROW_START, vllm="routed_experts_prompt_start")
+    """First position whose routing is returned, of the prompt or right after it."""
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ BAD_SAMPLING = [
     *_sampling("presence penalty as a word", "presence_penalty", MARKER),
     *_sampling("frequency penalty below minus two", "frequency_penalty", -2.01),
     *_sampling("repetition penalty of zero", "repetition_penalty", 0),
+    *_sampling("repetition penalty close to zero", "repetition_penalty", 0.0009),
     *_sampling("repetition penalty without end", "repetition_penalty", 1e30),
     *_sampling("a bias of a word", "logit_bias", {MARKER: 1}),
     *_sampling("a bias of a word's value", "logit_bias", {"5": MARKER}),

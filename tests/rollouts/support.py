@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rayserve_moe import Engine
 from rayserve_moe.rollouts import load
 from rayserve_moe.rollouts.batch_job import main
-from rayserve_moe.rollouts.sampling import seed_of
+from rayserve_moe.rollouts.prompts import seed_of
 
 NEW_TOKENS = 12
 Samples = dict[tuple[str, int], dict[str, Any]]

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from rayserve_moe.request_fields import MAX_LOGIT_BIASES, declared
 from rayserve_moe.requests import (
     GenerationRequest,
     ModelCard,
@@ -14,9 +15,7 @@ from rayserve_moe.requests import (
     RoutingLayout,
     SamplingParams,
 )
-from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS, MAX_WITHHELD_IDS
-
-MAX_TOP_K = 2**31 - 1
+from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
 
 
 def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) -> None:
@@ -29,8 +28,8 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
     if prompt.min() < 0 or prompt.max() >= card.vocab_size:
         raise RequestError(f"token ids must lie in [0, {card.vocab_size})", "prompt")
-    if sampling.max_new_tokens < 0 or sampling.n < 1:
-        raise RequestError("max_tokens must not be negative, and n must be at least 1", "max_tokens")
+    _check_fields(sampling)
+    _check_fields(request)
     total = len(prompt) + sampling.max_new_tokens
     if total > card.max_model_len:
         raise RequestError(
@@ -45,10 +44,9 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
             "routed experts are not captured by this server: start it with enable_return_routed_experts: true",
             "return_routed_experts",
         )
-    _check_sampling(sampling)
     _check_ends(sampling, card)
     _check_logit_bias(sampling, card)
-    _check_scoring(request, most_top=min(MAX_TOP_LOGPROBS, card.vocab_size))
+    _check_scoring(request, card)
     if request.forced_routing is not None and not card.takes_forced_routing:
         raise RequestError(
             "this server balances its selection of experts, so routing cannot be forced: start it with "
@@ -59,21 +57,18 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
         _check_forced_routing(request.forced_routing, card.routing, prompt_len=len(prompt))
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
-    """Raise RequestError for parameters that the sampler is not defined for; NaN is outside of every range."""
-    bounds = {
-        "temperature": (0.0 <= sampling.temperature < float("inf"), "a finite number, at least 0"),
-        "top_k": (0 <= sampling.top_k <= MAX_TOP_K, f"in [0, {MAX_TOP_K}], 0 for the whole vocabulary"),
-        "first_choice": (0 <= sampling.first_choice <= MAX_TOP_K, f"in [0, {MAX_TOP_K}]"),
-        "top_p": (0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
-        "min_p": (0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
-        "repetition_penalty": (0.0 < sampling.repetition_penalty < float("inf"), "a finite number above 0"),
-        "presence_penalty": (math.isfinite(sampling.presence_penalty), "a finite number"),
-        "frequency_penalty": (math.isfinite(sampling.frequency_penalty), "a finite number"),
-    }
-    for name, (is_within, wanted) in bounds.items():
-        if not is_within:
-            raise RequestError(f"{name} must be {wanted}", name)
+def _check_fields(record: SamplingParams | GenerationRequest) -> None:
+    """Hold single values against those that fields are declared with; NaN is outside of every range."""
+    for field in declared(type(record)):
+        value = getattr(record, field.name)
+        if value is None or isinstance(value, tuple):
+            continue
+        try:
+            is_read = field.values.read(value) == value
+        except ValueError as error:
+            raise RequestError(f"{field.param} {error}", field.param) from error
+        if not is_read:
+            raise RequestError(f"{field.param} should be in the form of the engine", field.param)
 
 
 def ending_ids(sampling: SamplingParams, card: ModelCard) -> frozenset[int]:
@@ -96,9 +91,9 @@ def _check_logit_bias(sampling: SamplingParams, card: ModelCard) -> None:
         raise RequestError(f"token ids must lie in [0, {card.vocab_size}), and values be finite", "logit_bias")
 
 
-def _check_scoring(request: GenerationRequest, *, most_top: int) -> None:
-    if not 0 <= request.num_top_logprobs <= most_top:
-        raise RequestError(f"the number of top log-probs must lie in [0, {most_top}]", "top_logprobs")
+def _check_scoring(request: GenerationRequest, card: ModelCard) -> None:
+    if request.num_top_logprobs > card.vocab_size:
+        raise RequestError(f"the vocabulary has {card.vocab_size} tokens", "top_logprobs")
     first = request.score_prompt_from
     if first is not None and not 0 <= first < len(request.prompt_ids):
         raise RequestError("must lie in the prompt", "logprob_start_len")

@@ -28,18 +28,17 @@ def native_answer(
     card: ModelCard,
     e2e_latency_s: float,
     return_logprob: bool = False,
-    routed_experts_start: int = 0,
 ) -> dict:
     """Return the `/generate` object of one choice with its routing in the sglang dialect, so far as it is known.
 
-    Routing rows before position `routed_experts_start` are left out; while the choice runs there is no routing, unless
-    it is streamed.
+    While the choice runs there is no routing, unless it is streamed.
     """
     answer = native_fields(request, result, card=card, e2e_latency_s=e2e_latency_s, return_logprob=return_logprob)
     is_due = result.finish is not None or result.routing is not None
     if request.return_routed_experts and is_due:
-        answer["meta_info"].update(routing_fields(result.routing, card.routing, start=routed_experts_start))
-        answer["meta_info"]["routed_experts_start_len"] = routed_experts_start
+        start = request.routed_experts_start
+        answer["meta_info"].update(routing_fields(result.routing, card.routing, start=start))
+        answer["meta_info"]["routed_experts_start_len"] = start
     return answer
 
 
@@ -94,11 +93,6 @@ def output_versions(request: GenerationRequest, result: ChoiceResult) -> list[di
     first, count = len(request.prompt_ids), len(result.token_ids)
     spans = labelled_ranges(result.weight_versions, first + count)
     return [{"version": version, "start": start - first, "end": end - first} for start, end, version in spans]
-
-
-def first_scored(logprob_start_len: int, prompt_len: int) -> int | None:
-    """The position that scoring a prompt begins at; None where nothing of it is asked for."""
-    return None if logprob_start_len in (-1, prompt_len) else logprob_start_len
 
 
 def stop_reason(

@@ -13,7 +13,8 @@ import numpy as np
 
 from rayserve_moe.decoding.adjustment import note_known
 from rayserve_moe.execution.step_types import RowState
-from rayserve_moe.scheduling.step_plan import MAX_LOGIT_BIASES, MAX_WITHHELD_IDS, RowAdjustment
+from rayserve_moe.request_fields import MAX_LOGIT_BIASES
+from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS, RowAdjustment
 
 HEADER_FIELDS = 6
 MAX_IDS = 4096

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rayserve_moe.decoding.sampling import likeliest, ranks_of
 from rayserve_moe.execution.step_types import PromptScoreOutput
 from rayserve_moe.model.transformer import ModelRule, Parameters, logits_of
-from rayserve_moe.scheduling.step_plan import MAX_TOP_LOGPROBS
+from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 GROUP_TOKENS = 128
 """Tokens whose logits exist at the same time."""

@@ -30,7 +30,7 @@ from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.token_batch import TokenBatch
 from rayserve_moe.model.transformer import ForwardOutput, ModelRule, Parameters, forward, logits_of
-from rayserve_moe.scheduling.step_plan import MAX_TOP_LOGPROBS
+from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 KV_AXES = ("data_ranks", None, "kv_heads", None)
 COUNT_AXES = ROW_AXES = ("data_ranks", None)

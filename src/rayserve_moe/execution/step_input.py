@@ -18,7 +18,7 @@ from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.execution.step_types import RowState, StepShape
 from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, NUM_TOP
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RowFloats, RowIntegers
 
 T = TypeVar("T")
 
@@ -123,29 +123,25 @@ def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_siz
     batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, num_singles=shape.num_singles)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = _sampling(rows, rows_S, positions_T[places_S] + 1)
-    block_wants_top_B = rows.sampling_integers_RI[block_rows, NUM_TOP] > 0
+    block_wants_top_B = RowIntegers(*rows.sampling_integers_RI[block_rows].T).num_top > 0
     return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B)
 
 
 def _sampling(rows: RowState, rows_S: jax.Array, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:
     """How each sample is drawn, and by what it is adjusted; padding is greedy and adjusts nothing."""
     is_real_S = rows_S < rows.last_tokens_R.shape[0]
-    nothing_F = jnp.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
-    temperature_S, top_p_S, min_p_S, *penalties = jnp.where(
-        is_real_S[:, None], rows.sampling_floats_RF[rows_S], nothing_F
-    ).T
-    top_k_S, seed_S, choice_S, adjusts_S, num_top_S, first_end_S = jnp.where(
-        is_real_S[:, None], rows.sampling_integers_RI[rows_S], 0
-    ).T
+    floats = RowFloats(*jnp.where(is_real_S[:, None], rows.sampling_floats_RF[rows_S], jnp.array(RowFloats())).T)
+    integers = RowIntegers(*jnp.where(is_real_S[:, None], rows.sampling_integers_RI[rows_S], 0).T)
     sampling = SamplingBatch(
-        temperature_S=temperature_S,
-        top_p_S=top_p_S,
-        min_p_S=min_p_S,
-        top_k_S=top_k_S,
-        seed_S=seed_S,
-        choice_S=choice_S,
+        temperature_S=floats.temperature,
+        top_p_S=floats.top_p,
+        min_p_S=floats.min_p,
+        top_k_S=integers.top_k,
+        seed_S=integers.seed,
+        choice_S=integers.choice,
         position_S=positions_S.astype(jnp.uint32),
-        num_top_S=num_top_S,
+        num_top_S=integers.num_top,
     )
-    withholds_S = sampling.position_S < first_end_S
-    return sampling, Penalties((adjusts_S > 0) | withholds_S, *penalties, withholds_S)
+    penalties = (floats.repetition_penalty, floats.presence_penalty, floats.frequency_penalty)
+    withholds_S = sampling.position_S < integers.first_end
+    return sampling, Penalties((integers.adjusts > 0) | withholds_S, *penalties, withholds_S)

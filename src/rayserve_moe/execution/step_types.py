@@ -60,8 +60,8 @@ ROW_ARRAYS = ["page_table_RP", "sampling_floats_RF", "sampling_integers_RI", "la
 class RowState:
     """What a data rank remembers of its rows, so that only changes travel.
 
-    Page ids int32; sampling parameters float32 and uint32 in the order of `RowSampling`; the token sampled last, int32;
-    what adjusts logits.
+    Page ids int32; sampling parameters float32 and uint32 in the columns of `RowSampling`; the token sampled last,
+    int32; what adjusts logits.
     """
 
     page_table_RP: jax.Array

@@ -1,46 +1,43 @@
-"""From the arguments of `Engine.generate` and its siblings to generation requests."""
+"""From the arguments of `Engine` (SGLang's names) and of `LLM` (vLLM's) to generation requests."""
 
 from __future__ import annotations
 
-import dataclasses
-import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayserve_moe.engine.answers import first_scored
-from rayserve_moe.replay.encoding import decode_forced
-from rayserve_moe.requests import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.replay.encoding import decode_each_forced
+from rayserve_moe.request_builder import build_request, param_names, read_given
+from rayserve_moe.request_fields import SGLANG, VLLM
+from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, SharedSampling
 from rayserve_moe.text.tokenizer import Tokenizer
 
-RENAMED = {"max_tokens": "max_new_tokens", "sampling_seed": "seed"}
-SEQUENCES = ("stop", "stop_token_ids")
 FORCED = "forced_routed_experts"
+OPTIONS = {"return_logprob", "logprob_start_len", FORCED, *param_names(SGLANG, GenerationRequest).values()}
+"""Keywords of a call of `Engine` besides sampling parameters."""
+_SCORES = ("logprobs", "prompt_logprobs")
+_OPTIONS_OF_LLM = {*_SCORES, *param_names(VLLM, GenerationRequest).values()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a call asks for besides sampling, under SGLang's names: the same for all ways to generate.
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(SharedSampling):
+    """How the tokens of one prompt are chosen, and what is returned about them.
 
-    `logprob_start_len` p gives log-probs of the prompt tokens at positions above p, -1 none; `top_logprobs_num` the
-    likeliest tokens beside every log-prob. Routing rows before position `routed_experts_start_len` are left out, and
-    `stream_routed_experts` sends each with its token. `forced_routed_experts` replaces what the router would select at
-    the prompt positions it has rows for: an array [rows, MoE layers, k] from position 0, or any encoding that an answer
-    can have; one per prompt of a batch. Only calls with the same `cache_salt` share cached prefixes.
+    `max_tokens` 0 runs the prompt only, None continues to the end of the context. `logprobs` k returns the log-prob of
+    every token and of the k likeliest ones beside it, `prompt_logprobs` those of the prompt. Nothing ends within the
+    first `min_tokens` tokens. Routing rows before position `routed_experts_prompt_start` are left out.
     """
 
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    return_routed_experts: bool = False
-    routed_experts_start_len: int = 0
-    stream_routed_experts: bool = False
-    forced_routed_experts: Any = None
-    cache_salt: str = ""
-
-
-OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
+    max_tokens: int | None = 16
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    routed_experts_prompt_start: int = 0
 
 
 class Prompts(NamedTuple):
@@ -48,12 +45,6 @@ class Prompts(NamedTuple):
 
     ids: list[np.ndarray]
     is_batch: bool
-
-
-def options_and_sampling(keywords: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """Tell the keywords of a call apart: its options, and sampling parameters for all of its prompts."""
-    options = {name: value for name, value in keywords.items() if name in OPTION_NAMES}
-    return Options(**options), {name: value for name, value in keywords.items() if name not in OPTION_NAMES}
 
 
 def prompts_from(
@@ -93,85 +84,50 @@ def token_ids_of(values: Any) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def sampling_from(values: Mapping[str, Any]) -> SamplingParams:
-    """Build SamplingParams from SGLang's names; RequestError names an unknown one.
-
-    vLLM's `min_tokens` holds back stop strings too, unlike `min_new_tokens`.
-    """
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    named = {RENAMED.get(key, key): value for key, value in values.items()}
-    if "min_tokens" in named:
-        named["min_new_tokens"] = named["stop_strings_after"] = named.pop("min_tokens")
-    if unknown := sorted(set(named) - known):
-        raise RequestError(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])
-    for key in SEQUENCES:
-        if key in named:
-            value = named[key]
-            named[key] = () if value is None else (value,) if isinstance(value, str | int) else tuple(value)
-    if named.get("top_k", 0) == -1:
-        named["top_k"] = 0
-    if isinstance(bias := named.get("logit_bias"), Mapping):
-        named["logit_bias"] = tuple(sorted((int(token_id), float(value)) for token_id, value in bias.items()))
-    return SamplingParams(**named)
-
-
 def requests_from(
     prompts: Prompts,
     sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     *,
     keywords: Mapping[str, Any],
-    options: Options,
-    layout: RoutingLayout,
+    card: ModelCard,
     streams: bool = False,
 ) -> list[GenerationRequest]:
-    """Pair prompts with their sampling: one mapping for all or one each, `keywords` on top."""
-    count = len(prompts.ids)
-    single = sampling_params is None or isinstance(sampling_params, Mapping)
-    each = [sampling_params or {}] * count if single else list(sampling_params)
-    if len(each) != count:
-        raise RequestError(f"{len(each)} sampling_params for {count} prompts", "sampling_params")
-    if not 0 <= options.routed_experts_start_len <= min(map(len, prompts.ids), default=0):
-        raise RequestError(
-            "routed_experts_start_len must lie between 0 and the number of prompt tokens", "routed_experts_start_len"
-        )
-    forced = _forced_of(options.forced_routed_experts, prompts, layout)
+    """Pair prompts with their sampling, one mapping for all or one each; `keywords`, options among them, on top.
+
+    `logprob_start_len` p gives log-probs of the prompt tokens at positions above p, -1 none. `forced_routed_experts`
+    replaces what the router would select at the prompt positions it has rows for: an array [rows, MoE layers, k] from
+    position 0, or any encoding that an answer can have; one per prompt of a batch.
+    """
+    each = one_each(sampling_params, len(prompts.ids), single=Mapping, otherwise={})
+    lengths = list(map(len, prompts.ids))
+    try:
+        forced = decode_each_forced(keywords.get(FORCED), card.routing, prompt_lens=lengths, is_batch=prompts.is_batch)
+    except ValueError as error:
+        raise RequestError(f"{FORCED}: {error}", FORCED) from error
+    on_top = {"return_routed_experts": False, **read_given(keywords, options=OPTIONS), "stream": streams}
     return [
-        GenerationRequest(
-            uuid.uuid4().hex,
-            ids,
-            sampling := sampling_from({**params, **keywords}),
-            options.return_routed_experts,
-            options.cache_salt,
-            incremental=streams or bool(sampling.stop),
-            num_top_logprobs=options.top_logprobs_num,
-            score_prompt_from=first_scored(options.logprob_start_len, len(ids)),
-            forced_routing=rows,
-            stream_routed_experts=streams and options.stream_routed_experts,
-            routed_experts_start=options.routed_experts_start_len,
-        )
+        build_request(ids, read_given(params) | on_top, dialect=SGLANG, card=card, forced=rows)
         for ids, params, rows in zip(prompts.ids, each, forced, strict=True)
     ]
 
 
-def _forced_of(given: Any, prompts: Prompts, layout: RoutingLayout) -> list[RoutedExperts | None]:
-    """Read the forced routing of every prompt: a batch has a list with one entry, or None, per prompt."""
-    if given is None:
-        return [None] * len(prompts.ids)
-    each = given if prompts.is_batch else [given]
-    if not isinstance(each, list | tuple) or len(each) != len(prompts.ids):
-        raise RequestError("forced_routed_experts: a batch needs a list with one entry per prompt", FORCED)
-    return [None if one is None else _forced(one, layout, len(ids)) for one, ids in zip(each, prompts.ids, strict=True)]
+def request_with(
+    prompt_ids: np.ndarray, params: SamplingParams, *, card: ModelCard, options: Mapping[str, Any]
+) -> GenerationRequest:
+    """Ask the engine for a prompt of `LLM`, and for its routing wherever the engine captures that."""
+    given = read_given({**asdict(params), **options}, options=_OPTIONS_OF_LLM)
+    for name in _SCORES:
+        if given.get(name, 0) < 0:
+            raise RequestError(f"{name} must be None or at least 0: all of the vocabulary is never returned", name)
+    given.setdefault("max_tokens", card.max_model_len - len(prompt_ids))
+    return build_request(prompt_ids, given, dialect=VLLM, card=card)
 
 
-def _forced(value: Any, layout: RoutingLayout, prompt_len: int) -> RoutedExperts:
-    """Take over the forced routing of one prompt. That it suits the prompt is checked at admission."""
-    if isinstance(value, RoutedExperts):
-        return value
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "iu" or (value.size and not 0 <= value.min() <= value.max() < layout.num_experts):
-            raise RequestError("forced_routed_experts: ids must be integers below the number of experts", FORCED)
-        return RoutedExperts(value.astype(layout.dtype))
-    try:
-        return decode_forced(value, layout, prompt_len=prompt_len)
-    except ValueError as error:
-        raise RequestError(str(error), FORCED) from error
+def one_each(given: Any, count: int, *, single: type, otherwise: Any) -> list[Any]:
+    """Return `count` parameters: one of kind `single` for all prompts, or a list with one each."""
+    each = (
+        [otherwise if given is None else given] * count if given is None or isinstance(given, single) else list(given)
+    )
+    if len(each) != count:
+        raise RequestError(f"{len(each)} sampling_params for {count} prompts", "sampling_params")
+    return each

@@ -15,18 +15,11 @@ from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop, loop_settings
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.inprocess.arguments import (
-    Options,
-    Prompts,
-    options_and_sampling,
-    prompts_from,
-    requests_from,
-    single_prompt_from,
-)
+from rayserve_moe.inprocess.arguments import prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
-from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.requests import ModelCard
 
 Answer = dict[str, Any]
 
@@ -67,13 +60,13 @@ class Engine:
         Give `prompt` (text) or `input_ids`; one of either gives one answer (a list of n where n > 1), a batch gives a
         list in its order, under a progress bar where there is a terminal. `sampling_params` are SGLang's
         (`max_new_tokens`, `temperature`, `n`, ...), one mapping for all or one each. Keywords apply to all: sampling
-        parameters, and what `inprocess.arguments.Options` lists. Answers are those of `POST /generate`. RequestError
-        names what cannot be served.
+        parameters, and the options of `inprocess.arguments.requests_from`. Answers are those of `POST /generate`.
+        RequestError names what cannot be served.
         """
         prompts = prompts_from(self.tokenizer, prompt, input_ids=input_ids)
-        requests, options = self._requests(prompts, sampling_params, keywords=keywords)
+        requests = requests_from(prompts, sampling_params, keywords=keywords, card=self.card)
         finished = run_to_end(self.loop, self.tokenizer, requests=requests, shows_progress=True)
-        answers = [answer for one in finished for answer in self._answers(one, options)]
+        answers = [answer for one in finished for answer in self._answers(one, keywords)]
         return answers if prompts.is_batch or len(answers) > 1 else answers[0]
 
     def generate_stream(
@@ -86,14 +79,14 @@ class Engine:
     ) -> Iterator[Answer]:
         """Complete one prompt as `generate` does; yields the whole answer so far, with its `index`, as choices grow."""
         prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
-        (request,), options = self._requests(prompts, sampling_params, keywords=keywords, streams=True)
+        (request,) = requests_from(prompts, sampling_params, keywords=keywords, card=self.card, streams=True)
         running = RunningRequest(self.loop, self.tokenizer, request=request)
         try:
             for delta in running.stream:
                 index = delta.choice_index
                 running.results[index].add(delta)
                 running.note_time()
-                yield {**self._answer(running, index, options=options), "index": index}
+                yield {**self._answer(running, index, keywords=keywords), "index": index}
         finally:
             running.stream.close()
 
@@ -107,10 +100,10 @@ class Engine:
     ) -> Answer | list[Answer]:
         """Complete one prompt as `generate` does, without blocking the event loop; a list of n answers where n > 1."""
         prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
-        (request,), options = self._requests(prompts, sampling_params, keywords=keywords)
+        (request,) = requests_from(prompts, sampling_params, keywords=keywords, card=self.card)
         running = RunningRequest(self.loop, self.tokenizer, request=request)
         await running.wait_async()
-        answers = self._answers(running, options)
+        answers = self._answers(running, keywords)
         return answers if len(answers) > 1 else answers[0]
 
     @property
@@ -154,30 +147,14 @@ class Engine:
     ) -> None:
         self.shutdown()
 
-    def _requests(
-        self,
-        prompts: Prompts,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        *,
-        keywords: Mapping[str, Any],
-        streams: bool = False,
-    ) -> tuple[list[GenerationRequest], Options]:
-        options, sampling = options_and_sampling(keywords)
-        layout = self.card.routing
-        requests = requests_from(
-            prompts, sampling_params, keywords=sampling, options=options, layout=layout, streams=streams
-        )
-        return requests, options
+    def _answers(self, running: RunningRequest, keywords: Mapping[str, Any]) -> list[Answer]:
+        return [self._answer(running, index, keywords=keywords) for index in range(len(running.results))]
 
-    def _answers(self, running: RunningRequest, options: Options) -> list[Answer]:
-        return [self._answer(running, index, options=options) for index in range(len(running.results))]
-
-    def _answer(self, running: RunningRequest, index: int, *, options: Options) -> Answer:
+    def _answer(self, running: RunningRequest, index: int, *, keywords: Mapping[str, Any]) -> Answer:
         return native_answer(
             running.request,
             running.results[index],
             card=self.card,
             e2e_latency_s=running.elapsed_s,
-            return_logprob=options.return_logprob,
-            routed_experts_start=options.routed_experts_start_len,
+            return_logprob=bool(keywords.get("return_logprob")),
         )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.inprocess.arguments import token_ids_of
+from rayserve_moe.inprocess.arguments import SamplingParams, one_each, request_with, token_ids_of
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.inprocess.outputs import OutputWriter, RequestOutput
 from rayserve_moe.inprocess.running import run_to_end
-from rayserve_moe.inprocess.sampling_params import SamplingParams, request_with
 from rayserve_moe.requests import RequestError
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -29,16 +28,16 @@ OUR_NAMES = {
     "max_num_seqs": "max_running_requests",
 }
 """Settings by the names that users of vLLM know them by."""
-PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+PROMPT_FORMS, PROMPT_OPTIONS = {"prompt", "prompt_token_ids"}, {"cache_salt"}
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """One prompt: its ids, its text where it came as text, and who shares its cached prefixes."""
+    """One prompt: its ids, its text where it came as text, and its options."""
 
     token_ids: np.ndarray
     text: str | None = None
-    cache_salt: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LLM:
@@ -127,10 +126,10 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        each = _params_of(sampling_params, len(prompts))
+        each = one_each(sampling_params, len(prompts), single=SamplingParams, otherwise=SamplingParams())
         card = self.engine.card
         requests = [
-            request_with(prompt.token_ids, params, card=card, cache_salt=prompt.cache_salt)
+            request_with(prompt.token_ids, params, card=card, options=prompt.options)
             for prompt, params in zip(prompts, each, strict=True)
         ]
         finished = run_to_end(self.engine.loop, self.engine.tokenizer, requests=requests, shows_progress=use_tqdm)
@@ -151,15 +150,6 @@ def _our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    each = list(given)
-    if len(each) != count:
-        raise RequestError(f"{len(each)} sampling_params for {count} prompts", "sampling_params")
-    return each
-
-
 def _prompts_of(tokenizer: Tokenizer, prompts: Prompts) -> list[_Prompt]:
     each = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     return [_prompt_of(tokenizer, prompt) for prompt in each]
@@ -168,13 +158,9 @@ def _prompts_of(tokenizer: Tokenizer, prompts: Prompts) -> list[_Prompt]:
 def _prompt_of(tokenizer: Tokenizer, prompt: str | Mapping[str, Any]) -> _Prompt:
     if isinstance(prompt, str):
         return _Prompt(token_ids_of(tokenizer.encode(prompt)), prompt)
-    if (
-        not isinstance(prompt, Mapping)
-        or set(prompt) - PROMPT_KEYS
-        or ("prompt" in prompt) == ("prompt_token_ids" in prompt)
-    ):
+    is_known = isinstance(prompt, Mapping) and prompt.keys() <= PROMPT_FORMS | PROMPT_OPTIONS
+    if not is_known or len(PROMPT_FORMS & prompt.keys()) != 1:
         raise RequestError('a prompt is a text, {"prompt": text} or {"prompt_token_ids": [...]}', "prompts")
-    salt = prompt.get("cache_salt", "")
-    if "prompt" in prompt:
-        return _Prompt(token_ids_of(tokenizer.encode(prompt["prompt"])), prompt["prompt"], salt)
-    return _Prompt(token_ids_of(prompt["prompt_token_ids"]), None, salt)
+    text, options = prompt.get("prompt", ""), {name: prompt[name] for name in PROMPT_OPTIONS & prompt.keys()}
+    ids = tokenizer.encode(text) if "prompt" in prompt else prompt["prompt_token_ids"]
+    return _Prompt(token_ids_of(ids), text or None, options)

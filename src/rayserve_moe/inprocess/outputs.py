@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayserve_moe.engine.answers import ChoiceResult, ToldToken, stop_reason, told_outputs, told_prompt
-from rayserve_moe.inprocess.sampling_params import SamplingParams
+from rayserve_moe.inprocess.arguments import SamplingParams
 from rayserve_moe.replay.encoding import routed_experts_info, routing_from
 from rayserve_moe.requests import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout
 from rayserve_moe.text.tokenizer import Tokenizer

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
-from rayserve_moe.rollouts.prompts import Row, prompt_ids_of
+from rayserve_moe.rollouts.prompts import BadRow, Row, prompt_ids_of, seed_of
 from rayserve_moe.rollouts.retry import Backoff, check_deadline
-from rayserve_moe.rollouts.sampling import BadRow, seed_of
 from rayserve_moe.rollouts.schema import Failure, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.rollouts.summary import Tally

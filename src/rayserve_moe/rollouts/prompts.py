@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayserve_moe.rollouts.sampling import INT32_MAX, BadRow, check_sampling
+from rayserve_moe.request_fields import SGLANG, Values, declared, is_token_id
+from rayserve_moe.requests import SamplingParams
 from rayserve_moe.text.chat import encode_chat
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -24,6 +25,16 @@ FORMS = ("text", "messages", "input_ids")
 LONGEST_ID = 256
 _READ = (*FORMS, "id", "sampling_params")
 _BATCH_ROWS = 256
+SAMPLING: dict[str, Values] = {
+    field.names[SGLANG]: field.values
+    for field in declared(SamplingParams)
+    if SGLANG in field.names and field.name not in ("n", "first_choice")
+}
+"""What a value may be, by name; a job sets the number of choices itself."""
+
+
+class BadRow(ValueError):
+    """A prompt that cannot be asked for; says why, without repeating it."""
 
 
 class PromptsError(ValueError):
@@ -79,6 +90,29 @@ def prompt_ids_of(row: Row, tokenizer: Tokenizer | None) -> list[int]:
     if not ids:
         raise BadRow("the prompt has no tokens")
     return ids
+
+
+def check_sampling(params: object) -> dict[str, Any]:
+    """Return sampling parameters as they are; BadRow names what is unknown, or not as it should be."""
+    if not isinstance(params, Mapping):
+        raise BadRow("`sampling_params` should be an object")
+    if not SAMPLING.keys() >= params.keys():
+        raise BadRow(f"`sampling_params` may only hold {', '.join(SAMPLING)}")
+    for name, value in params.items():
+        try:
+            SAMPLING[name].read(value)
+        except ValueError as error:
+            raise BadRow(f"`sampling_params.{name}` {error}") from error
+    return dict(params)
+
+
+def seed_of(job_seed: int, prompt_id: str, *, sampling: Mapping[str, Any]) -> int:
+    """The seed of a prompt, 32 bits; all its samples share it, and differ by their numbers.
+
+    It depends on nothing but the job's seed, or the prompt's own `sampling_seed` in its place, and the prompt's id.
+    """
+    text = f"{sampling.get('sampling_seed', job_seed)}/{prompt_id}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def _read_row(raw: Any, position: int) -> Row:
@@ -170,7 +204,7 @@ def _check_prompt(content: Mapping[str, Any]) -> None:
     elif given[0] == "messages":
         if not all(isinstance(message, Mapping) for message in value):
             raise BadRow("`messages` should be a list of objects")
-    elif not all(type(one) is int and 0 <= one <= INT32_MAX for one in value):
+    elif not all(map(is_token_id, value)):
         raise BadRow("`input_ids` should be a list of token ids")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, cast
@@ -23,9 +22,10 @@ from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.answers import native_fields
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineBusyError
-from rayserve_moe.inprocess.arguments import sampling_from
 from rayserve_moe.inprocess.running import RunningRequest
 from rayserve_moe.observability.logs import use_logging
+from rayserve_moe.request_builder import build_request, read_given
+from rayserve_moe.request_fields import SGLANG
 from rayserve_moe.requests import GenerationRequest, RequestError
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, rollout_of
 from rayserve_moe.rollouts.schema import Rollout
@@ -92,7 +92,7 @@ class LocalReplica:
         assert self._engine is not None, "start comes first"
         loop, started_at = self._engine.loop, time.time()
         try:
-            running = RunningRequest(loop, self._engine.tokenizer, request=_request_of(request))
+            running = RunningRequest(loop, self._engine.tokenizer, request=self._request_of(request))
         except RequestError as error:
             raise Refused(str(error)) from error
         except EngineBusyError as error:
@@ -114,6 +114,13 @@ class LocalReplica:
             )
             for index, result in enumerate(running.results)
         ]
+
+    def _request_of(self, request: SampleRequest) -> GenerationRequest:
+        """The engine's request for the same samples."""
+        assert self._engine is not None, "start comes first"
+        prompt_ids, card = np.asarray(request.prompt_ids, np.int32), self._engine.loop.card
+        given = {**read_given(request.all_sampling), "return_routed_experts": request.returns_routing}
+        return build_request(prompt_ids, given, dialect=SGLANG, card=card)
 
 
 class ReplicaProcess(LocalReplica):
@@ -151,15 +158,3 @@ class ActorReplica:
         with contextlib.suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._actor.stop.remote(), LONGEST_STOP_S)
         ray.kill(self._actor)
-
-
-def _request_of(request: SampleRequest) -> GenerationRequest:
-    """The engine's request for the same samples."""
-    sampling = sampling_from(request.all_sampling)
-    return GenerationRequest(
-        uuid.uuid4().hex,
-        np.asarray(request.prompt_ids, np.int32),
-        sampling,
-        return_routed_experts=request.returns_routing,
-        incremental=bool(sampling.stop),
-    )

@@ -19,10 +19,10 @@ class PromptScoring:
     has to be computed for that: a cached prefix may reach up to it. All scores are of the weights `weight_version`.
     """
 
-    def __init__(self, request: GenerationRequest, *, weight_version: str = "") -> None:
+    def __init__(self, request: GenerationRequest, *, num_top: int = 0, weight_version: str = "") -> None:
         assert request.score_prompt_from is not None, "nothing is to be scored"
         self._prompt_ids = np.asarray(request.prompt_ids, np.int32)
-        self._first, num_top = request.score_prompt_from, request.num_top_logprobs
+        self._first = request.score_prompt_from
         count = len(self._prompt_ids) - 1 - self._first
         self._logprobs = np.zeros(count, np.float32)
         self._ranks = np.zeros(count, np.int32)

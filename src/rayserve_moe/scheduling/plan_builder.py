@@ -121,7 +121,7 @@ class PlanBuilder:
             adjustments=adjustments_of(self._new_rows),
             block_work=work,
             wants_top=table.num_wanting_top > 0 and bool(table.num_top[sampling_rows].any()),
-            wants_score_top=any(sequence.request.num_top_logprobs for sequence, _, _ in scored),
+            wants_score_top=any(sequence.num_top for sequence, _, _ in scored),
         )
         return Schedule(
             plan,

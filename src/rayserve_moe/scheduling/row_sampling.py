@@ -8,10 +8,10 @@ from rayserve_moe.requests import SamplingParams
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import (
     NO_NEW_ROWS,
-    NUM_FLOATS,
-    NUM_INTEGERS,
     WITHHELD,
     RowAdjustment,
+    RowFloats,
+    RowIntegers,
     RowSampling,
 )
 
@@ -22,18 +22,23 @@ def row_sampling_of(sequences: list[Sequence]) -> RowSampling:
     """Sampling parameters of sequences that have just taken their rows."""
     if not sequences:
         return NO_NEW_ROWS
-    params = [sequence.request.sampling for sequence in sequences]
-    floats = [
-        (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params
-    ]
-    integers = [
-        (p.top_k, s.seed, p.first_choice + s.choice_index, _adjusts(p), s.request.num_top_logprobs, _first_end(s))
-        for p, s in zip(params, sequences, strict=True)
-    ]
+    floats = [[getattr(s.request.sampling, name) for name in RowFloats._fields] for s in sequences]
     return RowSampling(
         np.asarray([sequence.row for sequence in sequences], np.int32),
-        np.asarray(floats, np.float32).reshape(-1, NUM_FLOATS),
-        np.asarray(integers, np.uint32).reshape(-1, NUM_INTEGERS),
+        np.asarray(floats, np.float32),
+        np.asarray([_integers_of(sequence) for sequence in sequences], np.uint32),
+    )
+
+
+def _integers_of(sequence: Sequence) -> RowIntegers:
+    params = sequence.request.sampling
+    return RowIntegers(
+        top_k=params.top_k,
+        seed=sequence.seed,
+        choice=params.first_choice + sequence.choice_index,
+        adjusts=_adjusts(params),
+        num_top=sequence.num_top,
+        first_end=_first_end(sequence),
     )
 
 

@@ -73,8 +73,8 @@ class RowTable:
         self.wants_routing[row] = sequence.request.return_routed_experts
         self.num_with_stop_ids += bool(sequence.stop_token_ids)
         self.num_wanting_routing += sequence.request.return_routed_experts
-        self.num_top[row] = sequence.request.num_top_logprobs
-        self.num_wanting_top += sequence.request.num_top_logprobs > 0
+        self.num_top[row] = sequence.num_top
+        self.num_wanting_top += sequence.num_top > 0
         self.capacities[row] = old.counters[NUM_PAGES] * self.page_size
         self.is_incremental[row] = sequence.request.incremental
         self.published_at[row] = -np.inf
@@ -108,7 +108,7 @@ class RowTable:
         self.num_departures += 1
         self.num_with_stop_ids -= bool(sequence.stop_token_ids)
         self.num_wanting_routing -= sequence.request.return_routed_experts
-        self.num_wanting_top -= sequence.request.num_top_logprobs > 0
+        self.num_wanting_top -= sequence.num_top > 0
 
     def add_pages(self, rows: np.ndarray, page_ids: np.ndarray, *, generations: np.ndarray) -> np.ndarray:
         """Append one page to each of `rows` (all different); returns the index it took in each."""

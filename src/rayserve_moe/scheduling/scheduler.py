@@ -88,7 +88,7 @@ class Scheduler:
         request = leader.request
         scoring = None
         if request.score_prompt_from is not None:
-            scoring = PromptScoring(request, weight_version=self.weight_version)
+            scoring = PromptScoring(request, num_top=leader.num_top, weight_version=self.weight_version)
         for sequence in choices:
             sequence.choices = choices
             sequence.namespace = self._namespace(request)

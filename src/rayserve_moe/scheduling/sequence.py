@@ -93,6 +93,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.choices: list[Sequence] = [self]
         self.followers: list[Sequence] = []
+        self.num_top = request.num_top_logprobs
         self.namespace: Hashable = request.cache_salt
         self.prefix: CachedPrefix | None = None
         self.num_flushes = 0
@@ -184,7 +185,7 @@ def note_weights(sequence: Sequence, weight_version: str) -> None:
 
 def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:
     """The likeliest tokens where those at positions `[start, stop)` were sampled; None where nobody asks."""
-    if not (count := sequence.request.num_top_logprobs):
+    if not (count := sequence.num_top):
         return None
     told = sequence.top_of_outputs[start - sequence.num_prompt_tokens : stop - sequence.num_prompt_tokens]
     ids, logprobs = ([entry[i] for entry in told] for i in (0, 1))

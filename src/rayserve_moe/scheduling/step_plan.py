@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,12 +27,6 @@ LAST_SAMPLED = -1
 
 PREFILL_BLOCK_TOKENS = 32
 """Chunks of more than one token, and those of which more is asked, take up whole blocks of this many tokens."""
-
-MAX_TOP_LOGPROBS = 20
-"""Likeliest tokens that the devices tell of one position."""
-
-MAX_LOGIT_BIASES = 256
-"""Tokens that one request can bias."""
 
 MAX_WITHHELD_IDS = 128
 """Ids that one request can withhold from its first tokens."""
@@ -53,18 +48,41 @@ class PageTableChanges:
     page_ids: np.ndarray = field(default_factory=lambda: _empty(np.int32))
 
 
-NUM_FLOATS, NUM_INTEGERS = 6, 6
-NUM_TOP = 4
-"""Place of the number of likeliest tokens in `RowSampling.integers`."""
+class RowFloats(NamedTuple):
+    """Columns of float parameters, of one row or of several; as in `SamplingParams`, by default without effect."""
+
+    temperature: Any = 0.0
+    top_p: Any = 1.0
+    min_p: Any = 0.0
+    repetition_penalty: Any = 1.0
+    presence_penalty: Any = 0.0
+    frequency_penalty: Any = 0.0
+
+
+class RowIntegers(NamedTuple):
+    """Columns of integer parameters, of one row or of several.
+
+    `adjusts`: whether logits are adjusted at all positions; `num_top`: likeliest tokens returned; `first_end`: the
+    first position where withheld ids may stand.
+    """
+
+    top_k: Any = 0
+    seed: Any = 0
+    choice: Any = 0
+    adjusts: Any = 0
+    num_top: Any = 0
+    first_end: Any = 0
+
+
+NUM_FLOATS, NUM_INTEGERS = len(RowFloats._fields), len(RowIntegers._fields)
 
 
 @dataclass(frozen=True)
 class RowSampling:
     """Sampling parameters of rows taken by new sequences.
 
-    `rows` int32 [S]; `floats` float32 [S, 6] = temperature, top_p, min_p, and the repetition, presence and frequency
-    penalties; `integers` uint32 [S, 6] = top_k, seed, choice index, whether logits are adjusted at all positions,
-    likeliest tokens told, and the first position where withheld ids may stand.
+    `rows` int32 [S]; `floats` float32 [S, F] has the columns of `RowFloats`, `integers` uint32 [S, I] those of
+    `RowIntegers`.
     """
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.int32))

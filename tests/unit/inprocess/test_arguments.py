@@ -8,17 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayserve_moe.inprocess.arguments import (
-    Options,
-    Prompts,
-    options_and_sampling,
-    prompts_from,
-    requests_from,
-    sampling_from,
-    single_prompt_from,
-)
+from rayserve_moe.inprocess.arguments import Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.replay.encoding import encode_packed, encode_routed_experts
-from rayserve_moe.requests import GenerationRequest, RequestError, RoutedExperts, RoutingLayout
+from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, RoutedExperts, RoutingLayout
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -50,24 +42,25 @@ def test_exactly_one_form_of_prompt(tokenizer: Tokenizer, both: tuple[Any, Any])
 
 
 def test_sampling_is_named_as_in_sglang() -> None:
-    params = sampling_from({"max_tokens": 3, "top_k": -1, "sampling_seed": 5, "stop": "x", "stop_token_ids": [1, 2]})
+    named = {"max_tokens": 3, "top_k": -1, "sampling_seed": 5, "stop": "x", "stop_token_ids": [1, 2]}
+    params = requests_with(**named)[0].sampling
     assert (params.max_new_tokens, params.top_k, params.seed) == (3, 0, 5)
     assert (params.stop, params.stop_token_ids) == (("x",), (1, 2))
 
 
 def test_an_unknown_parameter_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'"):
-        sampling_from({"temprature": 1})
+        requests_with(temprature=1)
 
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
+CARD = ModelCard("m", 128, 512, (2,), LAYOUT, returns_routing=True)
 PROMPTS = Prompts([np.array([1, 5, 6]), np.array([2, 7])], is_batch=True)
 ROWS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2) % 8
 
 
 def requests_with(prompts: Prompts = PROMPTS, sampling_params: Any = None, **keywords: Any) -> list[GenerationRequest]:
-    options, sampling = options_and_sampling(keywords)
-    return requests_from(prompts, sampling_params, keywords=sampling, options=options, layout=LAYOUT)
+    return requests_from(prompts, sampling_params, keywords=keywords, card=CARD)
 
 
 def test_keywords_go_on_top_of_each_mapping() -> None:
@@ -77,14 +70,26 @@ def test_keywords_go_on_top_of_each_mapping() -> None:
         requests_with(PROMPTS, [{}])
 
 
-def test_options_and_sampling_parameters_are_told_apart() -> None:
-    options, sampling = options_and_sampling({"top_logprobs_num": 2, "temperature": 0.5, "cache_salt": "s"})
-    assert options == Options(top_logprobs_num=2, cache_salt="s") and sampling == {"temperature": 0.5}
+@pytest.mark.parametrize("option", ["cache_salt", "return_logprob", "stream_routed_experts"])
+def test_options_are_keywords_and_no_sampling_parameters(option: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        requests_with(sampling_params={option: "s"})
+    assert refusal.value.param == option
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("ignore_eos", 1), ("n", 0), ("stop", [""]), ("cache_salt", 7)]
+)
+def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name} should be") as refusal:
+        requests_with(**{name: value})
+    assert refusal.value.param == name
 
 
 def test_options_reach_the_engine() -> None:
     (request,) = requests_with(
         Prompts(PROMPTS.ids[:1], is_batch=False),
+        return_logprob=True,
         top_logprobs_num=3,
         logprob_start_len=1,
         cache_salt="s",

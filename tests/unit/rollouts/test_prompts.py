@@ -11,8 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayserve_moe.rollouts.prompts import PromptsError, Row, count_rows, prompt_ids_of, read_rows
-from rayserve_moe.rollouts.sampling import SAMPLING, BadRow, check_sampling, seed_of
+from rayserve_moe.rollouts.prompts import (
+    SAMPLING,
+    BadRow,
+    PromptsError,
+    Row,
+    check_sampling,
+    count_rows,
+    prompt_ids_of,
+    read_rows,
+    seed_of,
+)
 from rayserve_moe.serving.schemas.known_fields import FIELDS
 from rayserve_moe.serving.schemas.native import NativeSampling
 

@@ -1,7 +1,7 @@
 """Routed experts on the wire: one encoder and one decoder per dialect, and the description that goes with each."""
 
 from rayserve_moe.replay.encoding.description import routed_experts_info
-from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_forced
+from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_each_forced, decode_forced
 from rayserve_moe.replay.encoding.nested import encode_split as encode_nested
 from rayserve_moe.replay.encoding.packed import encode as encode_packed
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
@@ -19,6 +19,7 @@ __all__ = [
     "DIALECTS",
     "ROLLOUT_MEDIA_TYPE",
     "ROLLOUT_ZSTD_MEDIA_TYPE",
+    "decode_each_forced",
     "decode_forced",
     "decode_rollout",
     "decode_routed_experts",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rayserve_moe.replay.encoding import nested, npy, packed, rollout, sglang
 from rayserve_moe.replay.encoding.wire_rows import from_base64, rows_from_hidden_layers
@@ -47,15 +49,37 @@ def decode_json(value: object, layout: RoutingLayout, *, start: int = 0) -> Rout
     return sglang.decode(value, layout, start=start)
 
 
+def decode_each_forced(
+    value: object, layout: RoutingLayout, *, prompt_lens: Sequence[int], is_batch: bool
+) -> list[RoutedExperts | None]:
+    """Decode `forced_routed_experts` for every prompt: a batch has a list with an entry, or None, per prompt."""
+    each = value if is_batch and value is not None else [value] * len(prompt_lens)
+    if not isinstance(each, list | tuple) or len(each) != len(prompt_lens):
+        raise ValueError("should be a list with one entry, or null, per prompt")
+    lengths = zip(each, prompt_lens, strict=True)
+    return [None if one is None else decode_forced(one, layout, prompt_len=length) for one, length in lengths]
+
+
 def decode_forced(value: object, layout: RoutingLayout, *, prompt_len: int) -> RoutedExperts:
     """Decode the request field `forced_routed_experts`; ValueError unless it is routing of the prompt's last positions.
 
     Rows end with the last prompt token, or with the one before it, as those of an answer to the whole sequence do.
     """
-    if not isinstance(value, str | dict | list):
-        raise ValueError("forced_routed_experts must be text, an object or nested lists")
-    routing = decode_json(value, layout)
+    routing = _forced(value, layout)
     end = routing.start + len(routing.rows)
     if end not in (prompt_len - 1, prompt_len):
         raise ValueError(f"forced_routed_experts ends at position {end}, but the prompt has {prompt_len} tokens")
     return routing
+
+
+def _forced(value: object, layout: RoutingLayout) -> RoutedExperts:
+    """Routing as it is, an array of rows from position 0, or a JSON value."""
+    if isinstance(value, RoutedExperts):
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iu" or (value.size and not 0 <= value.min() <= value.max() < layout.num_experts):
+            raise ValueError("ids must be integers below the number of experts")
+        return RoutedExperts(value.astype(layout.dtype))
+    if not isinstance(value, str | dict | list):
+        raise ValueError("forced_routed_experts must be text, an object or nested lists")
+    return decode_json(value, layout)

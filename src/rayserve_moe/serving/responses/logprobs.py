@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rayserve_moe.engine.answers import ToldToken, told_outputs, told_prompt
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.serving.schemas.openai import CompletionBody
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
@@ -16,17 +17,17 @@ class CompletionLogprobs:
     its first token has no log-prob.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, *, echo: bool) -> None:
-        self._tokenizer, self._request = tokenizer, request
+    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, *, body: CompletionBody) -> None:
+        self._tokenizer, self._request, self._num_top = tokenizer, request, body.logprobs or 0
         self._offset = 0
-        self._echo_pending = echo
+        self._echo_pending = body.echo
         skip_special_tokens = request.sampling.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
 
     def write(self, delta: ChoiceResult) -> dict:
         """Return the object for the tokens in `delta`."""
         written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        num_top = self._request.num_top_logprobs
+        num_top = self._num_top
         if self._echo_pending:
             self._echo_pending = False
             prompt_ids = self._request.prompt_ids.tolist()

@@ -38,8 +38,8 @@ class OpenAIWriter:
             request_of_choice=request_of_choice,
         )
         self._logprobs: list[CompletionLogprobs] = []
-        if body.wants_logprobs and not self._is_chat:
-            self._logprobs = [CompletionLogprobs(self._tokenizer, r, echo=body.echoes) for r in request_of_choice]
+        if isinstance(body, CompletionBody) and body.logprobs is not None:
+            self._logprobs = [CompletionLogprobs(self._tokenizer, r, body=body) for r in request_of_choice]
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
         """Return the answer of a request that does not stream."""
@@ -58,7 +58,7 @@ class OpenAIWriter:
 
     def defers(self, delta: ChoiceResult) -> bool:
         """Log-probs of an echoed prompt, which stand before everything else, come with the end of a choice."""
-        return self._body.echoes and self._body.wants_logprobs and delta.finish is None
+        return self._body.echo and bool(self._logprobs) and delta.finish is None
 
     def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
         """Return the event of one choice; `usage` is null where only the last event counts tokens."""
@@ -85,7 +85,7 @@ class OpenAIWriter:
 
     def _echoed(self, choice: int) -> str:
         prompt_ids = self._request_of_choice[choice].prompt_ids
-        return echoed_text(self._tokenizer, prompt_ids.tolist()) if self._body.echoes else ""
+        return echoed_text(self._tokenizer, prompt_ids.tolist()) if self._body.echo else ""
 
     def _choice(self, choice: int, delta: ChoiceResult, text: dict) -> dict:
         request, finish = self._request_of_choice[choice], delta.finish
@@ -100,11 +100,10 @@ class OpenAIWriter:
         }
 
     def _logprobs_of(self, choice: int, delta: ChoiceResult) -> dict | None:
-        if not self._body.wants_logprobs:
-            return None
-        if self._is_chat:
-            return chat_logprobs(self._tokenizer, delta, num_top=self._body.num_top_logprobs)
-        return self._logprobs[choice].write(delta)
+        if isinstance(self._body, ChatBody):
+            is_wanted, num_top = self._body.logprobs, self._body.top_logprobs
+            return chat_logprobs(self._tokenizer, delta, num_top=num_top) if is_wanted else None
+        return self._logprobs[choice].write(delta) if self._logprobs else None
 
     def _routing_fields(self, choice: int, delta: ChoiceResult) -> dict:
         if self.routing.dialect != "sglang":

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import TypeVar
 
 from rayserve_moe.engine.streams import GenerationStream
@@ -107,21 +107,27 @@ async def open_streams(
     `param_names` maps the engine's names of fields to the route's. Between many choices other tasks run.
     """
     streams, num_choices = RequestStreams(state, requests), 0
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, refusals_named(param_names or {}):
         undo.callback(streams.close)
-        try:
-            for request in requests:
-                streams.submit(request)
-                num_choices += request.sampling.n
-                if num_choices >= CHOICES_AT_ONCE:
-                    num_choices = 0
-                    await asyncio.sleep(0)
-        except RequestError as error:
-            param = (param_names or {}).get(error.param or "", error.param)
-            message = f"`{param}`: {error}" if param and param not in str(error) else str(error)
-            raise ApiError(400, message, param=param) from error
+        for request in requests:
+            streams.submit(request)
+            num_choices += request.sampling.n
+            if num_choices >= CHOICES_AT_ONCE:
+                num_choices = 0
+                await asyncio.sleep(0)
         undo.pop_all()
     return streams
+
+
+@contextlib.contextmanager
+def refusals_named(param_names: Mapping[str, str]) -> Generator[None, None, None]:
+    """Turn a RequestError into an ApiError 400 under the route's own name of the field at fault."""
+    try:
+        yield
+    except RequestError as error:
+        param = param_names.get(error.param or "", error.param)
+        message = f"`{param}`: {error}" if param and param not in str(error) else str(error)
+        raise ApiError(400, message, param=param) from error
 
 
 def _take_ready(first: _Item, queue: asyncio.Queue[_Item]) -> list[_Item]:

@@ -11,6 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.request_builder import build_request
+from rayserve_moe.request_fields import OPENAI
 from rayserve_moe.requests import GenerationRequest
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
@@ -19,18 +21,10 @@ from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond
 from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.request_streams import open_streams
-from rayserve_moe.serving.routes.request_parts import (
-    check_model,
-    check_start,
-    encoded,
-    forced_routing_of,
-    num_new_tokens,
-    prompt_ids_of,
-)
+from rayserve_moe.serving.routes.request_parts import check_model, encoded, forced_routing_of, prompt_ids_of
 from rayserve_moe.serving.schemas.openai import ChatBody, ChatMessage, CompletionBody
 from rayserve_moe.text.chat import ChatTemplateError, encode_chat
 
-_DEFAULT_COMPLETION_TOKENS = 16
 _BYTES_PER_MESSAGE = 64
 _CHAT_NAMES = {"prompt": "messages"}
 _COMPLETION_NAMES = {"top_logprobs": "logprobs"}
@@ -91,33 +85,14 @@ async def _answer(
 async def _requests(
     state: ApiState, body: CompletionBody | ChatBody, *, answer_id: str, prompts: Sequence[np.ndarray]
 ) -> list[GenerationRequest]:
-    check_start(body.routed_experts_start_len, prompts, param="routed_experts_start_len")
+    """Return the engine's requests. Where no limit is given, a chat runs to the end of the context."""
+    given = dict(body)
+    if isinstance(body, ChatBody):
+        limits = (body.max_completion_tokens, given["max_tokens"], max(1, state.card.max_model_len - len(prompts[0])))
+        given["max_tokens"] = next(limit for limit in limits if limit is not None)
     forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=len(prompts) > 1)
-    scores_prompt = body.echoes and body.wants_logprobs
+    ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{position}" for position in range(len(prompts))]
     return [
-        GenerationRequest(
-            request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{position}",
-            prompt_ids=prompt_ids,
-            sampling=body.sampling(
-                _num_new_tokens(state, body, len(prompt_ids)), body.seed, **body.ends, no_stop_trim=body.no_stop_trim
-            ),
-            return_routed_experts=body.return_routed_experts or body.stream_routed_experts,
-            cache_salt=body.cache_salt,
-            incremental=(body.stream and not scores_prompt) or bool(body.stop),
-            num_top_logprobs=body.num_top_logprobs,
-            score_prompt_from=0 if scores_prompt else None,
-            forced_routing=forced[position],
-            stream_routed_experts=body.stream_routed_experts,
-            routed_experts_start=body.routed_experts_start_len,
-        )
-        for position, prompt_ids in enumerate(prompts)
+        build_request(prompt_ids, given, dialect=OPENAI, card=state.card, request_id=request_id, forced=rows)
+        for request_id, prompt_ids, rows in zip(ids, prompts, forced, strict=True)
     ]
-
-
-def _num_new_tokens(state: ApiState, body: CompletionBody | ChatBody, num_prompt_tokens: int) -> int:
-    """Where no limit was given, a completion is short and a chat runs to the end of the context."""
-    if isinstance(body, CompletionBody):
-        wanted, default = body.max_tokens, _DEFAULT_COMPLETION_TOKENS
-    else:
-        wanted, default = body.new_token_limit, state.card.max_model_len
-    return num_new_tokens(state, wanted, default=default, prompt_len=num_prompt_tokens)

@@ -6,21 +6,50 @@ that check by themselves state their JSON schema too, for the published descript
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-MAX_CHOICES = 4096
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKEN_IDS = 64
-MAX_BIASES = 256
-MAX_BIAS = 100
-LONGEST_RID = 256
-INT32_MAX = 2**31 - 1
+from rayserve_moe.request_fields import INT32_MAX, MAX_TOP_LOGPROBS, RequestField, declared
 
-_DIGITS_OF_INT32 = 10
+MAX_CHOICES = 4096
+LONGEST_RID = 256
+_JSON_DIALECTS = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "array"}]}
+
+Schema = TypeVar("Schema", bound=BaseModel)
+NumTopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
+RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
+RoutingFormat = Literal["sglang", "nested", "npy", "packed"]
+ForcedRouting = Annotated[Any, WithJsonSchema(_JSON_DIALECTS)]
+"""Routing to replay, in any JSON dialect; a batch of prompts has a list of as many, null where it has none."""
+
+
+def record_fields(
+    dialect: str, record: Any, *, without: Collection[str] = ()
+) -> Callable[[type[Schema]], type[Schema]]:
+    """Decorate a schema with the fields that a record declares for a dialect, but for those that it states itself."""
+
+    def extended(schema: type[Schema]) -> type[Schema]:
+        named = {field.names[dialect]: field for field in declared(record) if dialect in field.names}
+        stated = {*schema.model_fields, *without}
+        fields: dict[str, Any] = {name: _typed(field) for name, field in named.items() if name not in stated}
+        return create_model(
+            schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=schema.__module__, **fields
+        )
+
+    return extended
+
+
+def _typed(field: RequestField) -> tuple[Any, Any]:
+    """The type of a record's field for pydantic, and its default."""
+    schema = dict(field.values.schema)
+    if field.default is None:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    default = Field(default_factory=tuple) if schema.get("type") == "object" else field.default
+    return Annotated[Any, PlainValidator(field.values.read), WithJsonSchema(schema)], default
 
 
 class RequestBody(BaseModel):
@@ -41,85 +70,15 @@ def fault(sentence: str) -> PydanticCustomError:
     return PydanticCustomError("field", "{sentence}", {"sentence": sentence})
 
 
-def is_token_id(value: object) -> bool:
-    """Whether a JSON value can be the id of a token, of whatever vocabulary."""
-    return type(value) is int and 0 <= value <= INT32_MAX
+class RoutingFields(RequestBody):
+    """When the answer comes, and routing to be replayed."""
 
+    stream: bool = False
+    stream_routed_experts: bool = False
+    forced_routed_experts: ForcedRouting = None
 
-def _stop_strings(value: object) -> tuple[str, ...]:
-    strings = value if isinstance(value, list) else [value]
-    if not all(isinstance(string, str) and 0 < len(string) <= MAX_STOP_LENGTH for string in strings):
-        raise fault(f"should be a string or a list of strings of 1 to {MAX_STOP_LENGTH} characters")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise fault(f"should hold at most {MAX_STOP_STRINGS} strings")
-    return tuple(strings)
-
-
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [value]
-    if not all(map(is_token_id, ids)) or len(ids) > MAX_STOP_TOKEN_IDS:
-        raise fault(f"should be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
-    return tuple(ids)
-
-
-def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, dict) or not all(map(_is_written_token_id, value)):
-        raise fault("should be an object whose keys are token ids in decimal digits")
-    if not all(map(_is_bias, value.values())):
-        raise fault(f"should hold numbers from {-MAX_BIAS} to {MAX_BIAS}")
-    if len(value) > MAX_BIASES:
-        raise fault(f"should hold at most {MAX_BIASES} token ids")
-    return tuple((int(key), float(bias)) for key, bias in value.items())
-
-
-def _is_written_token_id(key: str) -> bool:
-    is_number = key.isascii() and key.isdigit() and len(key) <= _DIGITS_OF_INT32
-    return is_number and str(int(key)) == key and int(key) <= INT32_MAX
-
-
-def _is_bias(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_BIAS <= value <= MAX_BIAS
-
-
-def _seed(value: int) -> int:
-    """Fold 64 bits to the 32 the sampler takes; seeds of 0 to 2**32 - 1 stay themselves."""
-    return (value ^ (value >> 32)) & 0xFFFFFFFF
-
-
-def _top_k(value: int) -> int:
-    return max(value, 0)
-
-
-_ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
-_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
-_BIASES_SCHEMA = {
-    "type": "object",
-    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
-    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
-    "maxProperties": MAX_BIASES,
-}
-
-StopStrings = Annotated[
-    tuple[str, ...],
-    PlainValidator(_stop_strings),
-    WithJsonSchema({"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS}]}),
-]
-StopTokenIds = Annotated[
-    tuple[int, ...],
-    PlainValidator(_stop_token_ids),
-    WithJsonSchema({"anyOf": [_ID_SCHEMA, {"type": "array", "items": _ID_SCHEMA, "maxItems": MAX_STOP_TOKEN_IDS}]}),
-]
-LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIASES_SCHEMA)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(_seed)]
-NumChoices = Annotated[int, Field(ge=1, le=128)]
-NumTopLogprobs = Annotated[int, Field(ge=0, le=20)]
-MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
-MinTokens = MaxTokens
-TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-CacheSalt = Annotated[str, Field(max_length=256)]
-RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-RoutingFormat = Literal["sglang", "nested", "npy", "packed"]
+    @model_validator(mode="after")
+    def _rows_stream_in_a_stream(self) -> Self:
+        if self.stream_routed_experts and not self.stream:
+            raise fault("`stream_routed_experts` is only for requests with `stream` true")
+        return self

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
+from rayserve_moe.request_fields import SGLANG
+from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
-    INT32_MAX,
     LONGEST_RID,
-    CacheSalt,
-    MaxTokens,
-    MinTokens,
-    NumTopLogprobs,
+    RequestBody,
+    RoutingFields,
     RoutingFormat,
-    Seed,
     fault,
+    record_fields,
 )
 from rayserve_moe.serving.schemas.prompt_types import MAX_PROMPTS, IdsBatch, PromptBatch, TextBatch
-from rayserve_moe.serving.schemas.routing_fields import RoutingFields, RowStart
-from rayserve_moe.serving.schemas.sampling_fields import SamplingFields
 
 
 def _check_rids(value: object) -> str | list[str]:
@@ -45,26 +42,12 @@ Rids = Annotated[
 ]
 
 
-class NativeSampling(SamplingFields):
+@record_fields(SGLANG, SamplingParams)
+class NativeSampling(RequestBody):
     """One `sampling_params` object. `first_choice` c gives choices c to c + n - 1 of all that one seed stands for.
 
     Stop strings end a choice before `min_new_tokens` too; with `no_stop_trim` they stay in the text.
     """
-
-    max_new_tokens: MaxTokens | None = None
-    sampling_seed: Seed | None = None
-    first_choice: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
-    min_new_tokens: MinTokens = 0
-    no_stop_trim: bool = False
-
-    @property
-    def ends(self) -> dict[str, Any]:
-        """The engine's names of what is this dialect's own."""
-        return {
-            "first_choice": self.first_choice,
-            "min_new_tokens": self.min_new_tokens,
-            "no_stop_trim": self.no_stop_trim,
-        }
 
 
 OneOrMoreSamplings = Annotated[
@@ -73,6 +56,7 @@ OneOrMoreSamplings = Annotated[
 ]
 
 
+@record_fields(SGLANG, GenerationRequest)
 class GenerateBody(RoutingFields):
     """One prompt or a batch, as text or as token ids; `sampling_params` holds one object, or one per prompt.
 
@@ -87,11 +71,7 @@ class GenerateBody(RoutingFields):
     sampling_params: OneOrMoreSamplings = Field(default_factory=lambda: [NativeSampling()])
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
-    top_logprobs_num: NumTopLogprobs = 0
-    return_routed_experts: bool = False
     routed_experts_format: RoutingFormat = "sglang"
-    routed_experts_start_len: RowStart = 0
-    cache_salt: CacheSalt = ""
     rid: Rids = None
 
     @model_validator(mode="after")
@@ -113,6 +93,6 @@ class GenerateBody(RoutingFields):
         return given
 
     @property
-    def wants_routing(self) -> bool:
-        """Streamed rows are returned rows."""
-        return self.return_routed_experts or self.stream_routed_experts
+    def prompt_name(self) -> str:
+        """The field that the prompts came in."""
+        return "input_ids" if self.text is None else "text"

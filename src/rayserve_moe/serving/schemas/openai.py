@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
+from rayserve_moe.request_fields import OPENAI
+from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
-    CacheSalt,
     MaxTokens,
     NumTopLogprobs,
     RequestBody,
     RequestId,
+    RoutingFields,
     RoutingFormat,
-    Seed,
     fault,
+    record_fields,
 )
 from rayserve_moe.serving.schemas.prompt_types import Prompts
-from rayserve_moe.serving.schemas.routing_fields import RoutingFields, RowStart
-from rayserve_moe.serving.schemas.sampling_fields import SamplingFields, VllmEnds
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -64,26 +64,27 @@ class StreamOptions(RequestBody):
         return self.include_usage and self.continuous_usage_stats
 
 
-class OpenAIGeneration(SamplingFields, VllmEnds, RoutingFields):
-    """What both OpenAI routes take. SGLang's `no_stop_trim` keeps what follows the stop string in its token as well."""
+class StreamedBody(RoutingFields):
+    """A body whose stream may be told to count tokens."""
 
-    model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    seed: Seed | None = None
-    max_tokens: MaxTokens | None = None
-    no_stop_trim: bool = False
     stream_options: StreamOptions | None = None
-    cache_salt: CacheSalt = ""
-    rid: RequestId | None = None
-    return_routed_experts: bool = False
-    routed_experts_format: RoutingFormat = "sglang"
-    routed_experts_start_len: RowStart = 0
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fault("`stream_options` is only for requests with `stream` true")
         return self
+
+
+@record_fields(OPENAI, SamplingParams)
+@record_fields(OPENAI, GenerationRequest, without={"top_logprobs"})
+class OpenAIGeneration(StreamedBody):
+    """What both OpenAI routes take. SGLang's `no_stop_trim` keeps what follows the stop string in its token as well."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    rid: RequestId | None = None
+    routed_experts_format: RoutingFormat = "sglang"
 
 
 class CompletionBody(OpenAIGeneration):
@@ -96,24 +97,9 @@ class CompletionBody(OpenAIGeneration):
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> Self:
-        if self.best_of not in (None, self.n):
+        if self.best_of not in (None, dict(self)["n"]):
             raise fault("`best_of` is not supported: leave it out or make it equal to `n`")
         return self
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether log-probs are asked for; 0 asks for the sampled tokens' alone."""
-        return self.logprobs is not None
-
-    @property
-    def num_top_logprobs(self) -> int:
-        """How many of the likeliest tokens go with each log-prob."""
-        return self.logprobs or 0
-
-    @property
-    def echoes(self) -> bool:
-        """Whether the prompt is to come back before the completion."""
-        return self.echo
 
 
 class ChatMessage(RequestBody):
@@ -128,6 +114,7 @@ class ChatMessage(RequestBody):
 class ChatBody(OpenAIGeneration):
     """Body of `/v1/chat/completions`."""
 
+    echo: ClassVar[bool] = False
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
@@ -138,23 +125,3 @@ class ChatBody(OpenAIGeneration):
         if self.top_logprobs and not self.logprobs:
             raise fault("`top_logprobs` is only for requests with `logprobs` true")
         return self
-
-    @property
-    def new_token_limit(self) -> int | None:
-        """The limit asked for, by its newer name first; None runs to the end of the context."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether log-probs are asked for."""
-        return self.logprobs
-
-    @property
-    def num_top_logprobs(self) -> int:
-        """How many of the likeliest tokens go with each log-prob."""
-        return self.top_logprobs
-
-    @property
-    def echoes(self) -> bool:
-        """A chat never repeats its prompt."""
-        return False

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from rayserve_moe.request_fields import VLLM
+from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
-    CacheSalt,
-    MaxTokens,
     NumTopLogprobs,
+    RequestBody,
     RequestId,
     RoutingFormat,
-    Seed,
-    fault,
+    record_fields,
 )
-from rayserve_moe.serving.schemas.openai import StreamOptions
+from rayserve_moe.serving.schemas.openai import StreamedBody
 from rayserve_moe.serving.schemas.prompt_types import TokenIds
-from rayserve_moe.serving.schemas.routing_fields import RoutingFields, RowStart
-from rayserve_moe.serving.schemas.sampling_fields import SamplingFields, VllmEnds
+
+START = "routed_experts_prompt_start"
 
 
-class TokenSampling(SamplingFields, VllmEnds):
+@record_fields(VLLM, SamplingParams)
+class TokenSampling(RequestBody):
     """`sampling_params`: `logprobs` 0 or 1 gives the sampled tokens' alone, more gives as many of the likeliest."""
 
-    max_tokens: MaxTokens | None = None
-    seed: Seed | None = None
     logprobs: NumTopLogprobs | None = None
     prompt_logprobs: NumTopLogprobs | None = None
-    routed_experts_prompt_start: RowStart = 0
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
 
 
-class TokenBody(RoutingFields):
+@record_fields(VLLM, GenerationRequest, without={START})
+class TokenBody(StreamedBody):
     """One prompt of token ids. Routing comes back where the server captures it, unless it is switched off."""
 
     token_ids: TokenIds
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     model: str | None = None
-    cache_salt: CacheSalt = ""
     request_id: RequestId | None = None
-    stream_options: StreamOptions | None = None
     return_routed_experts: bool | None = None
     routed_experts_format: RoutingFormat = "packed"
     routed_experts_dtype: Literal["int16"] | None = None
-
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise fault("`stream_options` is only for requests with `stream` true")
-        return self

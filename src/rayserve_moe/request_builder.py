@@ -1,0 +1,128 @@
+"""From checked values under the names of a dialect to a `GenerationRequest`: the one place that builds them.
+
+HTTP bodies come checked by their schemas; `Engine`, `LLM` and rollout jobs check theirs with `read_given`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe.request_fields import OPENAI, SGLANG, VLLM, RequestField, declared
+from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, RoutedExperts, SamplingParams
+
+Given = Mapping[str, Any]
+
+DEFAULT_NEW_TOKENS = {SGLANG: 128, OPENAI: 16, VLLM: 16}
+
+
+def _by_name(record: Any) -> dict[str, list[RequestField]]:
+    """Fields of a record by every name that they have in any dialect; two fields may share one."""
+    known: dict[str, list[RequestField]] = {}
+    for field in declared(record):
+        for name in {field.name, *field.names.values()}:
+            known.setdefault(name, []).append(field)
+    return known
+
+
+_SAMPLING, _OPTIONS = _by_name(SamplingParams), _by_name(GenerationRequest)
+
+
+def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]:
+    """Return given values as the engine takes them, under their own names, without those that are None.
+
+    RequestError for a wrong value, and for a name that is no sampling parameter's in any dialect and not in `options`.
+    """
+    read: dict[str, Any] = {}
+    for name, value in given.items():
+        fields = _OPTIONS.get(name) if name in options else _SAMPLING.get(name, [])
+        if fields == []:
+            raise RequestError(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(_SAMPLING))}", name)
+        if value is not None:
+            read[name] = _read(fields[0], value, name) if fields else value
+    return read
+
+
+def _read(field: RequestField, value: Any, name: str) -> Any:
+    try:
+        return field.values.read(value)
+    except ValueError as error:
+        raise RequestError(f"{name} {error}", name) from error
+
+
+def _named(known: Mapping[str, list[RequestField]], given: Given) -> dict[str, Any]:
+    """Values of a record's fields under its own names."""
+    return {field.name: value for name, value in given.items() if value is not None for field in known.get(name, ())}
+
+
+def build_request(
+    prompt_ids: np.ndarray,
+    given: Given,
+    *,
+    dialect: str,
+    card: ModelCard,
+    request_id: str | None = None,
+    forced: RoutedExperts | None = None,
+) -> GenerationRequest:
+    """Build the request for one prompt from checked values; other names than those of fields are left out.
+
+    Without a limit of new tokens it takes the dialect's, or less where the context has less room. Rows that stream are
+    returned rows; where nothing is said of routing, it is returned if the server captures it. RequestError for a first
+    row after the end of the prompt.
+    """
+    room = max(1, card.max_model_len - len(prompt_ids))
+    params = _named(_SAMPLING, given)
+    params.setdefault("max_new_tokens", min(DEFAULT_NEW_TOKENS[dialect], room))
+    sampling = SamplingParams(**params)
+    options = _named(_OPTIONS, given)
+    if options.get("routed_experts_start", 0) > len(prompt_ids):
+        (field,) = _OPTIONS["routed_experts_start"]
+        raise RequestError(f"{field.names[dialect]} must not exceed the number of prompt tokens", field.param)
+    is_streamed = bool(given.get("stream"))
+    options["stream_routed_experts"] = is_streamed and options.get("stream_routed_experts", False)
+    options["return_routed_experts"] = (
+        options.get("return_routed_experts", card.returns_routing) or options["stream_routed_experts"]
+    )
+    options["num_top_logprobs"], scored_from = _SCORES[dialect](given, len(prompt_ids))
+    waits = dialect == OPENAI and scored_from is not None
+    return GenerationRequest(
+        request_id or uuid.uuid4().hex,
+        prompt_ids,
+        sampling,
+        **options,
+        incremental=(is_streamed and not waits) or bool(sampling.stop),
+        score_prompt_from=scored_from,
+        forced_routing=forced,
+    )
+
+
+def param_names(dialect: str, record: Any, *, prefix: str = "") -> dict[str, str]:
+    """Names of a record's fields in a dialect, by what errors of the engine call them."""
+    return {f.param: prefix + f.names[dialect] for f in declared(record) if dialect in f.names}
+
+
+def _sglang_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
+    """How many likeliest tokens go with a log-prob, and where scoring of the prompt begins: neither without a flag."""
+    if not given.get("return_logprob"):
+        return 0, None
+    first = given.get("logprob_start_len", -1)
+    return given.get("top_logprobs_num", 0), None if first in (-1, prompt_len) else first
+
+
+def _openai_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
+    """`logprobs` counts in completions and switches `top_logprobs` on in chats; `echo` scores the prompt."""
+    logprobs = given.get("logprobs")
+    scores_prompt = given.get("echo") and logprobs is not None
+    return given.get("top_logprobs", logprobs or 0), 0 if scores_prompt else None
+
+
+def _vllm_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
+    """As many of the likeliest are computed for the prompt as for the output."""
+    prompt = given.get("prompt_logprobs")
+    return max(given.get("logprobs") or 0, prompt or 0), None if prompt is None else 0
+
+
+_SCORES = {SGLANG: _sglang_scores, OPENAI: _openai_scores, VLLM: _vllm_scores}

@@ -1,0 +1,157 @@
+"""How fields of a request are declared: the values they may hold, and their names in every dialect.
+
+`requests` declares them. The HTTP schemas, `LLM`, `Engine`, rollout jobs and admission derive names, types, bounds and
+sentences from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+SGLANG, OPENAI, VLLM = "sglang", "openai", "vllm"
+"""Dialects: SGLang's `/generate`, OpenAI's routes as vLLM and SGLang extend them, and vLLM's `SamplingParams`."""
+
+INT32_MAX = 2**31 - 1
+MAX_TOP_LOGPROBS = 20
+"""Likeliest tokens that the devices return for one position."""
+MAX_LOGIT_BIASES = 256
+"""Tokens that one request can bias."""
+
+
+class Values(NamedTuple):
+    """What a field may hold: a JSON schema, and `read`, which returns a given value in the engine's form.
+
+    `read` raises ValueError with a sentence that follows the field's name and never repeats the value.
+    """
+
+    schema: Mapping[str, Any]
+    read: Callable[[Any], Any]
+
+
+class RequestField(NamedTuple):
+    """A declared field of a record: its own name, its name by dialect, and what errors call it.
+
+    `default` is None where a dialect that leaves the field out has a default of its own.
+    """
+
+    name: str
+    names: Mapping[str, str]
+    param: str
+    values: Values
+    default: Any
+
+
+def stated(
+    default: Any,
+    values: Values,
+    *,
+    sglang: str | None = "",
+    openai: str | None = "",
+    vllm: str | None = "",
+    has_default: bool = True,
+) -> Any:
+    """Declare a field of a record. It has its own name in a dialect unless another is given; None: it has none."""
+    names = {SGLANG: sglang, OPENAI: openai, VLLM: vllm}
+    return dataclasses.field(default=default, metadata={"values": values, "names": names, "has_default": has_default})
+
+
+@cache
+def declared(record: Any) -> tuple[RequestField, ...]:
+    """Return the fields that a record declares with `stated`, in its order."""
+    found = []
+    for field in dataclasses.fields(record):
+        if values := field.metadata.get("values"):
+            given = field.metadata["names"].items()
+            names = {dialect: name or field.name for dialect, name in given if name is not None}
+            param = names.get(OPENAI) or names.get(SGLANG, field.name)
+            default = field.default if field.metadata["has_default"] else None
+            found.append(RequestField(field.name, names, param, values, default))
+    return tuple(found)
+
+
+def number(least: float, most: float, *, above: bool = False) -> Values:
+    """Finite numbers from `least`, or only `above` it, to `most`."""
+    schema = {"type": "number", "exclusiveMinimum" if above else "minimum": least, "maximum": most}
+    wanted = f"should be a finite number in {'(' if above else '['}{least:g}, {most:g}]"
+
+    def is_right(value: Any) -> bool:
+        return _is(Real, value) and (least < value if above else least <= value) and bool(value <= most)
+
+    return Values(schema, partial(_read, is_right, float, wanted))
+
+
+def whole(least: int, most: int, *, convert: Callable[[Any], int] = int) -> Values:
+    """Whole numbers, and what becomes of them."""
+    schema = {"type": "integer", "minimum": least, "maximum": most}
+
+    def is_right(value: Any) -> bool:
+        return _is(Integral, value) and least <= value <= most
+
+    return Values(schema, partial(_read, is_right, convert, f"should be a whole number in [{least}, {most}]"))
+
+
+def text(longest: int, *, shortest: int = 0) -> Values:
+    """Strings of so many characters."""
+    schema = {"type": "string", **({"minLength": shortest} if shortest else {}), "maxLength": longest}
+
+    def is_right(value: Any) -> bool:
+        return isinstance(value, str) and shortest <= len(value) <= longest
+
+    return Values(schema, partial(_read, is_right, str, f"should be a string of {shortest} to {longest} characters"))
+
+
+def one_or_several(values: Values, most: int) -> Values:
+    """One value, or a list of up to `most`, as a tuple."""
+    schema = {"anyOf": [values.schema, {"type": "array", "items": values.schema, "maxItems": most}]}
+
+    def read(value: Any) -> tuple[Any, ...]:
+        each = value if isinstance(value, list | tuple | set | frozenset) else [value]
+        if len(each) > most:
+            raise ValueError(f"should hold at most {most} entries")
+        return tuple(map(values.read, each))
+
+    return Values(schema, read)
+
+
+def biases(most: int, *, bias: Values) -> Values:
+    """An object with up to `most` token ids, in decimal digits, and the bias of each; read as sorted pairs."""
+    keys = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+    schema = {"type": "object", "propertyNames": keys, "additionalProperties": bias.schema, "maxProperties": most}
+
+    def read(value: Any) -> tuple[tuple[int, float], ...]:
+        if not isinstance(value, Mapping) or len(value) > most or not all(map(_is_bias_key, value)):
+            raise ValueError(f"should be an object whose keys are at most {most} token ids in decimal digits")
+        return tuple(sorted((int(key), bias.read(each)) for key, each in value.items()))
+
+    return Values(schema, read)
+
+
+def _read(is_right: Callable[[Any], bool], convert: Callable[[Any], Any], wanted: str, value: Any) -> Any:
+    if not is_right(value):
+        raise ValueError(wanted)
+    return convert(value)
+
+
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def is_token_id(value: Any) -> bool:
+    """Whether a value can be the id of a token, of whatever vocabulary."""
+    return (type(value) is int or _is(Integral, value)) and 0 <= value <= INT32_MAX
+
+
+def _is_bias_key(key: Any) -> bool:
+    if not isinstance(key, str):
+        return is_token_id(key)
+    is_number = key.isascii() and key.isdigit() and len(key) <= len(str(INT32_MAX))
+    return is_number and str(int(key)) == key and is_token_id(int(key))
+
+
+COUNT = whole(0, INT32_MAX)
+FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
+SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: int(seed) & 0xFFFFFFFF)
