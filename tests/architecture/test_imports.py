@@ -18,7 +18,18 @@ from tests.architecture import picture_page
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "rayserve_moe"
 PACKAGES = [name for layer in picture_page.layers() for name in layer]
-PLAIN_PYTHON = ("requests", "config", "observability", "balancing", "scheduling", "replay", "text", "engine")
+PLAIN_PYTHON = (
+    "request_fields",
+    "requests",
+    "request_builder",
+    "config",
+    "observability",
+    "balancing",
+    "scheduling",
+    "replay",
+    "text",
+    "engine",
+)
 TRAINERS_SIDE = "rollouts.alignment"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 EVERY_PACKAGE = [f"{name}.py" if (PACKAGE / f"{name}.py").is_file() else f"{name}/__init__.py" for name in PACKAGES]
