@@ -17,10 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "rayserve_moe"
 PAGE = ROOT / "docs" / "packages.svg"
 COLUMN, ROW, TOP = 236, 60, 50
-BOX_WIDTH, BOX_HEIGHT = 102, 30
+BOX_WIDTH, BOX_HEIGHT = 112, 30
 KINDS = {
     "Ray and HTTP": ("#efe6f7", "cli serving rollouts cluster"),
-    "plain Python": ("#e3f0fb", "engine text scheduling replay balancing observability config requests"),
+    "plain Python": (
+        "#e3f0fb",
+        "engine text scheduling replay balancing observability config request_builder requests request_fields",
+    ),
     "one host": ("#e2f4e6", "tools inprocess execution checkpoints"),
     "pure JAX": ("#fdebd3", "decoding model experts kernels parallel"),
 }
