@@ -11,7 +11,7 @@ BISECTIONS = 24
 
 
 def replica_counts(load: np.ndarray, *, num_slots: int, most: int) -> np.ndarray:
-    """Give every expert 1 to `most` of a layer's slots so that the greatest load per replica is least.
+    """Give every expert 1 to `most` of a layer's slots to minimize the greatest load per replica, by water filling.
 
     Returns int [layers, experts] that add up to `num_slots` in every layer. Equal loads are served in expert order.
     """
@@ -33,14 +33,14 @@ def replica_counts(load: np.ndarray, *, num_slots: int, most: int) -> np.ndarray
 
 
 def lower_bound(load: np.ndarray, *, ep_size: int, num_redundant: int) -> np.ndarray:
-    """Load that the hottest rank of each layer has at least, whatever the placement: float64 [layers].
+    """Lower bound of the load of the hottest rank under any placement: float64 [layers].
 
     It is the mean rank load, or the load per replica of the expert that stays hottest under the best replication.
     Without redundant slots every expert lies whole on one rank, and the hottest experts have to share ranks.
     """
     num_experts = load.shape[1]
     num_slots = num_experts + num_redundant
-    # No more replicas than ranks: an expert on every rank brings each of them no more than the mean.
+    # No more replicas than ranks: an expert on every rank adds no more than the mean to each.
     most = max(ep_size, -(-num_slots // num_experts))
     counts = replica_counts(load, num_slots=num_slots, most=most)
     bound = np.maximum(load.sum(axis=1) / ep_size, (load / counts).max(axis=1))
@@ -48,7 +48,7 @@ def lower_bound(load: np.ndarray, *, ep_size: int, num_redundant: int) -> np.nda
 
 
 def _counts_at(load: np.ndarray, level: np.ndarray, most: int) -> np.ndarray:
-    """Replicas that bring every expert's load per replica down to `level`, as far as `most` replicas can."""
+    """Replicas of every expert, at most `most`, with which its load per replica is `level` or less."""
     return np.clip(np.ceil(load / level), 1, most).astype(np.int64)
 
 

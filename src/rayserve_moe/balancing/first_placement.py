@@ -44,7 +44,7 @@ def first_layout(load: np.ndarray, *, ep_size: int, slots_per_rank: int) -> Layo
 
 
 def _level_pairs(layout: Layout, load: np.ndarray, *, rounds: int) -> None:
-    """Let hot and cold ranks exchange one replica in pairs, `rounds` times, wherever that brings their loads closer.
+    """Let hot and cold ranks exchange one replica in pairs, `rounds` times, wherever their loads become closer.
 
     In the first round the coldest rank is paired with the hottest, the second coldest with the second hottest, and so
     on; every further round shifts the hot ranks by one. `load` is [layers, experts]; replicas share evenly.

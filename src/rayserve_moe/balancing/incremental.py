@@ -1,4 +1,4 @@
-"""From the placement there is to one that balances another load, moving few experts.
+"""From a placement to one that balances another load, moving few experts.
 
 Shares are levelled first, which moves nothing. Then the hottest rank of each layer gives load away by the move that
 relieves it most per expert moved, until the layer is close enough. All layers take each step together.

@@ -1,8 +1,7 @@
-"""A migration under way: which slots travel with which step, and where every expert lies meanwhile.
+"""Moving experts to another placement: which slots travel with which step, and where every expert lies meanwhile.
 
-A plan of moves is cut into pieces small enough to run beside a step each. Layers follow one another: the slots of a
-layer are fetched by the last piece of it at the latest, which swaps weights and maps too. What is left of a migration
-can be dropped after any piece: every layer then lies as the old placement or as the new one has it.
+The moves are cut into pieces small enough to run beside a step each, layer by layer. The last piece of a layer swaps
+its weights and maps. A migration can be dropped after any piece: every layer is then placed as before or as wanted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rayserve_moe.balancing.transfer_plan import check_alike, transfer_sources
 
 @dataclass(frozen=True, eq=False)
 class SlotFetch:
-    """Slots of a layer to bring near: rank r gets slot `sources[r, b]` (-1: none), meant for its place `places[r, b]`.
+    """Slots of a layer to fetch: rank r receives slot `sources[r, b]` (-1: none), for its place `places[r, b]`.
 
     Sources are numbered over all ranks, places within a rank. Both int32 [ranks, slots per piece].
     """
@@ -51,7 +50,7 @@ class MigrationPiece:
 
 
 class FailedFetch(NamedTuple):
-    """Where a migration came to its end: from this layer's fetch on, nothing of that version has run."""
+    """Where a migration failed: from this layer's fetch on, nothing of that version has run."""
 
     version: int
     layer: int
@@ -84,9 +83,9 @@ class MigrationProgress:
 
 
 class Migration:
-    """Hands out the pieces from the placement there is to another one. The ranks lie over `hosts`.
+    """Yields the pieces that lead from the current placement to another one. The ranks lie over `hosts`.
 
-    A piece has a rank receive `slots_per_step` slots at most, and send as many at most.
+    With a piece a rank receives at most `slots_per_step` slots, and sends at most as many.
     """
 
     def __init__(self, placement: ExpertPlacement, *, hosts: int, slots_per_step: int) -> None:
@@ -119,7 +118,7 @@ class Migration:
         check_alike(self._way[0], placement)
 
     def begin(self, placement: ExpertPlacement) -> int:
-        """Head for `placement` from here on, whatever was under way; returns its version.
+        """Start the migration to `placement`, replacing the current one; returns its version.
 
         PlacementError where it is of other layers, slots or ranks; then nothing changes.
         """
@@ -136,16 +135,16 @@ class Migration:
         return version
 
     def next_piece(self) -> MigrationPiece | None:
-        """What is to run with the next step; None where nothing is left."""
+        """The piece to run with the next step; None where nothing is left."""
         piece = next(self._pieces, None)
         if piece is not None:
             self._account(piece)
         return piece
 
     def give_up(self, failure: FailedFetch) -> None:
-        """Take back all that was handed out from the failed fetch on; experts stay where they are then.
+        """Cancel the migration from the failed fetch on. Layers that were swapped before stay swapped.
 
-        Layers that were swapped before stay swapped. A version is given up once.
+        A version is given up once.
         """
         version, layer = failure
         assert version > self.given_up_version, "that version was given up already"
@@ -161,7 +160,7 @@ class Migration:
         self.progress = MigrationProgress(version, num_layers, num_layers, num_slots, num_slots)
 
     def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[MigrationPiece]:
-        """Each layer is planned when its turn comes, which takes a moment between two steps, not all at once."""
+        """Each layer is planned just before its first piece, to spread the host time over steps."""
         all_old, all_new, _ = self._way
         num_ranks, most = all_new.ep_size, self._slots_per_step
         for layer in layers.tolist():

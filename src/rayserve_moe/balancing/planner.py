@@ -1,4 +1,7 @@
-"""The planner: from tokens per expert to a placement whose hottest rank carries as little as can be.
+"""The planner: from tokens per expert to a placement that minimizes the load of the hottest rank.
+
+The problem is that of DeepSeek's EPLB: redundant replicas of hot experts, packed onto ranks. Here replicas come from
+water filling, and local search and unequal shares bring the hottest rank within a tolerance of its lower bound.
 
 It knows loads and slots only: no devices, no clocks, no statistics. The same input gives the same placement everywhere.
 """
@@ -36,7 +39,7 @@ def plan(
     lower bound stays as it is; of the others shares change first, then as few experts as it takes to get there, and
     over all layers at most `slot_budget` slots get an expert that their rank did not hold.
 
-    `previous` may be of other ranks: rank i of the new ones holds what rank i of the old ones held (`survivors_first`).
+    `previous` may be of other ranks: rank i of the new ones holds what rank i of the old ones held.
     PlacementError names what cannot be: numbers that do not fit, a budget below what other ranks force to move.
     """
     given = np.asarray(load)
@@ -158,7 +161,7 @@ def _everywhere(
     previous: ExpertPlacement | None = None,
     budget: float = np.inf,
 ) -> ExpertPlacement:
-    """Ranks with room for every expert hold them all and carry the same: any load is balanced."""
+    """Ranks with a slot for every expert hold them all, so that any load is balanced."""
     num_layers, num_experts = shape
     experts = np.broadcast_to(np.arange(slots_per_rank) % num_experts, (num_layers, ep_size, slots_per_rank))
     if previous is not None:

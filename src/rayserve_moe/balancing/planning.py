@@ -1,4 +1,4 @@
-"""Planning for one engine: watches its expert loads, and proposes a placement where a better one is worth its moves."""
+"""Planning for one engine: proposes a placement where a better one is worth its moves."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PlanningConfig:
 
 
 class LocalPlanner:
-    """A `Planner` that plans where it is called; not for several threads."""
+    """A `Planner` in the calling process; not thread-safe."""
 
-    def __init__(self, rules: PlanningConfig) -> None:
-        self._rules, self._window = rules, LoadWindow(rules.window)
+    def __init__(self, config: PlanningConfig) -> None:
+        self._config, self._window = config, LoadWindow(config.window)
         self._generation, self._step, self._planned_at = 0, 0, 0
 
     def observe(self, reading: LoadReading) -> bool:
@@ -44,12 +44,12 @@ class LocalPlanner:
             self._generation, self._planned_at = reading.generation, reading.step
         self._step = reading.step
         self._window.add(reading)
-        return self._step - self._planned_at >= self._rules.interval and has_enough(self._window.totals())
+        return self._step - self._planned_at >= self._config.interval and has_enough(self._window.totals())
 
     def propose(self, state: PlacementState) -> Proposal | None:
         """Plan from the window; None where it is of other counts, or no better placement is worth its moves."""
         started = time.perf_counter()
-        tokens, now, dispatch = self._window.totals(), state.placement, self._rules.dispatch
+        tokens, now, dispatch = self._window.totals(), state.placement, self._config.dispatch
         self._planned_at = self._step
         if state.generation != self._generation or tokens.shape != (now.num_layers, now.num_experts):
             return None
@@ -93,8 +93,8 @@ def has_enough(tokens: np.ndarray) -> bool:
 def rank_loads(placement: ExpertPlacement, tokens: np.ndarray, *, dispatch: str = "shares") -> np.ndarray:
     """Tokens that each rank computes of `tokens` [layers, experts] under a dispatch: float64 [layers, ranks].
 
-    `static` takes the ranks for equally busy senders. `capacity` is taken for `shares`, which it comes to where slots
-    fill up: how near slots are preferred before that, loads do not tell.
+    `static` assumes that all ranks send equally many tokens. `capacity` is treated as `shares`, which it equals where
+    slots fill up; its preference for near slots before that does not follow from loads.
     """
     fractions = _slot_fractions(placement, dispatch)
     loads = fractions * np.take_along_axis(tokens, placement.expert_of_slot, axis=1)

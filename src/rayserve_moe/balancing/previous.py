@@ -1,33 +1,17 @@
-"""What is left of a placement when the ranks, or the slots of a rank, become others."""
+"""Carries a placement over to other ranks, or to other numbers of slots per rank."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rayserve_moe.balancing.layout import Layout, layout_of
-from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, placement_from
-
-
-def survivors_first(placement: ExpertPlacement, ranks: list[int]) -> ExpertPlacement:
-    """Number the ranks of a placement anew, `ranks` first in this order: who stays when hosts are lost comes first.
-
-    PlacementError where `ranks` are not different ranks of the placement.
-    """
-    if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(placement.ep_size)):
-        raise PlacementError(f"the surviving ranks are not different numbers in 0..{placement.ep_size - 1}")
-    order = [*ranks, *(rank for rank in range(placement.ep_size) if rank not in set(ranks))]
-    shape = placement.num_layers, placement.ep_size, placement.slots_per_rank
-    experts, shares = (
-        array.reshape(shape)[:, order].reshape(placement.num_layers, -1)
-        for array in (placement.expert_of_slot, placement.share_of_slot)
-    )
-    return placement_from(experts, shares, num_experts=placement.num_experts, ep_size=placement.ep_size)
+from rayserve_moe.balancing.placement import ExpertPlacement
 
 
 def carried_over(previous: ExpertPlacement, load: np.ndarray, *, ep_size: int, slots_per_rank: int) -> Layout:
     """Lay out `ep_size` ranks of `slots_per_rank` slots such that ranks keep what they hold in `previous`.
 
-    Rank i is rank i of `previous`; further ones come empty. Experts that nobody holds any more are put first, hottest
+    Rank i is rank i of `previous`; further ones start empty. Experts without a slot are placed first, hottest
     to the emptiest, then free slots get replicas of the experts that need them most. Replicas go where slots are short.
     """
     shape = previous.num_layers, previous.ep_size, previous.slots_per_rank
@@ -58,7 +42,7 @@ def _carried_layer(
     for held in ranks:
         while len(held) > slots_per_rank:
             _drop(held, counts, load)
-    _make_room(ranks, counts, load, slots_per_rank)
+    _free_slots(ranks, counts, load, slots_per_rank)
     missing = np.flatnonzero(counts == 0)
     for expert in missing[np.argsort(-load[missing], kind="stable")]:
         held = _emptiest(ranks, counts, load, slots_per_rank)
@@ -73,7 +57,7 @@ def _carried_layer(
     return ranks
 
 
-def _make_room(ranks: list[list[int]], counts: np.ndarray, load: np.ndarray, slots_per_rank: int) -> None:
+def _free_slots(ranks: list[list[int]], counts: np.ndarray, load: np.ndarray, slots_per_rank: int) -> None:
     """Drop replicas that can be spared until the experts without a slot find one."""
     while np.count_nonzero(counts == 0) > sum(slots_per_rank - len(held) for held in ranks):
         spare = [held for held in ranks if (counts[held] > 1).any()]

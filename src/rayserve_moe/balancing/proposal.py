@@ -1,4 +1,4 @@
-"""Plans on their way from whoever makes them to the engine: what they are made from, and what they must stand up to."""
+"""The interface of a planner, and the checks of its proposals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Proposal:
 
 
 class PlanFailure(RuntimeError):
-    """There is no plan to be had now. `reason` is `lost` (nobody there), `late` (no answer in time) or `failed`."""
+    """No plan can be made now. `reason` is `lost` (no planner), `late` (timeout) or `failed`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -55,7 +55,7 @@ class RefusedPlanError(ValueError):
 
 
 class Planner(Protocol):
-    """Whoever plans for one engine. PlanFailure where it cannot; then nothing is lost by asking again later."""
+    """Plans for one engine. Raises PlanFailure where it cannot; the caller may retry later."""
 
     def observe(self, reading: LoadReading) -> bool:
         """Take over a reading; returns whether `propose` should be asked."""
@@ -86,7 +86,7 @@ def checked_placement(proposal: Any, state: PlacementState) -> ExpertPlacement:
         if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != shape:
             raise RefusedPlanError("malformed", "experts or shares are not numbers of the layers and slots there are")
     try:
-        # Copies: what came may lie in memory that belongs to whoever sent it.
+        # Copies: the arrays may lie in memory of the sender.
         experts, shares = proposal.expert_of_slot.copy(), proposal.share_of_slot.copy()
         return placement_from(experts, shares, num_experts=now.num_experts, ep_size=now.ep_size)
     except PlacementError as error:

@@ -15,8 +15,8 @@ CLOSE, CLOSE_ENOUGH = 1.0003, 1.002  # of the bound: where the search ends, and 
 GAIN = 1e-5  # the least part of its load by which a move must relieve the hottest rank
 MAX_MOVES = 400  # of one descent
 RESTARTS, DISTURBANCES = 256, 4
-LEAST_PATIENCE, MOST_PATIENCE = 32, 128  # restarts in a row that gain a layer nothing
-SMALL = 1 << 14  # exchanges of one rank, times restarts: what small layers may try before patience is at its least
+LEAST_RETRIES, MOST_RETRIES = 32, 128  # restarts in a row that gain a layer nothing
+SMALL = 1 << 14  # exchanges of one rank, times restarts: what small layers may try beyond LEAST_RETRIES
 
 
 class _Exchange(NamedTuple):
@@ -36,18 +36,18 @@ class _Replacement(NamedTuple):
 
 
 def refine(layout: Layout, load: np.ndarray, *, bound: np.ndarray) -> None:
-    """Bring the hottest rank of each layer as close to `bound` [layers] as local search can.
+    """Reduce the load of the hottest rank of each layer towards `bound` [layers] by local search with restarts.
 
-    Layers that stay away from it are disturbed a little and searched again, some times; the best is kept.
+    Layers that stay above it are perturbed and searched again a few times; the best result is kept.
     """
     descend(layout, load, goal=CLOSE * bound)
     generator = np.random.default_rng(0)
     best = layout.peaks(layout.even_amounts(load))
     _, num_ranks, num_slots = layout.experts.shape
-    patience = np.clip(SMALL // (num_ranks * num_slots**2), LEAST_PATIENCE, MOST_PATIENCE)
+    retries = np.clip(SMALL // (num_ranks * num_slots**2), LEAST_RETRIES, MOST_RETRIES)
     fruitless = np.zeros(layout.num_layers, np.int64)
     for _ in range(RESTARTS):
-        layers = np.flatnonzero((best > CLOSE_ENOUGH * bound) & (fruitless < patience))
+        layers = np.flatnonzero((best > CLOSE_ENOUGH * bound) & (fruitless < retries))
         if not layers.size:
             break
         part = layout.of_layers(layers)
@@ -133,7 +133,7 @@ def _best_replacement(layout: Layout, loads: _Loads) -> _Replacement:
 
 
 def _disturb(layout: Layout, load: np.ndarray, generator: np.random.Generator, *, from_hottest: bool) -> None:
-    """One move at random, the same in all layers where it is possible, whatever it does to the loads."""
+    """One move at random, the same in all layers where it is possible, regardless of the loads."""
     num_layers, num_ranks, num_slots = layout.experts.shape
     layers = np.arange(num_layers)
     here, there = generator.integers(num_ranks, size=2)

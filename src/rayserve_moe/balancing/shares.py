@@ -1,7 +1,7 @@
-"""Which part of its expert's tokens each slot takes, so that the hottest rank carries as little as it can.
+"""The share of its expert's tokens that each slot takes, chosen to minimize the load of the hottest rank.
 
-The parts are free as long as they add up. So load flows between the ranks that hold the same expert, as between joined
-vessels, until their levels are equal or a slot is empty.
+Shares only have to add up. So load flows between the ranks that hold the same expert, as water does between
+communicating vessels, until their levels are equal or a slot is empty.
 """
 
 from __future__ import annotations

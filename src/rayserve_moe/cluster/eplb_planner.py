@@ -1,4 +1,4 @@
-"""The process that plans placements: one actor for all replicas, and how a replica reaches it."""
+"""The actor that plans placements for all replicas, and the planner of a replica that calls it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 class EplbPlanner:
-    """Keeps the loads of every engine that reports any, and plans for each of them alone.
+    """Keeps the loads of the engines that report to it, and plans for each of them separately.
 
-    Engines go by names that they choose anew at each start; those that reported last are kept, `most_engines` of them.
+    Engines choose a new name at each start; the `most_engines` that reported last are kept.
     """
 
-    def __init__(self, rules: PlanningConfig, *, most_engines: int = 256) -> None:
+    def __init__(self, config: PlanningConfig, *, most_engines: int = 256) -> None:
         os.nice(NICENESS)
-        self._rules, self._most_engines = rules, most_engines
+        self._config, self._most_engines = config, most_engines
         self._advisors: dict[str, LocalPlanner] = {}
 
     def observe(self, engine: str, reading: LoadReading) -> bool:
         """Take over an engine's reading; says whether it should ask for a plan."""
-        advisor = self._advisors.pop(engine, None) or LocalPlanner(self._rules)
+        advisor = self._advisors.pop(engine, None) or LocalPlanner(self._config)
         self._advisors[engine] = advisor
         if len(self._advisors) > self._most_engines:
             del self._advisors[next(iter(self._advisors))]
@@ -52,7 +52,7 @@ class RemotePlanner:
     """The balancer actor as the `Planner` of one engine; calls come from one thread, and wait for it there.
 
     `connect` finds the actor; ValueError where there is none now. A lost one is looked up again by the next call. One
-    that does not answer in time is killed, for whoever owns it to start it anew.
+    that does not answer in time is killed, so that its owner restarts it.
     """
 
     def __init__(self, connect: Callable[[], ActorHandle], *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:

@@ -139,6 +139,6 @@ class GroupExecutor:
         parallel = self._parallel
         devices = 0 if self._cluster.tpu_topology else max(1, parallel.devices_per_host)
         place = HostPlace(host_id, parallel.num_hosts, devices, parallel.data_parallel_size, parallel.num_slices)
-        # A step is a task: reporting each of them to the cluster's records costs more than it tells.
+        # A step is a task: recording each of them in the cluster's task events is not worth its cost.
         options = {**reservation.actor_options(host_id), "enable_task_events": False}
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))

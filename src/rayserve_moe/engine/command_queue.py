@@ -1,4 +1,4 @@
-"""Commands to the engine thread from all others: carried out between two steps, in the order they came in."""
+"""Commands of other threads to the engine thread: run between two steps, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class CommandQueue:
-    """Holds commands until the engine thread runs them. `lock` keeps others from adding some meanwhile."""
+    """Queues commands until the engine thread runs them. While `lock` is held nobody else can add any."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -30,15 +30,15 @@ class CommandQueue:
         return self._closed_because is not None
 
     def post(self, command: Callable[[], None]) -> None:
-        """Leave a command."""
+        """Queue a command."""
         with self.lock:
             self._commands.append(command)
             self._changed.notify()
 
     def call(self, command: Callable[[], Result]) -> Future[Result]:
-        """Leave a command and return the future of what it returns.
+        """Queue a command and return the future of its result.
 
-        It fails with EngineStoppedError where the engine stops before; a command that raises makes the engine fail.
+        It fails with EngineStoppedError where the engine stops first; a command that raises makes the engine fail.
         """
         future: Future[Result] = Future()
 
@@ -55,12 +55,12 @@ class CommandQueue:
         return future
 
     def run_all(self) -> None:
-        """Carry out what is there, in the engine thread."""
+        """Run all queued commands, in the engine thread."""
         while self._commands:
             self._commands.popleft()()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until there is a command or the queue is closed; False where neither comes in time."""
+        """Sleep until there is a command or the queue is closed; False on timeout."""
         with self.lock:
             return self._changed.wait_for(lambda: bool(self._commands) or self.is_closed, timeout_s)
 
@@ -76,7 +76,7 @@ class CommandQueue:
             self._changed.notify()
 
     def give_up(self) -> None:
-        """Tell everybody who waits for a call that it is not carried out. The inbox is closed, its thread gone."""
+        """Fail all pending calls with EngineStoppedError. The queue is closed, and its thread has ended."""
         with self.lock:
             for future in self._calls:
                 if not future.done():

@@ -1,4 +1,4 @@
-"""What a trainer does to a running engine: pause it, let it go on, give it other weights."""
+"""Controls a running engine for a trainer: pause, resume, update of weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rayserve_moe.scheduling.sequence import Sequence
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 ABORTED = FinishReason("abort")
-"""How a choice ends that was given up, whoever gave it up."""
+"""The finish reason of an aborted choice."""
 
 
 @dataclass(frozen=True)
 class WeightOrder:
-    """Which checkpoint to take weights from: a directory that every host sees at the same absolute path.
+    """The checkpoint to take weights from: a directory that every host sees at the same absolute path.
 
-    Without `weight_version` the number after the last one is taken. `aborts_requests` ends all there are when the
+    Without `weight_version` the number after the last one is taken. `aborts_requests` aborts all requests when the
     weights change.
     """
 
@@ -39,9 +39,9 @@ class WeightOrder:
 
 @dataclass(frozen=True)
 class WeightOutcome:
-    """Whether the weights have changed, a sentence about it, and how many choices a pause kept waiting meanwhile.
+    """Whether the weights have changed, a sentence about it, and how many choices a pause holds.
 
-    `weight_version` is that of the weights that serve now, `gap_s` how long no step could run.
+    `weight_version` is that of the current weights, `gap_s` how long no step could run.
     """
 
     success: bool
@@ -52,9 +52,9 @@ class WeightOutcome:
 
 
 class EngineControl:
-    """Commands that take effect between two steps, from any thread. Updates of weights come one after the other.
+    """Commands that take effect between two steps, from any thread. Updates of weights run one at a time.
 
-    A pause lets the step that is under way finish. New requests wait until `resume`.
+    A pause lets the step in flight finish. New requests wait until `resume`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EngineControl:
 
     @property
     def weight_version(self) -> str:
-        """Of the weights that the next step runs under."""
+        """Version of the weights of the next step."""
         return self._cycle.scheduler.weight_version
 
     @property
@@ -76,24 +76,24 @@ class EngineControl:
         return self._cycle.is_paused
 
     def pause(self, mode: str) -> Future[None]:
-        """Run no steps until `resume`; done once none is under way.
+        """Run no steps until `resume`; the future is done once none is in flight.
 
-        `abort` ends all requests there are, `retract` takes their pages, so that they are computed anew, `in_place`
-        leaves them as they are. The mode that is in force changes nothing once more. RequestError for another mode.
+        `abort` ends all requests, `retract` preempts them, so that they are recomputed, `in_place` leaves them as they
+        are. Repeating the current mode has no effect. RequestError for an unknown mode.
         """
         if mode not in PAUSE_MODES:
             raise RequestError(f"`mode` must be one of {', '.join(PAUSE_MODES)}", "mode")
         return self._commands.call(partial(self._pause, mode))
 
     def resume(self) -> Future[None]:
-        """Go on; nothing happens where nothing is paused."""
+        """End a pause, if there is one."""
         return self._commands.call(self._resume)
 
     def update_weights(self, order: WeightOrder) -> Future[WeightOutcome]:
-        """Have every host read and check a checkpoint while steps run on, then change to it between two steps.
+        """Have every host read and check a checkpoint while steps run on, then switch to it between two steps.
 
-        Where anything is wrong the old weights serve on, and the outcome says why. With a host that is lost meanwhile
-        the engine fails, and so does the future. RequestError for a path that is not absolute.
+        If a host refuses it the old weights stay, and the outcome says why. If a host is lost the engine fails, and so
+        does the future. RequestError for a path that is not absolute.
         """
         if not Path(order.model_path).is_absolute():
             raise RequestError("`model_path` must be an absolute path", "model_path")
@@ -101,13 +101,13 @@ class EngineControl:
         return self._updates.submit(self._update, order)
 
     def end(self, sequences: Iterable[Sequence], reason: FinishReason) -> None:
-        """End choices, in the engine thread; those that have ended already are left as they are."""
+        """End the choices that have not ended, in the engine thread."""
         for sequence in sequences:
             if sequence.finish is None:
                 self._outputs.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
 
     def close(self) -> None:
-        """Begin no further update."""
+        """Start no further update."""
         self._updates.shutdown(wait=False, cancel_futures=True)
 
     def _pause(self, mode: str) -> None:

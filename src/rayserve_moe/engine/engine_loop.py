@@ -141,15 +141,15 @@ class EngineLoop:
         self._commands.post(partial(self.control.end, choices, ABORTED))
 
     def abort_stem(self, stem: str) -> None:
-        """Abort what runs now as request `stem`, or as `stem_0`, `stem_1`, or `stem-0`, ... after it."""
+        """Abort the requests that are named `stem` now, or `stem_0`, `stem_1`, ..., or `stem-0`, ..."""
         self._abort_named(lambda name: name.startswith(stem) and _PART.fullmatch(name, len(stem)) is not None)
 
     def abort_all(self) -> None:
-        """End everything that was submitted before, with finish reason `abort`."""
+        """Abort all requests that were submitted before."""
         self._abort_named(lambda _: True)
 
     def flush(self) -> None:
-        """Forget all cached prefixes, before anything that is submitted from now on; what runs keeps its pages."""
+        """Flush the prefix cache before later requests; running ones keep their pages."""
         self._commands.post(self._cycle.scheduler.flush)
 
     @property
@@ -210,7 +210,7 @@ class EngineLoop:
             self.has_failed.set_result(False)
 
     def _take_commands(self) -> bool:
-        """Carry out what is in the queue; with nothing to do, sleep. False when it is time to stop."""
+        """Run queued commands; with no work, sleep. False once the engine is to stop."""
         while not self._commands.is_closed:
             self._step_started_at = time.monotonic()
             self._commands.run_all()
@@ -226,7 +226,7 @@ class EngineLoop:
             self._commands.wait()
 
     def _abort_named(self, is_meant: Callable[[str], bool]) -> None:
-        """Abort the requests that have such an id now: others may follow under the same."""
+        """Abort the requests that have such an id now; later ones may have the same."""
         with self._commands.lock:
             names = filter(is_meant, self._outputs.request_ids)
             self.abort([choice for name in names for choice in self._outputs.unfinished(name)])
@@ -241,12 +241,12 @@ class EngineLoop:
         self.has_failed.set_result(True)
 
     def _end_all(self, reason: FinishReason) -> None:
-        """Tell everybody that all ends: one who cannot be told keeps nobody else from hearing it."""
+        """End all requests; a sink that raises does not keep the others from their end."""
         while len(self._outputs):
             try:
                 self._outputs.end_all(reason)
             except Exception:
-                log.exception("a client could not be told of its end")
+                log.exception("the end of a request could not be sent")
 
 
 def _fault_of(scheduler: Scheduler) -> AssertionError | None:

@@ -1,6 +1,6 @@
 """Controls expert balancing of one engine: counts go to the planner, valid plans to the engine's steps.
 
-Planning has a thread of its own. Whatever fails here, steps run on under the current placement.
+Planning has a thread of its own. If it fails, steps run on under the current placement.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class PlannerRetry:
         log.warning("no plan of experts, next try in %.1f s: %s", self._pause_s, failure)
 
     def view(self, *, is_running: bool) -> ActorView:
-        """Its state for users; a planner that nobody asks any more counts as gone."""
+        """Its state for users; without a running thread the planner counts as gone."""
         return ActorView(is_running and self._is_reached, self._num_losses_made_up, dict(self.refused))
 
 

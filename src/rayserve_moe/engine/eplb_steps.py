@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 COUNTS_EVERY = 16
 """Steps from one reading of the devices' counts to the next."""
 COUNTS_EVERY_UNPLANNED = 64
-"""The same where experts stay: nobody plans from it, and each costs about as much as the launch of a small step."""
+"""The same where experts never move: readings are only shown, and each costs about as much as a small launch."""
 
 
 def eplb_steps_for(

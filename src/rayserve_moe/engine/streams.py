@@ -82,7 +82,7 @@ class GenerationStream:
 
 
 def _call_if_open(event_loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Schedule a callback from another thread, unless its loop is gone together with whoever listened."""
+    """Schedule a callback from another thread, unless its event loop is closed."""
     try:
         event_loop.call_soon_threadsafe(callback)
     except RuntimeError:

@@ -112,21 +112,21 @@ class Engine:
         return self.loop.card
 
     def pause_generation(self, mode: str = "abort") -> None:
-        """Run no steps until `continue_generation`; returns once none is under way.
+        """Run no steps until `continue_generation`; returns once none is in flight.
 
-        `abort` ends all requests there are, `retract` has them computed anew afterwards, `in_place` leaves them as they
-        are. RequestError for another mode.
+        `abort` ends all requests, `retract` preempts them, so that they are recomputed, `in_place` leaves them as they
+        are. RequestError for an unknown mode.
         """
         self.loop.control.pause(mode).result()
 
     def continue_generation(self) -> None:
-        """Go on after a pause, if there is one."""
+        """End a pause, if there is one."""
         self.loop.control.resume().result()
 
     def update_weights_from_disk(
         self, model_path: str | Path, *, weight_version: str | None = None, abort_all_requests: bool = False
     ) -> WeightOutcome:
-        """Serve the weights of another checkpoint of the same model; the outcome tells of success, or what is wrong.
+        """Serve the weights of another checkpoint of the same model; the outcome says whether it succeeded, or why not.
 
         Requests that run go on under the new weights unless `abort_all_requests`. The prefix cache is flushed. Without
         `weight_version` the number after the last one is taken.

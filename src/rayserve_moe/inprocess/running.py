@@ -1,4 +1,4 @@
-"""Requests of this process under way: a few streamed, or any number of them to their ends."""
+"""Running requests of this process: streamed, or waited for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 
 class RunningRequest:
-    """A submitted request and what its choices have come to. Close its stream, unless `wait_async` did."""
+    """A submitted request and the results of its choices so far. Close its stream, unless `wait_async` did."""
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
         self._started_s = time.perf_counter()
@@ -26,13 +26,13 @@ class RunningRequest:
         self.elapsed_s = 0.0
 
     def wait(self) -> None:
-        """Take in every delta up to the last."""
+        """Wait for the end of every choice."""
         for delta in self.stream:
             self.results[delta.choice_index].add(delta)
         self.note_time()
 
     async def wait_async(self) -> None:
-        """Take in every delta up to the last, in an event loop. Closes the stream, also where it is cancelled."""
+        """Wait for the end of every choice in an event loop. Closes the stream, also where it is cancelled."""
         try:
             async for delta in self.stream:
                 self.results[delta.choice_index].add(delta)
@@ -50,7 +50,7 @@ def run_to_end(
 ) -> list[RunningRequest]:
     """Run all requests to their ends, however many the engine takes at once, under a bar where there is a terminal.
 
-    Raises what `EngineLoop.submit` raises; whatever runs by then is aborted.
+    Raises what `EngineLoop.submit` raises; running requests are then aborted.
     """
     running: list[RunningRequest] = []
     with ExitStack() as cleanup:
@@ -74,7 +74,7 @@ def run_to_end(
 def _submitted(
     loop: EngineLoop, tokenizer: Tokenizer, request: GenerationRequest, *, others: deque[RunningRequest]
 ) -> RunningRequest | None:
-    """Submit a request; None while the engine is full and some of the `others` will make room."""
+    """Submit a request; None while the engine is full and some of the `others` have yet to end."""
     try:
         return RunningRequest(loop, tokenizer, request=request)
     except EngineBusyError:

@@ -10,11 +10,11 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 
 EVICTION_BATCH = 16
-"""Cached pages given up at once, where there are as many: the next few allocations then find free ones."""
+"""Cached pages evicted at once, if there are as many, so that the next few allocations find free ones."""
 
 
 class DataRank:
-    """What one rank owns. Its sequences, pages and cached prefixes are nobody else's.
+    """What one rank owns: sequences, pages and cached prefixes, none of them shared with other ranks.
 
     `running` are the sequences in its rows, oldest first; `prefilling` those among them whose known tokens are not all
     computed yet; the others decode.
@@ -89,7 +89,7 @@ class DataRank:
         return pages
 
     def cache_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others find the whole pages among the first `num_tokens` of a sequence; they stay locked for it.
+        """Add the whole pages of the first `num_tokens` of a sequence to the prefix cache; they stay locked for it.
 
         What was computed before a flush is not cached after it, nor what lies beyond `num_cacheable`.
         """
@@ -111,7 +111,7 @@ class DataRank:
         self.allocator.release(sequence.let_go())
 
     def flush(self) -> None:
-        """Forget all cached prefixes; running sequences keep their pages."""
+        """Flush the prefix cache; running sequences keep their pages."""
         self.tree.clear()
         self._num_flushes += 1
 

@@ -12,8 +12,8 @@ NULL_PAGE = 0
 class PageAllocator:
     """Hands out pages with reference counts.
 
-    Page 0 belongs to nobody: padding writes there. Every allocation of a page gets a new generation number, never
-    used before, so that data kept elsewhere by KV slot can tell whose it is. Page ids travel as int32 arrays.
+    Page 0 is never allocated: padding writes there. Every allocation of a page gets a new generation number, never
+    used before, so that data kept elsewhere by KV slot can be matched to its owner. Page ids travel as int32 arrays.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -22,7 +22,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.generations = np.zeros(num_pages, np.int64)
         self._references = np.zeros(num_pages, np.int32)  # indexed by intp: numpy takes a slow path for int32
-        # A stack: `[free, lowest id on top | room for pages in use]`.
+        # A stack: `[free, lowest id on top | places of pages in use]`.
         self._free = np.arange(num_pages - 1, NULL_PAGE, -1, dtype=np.int32)
         self._num_free = num_pages - 1
         self._num_allocations = 0

@@ -82,19 +82,19 @@ class PlanBuilder:
             self._completed.append((sequence, int(self._table.generations[sequence.row])))
 
     def add_row(self, sequence: Sequence) -> None:
-        """Tell the hosts how the new owner of a row samples, and which pages it brings."""
+        """Add the sampling parameters and pages of a row's new owner."""
         self._new_rows.append(sequence)
         self.add_pages(sequence, first=0)
 
     def add_pages(self, sequence: Sequence, *, first: int) -> None:
-        """Tell the hosts the row's pages from index `first` on."""
+        """Add the row's pages from index `first` on."""
         pages = sequence.pages[first:]
         if len(pages):
             rows = np.full(len(pages), sequence.row)
             self._page_changes.append((rows, np.arange(first, first + len(pages)), pages.copy()))
 
     def add_page_each(self, rows: np.ndarray, indices: np.ndarray, *, page_ids: np.ndarray) -> None:
-        """Tell the hosts one new page of each row."""
+        """Add one new page of each row."""
         self._page_changes.append((rows, indices, page_ids))
 
     def build(self, *, captures_all: bool) -> Schedule:

@@ -1,6 +1,6 @@
-"""The prefix cache: which runs of tokens have their keys and values in which pages, least recently used dropped first.
+"""The prefix cache: a radix tree from token ids to KV pages with LRU eviction, as in SGLang's RadixAttention.
 
-It knows pages and token ids only. Who runs, and when room must be made, is decided by its caller.
+It knows pages and token ids only; the caller decides when to evict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKEN_BYTES = 4
 class _Node:
     """One edge of the tree: a run of whole pages that continues what `parent` holds. A root has no parent and no run.
 
-    `run` is the int32 token ids as bytes, so that one comparison of memory tells whether a prompt goes along it.
+    `run` is the int32 token ids as bytes, so that a prompt is matched by comparing memory.
     `key` is the node's place among its parent's children. `end` counts pages from the root to the end of the run.
     `num_locks` counts the locks on this node and below, `num_own_locks` those that end here.
     """
@@ -69,8 +69,8 @@ class CachedPrefix:
 class PrefixTree:
     """A radix tree over whole pages that keeps one reference of its own to every page in it.
 
-    Namespaces never see each other. Whoever holds pages of the tree holds a lock on their prefix, or lets go of them
-    before the next `evict`: with that, `num_evictable` is exact. `num_cached_pages` counts what can be matched.
+    Namespaces are separate. A holder of pages of the tree has a lock on their prefix, or releases them before the next
+    `evict`; therefore `num_evictable` is exact. `num_cached_pages` counts what can be matched.
     Pages from before a `clear` are not to be inserted after it.
     """
 
@@ -147,7 +147,7 @@ class PrefixTree:
         return self._allocator.num_free - num_free
 
     def clear(self, namespace: Hashable = None) -> None:
-        """Forget a namespace, or all of them for None: nothing of it is matched again. Locked pages wait for unlock."""
+        """Remove a namespace, or all of them for None. Locked pages are freed by their last unlock."""
         tops = [node for key, node in self._root.children.items() if namespace is None or key[0] == namespace]
         unlocked: list[_Node] = []
         for top in tops:
@@ -227,7 +227,7 @@ class PrefixTree:
         return CachedPrefix(_pages_of(reversed(path)), node.end * self._page_size, node)
 
     def _shorten(self, leaf: _Node, count: int) -> None:
-        """Let go of the last `count` pages of an unlocked leaf, and of the leaf with its last one."""
+        """Free the last `count` pages of an unlocked leaf, and remove the leaf with its last one."""
         kept, above = len(leaf.page_ids) - count, leaf.parent
         self.num_cached_pages -= count
         self.num_evictable -= count
@@ -240,7 +240,7 @@ class PrefixTree:
         self._queue.add(leaf if kept or above is None else above)
 
     def _drop(self, nodes: list[_Node]) -> None:
-        """Take nodes out, where all below them goes too, and let go of their pages."""
+        """Remove nodes together with all below them, and free their pages."""
         self._allocator.release(_pages_of(nodes))
         for node in nodes:
             assert node.parent is not None, "a node is dropped twice"
@@ -249,7 +249,7 @@ class PrefixTree:
 
 
 class _LeafQueue:
-    """Leaves by their last use. What has happened to one since it came is looked at only when its turn comes."""
+    """Leaves by their last use, as a heap with lazy deletion: an entry is checked when it is popped."""
 
     def __init__(self, nodes: Iterable[_Node] = ()) -> None:
         self._heap: list[tuple[int, int, _Node]] = []  # last use when queued, tie-break, node

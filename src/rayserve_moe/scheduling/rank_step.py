@@ -19,7 +19,7 @@ CANDIDATES = 8
 """Waiting sequences, from the front, that are compared."""
 
 MAX_PASSED_OVER = 16
-"""Times a sequence at the front lets others go first."""
+"""Times that others may be admitted before the sequence at the front."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class RankStep:
 
     @property
     def is_full(self) -> bool:
-        """Whether the step has no room for a prompt any more."""
+        """Whether the token budget of the step is spent."""
         return self._budget < PREFILL_BLOCK_TOKENS
 
     def go_on(self) -> None:
-        """Add what runs: one token of every sequence that decodes, and prompts, oldest first.
+        """Add the running sequences: one token of each that decodes, then prompts, oldest first.
 
         A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.
         """
@@ -80,7 +80,7 @@ class RankStep:
             self._table.num_computed[rows] = starts + 1
 
     def admit(self, sequence: Sequence) -> bool:
-        """Start a waiting sequence here if all its known tokens find pages, and the step has room for some of them."""
+        """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""
         prefix = self.rank.lock_prefix(sequence)
         num_tokens, cached = sequence.num_tokens, prefix.num_tokens
         length = self._chunk_length(sequence, cached)
@@ -92,7 +92,7 @@ class RankStep:
         sequence.note_start(cached)
         self._builder.add_row(sequence)
         grown = self._grow(sequence, length)
-        assert grown, "room was checked before admission"
+        assert grown, "capacity was checked before admission"
         self._add_chunk(sequence, length)
         return True
 
@@ -145,7 +145,7 @@ class RankStep:
         return min(wanted, self._budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Give `sequence` pages for `length` more tokens; False where it had to make room itself."""
+        """Give `sequence` pages for `length` more tokens; False where it was itself preempted."""
         rank, held = self.rank, len(sequence.pages)
         missing = -(-(sequence.num_computed + length) // self._limits.page_size) - held
         while (pages := rank.take_pages(max(missing, 0))) is None:

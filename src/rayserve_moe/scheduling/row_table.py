@@ -23,10 +23,10 @@ NO_TOKEN = -1
 class RowTable:
     """State of the sequence in each row, [rows] or [rows, ...].
 
-    `generations` counts the owners of a row: whatever was started for one owner must not be taken for the next.
+    `generations` counts the owners of a row: what was started for one owner must not be used for the next.
     `capacities` are the tokens that the pages of a row hold. `num_departures` counts how often any row was left,
     `num_with_stop_ids`, `num_wanting_routing` and `num_wanting_top` the rows in use whose sequence has or wants that.
-    `num_top` are the likeliest tokens told of each sample.
+    `num_top` are the likeliest tokens returned with each sample.
     `singles` and `all_true` are constants: lengths and token ids of chunks that go on from the token sampled last.
     """
 

@@ -1,4 +1,4 @@
-"""Deciding what each step computes: who runs, how much of whose prompt, who waits, who is preempted."""
+"""Decides what each step computes: which sequences run, how much of each prompt, who waits, who is preempted."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_scores, comm
 
 @dataclass(frozen=True)
 class Preemption:
-    """A sequence that lost its pages: what it had computed, how it came about, and where that was.
+    """A preempted sequence, with the rank, pages and origins of what it had computed.
 
-    It may be on another rank already.
+    The sequence itself may already run on another rank.
     """
 
     sequence: Sequence
@@ -37,7 +37,7 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a result brought: rows that got a token, and the sequences that it ended, which still hold their pages."""
+    """Rows that got a token, and the sequences that ended, which still hold their pages."""
 
     rows: np.ndarray
     ended: list[Sequence]
@@ -46,10 +46,10 @@ class Commit:
 class Scheduler:
     """Continuous batching over the data-parallel ranks.
 
-    Running sequences go first, oldest first; what is left of the step admits waiting ones. A step may be planned
-    before the result of the one before it is known: a sequence then goes on from the token that is on its way. When
-    pages run out, the youngest running sequence gives its own back and waits at the front. The choices of a request
-    beyond the first wait for its prompt and then find it cached.
+    Running sequences come first, oldest first; the rest of the budget admits waiting ones (chunked prefill, as in
+    Sarathi-Serve). A step may be planned before the result of the one before is known: a sequence then continues from
+    the token in flight. When pages run out, the youngest running sequence is preempted and waits at the front. The
+    choices of a request beyond the first wait for its prompt and then find it cached.
     """
 
     def __init__(self, limits: StepLimits, *, weight_version: str = "0") -> None:
@@ -99,7 +99,7 @@ class Scheduler:
     def schedule(self, *, captures_all: bool = False) -> Schedule:
         """Plan the next step. Its plan is empty when all that runs is on its way.
 
-        `captures_all` has the routing of the step brought back even where no sequence of it wants any.
+        `captures_all` requests the routing of the step even where none of its sequences wants it.
         """
         builder = PlanBuilder(self._next_step_id, self.table)
         self._next_step_id += 1
@@ -123,7 +123,7 @@ class Scheduler:
         return StepPlan(self._next_step_id - 1)
 
     def commit(self, schedule: Schedule, result: StepResult) -> Commit:
-        """Take over what a step sampled; tokens of sequences that have left their row since are dropped."""
+        """Append what a step sampled; tokens of sequences that have left their row since are dropped."""
         rows, endings = commit_tokens(self.table, schedule, result=result)
         if schedule.scored:
             ended = {row for row, _ in endings}
@@ -150,7 +150,7 @@ class Scheduler:
         self._release_followers(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Give back the pages of an ended sequence; whole ones stay cached for as long as there is room."""
+        """Release the pages of an ended sequence; whole ones stay cached until they are evicted."""
         assert sequence.finish is not None, "only ended sequences are released"
         self._give_up_pages(sequence)
         if self._is_private(sequence.request) and all(choice.finish for choice in sequence.choices):
@@ -169,7 +169,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def flush(self) -> None:
-        """Forget all cached prefixes; what runs keeps its pages."""
+        """Flush the prefix cache; running sequences keep their pages."""
         for rank in self.ranks:
             rank.flush()
 
@@ -185,7 +185,7 @@ class Scheduler:
     def _admit_next(self, steps: list[RankStep]) -> bool:
         """Move one waiting sequence into a row of the rank that has most of it cached; False where it does not fit.
 
-        It rather waits a step for that rank than being computed from scratch on another.
+        It waits a step for that rank rather than being recomputed on another.
         """
         open_steps = [step for step in steps if step.rank.free_rows]
         if not open_steps or not self.waiting:
@@ -223,13 +223,13 @@ class Scheduler:
             self.waiting.rotate(num_preempted)
 
     def _namespace(self, request: GenerationRequest) -> Hashable:
-        """Who finds the prefixes that a request leaves in the cache."""
+        """The namespace of the cached prefixes of a request."""
         if self._is_private(request):
             return request.request_id
         return (request.cache_salt,)
 
     def _is_private(self, request: GenerationRequest) -> bool:
-        """Whether only its own choices share its prefixes: what routing was forced upon is for nobody else."""
+        """Whether only its own choices share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
 
     def _end_row(self, row: int, reason: FinishReason) -> Sequence:

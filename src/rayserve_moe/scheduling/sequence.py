@@ -21,7 +21,7 @@ NUM_COUNTERS = 5
 
 
 class SequenceState(NamedTuple):
-    """What a sequence has come to, in arrays, so that a step can treat all running sequences at once.
+    """The state of a sequence in arrays, so that a step can process all running sequences at once.
 
     While a sequence runs these are views of its row in the `RowTable`. `counters` int64 [NUM_COUNTERS]; `token_ids`
     int32, `logprobs` float32 and `ranks` int32 by position; `page_ids` int32, `page_generations` int64 by page index.
@@ -168,7 +168,7 @@ class Sequence:
         return self.state.logprobs[start:stop]
 
     def let_go(self) -> np.ndarray:
-        """Give up all pages and with them everything computed; returns the pages for release."""
+        """Drop all pages and with them everything computed; returns the pages for release."""
         pages = self.pages.copy()
         self.state.counters[NUM_PAGES] = 0
         self.state.counters[NUM_COMPUTED] = 0
@@ -184,7 +184,7 @@ def note_weights(sequence: Sequence, weight_version: str) -> None:
 
 
 def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:
-    """The likeliest tokens where those at positions `[start, stop)` were sampled; None where nobody asks."""
+    """The likeliest tokens where those at positions `[start, stop)` were sampled; None where they are not wanted."""
     if not (count := sequence.num_top):
         return None
     told = sequence.top_of_outputs[start - sequence.num_prompt_tokens : stop - sequence.num_prompt_tokens]

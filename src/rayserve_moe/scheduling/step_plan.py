@@ -1,7 +1,7 @@
-"""What the engine tells the devices to compute in one step, and what comes back.
+"""The plan of one step for all hosts, and its result.
 
 Both are small frozen records of numpy arrays: they travel to every host each step, so a plan holds only what
-changed. A plan without chunks computes nothing and only collects what the step before it brought.
+changed. A plan without chunks computes nothing and only collects the result of the step before it.
 
 A chunk is a run of tokens of one sequence: `chunk_rows[c]` is its row, its tokens sit at positions
 `chunk_starts[c] .. chunk_starts[c] + chunk_lengths[c] - 1`, and the tokens of all chunks follow each other in
@@ -195,9 +195,9 @@ class StepResult:
     `token_ids` int32, `logprobs` float32, `ranks` int32: 0 where logits were not finite. `routing` holds the rows of
     all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
-    They wrap around: take differences. `tally` int64 [4] tells, where slots have limited room, how many picks its
+    They wrap around: take differences. `tally` int64 [4] is set where slots have a capacity: how many assignments its
     tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
-    `failed_fetch` is told by every step until another migration begins.
+    `failed_fetch` is set in every result until another migration begins.
     """
 
     step_id: int
@@ -220,7 +220,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StartReport:
-    """What starting an executor came to: KV pages of one data rank, how experts are spread, and seconds of each part.
+    """The result of starting an executor: KV pages of one data rank, how experts are spread, and seconds of each part.
 
     `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
     which `num_programs_found` were on disk. `first_run_s` is running every program once.
@@ -250,7 +250,7 @@ class StartReport:
 
 
 def slowest_start(reports: Sequence[StartReport]) -> StartReport:
-    """What hosts that started side by side came to together: of each number the one that kept the others waiting."""
+    """Combine the reports of hosts that started in parallel: the worst of each number."""
     columns = zip(*(asdict(report).items() for report in reports), strict=True)
     least = ("num_pages", "num_programs_found")
     worst = {column[0][0]: (min if column[0][0] in least else max)(value for _, value in column) for column in columns}

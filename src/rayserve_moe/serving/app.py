@@ -99,12 +99,12 @@ def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
     """The balancer, where experts move: Serve's controller starts it, and restarts it when it dies."""
     if not settings.balancing.enabled:
         return []
-    rules = planning_config(settings.balancing, settings.experts)
+    planning = planning_config(settings.balancing, settings.experts)
     return [
         DeploymentActorConfig(
             name=BALANCER_NAME,
             actor_class=EplbPlannerActor,
-            init_kwargs={"rules": rules},
+            init_kwargs={"config": planning},
             actor_options={"num_cpus": 0},
         )
     ]

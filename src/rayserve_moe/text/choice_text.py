@@ -64,7 +64,7 @@ class StopStringScanner:
 def _advanced(stop: str, begun: int, piece: str) -> int:
     """How much of `stop` a text ends with after `piece`, where it ended with `begun` characters of it before.
 
-    That takes a few operations per character, however long and repetitive the stop string is.
+    The automaton of Knuth, Morris and Pratt: amortized constant time per character.
     """
     borders = _borders(stop)
     for character in piece:
