@@ -58,7 +58,7 @@ def _encode_all(
 
 
 def encoded(encode: Callable[..., list[int]], card: ModelCard, *, param: str) -> list[int]:
-    """Encode a text. ApiError, before any work where its length tells so, for one longer than the context."""
+    """Encode a text. ApiError for one longer than the context, without encoding it where its length suffices."""
     try:
         return encode(max_tokens=card.max_model_len)
     except TextTooLongError as error:
@@ -72,7 +72,7 @@ def _too_long(card: ModelCard, param: str) -> ApiError:
 async def forced_routing_of(
     state: ApiState, value: Any, *, prompts: Sequence[np.ndarray], is_batch: bool
 ) -> list[RoutedExperts | None]:
-    """Decode the routing to replay in every prompt, off the event loop: a batch brings a list of as many."""
+    """Decode the routing to replay in every prompt, off the event loop; a batch has a list of one per prompt."""
     if value is None:
         return [None] * len(prompts)
     lengths = list(map(len, prompts))

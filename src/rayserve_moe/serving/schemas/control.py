@@ -39,7 +39,7 @@ class PauseBody(RequestBody):
 class UpdateWeightsBody(RequestBody):
     """Body of `/update_weights_from_disk`: a directory that every host sees, and the name of the weights in it.
 
-    The prefix cache is flushed whatever `flush_cache` says: what it holds is of the old weights.
+    The prefix cache is always flushed: it holds keys and values of the old weights. `flush_cache` has no effect.
     """
 
     model_path: Annotated[

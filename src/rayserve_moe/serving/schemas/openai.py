@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI routes: what is computed of them (`known_fields` tells the rest)."""
+"""Bodies of the OpenAI routes: the fields that are computed (`known_fields` lists the others)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StreamOptions(RequestBody):
 
 
 class StreamedBody(RoutingFields):
-    """A body whose stream may be told to count tokens."""
+    """A body whose stream can count tokens."""
 
     stream_options: StreamOptions | None = None
 

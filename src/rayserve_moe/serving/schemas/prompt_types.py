@@ -1,4 +1,4 @@
-"""Types of the fields that bring prompts: one or several, as text or as token ids."""
+"""Types of prompt fields: one or several prompts, as text or as token ids."""
 
 from __future__ import annotations
 
