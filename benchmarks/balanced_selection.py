@@ -26,8 +26,9 @@ from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance
 from rayserve_moe.experts.balanced_layer import spread_over_replicas
 from rayserve_moe.experts.balanced_selection import balanced_expert_selection, capacity_of, order_of_table
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
+from rayserve_moe.kernels.registry import CPU
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.balanced_oracle import balanced_oracle, oracle_capacity, oracle_slots, ranked
 
@@ -132,11 +133,11 @@ def _sequentially(scores: np.ndarray, table: np.ndarray, factor: float) -> np.nd
 
 def _slots_by_shares(placement: ExpertPlacement, ids: jax.Array) -> jax.Array:
     """Every rank splits what it dispatches."""
-    rule = ExpertRule(EXPERTS, TOP_K, True, "", plan_for(jax.devices()[:1]), num_redundant=SLOTS - EXPERTS)
+    config = ExpertConfig(EXPERTS, TOP_K, True, CPU, plan_for(jax.devices()[:1]), num_redundant=SLOTS - EXPERTS)
     maps, valid = placement_arrays(placement), jax.numpy.ones(TOKENS // RANKS, bool)
 
     def choose(ids_TK: jax.Array, rank: jax.Array) -> jax.Array:
-        return choose_slots(ids_TK, valid, maps, layer=jax.numpy.int32(0), rank=rank, rule=rule)
+        return choose_slots(ids_TK, valid, maps, layer=jax.numpy.int32(0), rank=rank, config=config)
 
     by_rank = ids.astype(jax.numpy.int32).reshape(RANKS, -1, TOP_K)
     return jax.vmap(choose)(by_rank, jax.numpy.arange(RANKS)).reshape(TOKENS, TOP_K)

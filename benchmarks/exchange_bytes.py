@@ -27,10 +27,10 @@ from benchmarks.conditions import RESULTS, load_before_start, machine_facts, not
 from benchmarks.table import tables
 from rayserve_moe.experts import exchange
 from rayserve_moe.experts.backends import EXPERT_BACKENDS
-from rayserve_moe.experts.local import ExpertWeights
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.tokens import RoutedTokens
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.kernels.registry import CPU
 from rayserve_moe.parallel.mesh import local_devices, plan_for, use_cpu_devices
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -85,11 +85,11 @@ class Tap:
 
 def count(backend: str, tokens_per_device: int, *, plan: ParallelPlan) -> dict[str, Any]:
     """Run one layer once; returns bytes per token by kind, their ratio to the reference, and operand shapes."""
-    rule = ExpertRule(NUM_EXPERTS, TOP_K, True, KERNELS_OF_PLATFORM["cpu"].experts, plan, backend=backend)
+    config = ExpertConfig(NUM_EXPERTS, TOP_K, True, CPU, plan, backend=backend)
     tap, num_tokens = Tap(plan.mesh.size), tokens_per_device * plan.mesh.size
 
     def on_device(tokens: RoutedTokens, weights: ExpertWeights) -> jax.Array:
-        return EXPERT_BACKENDS[backend](tokens, weights, layer=jnp.zeros((), jnp.int32), rule=rule, maps=None)
+        return EXPERT_BACKENDS[backend](tokens, weights, layer=jnp.zeros((), jnp.int32), config=config, maps=None)
 
     over_data, over_all = PartitionSpec("data"), PartitionSpec(("data", "tensor"))
     run = jax.jit(

@@ -18,7 +18,7 @@ from rayserve_moe.checkpoints.synthetic import SyntheticConfig, write_checkpoint
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.step import step_logits
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
-from rayserve_moe.model.token_batch import TokenBatch
+from rayserve_moe.kernels.attention_layer import TokenBatch
 
 USUAL_SCALE = 0.02
 """Deviation of weights as they are initialised. At a few times that, a random network decides as a trained one does."""
@@ -117,7 +117,7 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
     whole sequence at once, under the rows that were served: all of the distribution of which an answer tells the
     sampled token's part.
     """
-    spec, rule = runner.rule.spec, runner.rule
+    spec, config = runner.config.spec, runner.config
     num_blocks = -(-longest // PAGE)
     shape = StepShape(0, num_blocks, PAGE)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
@@ -126,12 +126,12 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
     def everywhere(weights: ModelWeights, batch: TokenBatch, forced_MTK: jax.Array) -> jax.Array:
         places, kv_pages = jnp.arange(shape.num_tokens), jnp.zeros(pool, runner.dtype)
         _, logits_TV = step_logits(
-            weights, kv_pages, batch=batch, sample_places_S=places, rule=rule, forced_MXK=forced_MTK
+            weights, kv_pages, batch=batch, sample_places_S=places, config=config, forced_MXK=forced_MTK
         )
         return jax.nn.log_softmax(logits_TV)
 
     parts = PartitionSpec()
-    sharded = jax.shard_map(everywhere, mesh=rule.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    sharded = jax.shard_map(everywhere, mesh=config.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
     compiled = jax.jit(sharded)
 
     def of(token_ids: np.ndarray, rows: np.ndarray) -> np.ndarray:

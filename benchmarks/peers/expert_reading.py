@@ -23,8 +23,8 @@ from benchmarks.peers.bandwidth import BF16_BYTES, read_bytes_per_s
 from benchmarks.peers.tables import expert_reading as as_table
 from rayserve_moe.checkpoints.synthetic import PRESETS, SyntheticConfig
 from rayserve_moe.execution.native_library import register_native_kernels
-from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.kernels.cpu_native.calls import expert_sums
+from rayserve_moe.kernels.expert_products import ExpertWeights
 
 STREAMS = (1, 2, 4, 8, 16)
 STEPS = 20
@@ -62,11 +62,12 @@ def steps_over(weights: ExpertWeights, config: SyntheticConfig) -> Callable[...,
     def run(weights: ExpertWeights, picks_NLTK: jax.Array, rows_TD: jax.Array) -> jax.Array:
         gates_TK = jnp.full(picks_NLTK.shape[2:], 1 / config.num_experts_per_tok, jnp.float32)
         layers = jnp.arange(config.num_hidden_layers)
+        product = ProductConfig(config.num_experts, mean_rows=1.0)
 
         def through_layer(rows_TD: jax.Array, of_layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             layer, picks_TK = of_layer
             first = layer * config.num_experts
-            sums_TD = expert_sums(rows_TD, picks_TK, gates_TK, weights, first_slot=first, num_slots=config.num_experts)
+            sums_TD = expert_sums(rows_TD, picks_TK, gates_TK, weights, first_slot=first, config=product)
             return (sums_TD / (1e-6 + jnp.std(sums_TD, axis=1, keepdims=True))).astype(jnp.bfloat16), None
 
         def step(rows_TD: jax.Array, picks_LTK: jax.Array) -> tuple[jax.Array, None]:

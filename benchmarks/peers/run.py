@@ -28,7 +28,7 @@ from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.execution.native_library import CPU_OPTIONS, OPTIONS
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.kernels.cpu_native.limits import DEFINITIONS
+from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 
 HERE = Path(__file__).parent
 SCRIPTS = {"vllm": "vllm_peer.py", "llamacpp": "llamacpp_peer.py"}
@@ -59,8 +59,8 @@ def start(name: str, model: Path, *, peers: Path, facts: dict[str, Any]) -> Peer
 
 def our_facts(engine: Engine) -> dict[str, Any]:
     """How our side was built and what it runs on, as the peers say it of themselves."""
-    kernels = engine.runner.rule.kernels.products
-    flags = [*OPTIONS, *CPU_OPTIONS, *DEFINITIONS] if kernels == "native" else []
+    kernels = engine.runner.config.kernels.name
+    flags = [*OPTIONS, *CPU_OPTIONS, *DEFINITIONS] if kernels == "cpu_native" else []
     return {"kernels": kernels, "compiler_flags": flags, "cores": sorted(os.sched_getaffinity(0))}
 
 

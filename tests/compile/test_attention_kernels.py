@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreRule
-from rayserve_moe.kernels.kv_update import write_kv
-from rayserve_moe.kernels.registry import ATTENTION
+from rayserve_moe.kernels.attention_layer import write_kv
+from rayserve_moe.kernels.attention_ragged import attend_decode, attend_prefill
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
@@ -31,11 +31,12 @@ def attention_shapes(
     )
 
 
-def assert_compiles(chip: str, kernel: str, rule: ScoreRule = FULL_CAUSAL, **shapes) -> None:
-    compiled = compile_for(chip, partial(ATTENTION[kernel], rule=rule), *attention_shapes(**shapes))
+def assert_compiles(chip: str, kernel: str, config: ScoreConfig = FULL_CAUSAL, **shapes) -> None:
+    compiled = compile_for(chip, partial(ATTENTION[kernel], config=config), *attention_shapes(**shapes))
     assert kernels_of(text_of(compiled)) == {KERNEL: 1}
 
 
+ATTENTION = {"ragged_decode": attend_decode, "ragged_prefill": attend_prefill}
 CHIP = pytest.mark.parametrize("chip", TOPOLOGY_OF_CHIP)
 HEADS = [(32, 4), (64, 4), (8, 1), (4, 1)]
 MORE_CASES = pytest.mark.slow
@@ -61,13 +62,13 @@ def test_every_layout_compiles(chip, heads, kv_heads, page_size):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [ScoreRule(window=128), ScoreRule(chunk=1024), ScoreRule(window=100, chunk=512, scale=0.1, soft_cap=30.0)],
-    ids=["window", "chunk", "all"],
+    "config",
+    [ScoreConfig(window=128), ScoreConfig(window=100, scale=0.1, soft_cap=30.0)],
+    ids=["window", "all"],
 )
-def test_rules_compile(rule):
-    assert_compiles("v6e", "ragged_decode", rule, queries=1, heads=8, kv_heads=1, page_size=128)
-    assert_compiles("v6e", "ragged_prefill", rule, queries=32, heads=8, kv_heads=1, page_size=128)
+def test_windows_and_scores_compile(config):
+    assert_compiles("v6e", "ragged_decode", config, queries=1, heads=8, kv_heads=1, page_size=128)
+    assert_compiles("v6e", "ragged_prefill", config, queries=32, heads=8, kv_heads=1, page_size=128)
 
 
 @pytest.mark.parametrize("chip", ["v6e", *(pytest.param(chip, marks=MORE_CASES) for chip in ("v5e", "v5p", "7x"))])
@@ -86,7 +87,7 @@ def test_float32_compiles(chip):
 
 def test_long_page_tables_are_spread_over_several_calls():
     shapes = attention_shapes(queries=1, heads=8, kv_heads=1, page_size=16, context=16 * 24_000)
-    compiled = compile_for("v6e", ATTENTION["ragged_decode"], *shapes)
+    compiled = compile_for("v6e", attend_decode, *shapes)
     assert kernels_of(text_of(compiled)) == {KERNEL: 2}
 
 
@@ -99,7 +100,7 @@ def test_keys_and_values_are_written_in_place(chip, kv_dtype):
 
     def step(pool, queries, table, positions, keys, values, slots):
         pool = write_kv(pool, keys, values, slots)
-        return pool, ATTENTION["ragged_decode"](queries, pool, table, positions)
+        return pool, attend_decode(queries, pool, table, positions)
 
     compiled = compile_for(chip, step, pool, queries, table, positions, heads, heads, slots, donate=0)
     analysis, pool_bytes = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
@@ -110,8 +111,6 @@ def test_keys_and_values_are_written_in_place(chip, kv_dtype):
 
 
 def test_what_the_kernel_cannot_do_is_refused_by_name():
-    with pytest.raises(ValueError, match="chunks of 1000 tokens do not begin at pages of 128"):
-        assert_compiles("v6e", "ragged_decode", ScoreRule(chunk=1000), queries=1, heads=8, kv_heads=1, page_size=128)
     with pytest.raises(ValueError, match="8-bit KV needs an even number of KV heads on a device, found 1"):
         assert_compiles(
             "v6e", "ragged_decode", queries=1, heads=8, kv_heads=1, page_size=128, kv_dtype=jnp.float8_e4m3fn

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.kernels.registry import CPU_NATIVE
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import run_alone
 from tests.support.native import NativeReference
@@ -45,7 +46,7 @@ def engine_with(
             key = repr(sorted(settings.items()))
             if key not in by_settings:
                 engine = Engine(str(core_checkpoint), **{**always, **settings})
-                assert engine.runner.rule.kernels.is_native == bool(kernel_settings)
+                assert (engine.runner.config.kernels is CPU_NATIVE) == bool(kernel_settings)
                 by_settings[key] = running.enter_context(engine)
                 started.append(engine)
             return by_settings[key]

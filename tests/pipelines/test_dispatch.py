@@ -87,7 +87,7 @@ def test_only_first_does_without_the_weights_of_replicas(runners, card):
     for dispatch, runner in runners.items():
         whole = run_together(runner, card, requests(), way=WAY)
         weights, experts = runner.weights, runner.weights.params["experts"]
-        is_first = np.arange(runner.rule.experts.num_slots) < CORE_CONFIG.num_experts
+        is_first = np.arange(runner.config.experts.num_slots) < CORE_CONFIG.num_experts
         spoilt = {name: jnp.where(is_first[:, None, None], experts[name], 0) for name in EXPERT_NAMES}
         spoilt = {name: jax.device_put(value, experts[name].sharding) for name, value in spoilt.items()}
         runner.weights = replace(weights, params={**weights.params, "experts": {**experts, **spoilt}})
@@ -95,4 +95,4 @@ def test_only_first_does_without_the_weights_of_replicas(runners, card):
             assert same(whole, run_together(runner, card, requests(), way=WAY)) == (dispatch == "first")
         finally:
             runner.weights = weights
-        assert runner.rule.experts.slot_choice == dispatch
+        assert runner.config.experts.slot_choice == dispatch

@@ -14,6 +14,7 @@ from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.kernels.registry import CPU, CPU_NATIVE
 from rayserve_moe.parallel.mesh import plan_for
 from tests.pipelines.conftest import ONE_BUCKET
 from tests.support.checkpoints import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
@@ -52,7 +53,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def native(path: Path) -> Iterator[Engine]:
     with engine_at(path) as engine:
-        assert engine.runner.rule.kernels.is_native and engine.runner.dtype == "bfloat16"
+        assert engine.runner.config.kernels is CPU_NATIVE and engine.runner.dtype == "bfloat16"
         yield engine
 
 
@@ -83,7 +84,7 @@ def loaded(path: Path, **settings: object) -> HostRunner:
     found = settings_from({"model_path": str(path), **settings})
     sections = RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts, found.compile)
     runner = HostRunner(sections, plan_for(jax.devices()[:1]))
-    assert not runner.rule.kernels.is_native
+    assert runner.config.kernels is CPU
     runner.load()
     return runner
 

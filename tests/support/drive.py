@@ -98,7 +98,7 @@ def run_on(
 
 def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
     """A cycle over the data ranks of a runner; rows and pages of `way` are those of each rank."""
-    num_data_ranks = runner.rule.plan.data_size
+    num_data_ranks = runner.config.plan.data_size
     limits = StepLimits(
         way.num_rows,
         way.step_tokens,

@@ -14,11 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
-from rayserve_moe.experts.balanced_layer import room_of
+from rayserve_moe.experts.balanced_layer import step_capacity
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import apply_experts
-from rayserve_moe.experts.local import ExpertWeights
-from rayserve_moe.experts.rule import ExpertRule
 from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.kernels.registry import KERNELS
 from rayserve_moe.parallel.mesh import join_hosts, leave_hosts, use_cpu_devices
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 
@@ -105,11 +106,18 @@ class MoeRun:
         backend: str,
         num_redundant: int = 0,
         optimized: bool = False,
-        **rule,
+        **config,
     ) -> None:
         self.case, self.plan = case, plan
-        self.rule = ExpertRule(
-            case.num_experts, case.top_k, True, rule.pop("kernel", "blocks"), plan, num_redundant, backend, **rule
+        self.config = ExpertConfig(
+            case.num_experts,
+            case.top_k,
+            True,
+            KERNELS[config.pop("kernels", "cpu")],
+            plan,
+            num_redundant,
+            backend,
+            **config,
         )
         split, whole = PartitionSpec(DATA), PartitionSpec()
         slots = plan.partition(("layers", "expert_slots", None, None))
@@ -138,7 +146,7 @@ class MoeRun:
         return self.compiled(*(self._placed(a, part) for a, part in zip(arguments, self._parts, strict=True)))
 
     def _factor(self, changes) -> np.ndarray | None:
-        return np.asarray(changes.get("capacity_factor", 1.0), np.float32) if self.rule.limits_room else None
+        return np.asarray(changes.get("capacity_factor", 1.0), np.float32) if self.config.limits_capacity else None
 
     def _placed(self, arrays, part: PartitionSpec):
         """Each process holds all arguments and gives its devices their share."""
@@ -147,10 +155,12 @@ class MoeRun:
 
     def _on_device(self, hidden, router, valid, stacked, maps, layer, factor):
         flat = ExpertWeights(*(array.reshape(-1, *array.shape[2:]) for array in stacked))
-        room = None if factor is None else room_of(valid, factor, rule=self.rule)
-        result = apply_experts(hidden, router, flat, layer=layer, valid_T=valid, rule=self.rule, maps=maps, room=room)
-        tally = () if result.tally_4 is None else (result.tally_4[None],)
-        return result.out_TD, result.ids_TK, result.counts_E[None], *tally
+        capacity = None if factor is None else step_capacity(valid, factor, config=self.config)
+        out, routing = apply_experts(
+            hidden, router, flat, layer=layer, valid_T=valid, config=self.config, maps=maps, capacity=capacity
+        )
+        tally = () if routing.tally_4 is None else (routing.tally_4[None],)
+        return out, routing.ids_TK, routing.counts_E[None], *tally
 
 
 def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.step import step_logits
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
-from rayserve_moe.model.token_batch import TokenBatch
+from rayserve_moe.kernels.attention_layer import TokenBatch
 
 BLOCK = PAGE = 16
 
@@ -22,7 +22,7 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
 
     One device; every position is sampled from, in one step over an empty pool. Compiled once.
     """
-    spec = runner.rule.spec
+    spec = runner.config.spec
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
@@ -31,11 +31,11 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> jax.Array:
         everywhere = jnp.arange(shape.num_tokens)
         return step_logits(
-            weights, jnp.zeros(pool, runner.dtype), batch=batch, sample_places_S=everywhere, rule=runner.rule
+            weights, jnp.zeros(pool, runner.dtype), batch=batch, sample_places_S=everywhere, config=runner.config
         )[1]
 
     parts = PartitionSpec()
-    sharded = jax.shard_map(all_logits, mesh=runner.rule.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    sharded = jax.shard_map(all_logits, mesh=runner.config.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
     compiled = jax.jit(sharded)
 
     def of(token_ids: Sequence[int]) -> np.ndarray:

@@ -19,7 +19,7 @@ from rayserve_moe.execution.native_library import (
     check_cpu,
     register_native_kernels,
 )
-from rayserve_moe.kernels.cpu_native.limits import DEFINITIONS
+from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.support.router_reference import RouterReference
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from rayserve_moe.execution.pack import PackedBlocks
 from rayserve_moe.execution.step_types import BlockInputs, StepShape
-from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.model.transformer import ModelConfig
 
 
 class BlockInputSource:
     """Makes the block inputs of one shape; what is not asked for costs no transfer."""
 
-    def __init__(self, shape: StepShape, rule: ModelRule) -> None:
-        self._arrays = block_input_shapes(shape, rule)
+    def __init__(self, shape: StepShape, config: ModelConfig) -> None:
+        self._arrays = block_input_shapes(shape, config)
 
     @cached_property
     def nothing(self) -> BlockInputs:
@@ -36,9 +36,9 @@ class BlockInputSource:
         return BlockInputs(forced, targets)
 
 
-def block_input_shapes(shape: StepShape, rule: ModelRule) -> BlockInputs:
+def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
     """Shapes, dtypes and shardings of the block inputs of a shape, for all data ranks."""
-    plan, layout = rule.plan, rule.spec.routing_layout
+    plan, layout = config.plan, config.spec.routing_layout
     num_tokens, (num_layers, top_k) = shape.num_blocks * shape.block_tokens, layout.row_shape
     forced = (plan.data_size, num_layers, num_tokens, top_k)
     shapes = (

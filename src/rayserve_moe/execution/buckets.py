@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.config.settings import SchedulerSettings
-from rayserve_moe.execution.shape_choice import CPU, CPU_NATIVE, SMALL_MODEL, TPUS, Device, StepCost, choose_sizes
+from rayserve_moe.execution.shape_choice import CPUS, SMALL_MODEL, TPUS, Device, StepCost, choose_sizes
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
 
 PREFILL_SHARE = 0.25
@@ -60,9 +60,9 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
     return min(fitting, key=lambda s: s.num_tokens)
 
 
-def step_cost(rule: ModelRule, *, dtype: str) -> StepCost:
+def step_cost(config: ModelConfig, *, dtype: str) -> StepCost:
     """What steps of a model cost on the devices it lies on."""
-    spec, plan = rule.spec, rule.plan
+    spec, plan = config.spec, config.plan
     tree = parameter_specs(spec, dtype=dtype)
     elements = {
         group: {name: math.prod(param.shape) for name, param in params.items()} for group, params in tree.items()
@@ -70,7 +70,7 @@ def step_cost(rule: ModelRule, *, dtype: str) -> StepCost:
     experts = elements["experts"]
     router = experts.pop("router_MDE")
     return StepCost(
-        device_of(plan.mesh.devices.flat[0], num_devices=plan.mesh.size, is_native=rule.kernels.is_native),
+        device_of(plan.mesh.devices.flat[0], num_devices=plan.mesh.size, kernels=config.kernels.name),
         spec.num_layers,
         dense_weights=sum(elements["attention"].values()) + sum(elements.get("dense", {}).values()) + router,
         head_weights=spec.vocab_size * spec.hidden_size,
@@ -83,9 +83,9 @@ def step_cost(rule: ModelRule, *, dtype: str) -> StepCost:
     )
 
 
-def device_of(device: jax.Device, *, num_devices: int, is_native: bool = False) -> Device:
-    """What a device can do; a kind that is not in the table counts as a v5e. Emulated devices share one CPU."""
+def device_of(device: jax.Device, *, num_devices: int, kernels: str = "cpu") -> Device:
+    """What a device can do: a CPU by its table of kernels, shared by emulated devices; unknown TPUs count as v5e."""
     if device.platform == "cpu":
-        cpu = CPU_NATIVE if is_native else CPU
+        cpu = CPUS[kernels]
         return replace(cpu, bytes_per_s=cpu.bytes_per_s / num_devices, flops=cpu.flops / num_devices)
     return TPUS[TPU_OF_KIND.get(device.device_kind, "v5e")]

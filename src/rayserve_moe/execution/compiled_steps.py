@@ -26,11 +26,11 @@ from rayserve_moe.execution.migration import (
     vector_sizes,
 )
 from rayserve_moe.execution.row_updates import VECTOR_SIZE, apply_update
-from rayserve_moe.execution.step import RowUpdate, StepRule, run_step, update_rows
+from rayserve_moe.execution.step import RowUpdate, StepConfig, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
-from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -79,7 +79,7 @@ def compile_programs(
     state: DeviceState,
     *,
     layouts: dict[StepShape, InputLayout],
-    rule: StepRule,
+    config: StepConfig,
     kept: KeptPrograms | None = None,
     movables: Movables | None = None,
 ) -> CompiledPrograms:
@@ -87,16 +87,18 @@ def compile_programs(
 
     With `movables` also what moves experts; the weights need maps then. Programs that are `kept` are not compiled.
     """
-    started, compiler = time.perf_counter(), _Compiler(rule.model.plan, kept)
+    started, compiler = time.perf_counter(), _Compiler(config.model.plan, kept)
 
     def compile_step(layout: InputLayout) -> CompiledStep:
-        vectors = compiler.integers(rule.model.plan.data_size, len(layout.padding))
-        run = partial(run_step, layout=layout, rule=rule)
-        blocks = block_input_shapes(layout.shape, rule.model) if layout.shape.num_blocks else None
+        vectors = compiler.integers(config.model.plan.data_size, len(layout.padding))
+        run = partial(run_step, layout=layout, config=config)
+        blocks = block_input_shapes(layout.shape, config.model) if layout.shape.num_blocks else None
         return compiler.compile(run, weights, state, donated=1, vectors_NW=vectors, blocks=blocks)
 
     def compile_update(apply: RowUpdate, size: int) -> CompiledUpdate:
-        return compiler.compile(partial(update_rows, apply=apply, rule=rule), state, compiler.integers(size), donated=0)
+        return compiler.compile(
+            partial(update_rows, apply=apply, config=config), state, compiler.integers(size), donated=0
+        )
 
     largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
     with without_cache_of_jax(), ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
@@ -105,10 +107,10 @@ def compile_programs(
         adjust = pool.submit(compile_update, apply_adjustment, ADJUSTMENT_SIZE)
         compiled = {shape: step.result() for shape, step in steps.items()}
         compiled_updates = update.result(), adjust.result()
-        read = compiler.compile(partial(read_counts, rule=rule.model), state.expert_counts_ME)
+        read = compiler.compile(partial(read_counts, config=config.model), state.expert_counts_ME)
         migration = None
         if movables is not None:
-            migration = _compile_migration(compiler, weights, movables=movables, rule=rule.model)
+            migration = _compile_migration(compiler, weights, movables=movables, config=config.model)
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
     return CompiledPrograms(compiled, *compiled_updates, read, migration, times)
@@ -144,11 +146,11 @@ class _Compiler:
 
 
 def _compile_migration(
-    compiler: _Compiler, weights: ModelWeights, *, movables: Movables, rule: ModelRule
+    compiler: _Compiler, weights: ModelWeights, *, movables: Movables, config: ModelConfig
 ) -> MigrationPrograms:
     held, (staging, slots_per_step) = expert_state(weights), movables
-    sizes = vector_sizes(rule, slots_per_step=slots_per_step)
-    fetching, swapping = (partial(run, rule=rule) for run in (fetch, swap))
+    sizes = vector_sizes(config, slots_per_step=slots_per_step)
+    fetching, swapping = (partial(run, config=config) for run in (fetch, swap))
     return MigrationPrograms(
         compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(sizes.fetch)),
         compiler.compile(swapping, held, staging, donated=0, vector=compiler.integers(sizes.swap)),

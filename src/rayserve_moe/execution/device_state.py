@@ -11,15 +11,15 @@ from rayserve_moe.execution.adjustment_updates import MAX_BIASES
 from rayserve_moe.execution.step import COUNT_AXES, KV_AXES, ROW_AXES
 from rayserve_moe.execution.step_types import DeviceState, RowState
 from rayserve_moe.model.parameters import kv_repeats
-from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 
 def allocate_state(
-    rule: ModelRule, *, num_pages: int, page_size: int, dtype: str, num_rows: int, pages_per_row: int
+    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str, num_rows: int, pages_per_row: int
 ) -> DeviceState:
     """Zeroed pool, counts and rows: `num_pages` pages and `num_rows` rows on every data rank."""
-    spec, plan = rule.spec, rule.plan
+    spec, plan = config.spec, config.plan
     ranks, attention = plan.data_size, spec.attention
     kv_heads = attention.num_kv_heads * kv_repeats(spec, plan.tensor_size)
 

@@ -45,10 +45,10 @@ from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import update_vectors
 from rayserve_moe.execution.staged_weights import StagedWeights
-from rayserve_moe.execution.step import StepRule
+from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import StepOutput, StepShape
-from rayserve_moe.execution.weights import first_placement, load_weights, model_rule, with_capacity
+from rayserve_moe.execution.weights import first_placement, load_weights, model_config, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -94,8 +94,8 @@ class HostRunner:
         self._settings, self._files = settings, open_checkpoint(settings.model.path)
         spec = spec_from_config(self._files.config)
         kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
-        self.rule = model_rule(spec, plan, experts=settings.experts, kernels=kernels)
-        self.placement = first_placement(self.rule)
+        self.config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
+        self.placement = first_placement(self.config)
         self.dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
         self._compilations = CompilationCount()
@@ -103,20 +103,20 @@ class HostRunner:
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
         self._in_flight: _InFlight | None = None
         self.staged = StagedWeights(
-            self.rule, dtype=self.dtype, first_placement=self.placement, roots=settings.updates.weight_roots
+            self.config, dtype=self.dtype, first_placement=self.placement, roots=settings.updates.weight_roots
         )
 
     def load(self) -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""
         started = time.perf_counter()
-        spec, plan, balancing = self.rule.spec, self.rule.plan, self._settings.balancing
+        spec, plan, balancing = self.config.spec, self.config.plan, self._settings.balancing
         loaded = load_weights(
-            self._files, self.rule, dtype=self.dtype, placement=self.placement, may_change=balancing.enabled
+            self._files, self.config, dtype=self.dtype, placement=self.placement, may_change=balancing.enabled
         )
-        self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, rule=self.rule)
+        self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
         self._mover = None
         if balancing.enabled:
-            self._mover = MigrationRunner(self.rule, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
+            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
         self._load_s = time.perf_counter() - started
         cache, devices = self._settings.cache, list(plan.mesh.local_devices)
         return memory.num_pages_that_fit(
@@ -136,12 +136,12 @@ class HostRunner:
         self._num_pages = num_pages
         cache, num_rows = self._settings.cache, self._settings.scheduler.max_running_requests
         self._packer = Packer(
-            step_shapes(self._settings.scheduler, step_cost(self.rule, dtype=self.dtype)),
+            step_shapes(self._settings.scheduler, step_cost(self.config, dtype=self.dtype)),
             rows_per_rank=num_rows,
-            num_data_ranks=self.rule.plan.data_size,
+            num_data_ranks=self.config.plan.data_size,
         )
         self._state = allocate_state(
-            self.rule,
+            self.config,
             num_pages=num_pages,
             page_size=cache.page_size,
             dtype=self.dtype,
@@ -152,8 +152,8 @@ class HostRunner:
             self.weights,
             self._state,
             layouts=self._packer.layouts,
-            rule=StepRule(self.rule, cache.page_size, self._settings.replay.enabled),
-            kept=kept_programs(self._settings.compile, self.rule.plan),
+            config=StepConfig(self.config, cache.page_size, self._settings.replay.enabled),
+            kept=kept_programs(self._settings.compile, self.config.plan),
             movables=None if self._mover is None else self._mover.movables,
         )
 
@@ -161,7 +161,7 @@ class HostRunner:
         """Run every shape once as a real step of padding, at the same time as all other hosts."""
         started = time.perf_counter()
         self._block_inputs = {
-            shape: BlockInputSource(shape, self.rule) for shape in self._packer.layouts if shape.num_blocks
+            shape: BlockInputSource(shape, self.config) for shape in self._packer.layouts if shape.num_blocks
         }
         self._run_each_once()
         self._compilations_of_start = self._compilations.total
@@ -175,7 +175,7 @@ class HostRunner:
     def expert_counts(self) -> np.ndarray:
         """Tokens per MoE layer and expert since the start, int [M, E]; padding is not counted. Call while idle."""
         counts = np.asarray(self._state.expert_counts_ME)
-        return counts.reshape(self.rule.plan.data_size, -1, counts.shape[1]).sum(axis=0)
+        return counts.reshape(self.config.plan.data_size, -1, counts.shape[1]).sum(axis=0)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
@@ -201,8 +201,8 @@ class HostRunner:
             first_run_s=first_run_s,
             num_programs=times.num_programs,
             num_programs_found=times.num_found,
-            num_expert_ranks=self.rule.plan.num_expert_ranks,
-            num_redundant_experts=self.rule.num_redundant,
+            num_expert_ranks=self.config.plan.num_expert_ranks,
+            num_redundant_experts=self.config.num_redundant,
         )
 
     def _launch_step(self, plan: StepPlan) -> _InFlight:
@@ -268,7 +268,7 @@ class HostRunner:
         """Run a real step of every shape on page 0, which belongs to nobody, then forget what it counted."""
         self._state = self.programs.adjust(self._state, no_adjustment())
         if self._mover is not None:
-            sizes = vector_sizes(self.rule, slots_per_step=self._mover.movables.slots_per_step)
+            sizes = vector_sizes(self.config, slots_per_step=self._mover.movables.slots_per_step)
             self._move(vectors_of_nothing(sizes))
         self.programs.read_counts(self._state.expert_counts_ME)
         num_rows = self._settings.scheduler.max_running_requests

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.execution.step_types import ExpertState, ModelWeights
-from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.migration import FetchedSlots, MigrationConfig, SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
-from rayserve_moe.model.transformer import ModelRule
+from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
@@ -30,10 +30,10 @@ EXPERT_NAMES = ("gate_MPDF", "up_MPDF", "down_MPFD")
 STAGING_AXES = ("expert_slots", None, None)
 
 
-def staging_shapes(rule: ModelRule, *, dtype: DTypeLike) -> ExpertWeights:
+def staging_shapes(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
     """Room for a whole layer's slots on every device: what is fetched waits there until its layer is swapped."""
-    width, inner = rule.spec.hidden_size, rule.spec.experts.intermediate_size
-    num_slots, sharding = rule.experts.num_slots, rule.plan.sharding(STAGING_AXES)
+    width, inner = config.spec.hidden_size, config.spec.experts.intermediate_size
+    num_slots, sharding = config.experts.num_slots, config.plan.sharding(STAGING_AXES)
     outer, back = (
         jax.ShapeDtypeStruct((num_slots, *shape), dtype, sharding=sharding)
         for shape in ((width, inner), (inner, width))
@@ -78,9 +78,9 @@ class VectorSizes(NamedTuple):
     swap: int
 
 
-def vector_sizes(rule: ModelRule, *, slots_per_step: int) -> VectorSizes:
+def vector_sizes(config: ModelConfig, *, slots_per_step: int) -> VectorSizes:
     """How long the vectors are that `fetch_vector` and `swap_vector` make."""
-    num_ranks, experts = rule.plan.num_expert_ranks, rule.experts
+    num_ranks, experts = config.plan.num_expert_ranks, config.experts
     return VectorSizes(1 + 2 * num_ranks * slots_per_step, 1 + 3 * experts.num_slots + experts.num_experts * num_ranks)
 
 
@@ -118,9 +118,9 @@ def run_piece(
 class MigrationRunner:
     """Runs pieces of migrations; of one whose fetch has failed it runs no further piece, and says so until the next."""
 
-    def __init__(self, rule: ModelRule, *, dtype: str, slots_per_step: int) -> None:
-        self._rule, self._dtype = rule, dtype
-        self.movables = Movables(allocate_staging(rule, dtype=dtype), slots_per_step)
+    def __init__(self, config: ModelConfig, *, dtype: str, slots_per_step: int) -> None:
+        self._config, self._dtype = config, dtype
+        self.movables = Movables(allocate_staging(config, dtype=dtype), slots_per_step)
         self.failed_fetch: FailedFetch | None = None
 
     def move(self, weights: ModelWeights, vectors: MigrationVectors, *, programs: MigrationPrograms) -> ModelWeights:
@@ -134,39 +134,39 @@ class MigrationRunner:
         try:
             weights, staging = run_piece(weights, staging, vectors=vectors, programs=programs)
         except FetchError as error:
-            if self._rule.plan.mesh.is_multi_process:
+            if self._config.plan.mesh.is_multi_process:
                 raise
             self.failed_fetch = FailedFetch(vectors.version, error.layer)
-            staging = allocate_staging(self._rule, dtype=self._dtype)
+            staging = allocate_staging(self._config, dtype=self._dtype)
         self.movables = self.movables._replace(staging=staging)
         return weights
 
 
-def allocate_staging(rule: ModelRule, *, dtype: DTypeLike) -> ExpertWeights:
+def allocate_staging(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
     """The staging area, zeroed."""
-    shapes = staging_shapes(rule, dtype=dtype)
+    shapes = staging_shapes(config, dtype=dtype)
     return ExpertWeights(*(jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for shape in shapes))
 
 
-def fetch(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, rule: ModelRule) -> ExpertWeights:
+def fetch(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, config: ModelConfig) -> ExpertWeights:
     """Fetch what `fetch_vector` says; returns the staging area, [P, D, F] and [P, F, D] over all devices."""
 
     def on_device(weights: ExpertWeights, staging: ExpertWeights, vector: jax.Array) -> ExpertWeights:
-        layer, moves = vector[0], vector[1:].reshape(2, rule.plan.num_expert_ranks, -1)
+        layer, moves = vector[0], vector[1:].reshape(2, config.plan.num_expert_ranks, -1)
         fetched = FetchedSlots(layer, moves[0], moves[1])
-        return fetch_slots(_flat(weights), staging, fetched, rule=_migration_config(rule))
+        return fetch_slots(_flat(weights), staging, fetched, config=_migration_config(config))
 
-    weights, staged = (_partitions(rule, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
+    weights, staged = (_partitions(config, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
     return jax.shard_map(
         on_device,
-        mesh=rule.plan.mesh,
+        mesh=config.plan.mesh,
         in_specs=(weights, staged, PartitionSpec()),
         out_specs=staged,
         check_vma=False,
     )(held.weights, staging, vector)
 
 
-def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, rule: ModelRule) -> ExpertState:
+def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, config: ModelConfig) -> ExpertState:
     """Swap the layer that `swap_vector` says; returns all weights and maps."""
 
     def on_device(held: ExpertState, staging: ExpertWeights, vector: jax.Array) -> ExpertState:
@@ -175,26 +175,26 @@ def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, rule: 
             held.maps,
             staging=staging,
             swapped=_swapped(vector, held.maps),
-            rule=_migration_config(rule),
+            config=_migration_config(config),
         )
         pairs = zip(weights, held.weights, strict=True)
         return ExpertState(ExpertWeights(*(flat.reshape(before.shape) for flat, before in pairs)), maps)
 
-    weights, staged = (_partitions(rule, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
+    weights, staged = (_partitions(config, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
     parts = ExpertState(weights, cast(PlacementArrays, PartitionSpec()))
     return jax.shard_map(
         on_device,
-        mesh=rule.plan.mesh,
+        mesh=config.plan.mesh,
         in_specs=(parts, staged, PartitionSpec()),
         out_specs=parts,
         check_vma=False,
     )(held, staging, vector)
 
 
-def read_counts(counts_ME: jax.Array, *, rule: ModelRule) -> jax.Array:
+def read_counts(counts_ME: jax.Array, *, config: ModelConfig) -> jax.Array:
     """Tokens per MoE layer and expert, those of all data ranks added up: int32 [M, E] on every device."""
-    by_rank = counts_ME.reshape(rule.plan.data_size, -1, counts_ME.shape[1])
-    return jax.lax.with_sharding_constraint(jnp.sum(by_rank, axis=0, dtype=jnp.int32), rule.plan.replicated())
+    by_rank = counts_ME.reshape(config.plan.data_size, -1, counts_ME.shape[1])
+    return jax.lax.with_sharding_constraint(jnp.sum(by_rank, axis=0, dtype=jnp.int32), config.plan.replicated())
 
 
 def vectors_of(piece: MigrationPiece) -> MigrationVectors:
@@ -232,15 +232,15 @@ def _flat(weights: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(*(held.reshape(-1, *held.shape[2:]) for held in weights))
 
 
-def _partitions(rule: ModelRule, axes: tuple[str | None, ...]) -> ExpertWeights:
-    part = cast(jax.Array, rule.plan.partition(axes))
+def _partitions(config: ModelConfig, axes: tuple[str | None, ...]) -> ExpertWeights:
+    part = cast(jax.Array, config.plan.partition(axes))
     return ExpertWeights(part, part, part)
 
 
-def _migration_config(rule: ModelRule) -> MigrationConfig:
+def _migration_config(config: ModelConfig) -> MigrationConfig:
     return MigrationConfig(
         (DATA, TENSOR),
-        rule.plan.num_expert_ranks,
-        rule.experts.num_local_slots,
-        packs=platform_of(rule.plan.mesh) == "cpu",
+        config.plan.num_expert_ranks,
+        config.experts.num_local_slots,
+        packs=platform_of(config.plan.mesh) == "cpu",
     )

@@ -16,7 +16,7 @@ import jax
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.kernels import cpu_native
 from rayserve_moe.kernels.cpu_native.calls import TARGETS
-from rayserve_moe.kernels.cpu_native.limits import DEFINITIONS
+from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 
 SOURCES = Path(next(iter(cpu_native.__path__)))
 MAIN_SOURCE = "native.cc"

@@ -1,41 +1,31 @@
-"""Whether a model is computed by the native CPU kernels, and how its weights lie then."""
+"""Which kernels compute a model, and in what dtype."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
 from rayserve_moe.execution.native_library import NativeKernelsUnavailable, register_native_kernels
-from rayserve_moe.kernels.cpu_native.limits import shape_problem
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
-from rayserve_moe.model.parameters import ParamSpec
+from rayserve_moe.kernels.cpu_native.layout import shape_problem
+from rayserve_moe.kernels.registry import CPU_NATIVE, KERNELS, Kernels
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 log = logging.getLogger(__name__)
 
-NATIVE_DTYPE = "bfloat16"
 KNOWN = {"qk_norm": ("none", "head")}
 """Values of a knob that the kernels know, where that is more than its default."""
-PACKED = (
-    *("q_LDH", "k_LDG", "v_LDG", "o_LHD"),
-    *("gate_MPDF", "up_MPDF", "down_MPFD"),
-    *("gate_NDI", "up_NDI", "down_NID"),
-)
-"""What the kernels read as the right side of a product."""
 
 
-def choose_kernels(
-    spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, compiling: CompileSettings
-) -> KernelChoice:
+def choose_kernels(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, compiling: CompileSettings) -> Kernels:
     """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had."""
     wanted, platform = compiling.cpu_kernels, platform_of(plan.mesh)
-    of_platform = KERNELS_OF_PLATFORM[platform]
+    of_platform = KERNELS[platform]
     if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
         return of_platform
     try:
@@ -47,23 +37,14 @@ def choose_kernels(
             raise SettingsError(f"cpu_kernels native: {error}; take auto") from error
         log.info("native CPU kernels are not used: %s", error)
         return of_platform
-    return NATIVE_CPU
+    return CPU_NATIVE
 
 
-def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kernels: KernelChoice) -> str:
-    """What a model is computed in: where kernels are native, in theirs."""
-    if kernels.is_native:
-        return NATIVE_DTYPE
-    return derive.compute_dtype(model.dtype, platform=platform_of(plan.mesh), checkpoint_dtype=spec.checkpoint_dtype)
-
-
-def packed_specs(tree: Mapping[str, Mapping[str, ParamSpec]], *, is_tied: bool) -> dict[str, dict[str, ParamSpec]]:
-    """The same parameters, laid out for the native kernels where those multiply with them."""
-    layouts = {**dict.fromkeys(PACKED, "packed"), "table_VD" if is_tied else "head_VD": "packed_columns"}
-    return {
-        group: {name: replace(spec, layout=layouts.get(name, "")) for name, spec in specs.items()}
-        for group, specs in tree.items()
-    }
+def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kernels: Kernels) -> str:
+    """What a model is computed in: the only dtype of its kernels, where they have only one."""
+    return kernels.dtype or derive.compute_dtype(
+        model.dtype, platform=platform_of(plan.mesh), checkpoint_dtype=spec.checkpoint_dtype
+    )
 
 
 def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:

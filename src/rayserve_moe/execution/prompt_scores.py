@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.decoding.sampling import likeliest, ranks_of
 from rayserve_moe.execution.step_types import PromptScoreOutput
-from rayserve_moe.model.transformer import ModelRule, Parameters, logits_of
+from rayserve_moe.model.transformer import ModelConfig, Parameters, logits_of
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 GROUP_TOKENS = 128
@@ -18,14 +18,14 @@ GROUP_TOKENS = 128
 
 
 def score_prompts(
-    params: Parameters, hidden_XD: jax.Array, *, targets_NX: jax.Array, wants_top_X: jax.Array, rule: ModelRule
+    params: Parameters, hidden_XD: jax.Array, *, targets_NX: jax.Array, wants_top_X: jax.Array, config: ModelConfig
 ) -> PromptScoreOutput:
     """Log-probs and ranks of this data rank's targets (-1: none), likeliest tokens where a token wants them; N is 1.
 
     They are log_softmax(logits) of the model itself: temperature 1, no penalty, no bias. Where no data rank has a
     target the head does not run: all devices have to agree on that, so they decide by the targets of all ranks.
     """
-    num_tokens, num_top = len(hidden_XD), min(MAX_TOP_LOGPROBS, rule.spec.vocab_size)
+    num_tokens, num_top = len(hidden_XD), min(MAX_TOP_LOGPROBS, config.spec.vocab_size)
 
     def nothing() -> PromptScoreOutput:
         return PromptScoreOutput(*(jnp.zeros((1, 2, num_tokens, *of), jnp.int32) for of in ((), (num_top,))))
@@ -34,7 +34,7 @@ def score_prompts(
         size = min(GROUP_TOKENS, num_tokens)
         padding = -num_tokens % size
         is_any_G = jnp.any(_padded(targets_NX.T, padding, -1).reshape(-1, size * len(targets_NX)) >= 0, axis=1)
-        mine_GW = _padded(targets_NX[rule.plan.data_rank()], padding, -1).reshape(-1, size)
+        mine_GW = _padded(targets_NX[config.plan.data_rank()], padding, -1).reshape(-1, size)
         hidden_GWD = _padded(hidden_XD, padding, 0).reshape(-1, size, hidden_XD.shape[1])
         wants_top_GW = _padded(wants_top_X, padding, False).reshape(-1, size)
         found_GPW, top_GPWJ = jax.lax.map(visit, (is_any_G, hidden_GWD, mine_GW, wants_top_GW))
@@ -49,7 +49,7 @@ def score_prompts(
         return jax.lax.cond(is_any, lambda: score_group(hidden_WD, targets_W, wants_top_W), lambda: empty)
 
     def score_group(hidden_WD: jax.Array, targets_W: jax.Array, wants_top_W: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logprobs_WV = jax.nn.log_softmax(logits_of(params, hidden_WD, rule=rule), axis=-1)
+        logprobs_WV = jax.nn.log_softmax(logits_of(params, hidden_WD, config=config), axis=-1)
         num_wanted = num_top * jnp.any(wants_top_W & (targets_W >= 0)).astype(jnp.int32)
         top = likeliest(logprobs_WV, num_wanted=num_wanted, most_top=num_top)
         ids_W = jnp.maximum(targets_W, 0)

@@ -43,6 +43,9 @@ Such a server is for a first look and for tests: a shape has five minutes to ear
 CPU_NATIVE = Device(2e10, 2.5e11, 3e-5, compile_s=2.5, horizon_s=300.0)
 """The same for steps of the native kernels, which read bfloat16 and compute only rows that are there."""
 
+CPUS = {"cpu": CPU, "cpu_native": CPU_NATIVE}
+"""By the name of a table of kernels."""
+
 TPUS = {
     "v5e": Device(8.19e11, 1.97e14, 1e-6, compile_s=15.0, horizon_s=3600.0),
     "v5p": Device(2.765e12, 4.59e14, 1e-6, compile_s=15.0, horizon_s=3600.0),

@@ -23,7 +23,7 @@ from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.execution.weights import parameter_tree, read_parameters
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
-from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.requests import WeightsRefusedError
 
 log = logging.getLogger(__name__)
@@ -40,17 +40,17 @@ class StagedWeights:
     """
 
     def __init__(
-        self, rule: ModelRule, *, dtype: str, first_placement: ExpertPlacement, roots: tuple[str, ...] = ()
+        self, config: ModelConfig, *, dtype: str, first_placement: ExpertPlacement, roots: tuple[str, ...] = ()
     ) -> None:
-        self._rule, self._first_placement, self._roots = rule, first_placement, roots
-        self._tree = parameter_tree(rule, dtype=dtype)
+        self._config, self._first_placement, self._roots = config, first_placement, roots
+        self._tree = parameter_tree(config, dtype=dtype)
         self._ready: dict[str, Any] | None = None
         self._changing = threading.Lock()
 
     @property
     def bytes_per_device(self) -> int:
         """What the weights take on one device."""
-        sharding_of = self._rule.plan.sharding
+        sharding_of = self._config.plan.sharding
         shards = ((spec, sharding_of(spec.axes).shard_shape(spec.shape)) for _, spec in walk(self._tree))
         return sum(math.prod(shape) * jax.numpy.dtype(spec.dtype).itemsize for spec, shape in shards)
 
@@ -98,9 +98,9 @@ class StagedWeights:
     def _read(
         self, directory: str, expert_of_slot: np.ndarray | None, *, spare: int | None, reach: Reach
     ) -> dict[str, Any]:
-        plan = self._rule.plan
+        plan = self._config.plan
         files = open_checkpoint(directory, reach)
-        _check_alike(spec_from_config(files.config), self._rule.spec)
+        _check_alike(spec_from_config(files.config), self._config.spec)
         free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
         is_full = free < SPARE_SHARE * self.bytes_per_device
         slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot

@@ -27,9 +27,9 @@ from rayserve_moe.execution.step_types import (
     StepOutput,
 )
 from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.model.transformer import ForwardOutput, ModelRule, Parameters, forward, logits_of
+from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 KV_AXES = ("data_ranks", None, "kv_heads", None)
@@ -40,10 +40,10 @@ RowUpdate = Callable[..., RowState]
 
 
 @dataclass(frozen=True)
-class StepRule:
+class StepConfig:
     """All that is fixed when a step is compiled, besides its shape."""
 
-    model: ModelRule
+    model: ModelConfig
     page_size: int
     capture_routing: bool
 
@@ -55,46 +55,51 @@ def run_step(
     vectors_NW: jax.Array,
     blocks: BlockInputs | None,
     layout: InputLayout,
-    rule: StepRule,
+    config: StepConfig,
 ) -> tuple[DeviceState, StepOutput]:
     """Compute one step on every device of the mesh; the output is the same on all of them.
 
     `blocks` comes with shapes that have prefill blocks, and with no others.
     """
-    plan = rule.model.plan
+    plan = config.model.plan
 
     def on_device(
         weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
     ) -> tuple[DeviceState, StepOutput]:
         vector_W = vectors_NW[plan.data_rank()]
         rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
-        step = unpack(vector_W, rows, layout=layout, page_size=rule.page_size)
+        step = unpack(vector_W, rows, layout=layout, page_size=config.page_size)
         out, logits_SV = step_logits(
             weights,
             state.kv_pages,
             batch=step.batch,
             sample_places_S=step.sample_places_S,
             forced_MXK=blocks and blocks.forced_NMXK[0],
-            rule=rule.model,
+            config=config.model,
         )
         sampled, rows = _sampled(logits_SV, rows, step)
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = DeviceState(out.kv_pages, counts_ME, rows)
-        scores = _scores(weights, out, step, blocks, rule.model)
+        scores = _scores(weights, out, step, blocks, config.model)
         tally_14 = None if out.tally_4 is None else out.tally_4[None]
         local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], scores, tally_N4=tally_14)
         output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
-        if rule.capture_routing:
-            dtype = rule.model.spec.routing_layout.dtype
+        if config.capture_routing:
+            dtype = config.model.spec.routing_layout.dtype
             routing = plan.gather_data_ranks(out.topk_ids_MTK.astype(dtype), dim=1)
             output = replace(output, topk_ids_MTK=routing)
         return state, output
 
-    state_parts = state_partitions(rule.model)
+    state_parts = state_partitions(config.model)
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(weight_partitions(rule.model), state_parts, PartitionSpec(), block_partitions(rule.model, blocks)),
+        in_specs=(
+            weight_partitions(config.model),
+            state_parts,
+            PartitionSpec(),
+            block_partitions(config.model, blocks),
+        ),
         out_specs=(state_parts, PartitionSpec()),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
@@ -106,7 +111,7 @@ def step_logits(
     *,
     batch: TokenBatch,
     sample_places_S: jax.Array,
-    rule: ModelRule,
+    config: ModelConfig,
     forced_MXK: jax.Array | None = None,
 ) -> tuple[ForwardOutput, jax.Array]:
     """On one device: forward, then float32 logits [S, V] of the tokens at `sample_places_S`."""
@@ -114,12 +119,12 @@ def step_logits(
         weights.params,
         kv_pages,
         batch,
-        rule=rule,
+        config=config,
         maps=weights.maps,
         forced_MXK=forced_MXK,
         capacity_factor=weights.capacity_factor,
     )
-    return out, logits_of(weights.params, out.hidden_TD[sample_places_S], rule=rule)
+    return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 
 
 def _sampled(logits_SV: jax.Array, rows: RowState, step: DeviceInput) -> tuple[Sampled, RowState]:
@@ -144,47 +149,51 @@ def _top_bits(top: TopTokens) -> jax.Array:
 
 
 def _scores(
-    weights: ModelWeights, out: ForwardOutput, step: DeviceInput, blocks: BlockInputs | None, rule: ModelRule
+    weights: ModelWeights, out: ForwardOutput, step: DeviceInput, blocks: BlockInputs | None, config: ModelConfig
 ) -> PromptScoreOutput | None:
     """Scores of the tokens in prefill blocks, where the shape has any."""
     if blocks is None:
         return None
     hidden_XD = out.hidden_TD[step.batch.num_singles :]
     wants_top_X = jnp.repeat(step.block_wants_top_B, len(hidden_XD) // len(step.block_wants_top_B))
-    return score_prompts(weights.params, hidden_XD, targets_NX=blocks.targets_NX, wants_top_X=wants_top_X, rule=rule)
+    return score_prompts(
+        weights.params, hidden_XD, targets_NX=blocks.targets_NX, wants_top_X=wants_top_X, config=config
+    )
 
 
-def update_rows(state: DeviceState, vector: jax.Array, *, apply: RowUpdate, rule: StepRule) -> DeviceState:
+def update_rows(state: DeviceState, vector: jax.Array, *, apply: RowUpdate, config: StepConfig) -> DeviceState:
     """Take over changes of rows (`apply_update`, `apply_adjustment`) on every device of the mesh."""
-    plan = rule.model.plan
+    plan = config.model.plan
 
     def on_device(rows: RowState, vector: jax.Array) -> RowState:
         return apply(rows, vector, data_rank=plan.data_rank())
 
-    parts = state_partitions(rule.model).rows
+    parts = state_partitions(config.model).rows
     rows = jax.shard_map(
         on_device, mesh=plan.mesh, in_specs=(parts, PartitionSpec()), out_specs=parts, check_vma=False
     )(state.rows, vector)
     return replace(state, rows=rows)
 
 
-def state_partitions(rule: ModelRule) -> DeviceState:
+def state_partitions(config: ModelConfig) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
-    kv, counts, rows = (cast(jax.Array, rule.plan.partition(axes)) for axes in (KV_AXES, COUNT_AXES, ROW_AXES))
-    last_tokens = cast(jax.Array, rule.plan.partition(ROW_AXES[:1]))
+    kv, counts, rows = (cast(jax.Array, config.plan.partition(axes)) for axes in (KV_AXES, COUNT_AXES, ROW_AXES))
+    last_tokens = cast(jax.Array, config.plan.partition(ROW_AXES[:1]))
     return DeviceState(kv, counts, RowState(rows, rows, rows, last_tokens, AdjustmentState(rows, rows, rows)))
 
 
-def block_partitions(rule: ModelRule, blocks: BlockInputs | None) -> BlockInputs | None:
+def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockInputs | None:
     """The tree of `blocks` with partitions for arrays: forced routing goes where its tokens are."""
     if blocks is None:
         return None
-    return BlockInputs(cast(jax.Array, rule.plan.partition(("data_ranks",))), cast(jax.Array, PartitionSpec()))
+    return BlockInputs(cast(jax.Array, config.plan.partition(("data_ranks",))), cast(jax.Array, PartitionSpec()))
 
 
-def weight_partitions(rule: ModelRule) -> ModelWeights:
+def weight_partitions(config: ModelConfig) -> ModelWeights:
     """The tree of ModelWeights with partitions for arrays; the maps are the same on every device."""
-    tree = parameter_specs(rule.spec, dtype="float32")
-    params = {group: {name: rule.plan.partition(p.axes) for name, p in specs.items()} for group, specs in tree.items()}
+    tree = parameter_specs(config.spec, dtype="float32")
+    params = {
+        group: {name: config.plan.partition(p.axes) for name, p in specs.items()} for group, specs in tree.items()
+    }
     whole = PartitionSpec()
     return ModelWeights(cast(Parameters, params), cast(PlacementArrays, whole), cast(jax.Array, whole))

@@ -17,7 +17,7 @@ import numpy as np
 from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.execution.step_types import RowState, StepShape
-from rayserve_moe.model.token_batch import TokenBatch
+from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RowFloats, RowIntegers
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.decoding.adjustment import AdjustmentState
-from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.model.transformer import Parameters
 
 
@@ -114,7 +114,7 @@ class StepOutput:
     `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
     does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
     `scores` are there in shapes with prefill blocks, and `expert_counts_ME` of all data ranks after steps that want it.
-    `tally_N4` int32 tells what came of picks where slots have limited room (`LimitedPicks`).
+    `tally_N4` int32 tells what came of picks where slots have limited room (`LimitedAssignments`).
     """
 
     sampled_N3S: jax.Array

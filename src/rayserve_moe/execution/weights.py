@@ -13,21 +13,20 @@ from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.names import SpecTree
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
-from rayserve_moe.execution.native_weights import packed_specs
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, KernelChoice
+from rayserve_moe.kernels.registry import KERNELS, Kernels
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
-def model_rule(
-    spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings, kernels: KernelChoice | None = None
-) -> ModelRule:
+def model_config(
+    spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings, kernels: Kernels | None = None
+) -> ModelConfig:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread.
 
     Without `kernels`, with those of the platform.
@@ -42,8 +41,8 @@ def model_rule(
         )
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
-    kernels = kernels or KERNELS_OF_PLATFORM[platform_of(plan.mesh)]
-    return ModelRule(
+    kernels = kernels or KERNELS[platform_of(plan.mesh)]
+    return ModelConfig(
         spec,
         plan,
         kernels,
@@ -55,27 +54,27 @@ def model_rule(
     )
 
 
-def first_placement(rule: ModelRule) -> ExpertPlacement:
+def first_placement(config: ModelConfig) -> ExpertPlacement:
     """Where experts lie at the start: in their own order, redundant slots filled from the front."""
-    spec = rule.spec
+    spec = config.spec
     return identity_placement(
         len(spec.moe_layer_ids),
         spec.router.num_experts,
-        ep_size=rule.plan.num_expert_ranks,
-        num_redundant=rule.num_redundant,
+        ep_size=config.plan.num_expert_ranks,
+        num_redundant=config.num_redundant,
     )
 
 
 def load_weights(
-    files: CheckpointFiles, rule: ModelRule, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
+    files: CheckpointFiles, config: ModelConfig, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
 ) -> ModelWeights:
     """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError.
 
     There are maps where the placement needs them, and in any case where it `may_change`.
     """
-    tree, slots = parameter_tree(rule, dtype=dtype), placement.expert_of_slot
-    params = read_parameters(files, tree, plan=rule.plan, expert_of_slot=slots)
-    return ModelWeights(cast(Parameters, params), _maps_of(placement, rule.plan, may_change=may_change))
+    tree, slots = parameter_tree(config, dtype=dtype), placement.expert_of_slot
+    params = read_parameters(files, tree, plan=config.plan, expert_of_slot=slots)
+    return ModelWeights(cast(Parameters, params), _maps_of(placement, config.plan, may_change=may_change))
 
 
 def read_parameters(
@@ -95,11 +94,11 @@ def read_parameters(
     )
 
 
-def with_capacity(weights: ModelWeights, factor: float, *, rule: ModelRule) -> ModelWeights:
+def with_capacity(weights: ModelWeights, factor: float, *, config: ModelConfig) -> ModelWeights:
     """Give the slots of weights their room, where the rule limits it."""
-    if not rule.experts.limits_room:
+    if not config.experts.limits_capacity:
         return weights
-    return replace(weights, capacity_factor=jax.device_put(np.float32(factor), rule.plan.replicated()))
+    return replace(weights, capacity_factor=jax.device_put(np.float32(factor), config.plan.replicated()))
 
 
 def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
@@ -109,16 +108,21 @@ def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
     return "replicas_only" if num_redundant else "topk"
 
 
-def parameter_tree(rule: ModelRule, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
+def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
     """Every parameter of a model as it lies on the devices of its mesh."""
     tree = parameter_specs(
-        rule.spec,
+        config.spec,
         dtype=dtype,
-        tensor_size=rule.plan.tensor_size,
-        num_devices=rule.plan.mesh.size,
-        num_redundant=rule.num_redundant,
+        tensor_size=config.plan.tensor_size,
+        num_devices=config.plan.mesh.size,
+        num_redundant=config.num_redundant,
     )
-    return packed_specs(tree, is_tied=rule.spec.tie_embeddings) if rule.kernels.is_native else tree
+    layouts = {**config.kernels.layouts}
+    layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")
+    return {
+        group: {name: replace(spec, layout=layouts.get(name, "")) for name, spec in specs.items()}
+        for group, specs in tree.items()
+    }
 
 
 def _maps_of(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:

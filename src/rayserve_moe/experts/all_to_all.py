@@ -12,12 +12,12 @@ from functools import partial
 
 import jax
 
-from rayserve_moe.experts.chunks import chunk_tokens, round_rows
-from rayserve_moe.experts.exchange import Chunk, ExchangeRule, Multiply, exchange_chunk
-from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights, ProductRule
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, Multiply, exchange_chunk
 from rayserve_moe.experts.slot_mapping import PlacementArrays, choose_slots
-from rayserve_moe.experts.tokens import RoutedTokens, cut_into_chunks, take_part
+from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
+from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
+from rayserve_moe.kernels.registry import Kernel
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 RunChunks = Callable[..., jax.Array]
@@ -28,31 +28,31 @@ def apply_all_to_all(
     weights: ExpertWeights,
     *,
     layer: jax.Array,
-    rule: ExpertRule,
+    config: ExpertConfig,
     maps: PlacementArrays | None,
 ) -> jax.Array:
     """The MoE sum of each token [T, D], one chunk of tokens after the other."""
-    chunk = tokens_per_chunk(tokens, rule, overlapped=False)
-    multiply = multiply_local_slots(weights, layer=layer, rule=rule, chunk=chunk)
+    chunk = tokens_per_chunk(tokens, config, overlapped=False)
+    multiply = multiply_local_slots(weights, layer=layer, config=config, chunk=chunk)
     return apply_exchanged(
-        tokens, partial(run_in_turn, multiply=multiply), layer=layer, chunk=chunk, rule=rule, maps=maps
+        tokens, partial(run_in_turn, multiply=multiply), layer=layer, chunk=chunk, config=config, maps=maps
     )
 
 
-def run_in_turn(chunks: Chunk, *, multiply: Multiply, rule: ExchangeRule) -> jax.Array:
+def run_in_turn(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
     """Exchange chunks [G, ...] one after the other; returns [G, T, D]."""
 
     def run(chunk: Chunk) -> jax.Array:
-        return exchange_chunk(chunk, multiply=multiply, rule=rule)
+        return exchange_chunk(chunk, multiply=multiply, config=config)
 
     return jax.lax.map(run, chunks)
 
 
-def tokens_per_chunk(tokens: RoutedTokens, rule: ExpertRule, *, overlapped: bool) -> int:
+def tokens_per_chunk(tokens: RoutedTokens, config: ExpertConfig, *, overlapped: bool) -> int:
     """How many of its tokens a device exchanges at once."""
     return chunk_tokens(
-        -(-len(tokens.valid_T) // rule.plan.tensor_size),
-        top_k=rule.top_k,
+        -(-len(tokens.valid_T) // config.plan.tensor_size),
+        top_k=config.top_k,
         row_bytes=tokens.hidden_TD.shape[1] * tokens.hidden_TD.dtype.itemsize,
         overlapped=overlapped,
     )
@@ -64,42 +64,48 @@ def apply_exchanged(
     *,
     layer: jax.Array,
     chunk: int,
-    rule: ExpertRule,
+    config: ExpertConfig,
     maps: PlacementArrays | None,
 ) -> jax.Array:
     """Take this device's part of the tokens, exchange it in chunks by `run`, and share the sums: [T, D]."""
-    plan, (num_tokens, width) = rule.plan, tokens.hidden_TD.shape
+    plan, (num_tokens, width) = config.plan, tokens.hidden_TD.shape
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(part, chunk)
 
     def choose(ids_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
-        return choose_slots(ids_TK, valid_T, maps, layer=layer, rank=plan.expert_rank(), rule=rule)
+        return choose_slots(ids_TK, valid_T, maps, layer=layer, rank=plan.expert_rank(), config=config)
 
-    # A chunk uses an expert's slots by their shares on its own, so that ranks are even in every chunk.
-    slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
-    exchange = ExchangeRule(
+    # Each chunk divides its tokens over an expert's slots by their shares, so that ranks are even in every chunk.
+    with jax.named_scope("dispatch"):
+        slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
+    exchange = ExchangeConfig(
         axes=(DATA, TENSOR),
         num_ranks=plan.num_expert_ranks,
-        num_slots=rule.num_slots,
-        round_rows=round_rows(chunk, top_k=rule.top_k, num_ranks=plan.num_expert_ranks),
+        num_slots=config.num_slots,
+        round_rows=round_rows(chunk, top_k=config.top_k, num_ranks=plan.num_expert_ranks),
     )
-    out_TD = run(Chunk(hidden_GTD, slots_GTK, gates_GTK), rule=exchange).reshape(-1, width)[: len(part.valid_T)]
+    out_TD = run(Chunk(hidden_GTD, slots_GTK, gates_GTK), config=exchange).reshape(-1, width)[: len(part.valid_T)]
     if plan.tensor_size > 1:
-        out_TD = jax.lax.all_gather(out_TD, TENSOR, axis=0, tiled=True)
+        with jax.named_scope("combine"):
+            out_TD = jax.lax.all_gather(out_TD, TENSOR, axis=0, tiled=True)
     return out_TD[:num_tokens]
 
 
-def multiply_local_slots(weights: ExpertWeights, *, layer: jax.Array, rule: ExpertRule, chunk: int) -> Multiply:
+def multiply_local_slots(weights: ExpertWeights, *, layer: jax.Array, config: ExpertConfig, chunk: int) -> Multiply:
     """The product of received rows with this layer's local slots."""
-    mean_rows = chunk * rule.top_k * rule.plan.num_expert_ranks / rule.num_experts
-    product = ProductRule(rule.num_local_slots, mean_rows)
-    return multiply_rows(weights, kernel=rule.kernel, first_slot=layer * rule.num_local_slots, rule=product)
+    mean_rows = chunk * config.top_k * config.plan.num_expert_ranks / config.num_experts
+    product = ProductConfig(config.num_local_slots, mean_rows)
+    first_slot = layer * config.num_local_slots
+    return multiply_rows(weights, kernel=config.kernels.expert_results, first_slot=first_slot, config=product)
 
 
-def multiply_rows(weights: ExpertWeights, *, kernel: str, first_slot: jax.Array | int, rule: ProductRule) -> Multiply:
-    """The grouped product of rows that belong to one local slot each, by a kernel of LOCAL_EXPERTS."""
+def multiply_rows(
+    weights: ExpertWeights, *, kernel: Kernel, first_slot: jax.Array | int, config: ProductConfig
+) -> Multiply:
+    """The grouped product of rows that belong to one local slot each, by `Kernels.expert_results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
-        return LOCAL_EXPERTS[kernel](rows_CQV, slots_C[:, None], weights, first_slot=first_slot, rule=rule)[:, 0]
+        with jax.named_scope("experts"):
+            return kernel(rows_CQV, slots_C[:, None], weights, first_slot=first_slot, config=config)[:, 0]
 
     return multiply

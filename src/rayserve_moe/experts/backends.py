@@ -1,4 +1,4 @@
-"""Which ways there are for tokens and experts to meet, and which one suits a step."""
+"""The table of expert backends, how tokens and experts on different devices meet, and which one suits a step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 import jax
 
 from rayserve_moe.experts.all_to_all import apply_all_to_all
-from rayserve_moe.experts.chunks import LEAST_FUSED_CHUNK
 from rayserve_moe.experts.fused import apply_fused
 from rayserve_moe.experts.replicated import apply_local, apply_replicated
+from rayserve_moe.experts.tokens import LEAST_FUSED_CHUNK
 
 ExpertBackend = Callable[..., jax.Array]
 
@@ -30,8 +30,8 @@ def choose_backend(
 ) -> str:
     """Name the backend for a step in which each device has `tokens_per_device` tokens of `row_bytes` of its own.
 
-    One device: `local`. CPU devices: `replicated`, because there the exchange moves every row to everybody. Else the
-    way that brings fewer bytes to a device, counting `START_BYTES` for each collective (`replicated_bytes`,
+    One device: `local`. CPU devices: `replicated`, because there the exchange moves every row to every device. Else the
+    backend that moves fewer bytes to a device, counting `START_BYTES` for each collective (`replicated_bytes`,
     `all_to_all_bytes`): gathering costs about 3 * tokens * ranks rows, the exchange 2 * tokens * top_k rows, so few
     tokens or few ranks are gathered and the rest exchanged. Among exchanges `fused` as soon as it has two chunks.
     """
@@ -60,9 +60,9 @@ def replicated_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, 
 def all_to_all_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, top_k: int, row_bytes: int) -> int:
     """Bytes that reach a device where tokens are exchanged, evenly routed, with starting costs.
 
-    A row per pick comes in and a result per pick comes back, but for the part that stays at home; then sums are shared
-    over tensor. The counts that announce the rows are small.
+    A row per assignment is received and a result is sent back, but for the part that stays on its rank; then sums are
+    shared over tensor. The counts that announce the rows are small.
     """
-    picks = tokens_per_device * top_k * (ep_size - 1) // ep_size
+    num_moved = tokens_per_device * top_k * (ep_size - 1) // ep_size
     over_tensor = (tensor_size - 1) * tokens_per_device * row_bytes
-    return 2 * picks * row_bytes + over_tensor + (3 + (tensor_size > 1)) * START_BYTES
+    return 2 * num_moved * row_bytes + over_tensor + (3 + (tensor_size > 1)) * START_BYTES

@@ -1,13 +1,13 @@
-"""Handing out expert slots with limited room: rank by rank of the picks, and within a rank in the order of tokens.
+"""Assigning expert slots of limited capacity: rank by rank of the choices, and within a rank in the order of tokens.
 
-A rank's picks are a serial dictatorship: every token takes the slot it likes best among those with room, the first
-token first. Deferred acceptance comes to the same without going from token to token: all tokens ask for the best slot
-that has not turned them away, a slot that is asked by more than it has room for keeps the first of them and turns away
-whoever comes later, and so on until nobody is turned away. Slots never empty, so what had no room for a token in one
-rank has none in the next: a token's choice is its best open expert that it does not have yet.
+A rank is a serial dictatorship: every token takes the slot that it prefers among those with free capacity, the first
+token first. Deferred acceptance (Gale and Shapley, 1962) has the same result without a loop over tokens: all tokens
+propose to the best slot that has not rejected them, a slot with more proposals than free capacity keeps the first
+tokens and rejects the later ones, and so on until no token is rejected. Slots never empty, so a slot that is full for a
+token in one rank is full in the next: a token's choice is its best open expert that it does not have yet.
 """
 
-# B tokens = G * C   E experts   N slots   K picks
+# B tokens = G * C   E experts   N slots   K experts per token
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 class SlotOrder(NamedTuple):
-    """What tokens think of slots: whose expert each one holds [N] (any other number: nobody's), and in which order.
+    """How tokens rank slots: the expert that each one holds [N] (any other number: none), and in which order.
 
-    Of the slots of one expert a token likes that best whose `place` is smallest; of experts with equal scores all
+    Of the slots of one expert a token prefers the one with the smallest `place`; of experts with equal scores all
     places of one lie below those of the other. A place leaves the slot's number when it is divided by N. [N, B], or
     [N, 1] where all tokens agree; `NO_PLACE` where a token cannot go.
     """
@@ -38,10 +38,10 @@ class SlotOrder(NamedTuple):
 NO_PLACE = np.int32((1 << 31) - 1)
 
 
-class SlotPicks(NamedTuple):
-    """Slots and their experts in the order of picking, [K, B]; -1 where nothing was to be had.
+class SlotAssignments(NamedTuple):
+    """Slots and their experts in the order of choice, [K, B]; -1 where none was left.
 
-    `is_kept_KB`: the pick is one that the token would have made without limits. `taken_N` counts tokens per slot.
+    `is_kept_KB`: the token would have this expert without limits. `taken_N` counts tokens per slot.
     """
 
     slots_KB: jax.Array
@@ -64,93 +64,93 @@ def sortable(scores_BE: jax.Array, valid_B: jax.Array | None) -> jax.Array:
     return jnp.where(is_eligible_BE, keys_BE, NOT_ELIGIBLE).T
 
 
-def take_best_open(keys_EB: jax.Array, order: SlotOrder, *, k: int, capacity: jax.Array) -> SlotPicks:
-    """Every token takes the first slot with room of its best expert, then of the next, `k` times; see `SlotPicks`."""
+def take_best_open(keys_EB: jax.Array, order: SlotOrder, *, k: int, capacity: jax.Array) -> SlotAssignments:
+    """Every token takes the first slot with free capacity of its best expert, then of the next, `k` times."""
     num_experts = len(keys_EB)
-    likes_NB = keys_EB.at[order.expert_N].get(mode="fill", fill_value=NOT_ELIGIBLE)
-    likes_NB = jnp.where(order.place_NB < NO_PLACE, likes_NB, NOT_ELIGIBLE)
+    keys_NB = keys_EB.at[order.expert_N].get(mode="fill", fill_value=NOT_ELIGIBLE)
+    keys_NB = jnp.where(order.place_NB < NO_PLACE, keys_NB, NOT_ELIGIBLE)
 
     def take(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-        likes_NB, taken_N = carry
-        slots_B, taken_N = take_one(likes_NB, order, taken_N=taken_N, capacity=capacity)
+        keys_NB, taken_N = carry
+        slots_B, taken_N = take_one(keys_NB, order, taken_N=taken_N, capacity=capacity)
         experts_B = order.expert_N.at[slots_B].get(mode="fill", fill_value=num_experts)
         is_any_B = experts_B < num_experts
-        likes_NB = jnp.where(order.expert_N[:, None] == experts_B, NOT_ELIGIBLE, likes_NB)
-        picked = jnp.where(is_any_B, slots_B, -1), jnp.where(is_any_B, experts_B, -1)
-        return (likes_NB, taken_N), picked
+        keys_NB = jnp.where(order.expert_N[:, None] == experts_B, NOT_ELIGIBLE, keys_NB)
+        taken = jnp.where(is_any_B, slots_B, -1), jnp.where(is_any_B, experts_B, -1)
+        return (keys_NB, taken_N), taken
 
     nothing_N = jnp.zeros(len(order.expert_N), jnp.int32)
-    (_, taken_N), (slots_KB, experts_KB) = jax.lax.scan(take, (likes_NB, nothing_N), length=k)
+    (_, taken_N), (slots_KB, experts_KB) = jax.lax.scan(take, (keys_NB, nothing_N), length=k)
     is_kept_KB = (experts_KB >= 0) & (_num_better(keys_EB, experts_KB) < k)
-    return SlotPicks(slots_KB, experts_KB, is_kept_KB, taken_N)
+    return SlotAssignments(slots_KB, experts_KB, is_kept_KB, taken_N)
 
 
 def take_one(
-    likes_NB: jax.Array, order: SlotOrder, *, taken_N: jax.Array, capacity: jax.Array
+    keys_NB: jax.Array, order: SlotOrder, *, taken_N: jax.Array, capacity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One rank: the slot of every token [B] (N where nothing was to be had), and how many each slot now has.
+    """One rank: the slot of every token [B] (N where none was left), and how many tokens each slot now has.
 
-    `likes_NB` says how much, `NOT_ELIGIBLE` not at all.
+    `keys_NB` ranks the slots of a token, `NOT_ELIGIBLE` excludes one.
     """
-    num_tokens = likes_NB.shape[1]
-    room_N = jnp.minimum(capacity - taken_N, num_tokens)
+    num_tokens = keys_NB.shape[1]
+    free_N = jnp.minimum(capacity - taken_N, num_tokens)
 
-    def ask(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def propose(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         limit_N, _, _ = state
-        slots_B = _first_open(likes_NB, order, limit_N=limit_N)
-        lowered_N, asked_N = jax.lax.platform_dependent(
-            slots_B, limit_N, room_N, tpu=turn_away_by_counting, default=turn_away_by_sorting
+        slots_B = _first_open(keys_NB, order, limit_N=limit_N)
+        lowered_N, proposed_N = jax.lax.platform_dependent(
+            slots_B, limit_N, free_N, tpu=reject_by_counting, default=reject_by_sorting
         )
-        return lowered_N, slots_B, asked_N
+        return lowered_N, slots_B, proposed_N
 
-    def is_anyone_turned_away(state: tuple[jax.Array, ...]) -> jax.Array:
-        return jnp.any(state[2] > jnp.maximum(room_N, 0))
+    def is_any_rejected(state: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.any(state[2] > jnp.maximum(free_N, 0))
 
-    everyone_N = jnp.where(room_N > 0, num_tokens, 0).astype(jnp.int32)
-    before = everyone_N, jnp.zeros(num_tokens, jnp.int32), jnp.full_like(taken_N, num_tokens + 1)
-    _, slots_B, asked_N = jax.lax.while_loop(is_anyone_turned_away, ask, before)
-    return slots_B, taken_N + asked_N
+    all_N = jnp.where(free_N > 0, num_tokens, 0).astype(jnp.int32)
+    before = all_N, jnp.zeros(num_tokens, jnp.int32), jnp.full_like(taken_N, num_tokens + 1)
+    _, slots_B, proposed_N = jax.lax.while_loop(is_any_rejected, propose, before)
+    return slots_B, taken_N + proposed_N
 
 
-def _first_open(likes_NB: jax.Array, order: SlotOrder, *, limit_N: jax.Array) -> jax.Array:
-    """The slot that each token likes best of those that take tokens of its number: [B]; N where there is none."""
-    num_slots, num_tokens = likes_NB.shape
+def _first_open(keys_NB: jax.Array, order: SlotOrder, *, limit_N: jax.Array) -> jax.Array:
+    """The slot that each token prefers among those whose limit is above its number: [B]; N where there is none."""
+    num_slots, num_tokens = keys_NB.shape
     is_open_NB = limit_N[:, None] > jnp.arange(num_tokens, dtype=jnp.int32)
-    open_NB = jnp.where(is_open_NB, likes_NB, NOT_ELIGIBLE)
+    open_NB = jnp.where(is_open_NB, keys_NB, NOT_ELIGIBLE)
     most_B = jnp.max(open_NB, axis=0)
     is_best_NB = (open_NB == most_B) & (open_NB > NOT_ELIGIBLE)
     place_B = jnp.min(jnp.where(is_best_NB, order.place_NB, NO_PLACE), axis=0)
     return jnp.where(place_B < NO_PLACE, jax.lax.rem(place_B, num_slots), num_slots)
 
 
-def turn_away_by_sorting(slots_B: jax.Array, limit_N: jax.Array, room_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Limits that leave each slot as many of those who ask as it has room for, the first ones; and how many ask.
+def reject_by_sorting(slots_B: jax.Array, limit_N: jax.Array, free_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Limits that leave each slot the first of the proposals that fit its free capacity; and how many proposed.
 
-    `slots_B` is the slot that each token asks, N for none.
+    `slots_B` is the slot that each token proposes to, N for none.
     """
     num_tokens, num_slots = len(slots_B), len(limit_N)
-    asking_B = jnp.sort(slots_B * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32))
-    asked_N = jnp.zeros(num_slots, jnp.int32).at[slots_B].add(1, mode="drop")
-    first_out_N = jnp.cumsum(asked_N) - asked_N + room_N
-    token_N = jax.lax.rem(asking_B.at[first_out_N].get(mode="clip"), num_tokens)
-    return jnp.where(asked_N > room_N, jnp.minimum(token_N, limit_N), limit_N), asked_N
+    proposal_B = jnp.sort(slots_B * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32))
+    proposed_N = jnp.zeros(num_slots, jnp.int32).at[slots_B].add(1, mode="drop")
+    first_out_N = jnp.cumsum(proposed_N) - proposed_N + free_N
+    token_N = jax.lax.rem(proposal_B.at[first_out_N].get(mode="clip"), num_tokens)
+    return jnp.where(proposed_N > free_N, jnp.minimum(token_N, limit_N), limit_N), proposed_N
 
 
-def turn_away_by_counting(slots_B: jax.Array, limit_N: jax.Array, room_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def reject_by_counting(slots_B: jax.Array, limit_N: jax.Array, free_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same for devices that multiply matrices faster than they sort or look up.
 
     A running count is a product with a triangle of ones, exact in float32 for as many as 2**24 tokens.
     """
     num_tokens, num_slots = len(slots_B), len(limit_N)
-    asks_NB = slots_B == jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    proposes_NB = slots_B == jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     width = min(num_tokens, COUNTED_AT_ONCE)
-    asks_NGC = jnp.pad(asks_NB, ((0, 0), (0, -num_tokens % width))).reshape(num_slots, -1, width)
+    proposes_NGC = jnp.pad(proposes_NB, ((0, 0), (0, -num_tokens % width))).reshape(num_slots, -1, width)
     ones_CC = jnp.triu(jnp.ones((width, width), jnp.bfloat16))
-    count_NGC = jnp.matmul(asks_NGC.astype(jnp.bfloat16), ones_CC, preferred_element_type=jnp.float32)
-    if asks_NGC.shape[1] > 1:
+    count_NGC = jnp.matmul(proposes_NGC.astype(jnp.bfloat16), ones_CC, preferred_element_type=jnp.float32)
+    if proposes_NGC.shape[1] > 1:
         count_NGC += (jnp.cumsum(count_NGC[:, :, -1], axis=1) - count_NGC[:, :, -1])[:, :, None]
     count_NB = count_NGC.reshape(num_slots, -1)
-    is_out_NB = asks_NB & (count_NB[:, :num_tokens] > room_N[:, None].astype(jnp.float32))
+    is_out_NB = proposes_NB & (count_NB[:, :num_tokens] > free_N[:, None].astype(jnp.float32))
     tokens_B = jnp.arange(num_tokens, dtype=jnp.int32)
     first_out_N = jnp.min(jnp.where(is_out_NB, tokens_B, num_tokens), axis=1)
     return jnp.minimum(first_out_N, limit_N), count_NB[:, -1].astype(jnp.int32)

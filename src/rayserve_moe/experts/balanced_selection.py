@@ -1,6 +1,7 @@
-"""Choosing experts under a limit per slot: a full slot's tokens go to a replica, or to their next best expert.
+"""Choosing experts under a capacity per slot: a full slot's tokens go to a replica, or to their next best expert.
 
-This changes what a model computes, and what a token gets depends on its company: it is for servers that ask for it.
+This changes what a model computes, and the result of a token depends on the other tokens of the step: it is used only
+where the settings ask for it.
 """
 
 # B tokens   E experts   M slots of an expert at most   N slots   D devices   K experts per token
@@ -13,7 +14,7 @@ from operator import add
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts.balanced_acceptance import NO_PLACE, SlotOrder, SlotPicks, sortable, take_best_open
+from rayserve_moe.experts.balanced_acceptance import NO_PLACE, SlotAssignments, SlotOrder, sortable, take_best_open
 
 
 def balanced_expert_selection(  # noqa: PLR0913 (the agreed signature)
@@ -30,33 +31,33 @@ def balanced_expert_selection(  # noqa: PLR0913 (the agreed signature)
     scale: float = 1.0,
     device_index: jax.Array | int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Select `k` slots per token: ids int32 [B, K], weights float32 [B, K], and the share of picks that were kept.
+    """Select `k` slots per token: ids int32 [B, K], weights float32 [B, K], and the share of assignments kept.
 
     For each rank in turn, and within it for each token in turn, the token takes the best expert that it does not have
-    yet and that has a slot with room, and of its slots the first with room. Experts are ranked by `scores` [B, E], ties
-    by the smaller id; those at NaN or -inf are out of reach, which is how a mask comes in. Where nothing is to be had,
-    the slot is -1 and the weight 0.
+    yet and that has a slot with free capacity, and of its slots the first such one. Experts are ranked by `scores` [B,
+    E], ties by the smaller id; those at NaN or -inf are not eligible, which is how a mask is given. Where no expert is
+    left, the slot is -1 and the weight 0.
 
     `slots_of_expert` int32 [E, M] lists slots in the order of preference, -1 for none, a slot at most once; rows beyond
     E are of experts that no router selects. As [D, E, M] it has an order for every device, and `device_index` (a number
-    or [B]) says whose is a token's. Every slot has room for `capacity_of` tokens, or for `capacity`.
+    or [B]) says which device dispatches a token. Every slot takes `capacity_of` tokens, or `capacity`.
 
     Weights are the `gate_scores` [B, E] (the scores where there are none) at what was taken, if wanted divided by their
-    sum, times `scale`. Tokens that are not `valid` [B] take nothing and count nowhere. The share counts picks among a
-    token's own best `k`, of `k` for each valid token; 1 where there is none. ValueError where `device_index` and the
-    shape of `slots_of_expert` do not go together.
+    sum, times `scale`. Tokens that are not `valid` [B] take nothing and are not counted. The share counts assignments
+    among a token's own best `k`, of `k` for each valid token; 1 where there is none. ValueError where `device_index`
+    and the shape of `slots_of_expert` do not go together.
     """
     num_tokens, num_experts = scores.shape
     valid_B = jnp.ones(num_tokens, bool) if valid is None else valid
     order = order_of_table(slots_of_expert, device_index, num_experts=num_experts, num_slots=num_slots)
     if capacity is None:
         capacity = capacity_of(capacity_factor, valid_B, k=k, num_slots=num_slots)
-    picks = take_best_open(sortable(scores, valid_B), order, k=k, capacity=jnp.asarray(capacity, jnp.int32))
+    assigned = take_best_open(sortable(scores, valid_B), order, k=k, capacity=jnp.asarray(capacity, jnp.int32))
     gates_BE = scores if gate_scores is None else gate_scores
-    weights = weights_of(picks, gates_BE, renormalize=renormalize, scale=scale)
-    num_kept, num_picks = jnp.sum(picks.is_kept_KB, dtype=jnp.int32), k * jnp.sum(valid_B, dtype=jnp.int32)
-    share = num_kept.astype(jnp.float32) / jnp.maximum(num_picks, 1).astype(jnp.float32)
-    return picks.slots_KB.T, weights, jnp.where(num_picks > 0, share, 1.0)
+    weights = weights_of(assigned, gates_BE, renormalize=renormalize, scale=scale)
+    num_kept, num_wanted = jnp.sum(assigned.is_kept_KB, dtype=jnp.int32), k * jnp.sum(valid_B, dtype=jnp.int32)
+    share = num_kept.astype(jnp.float32) / jnp.maximum(num_wanted, 1).astype(jnp.float32)
+    return assigned.slots_KB.T, weights, jnp.where(num_wanted > 0, share, 1.0)
 
 
 def capacity_of(factor: jax.Array | float, valid_B: jax.Array, *, k: int, num_slots: int) -> jax.Array:
@@ -73,7 +74,7 @@ def capacity_of(factor: jax.Array | float, valid_B: jax.Array, *, k: int, num_sl
 def order_of_table(
     slots_of_expert: jax.Array, device_index: jax.Array | int | None, *, num_experts: int, num_slots: int
 ) -> SlotOrder:
-    """What a table of slots [E, M] or [D, E, M] says of them; see `balanced_expert_selection`."""
+    """The order that a table of slots [E, M] or [D, E, M] states; see `balanced_expert_selection`."""
     if (slots_of_expert.ndim == 3) != (device_index is not None):
         raise ValueError(
             "slots_of_expert has a dimension of devices, or there is no device_index: give both or neither"
@@ -92,12 +93,12 @@ def _places(slots_X: jax.Array, num_slots: int) -> jax.Array:
     return nowhere_N.at[jnp.where(slots_X < 0, num_slots, slots_X)].min(at_X + slots_X, mode="drop")
 
 
-def weights_of(picks: SlotPicks, gates_BE: jax.Array, *, renormalize: bool, scale: float = 1.0) -> jax.Array:
-    """Float32 [B, K]: gates at the experts that were taken, 0 for picks that were not.
+def weights_of(assigned: SlotAssignments, gates_BE: jax.Array, *, renormalize: bool, scale: float = 1.0) -> jax.Array:
+    """Float32 [B, K]: gates at the experts that were assigned, 0 where none was.
 
     What is divided by the sum is multiplied by its reciprocal, which is what XLA makes of such a division anyway.
     """
-    experts_BK = picks.experts_KB.T
+    experts_BK = assigned.experts_KB.T
     gates_BK = jnp.take_along_axis(gates_BE.astype(jnp.float32), jnp.maximum(experts_BK, 0), axis=1)
     weights_BK = jnp.where(experts_BK >= 0, gates_BK, 0.0)
     if renormalize:

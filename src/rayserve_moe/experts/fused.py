@@ -23,22 +23,21 @@ from rayserve_moe.experts.all_to_all import (
     run_in_turn,
     tokens_per_chunk,
 )
-from rayserve_moe.experts.chunks import chunk_tokens, round_rows
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.exchange import (
     Chunk,
-    ExchangeRule,
+    ExchangeConfig,
     Multiply,
     Underway,
     finish_chunk,
     multiply_chunk,
     send_chunk,
 )
-from rayserve_moe.experts.local import ACTIVATIONS, ExpertWeights, ProductRule
-from rayserve_moe.experts.routing import best_experts
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.routing import select_top_k
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.experts.tokens import RoutedTokens, cut_into_chunks
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows
+from rayserve_moe.kernels.expert_products import ACTIVATIONS, ExpertWeights, ProductConfig
+from rayserve_moe.kernels.registry import KERNELS
 from rayserve_moe.parallel.mesh import platform_of
 
 
@@ -69,7 +68,8 @@ def fused_ep_moe(  # noqa: PLR0913 (the agreed signature)
 
     All else is as in `fused_ep_moe_from_topk`.
     """
-    topk_ids, topk_weights = best_experts(router_logits.astype(jnp.float32), top_k=top_k, renormalize=renormalize)
+    scores = jax.nn.softmax(router_logits.astype(jnp.float32), axis=-1)
+    topk_ids, topk_weights = select_top_k(scores, top_k=top_k, renormalize=renormalize)
     return fused_ep_moe_from_topk(
         mesh,
         tokens,
@@ -102,7 +102,7 @@ def fused_ep_moe_from_topk(  # noqa: PLR0913 (the agreed signature)
     """The MoE sum of `tokens` [T, D] over slots chosen beforehand: [T, D] in the tokens' dtype.
 
     `w1` (gate) and `w3` (up) are [P, D, F], `w2` (down) is [P, F, D], split over both axes of the mesh by slots; tokens
-    are split over both axes too. `topk_ids_physical` [T, K] are slots; P or beyond is a pick that goes nowhere.
+    are split over both axes too. `topk_ids_physical` [T, K] are slots; P or beyond is an assignment that goes nowhere.
     `topk_weights` [T, K] are added up in that order. ValueError where slots do not divide by devices, or for an
     unknown activation.
     """
@@ -114,19 +114,19 @@ def fused_ep_moe_from_topk(  # noqa: PLR0913 (the agreed signature)
     if act_fn not in ACTIVATIONS:
         raise ValueError(f"activation {act_fn!r} is not one of {', '.join(ACTIVATIONS)}")
     part = -(-num_tokens // num_ranks)
-    config = block_config or BlockConfig()
+    blocks = block_config or BlockConfig()
     row_bytes = width * tokens.dtype.itemsize
-    chunk = config.chunk_tokens or chunk_tokens(part, top_k=top_k, row_bytes=row_bytes, overlapped=True)
-    taken = config.round_rows or round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
-    kernel = KERNELS_OF_PLATFORM[platform_of(mesh)].experts
-    product = ProductRule(num_slots // num_ranks, chunk * top_k * num_ranks / num_slots, act_fn)
-    rule = ExchangeRule(axes, num_ranks, num_slots, taken)
+    chunk = blocks.chunk_tokens or chunk_tokens(part, top_k=top_k, row_bytes=row_bytes, overlapped=True)
+    taken = blocks.round_rows or round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
+    kernel = KERNELS[platform_of(mesh)].expert_results
+    product = ProductConfig(num_slots // num_ranks, chunk * top_k * num_ranks / num_slots, act_fn)
+    config = ExchangeConfig(axes, num_ranks, num_slots, taken)
 
     def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
         hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(routed, chunk)
         slots_GTK = jnp.where(valid_GT[..., None], ids_GTK, num_slots)
-        multiply = multiply_rows(weights, kernel=kernel, first_slot=0, rule=product)
-        out_GTD = run_overlapped(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, rule=rule)
+        multiply = multiply_rows(weights, kernel=kernel, first_slot=0, config=product)
+        out_GTD = run_overlapped(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, config=config)
         return out_GTD.reshape(-1, width)[:part]
 
     split = PartitionSpec(axes)
@@ -141,17 +141,17 @@ def apply_fused(
     weights: ExpertWeights,
     *,
     layer: jax.Array,
-    rule: ExpertRule,
+    config: ExpertConfig,
     maps: PlacementArrays | None,
 ) -> jax.Array:
     """The MoE sum of each token [T, D], inside a sharded step."""
-    chunk = tokens_per_chunk(tokens, rule, overlapped=True)
-    multiply = multiply_local_slots(weights, layer=layer, rule=rule, chunk=chunk)
+    chunk = tokens_per_chunk(tokens, config, overlapped=True)
+    multiply = multiply_local_slots(weights, layer=layer, config=config, chunk=chunk)
     run = partial(run_overlapped, multiply=multiply)
-    return apply_exchanged(tokens, run, layer=layer, chunk=chunk, rule=rule, maps=maps)
+    return apply_exchanged(tokens, run, layer=layer, chunk=chunk, config=config, maps=maps)
 
 
-def run_overlapped(chunks: Chunk, *, multiply: Multiply, rule: ExchangeRule) -> jax.Array:
+def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
     """Exchange chunks [G, ...], each sent while the one before is multiplied; returns [G, T, D].
 
         [ send chunk i + 1 | multiply chunk i ]  return chunk i
@@ -160,20 +160,20 @@ def run_overlapped(chunks: Chunk, *, multiply: Multiply, rule: ExchangeRule) -> 
     between start and end of the product.
     """
     if len(chunks.slots_TK) == 1:
-        return run_in_turn(chunks, multiply=multiply, rule=rule)
+        return run_in_turn(chunks, multiply=multiply, config=config)
 
     def finish(chunk: Chunk, multiplied: Underway) -> jax.Array:
-        return finish_chunk(chunk, multiplied, multiply=multiply, rule=rule)
+        return finish_chunk(chunk, multiplied, multiply=multiply, config=config)
 
     def visit(received: Underway, pair: tuple[Chunk, Chunk]) -> tuple[Underway, jax.Array]:
         chunk, following = pair
-        both = send_chunk(following, rule=rule), multiply_chunk(received, multiply=multiply, rule=rule)
+        both = send_chunk(following, config=config), multiply_chunk(received, multiply=multiply, config=config)
         received_next, multiplied = jax.lax.optimization_barrier(both)
         return received_next, finish(chunk, multiplied)
 
-    first = send_chunk(_of_chunks(chunks, 0), rule=rule)
+    first = send_chunk(_of_chunks(chunks, 0), config=config)
     last, out_GTD = jax.lax.scan(visit, first, (_of_chunks(chunks, slice(-1)), _of_chunks(chunks, slice(1, None))))
-    out_TD = finish(_of_chunks(chunks, -1), multiply_chunk(last, multiply=multiply, rule=rule))
+    out_TD = finish(_of_chunks(chunks, -1), multiply_chunk(last, multiply=multiply, config=config))
     return jnp.concatenate([out_GTD, out_TD[None]])
 
 

@@ -10,19 +10,18 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend
-from rayserve_moe.experts.balanced_layer import Room, pick_with_room
-from rayserve_moe.experts.local import ExpertWeights
-from rayserve_moe.experts.routing import ForcedPicks, best_of_scores, count_tokens, router_scores
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.balanced_layer import StepCapacity, assign_slots
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.routing import ForcedExperts, count_tokens, select_top_k
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
+from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.parallel.mesh import platform_of
 
 
-class LayerOutput(NamedTuple):
-    """Sums [T, D], logical ids [T, K] in router order, tokens per expert [E], and a tally where slots limit room."""
+class LayerRouting(NamedTuple):
+    """Logical ids [T, K] in router order, tokens per expert [E], and a tally [4] where slots have limited capacity."""
 
-    out_TD: jax.Array
     ids_TK: jax.Array
     counts_E: jax.Array
     tally_4: jax.Array | None
@@ -35,52 +34,51 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     *,
     layer: jax.Array,
     valid_T: jax.Array,
-    rule: ExpertRule,
+    config: ExpertConfig,
     maps: PlacementArrays | None = None,
-    forced: ForcedPicks | None = None,
-    room: Room | None = None,
-) -> LayerOutput:
-    """Select experts, compute them, and tell what was selected.
+    forced: ForcedExperts | None = None,
+    capacity: StepCapacity | None = None,
+) -> tuple[jax.Array, LayerRouting]:
+    """Select experts and compute them; returns the sums [T, D] and the routing.
 
     Tokens are those of this device's data rank, and so are the outputs: the same on every device of a tensor group,
     the counts too. `layer` counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding
     tokens (not `valid_T`) cost no expert product and are not counted. `forced` replaces what the router selects.
-    `room` is for rules that limit it; an id of -1 then is a pick that came to nothing. KeyError where the
-    rule's backend is unknown.
+    `capacity` is given where it is limited; an id of -1 then is an assignment that was not filled. KeyError where the
+    backend of `config` is unknown.
     """
-    is_native, tally_4 = rule.kernel == "native", None
-    scores_TE = router_scores(hidden_TD, router_DE, is_native=is_native)
-    if rule.limits_room:
-        assert room is not None, "slots with limited room need to know it"
-        slots_TK, ids_TK, gates_TK, tally_4 = pick_with_room(
-            scores_TE,
-            valid_T,
-            maps=maps,
-            layer=layer,
-            room=room,
-            rule=rule,
-            forced=forced,
-        )
-        tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
-        maps, rule = None, replace(rule, slot_choice=CHOSEN_BEFORE)
-    else:
-        ids_TK, gates_TK = best_of_scores(scores_TE, top_k=rule.top_k, renormalize=rule.renormalize, forced=forced)
-        tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
-    counts_E = count_tokens(ids_TK, valid_T, num_experts=rule.num_experts)
-    out_TD = EXPERT_BACKENDS[backend_for(hidden_TD, rule)](tokens, weights, layer=layer, rule=rule, maps=maps)
-    return LayerOutput(out_TD, ids_TK, counts_E, tally_4)
+    tally_4 = None
+    with jax.named_scope("router"):
+        scores_TE = config.kernels.router_scores(hidden_TD, router_DE)
+    with jax.named_scope("selection"):
+        if config.limits_capacity:
+            assert capacity is not None, "slots of limited capacity need it"
+            slots_TK, ids_TK, gates_TK, tally_4 = assign_slots(
+                scores_TE, valid_T, maps=maps, layer=layer, capacity=capacity, config=config, forced=forced
+            )
+            tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
+            maps, config = None, replace(config, slot_choice=CHOSEN_BEFORE)
+        else:
+            ids_TK, gates_TK = select_top_k(
+                scores_TE, top_k=config.top_k, renormalize=config.renormalize, forced=forced
+            )
+            tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
+    with jax.named_scope("routing_capture"):
+        counts_E = count_tokens(ids_TK, valid_T, num_experts=config.num_experts)
+    out_TD = EXPERT_BACKENDS[backend_for(hidden_TD, config)](tokens, weights, layer=layer, config=config, maps=maps)
+    return out_TD, LayerRouting(ids_TK, counts_E, tally_4)
 
 
-def backend_for(hidden_TD: jax.Array, rule: ExpertRule) -> str:
-    """The backend that the rule names, or that suits these tokens where it leaves the choice."""
-    if rule.backend != "auto":
-        return rule.backend
+def backend_for(hidden_TD: jax.Array, config: ExpertConfig) -> str:
+    """The backend that `config` names, or the one that suits these tokens where that is `auto`."""
+    if config.backend != "auto":
+        return config.backend
     num_tokens, width = hidden_TD.shape
     return choose_backend(
-        -(-num_tokens // rule.plan.tensor_size),
-        ep_size=rule.plan.num_expert_ranks,
-        tensor_size=rule.plan.tensor_size,
-        platform=platform_of(rule.plan.mesh),
-        top_k=rule.top_k,
+        -(-num_tokens // config.plan.tensor_size),
+        ep_size=config.plan.num_expert_ranks,
+        tensor_size=config.plan.tensor_size,
+        platform=platform_of(config.plan.mesh),
+        top_k=config.top_k,
         row_bytes=width * hidden_TD.dtype.itemsize,
     )

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts.local import ExpertWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 
 
@@ -59,23 +59,23 @@ class SwappedLayer(NamedTuple):
 
 
 def fetch_slots(
-    weights: ExpertWeights, staging: ExpertWeights, fetched: FetchedSlots, *, rule: MigrationConfig
+    weights: ExpertWeights, staging: ExpertWeights, fetched: FetchedSlots, *, config: MigrationConfig
 ) -> ExpertWeights:
     """Copy slots of all ranks into the staging area, [S, D, F] and [S, F, D]; `weights` are flat, [X, ...].
 
     Call it inside a sharded function over the axes of the rule, with the same numbers on every rank.
     """
-    slices, most = _slices(fetched, rule), fetched.sources_RB.shape[1]
-    if rule.packs:
+    slices, most = _slices(fetched, config), fetched.sources_RB.shape[1]
+    if config.packs:
         weights, slices = _packed(weights, slices, most=most)
     # Received rows have room of their own: a collective that wrote into an argument would have all of it copied.
     arrived = ExpertWeights(
         *(
-            ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=rule.axes)
+            ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=config.axes)
             for held in weights
         )
     )
-    me = jax.lax.axis_index(rule.axes)
+    me = jax.lax.axis_index(config.axes)
     is_any_B = (fetched.sources_RB[me] >= 0) & (fetched.layer >= 0)
     return _write_rows(staging, arrived, rows_N=jnp.arange(most), places_N=fetched.places_RB[me], is_any_N=is_any_B)
 
@@ -86,10 +86,10 @@ def swap_layer(
     *,
     staging: ExpertWeights,
     swapped: SwappedLayer,
-    rule: MigrationConfig,
+    config: MigrationConfig,
 ) -> tuple[ExpertWeights, PlacementArrays]:
     """Write what is staged into the slots of a layer, and its maps with it. Call it like `fetch_slots`."""
-    num_slots, me = rule.num_local_slots, jax.lax.axis_index(rule.axes)
+    num_slots, me = config.num_local_slots, jax.lax.axis_index(config.axes)
     layer = jnp.maximum(swapped.layer, 0)
     is_moved_S = jax.lax.dynamic_slice_in_dim(swapped.is_moved_P, me * num_slots, num_slots) > 0
     slots_S = jnp.arange(num_slots)
@@ -135,18 +135,18 @@ def _packed(weights: ExpertWeights, slices: RaggedSlices, *, most: int) -> tuple
     return packed, slices._replace(input_offsets_R=place_N)
 
 
-def _slices(fetched: FetchedSlots, rule: MigrationConfig) -> RaggedSlices:
+def _slices(fetched: FetchedSlots, config: MigrationConfig) -> RaggedSlices:
     """The fetch as an exchange of single rows, B from each rank to each rank, most of them empty.
 
     Entry b from anyone to rank r is the b-th slot that r gets, and arrives as row b.
     """
-    num_slots, me = rule.num_local_slots, jax.lax.axis_index(rule.axes)
+    num_slots, me = config.num_local_slots, jax.lax.axis_index(config.axes)
     sources_RB = fetched.sources_RB
     is_any_RB = (sources_RB >= 0) & (fetched.layer >= 0)
     sender_RB = jnp.where(is_any_RB, jax.lax.div(sources_RB, num_slots), -1)
     is_sent_RB = sender_RB == me
     at_sender_RB = fetched.layer * num_slots + jax.lax.rem(sources_RB, num_slots)
-    is_received_RB = sender_RB[me] == jnp.arange(rule.num_ranks)[:, None]
+    is_received_RB = sender_RB[me] == jnp.arange(config.num_ranks)[:, None]
     rows_RB = jnp.broadcast_to(jnp.arange(sources_RB.shape[1], dtype=jnp.int32), sources_RB.shape)
     return RaggedSlices(
         input_offsets_R=jnp.where(is_sent_RB, at_sender_RB, 0).reshape(-1),

@@ -4,7 +4,7 @@ The maps are arrays of fixed shape that a step takes as arguments: new contents,
 lies in slot i.
 """
 
-# T tokens   K experts per token   P expert slots of all ranks   E experts   R ranks   L layers   N picks = T * K
+# T tokens   K experts per token   P expert slots of all ranks   E experts   R ranks   L layers   N assignments = T * K
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.experts.local import inverse
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.kernels.expert_products import inverse
 
 # A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.
 WHOLE = 1 << 20
@@ -63,24 +63,24 @@ def choose_slots(
     *,
     layer: jax.Array,
     rank: jax.Array,
-    rule: ExpertRule,
+    config: ExpertConfig,
 ) -> jax.Array:
-    """Slot of every pick, int32 [T, K], over all ranks' slots; `rule.num_slots` where the token is padding.
+    """Slot of every assignment, int32 [T, K], over all ranks' slots; `config.num_slots` where the token is padding.
 
-    `rank` is who dispatches a token: a number, or [T, 1]. Where several ranks choose for the same tokens, give them the
-    same `rank`. Where slots are chosen before, the ids are slots, and -1 is none. ValueError where there are redundant
-    slots and no maps.
+    `rank` is the one that dispatches a token: a number, or [T, 1]. Where several ranks choose for the same tokens, give
+    them the same `rank`. Where slots are chosen before, the ids are slots, and -1 is none. ValueError where there are
+    redundant slots and no maps.
     """
-    if rule.slot_choice == CHOSEN_BEFORE:
-        return jnp.where(valid_T[:, None] & (ids_TK >= 0), ids_TK, rule.num_slots)
-    if maps is None and rule.num_redundant:
-        raise ValueError(f"{rule.num_redundant} redundant expert slots are of no use without a placement")
+    if config.slot_choice == CHOSEN_BEFORE:
+        return jnp.where(valid_T[:, None] & (ids_TK >= 0), ids_TK, config.num_slots)
+    if maps is None and config.num_redundant:
+        raise ValueError(f"{config.num_redundant} redundant expert slots are of no use without a placement")
     slots_TK = ids_TK
     if maps is not None:
-        assert maps.slots_LP.shape[1] == rule.num_slots, f"maps of {maps.slots_LP.shape} for {rule.num_slots} slots"
+        assert maps.slots_LP.shape[1] == config.num_slots, f"maps of {maps.slots_LP.shape} for {config.num_slots} slots"
         arrays = jax.tree.map(jnp.asarray, maps)
-        slots_TK = SLOT_CHOICES[rule.slot_choice](ids_TK, valid_T, arrays, layer, rank)
-    return jnp.where(valid_T[:, None], slots_TK, rule.num_slots)
+        slots_TK = SLOT_CHOICES[config.slot_choice](ids_TK, valid_T, arrays, layer, rank)
+    return jnp.where(valid_T[:, None], slots_TK, config.num_slots)
 
 
 def _by_shares(
@@ -125,14 +125,14 @@ SLOT_CHOICES: dict[str, SlotChoice] = {"shares": _by_shares, "static": _by_rank,
 
 
 def _offsets(ids_TK: jax.Array, rank: jax.Array, num_ranks: int) -> jax.Array:
-    """A fraction in 0..1 for each pick: even steps over the ranks, from a start of its own for each expert."""
+    """A fraction in 0..1 per assignment: even steps over the ranks, from an offset per expert (Fibonacci hashing)."""
     step = np.uint32(((1 << 32) // num_ranks) % (1 << 32))
     turn_TK = jnp.asarray(rank).astype(jnp.uint32) * step + ids_TK.astype(jnp.uint32) * np.uint32(GOLDEN)
     return (turn_TK >> 8).astype(jnp.float32) / (1 << 24)
 
 
 def place_within_expert(ids_TK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many earlier picks are of the same expert, and how many picks are: both [T, K]. `num_experts` is nobody."""
+    """How many earlier assignments have the same expert, and how many have it: both [T, K]. `num_experts` is none."""
     ids_N = ids_TK.reshape(-1)
     order_N = jnp.argsort(ids_N, stable=True)
     counts_E = jnp.sum(ids_N[:, None] == jnp.arange(num_experts + 1), axis=0, dtype=jnp.int32)

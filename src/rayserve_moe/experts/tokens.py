@@ -1,4 +1,9 @@
-"""Tokens with their choice of experts, as every expert backend takes them."""
+"""Tokens with their choice of experts, as every expert backend takes them, whole or in chunks.
+
+Tokens are exchanged chunk by chunk, so that buffers do not grow with the step. Within a chunk a rank takes at most
+`round_rows` rows at once; what does not fit comes in further rounds, as many as the fullest rank needs. So no token is
+ever dropped, and buffers hold one and a half times the even load instead of the worst case, `num_ranks` times as much.
+"""
 
 # T tokens   D model width   K experts per token   G chunks
 
@@ -9,11 +14,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+SEND_BYTES = 16 << 20
+"""Rows that a device sends per chunk at most: large enough that a chunk's products outlast reading the weights."""
+
+LEAST_ROUND_ROWS = 256
+"""Rows that are always taken at once: at decode a few hot experts are common and buffers are small."""
+
+LEAST_FUSED_CHUNK = 256
+"""Tokens that a chunk keeps when a step is cut only to overlap: each further chunk reads the weights anew."""
+
 
 class RoutedTokens(NamedTuple):
     """Hidden states [T, D], logical expert ids [T, K] in router order, their weights [T, K]; False marks padding.
 
-    The ids are slots where the rule says that those are chosen before.
+    The ids are slots where `slot_choice` is `CHOSEN_BEFORE`.
     """
 
     hidden_TD: jax.Array
@@ -38,3 +52,19 @@ def take_part(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> Route
         return tokens
     parts = cut_into_chunks(tokens, -(-len(tokens.valid_T) // num_parts))
     return RoutedTokens(*(jax.lax.dynamic_index_in_dim(array, part, keepdims=False) for array in parts))
+
+
+def chunk_tokens(num_tokens: int, *, top_k: int, row_bytes: int, overlapped: bool = False) -> int:
+    """Tokens of this device per chunk; an `overlapped` exchange has two chunks or more as soon as they are not small.
+
+    `row_bytes` is the size of one token's hidden state.
+    """
+    num_chunks = -(-num_tokens // max(1, SEND_BYTES // (top_k * row_bytes)))
+    if overlapped and num_tokens >= 2 * LEAST_FUSED_CHUNK:
+        num_chunks = max(2, num_chunks)
+    return -(-num_tokens // max(1, num_chunks))
+
+
+def round_rows(chunk: int, *, top_k: int, num_ranks: int) -> int:
+    """Rows that a rank takes per round where each sends the assignments of `chunk` tokens: 1.5 times the even load."""
+    return min(num_ranks * chunk * top_k, max(3 * chunk * top_k // 2, LEAST_ROUND_ROWS))

@@ -1,126 +1,132 @@
-"""Grouped-query attention of one layer over the paged KV pool."""
+"""Grouped-query attention of one layer over the paged KV pool: from normed tokens to the output product."""
 
 # T tokens   D model width   H local query heads   G local KV heads   h head width   B blocks   Q tokens per block
+# L layers   P page-table width   U single-token blocks
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.cpu_native import calls
-from rayserve_moe.kernels.kv_update import write_kv
-from rayserve_moe.kernels.registry import ATTENTION, KernelChoice
-from rayserve_moe.model.layers import Rotation, project, rms_norm, rotate, rotation_of
-from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
+
+PagedAttention = Callable[..., jax.Array]
+"""The signature of `attention_reference.attend`."""
+ARRAYS = ["token_ids_T", "positions_T", "kv_slots_T", "page_table_BP"]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=["num_singles"])
 @dataclass(frozen=True)
-class AttentionRule:
-    """What is fixed about attention: the model's shapes, the kernels, the spread over devices."""
+class TokenBatch:
+    """The tokens of a step, a ragged batch laid out as `[U single tokens | prefill blocks of Q tokens]`.
 
-    spec: ModelSpec
-    kernels: KernelChoice
-    plan: ParallelPlan
-
-
-class AttentionTokens(NamedTuple):
-    """The tokens of a step, with their rotary angles: computed once, used by every layer."""
-
-    batch: TokenBatch
-    rotation: Rotation
-
-
-def attention_tokens(batch: TokenBatch, spec: ModelSpec, *, is_native: bool = False) -> AttentionTokens:
-    """Prepare the tokens of a step for all attention layers of a model; `is_native`: by the native CPU kernel."""
-    if is_native:
-        angles = calls.rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
-        return AttentionTokens(batch, Rotation(*angles))
-    return AttentionTokens(batch, rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta))
-
-
-def attend_natively(
-    hidden_TD: jax.Array,
-    weights: dict[str, jax.Array],
-    kv_pages: jax.Array,
-    tokens: AttentionTokens,
-    *,
-    layer: jax.Array,
-    rule: AttentionRule,
-) -> tuple[jax.Array, jax.Array]:
-    """`attend_layer` by the native CPU kernel; `weights` are those of all layers, packed."""
-    batch, rotation = tokens
-    inputs = calls.AttentionInputs(
-        *rotation,
-        batch.kv_slots_T,
-        batch.positions_T,
-        batch.page_table_BP,
-        batch.num_singles,
-    )
-    out_TD, kv_pages = calls.attend_layer(hidden_TD, weights, kv_pages, inputs, layer=layer, eps=rule.spec.norm_eps)
-    out_TD = rule.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
-    return (out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD), kv_pages
-
-
-def attend_layer(
-    hidden_TD: jax.Array,
-    weights: dict[str, jax.Array],
-    kv_pages: jax.Array,
-    tokens: AttentionTokens,
-    *,
-    layer: jax.Array,
-    rule: AttentionRule,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the attention output [T, D], summed over devices, and the pool with this step's keys and values.
-
-    `weights` are this layer's. `kv_pages` is [layers * pages, page, 2 * G, h]: page p of layer l lies at
-    l * pages + p.
+    `token_ids_T`, `positions_T` (-1: padding) and `kv_slots_T` are int32 [T]; `page_table_BP` int32 holds the pages
+    of the sequence that each block belongs to. `num_singles` is U.
     """
-    queries, keys, values = _project_heads(hidden_TD, weights, tokens.rotation, rule.spec)
-    batch = tokens.batch
-    pages_per_layer = kv_pages.shape[0] // rule.spec.num_layers
-    first_page = layer * pages_per_layer
-    kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
-    attended_THh = _attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=rule.kernels)
-    out = jnp.matmul(attended_THh.reshape(hidden_TD.shape[0], -1), weights["o_LHD"], preferred_element_type=jnp.float32)
-    out = rule.plan.sum_over_tensor(out).astype(hidden_TD.dtype)
-    return (out + weights["o_bias_LD"] if "o_bias_LD" in weights else out), kv_pages
+
+    token_ids_T: jax.Array
+    positions_T: jax.Array
+    kv_slots_T: jax.Array
+    page_table_BP: jax.Array
+    num_singles: int
+
+    @property
+    def num_prefill_blocks(self) -> int:
+        return self.page_table_BP.shape[0] - self.num_singles
+
+    @property
+    def valid_T(self) -> jax.Array:
+        """Which tokens are not padding, bool [T]."""
+        return self.positions_T >= 0
+
+
+def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword)
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    kv_pages: jax.Array,
+    *,
+    batch: TokenBatch,
+    rotation: Rotation,
+    layer: jax.Array,
+    eps: float,
+    decode: PagedAttention,
+    prefill: PagedAttention,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
+
+    `weights` are those of all layers under the names of `model.parameters`; norms of heads and biases may be absent,
+    and the output's bias is the caller's to add. `kv_pages` is [L * pages, page, 2 * G, h]: page p of layer l lies at
+    l * pages + p. `decode` attends the single tokens, `prefill` the blocks.
+    """
+    first_page = layer * (kv_pages.shape[0] // len(weights["q_LDH"]))
+    with jax.named_scope("attention_projections"):
+        of_layer = {name: stacked[layer] for name, stacked in weights.items()}
+        queries, keys, values = _project_heads(normed_TD, of_layer, rotation, eps)
+    with jax.named_scope("kv_update"):
+        kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
+    with jax.named_scope("attention"):
+        attended_THh = _attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=(decode, prefill))
+    with jax.named_scope("attention_output"):
+        attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
+        return jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
+
+
+def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
+    """Put K and V of each token at its slot (page * page_size + offset); returns the updated pool.
+
+    `kv_pages` is [pages, page, 2 * G, h]. Padding tokens point into page 0 of a layer, which no sequence owns. What an
+    8-bit pool cannot hold becomes its largest number.
+    """
+    num_pages, page_size, num_kv, width = kv_pages.shape
+    kv_T = jnp.stack([keys_TGh, values_TGh], axis=2).reshape(-1, num_kv, width)
+    if kv_pages.dtype.itemsize == 1:
+        # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
+        largest = float(jnp.finfo(kv_pages.dtype).max)
+        kv_T = jnp.clip(kv_T, -largest, largest)
+    if len(slots_T) == 1:
+        # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
+        slots_T, kv_T = jnp.repeat(slots_T, 2), jnp.repeat(kv_T, 2, axis=0)
+    flat = kv_pages.reshape(num_pages * page_size, num_kv, width)
+    return flat.at[slots_T].set(kv_T.astype(kv_pages.dtype), mode="promise_in_bounds").reshape(kv_pages.shape)
 
 
 def _project_heads(
-    hidden_TD: jax.Array, weights: dict[str, jax.Array], rotation: Rotation, spec: ModelSpec
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Project to heads, normalise and rotate queries and keys: three arrays [T, heads, h]."""
-    tokens, width = hidden_TD.shape[0], spec.attention.head_dim
-    queries = project(hidden_TD, weights["q_LDH"], weights.get("q_bias_LH")).reshape(tokens, -1, width)
-    keys = project(hidden_TD, weights["k_LDG"], weights.get("k_bias_LG")).reshape(tokens, -1, width)
-    values = project(hidden_TD, weights["v_LDG"], weights.get("v_bias_LG")).reshape(tokens, -1, width)
-    if spec.attention.qk_norm == "head":
-        queries = rms_norm(queries, weights["q_norm_Lh"], spec.norm_eps)
-        keys = rms_norm(keys, weights["k_norm_Lh"], spec.norm_eps)
+    tokens, width = len(normed_TD), 2 * rotation.cos.shape[1]
+    queries = project(normed_TD, weights["q_LDH"], weights.get("q_bias_LH")).reshape(tokens, -1, width)
+    keys = project(normed_TD, weights["k_LDG"], weights.get("k_bias_LG")).reshape(tokens, -1, width)
+    values = project(normed_TD, weights["v_LDG"], weights.get("v_bias_LG")).reshape(tokens, -1, width)
+    if "q_norm_Lh" in weights:
+        queries = rms_norm(queries, weights["q_norm_Lh"], eps)
+        keys = rms_norm(keys, weights["k_norm_Lh"], eps)
     return rotate(queries, rotation), rotate(keys, rotation), values
 
 
 def _attend_blocks(
-    queries_THh: jax.Array, kv_pages: jax.Array, batch: TokenBatch, *, first_page: jax.Array, kernels: KernelChoice
+    queries_THh: jax.Array,
+    kv_pages: jax.Array,
+    batch: TokenBatch,
+    *,
+    first_page: jax.Array,
+    kernels: tuple[PagedAttention, PagedAttention],
 ) -> jax.Array:
     """Attend the single tokens and the prefill blocks, each part with its kernel."""
-    singles, (num_tokens, *head_shape) = batch.num_singles, queries_THh.shape
+    singles, (num_tokens, *head_shape), (decode, prefill) = batch.num_singles, queries_THh.shape, kernels
     page_table_BP = batch.page_table_BP + first_page
     parts = []
     if singles:
-        attend = ATTENTION[kernels.decode_attention]
         positions = batch.positions_T[:singles, None]
-        parts.append(attend(queries_THh[:singles, None], kv_pages, page_table_BP[:singles], positions)[:, 0])
+        parts.append(decode(queries_THh[:singles, None], kv_pages, page_table_BP[:singles], positions)[:, 0])
     if batch.num_prefill_blocks:
-        attend = ATTENTION[kernels.prefill_attention]
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)
         queries_BQHh = queries_THh[singles:].reshape(*blocks, *head_shape)
         positions_BQ = batch.positions_T[singles:].reshape(blocks)
-        attended = attend(queries_BQHh, kv_pages, page_table_BP[singles:], positions_BQ)
+        attended = prefill(queries_BQHh, kv_pages, page_table_BP[singles:], positions_BQ)
         parts.append(attended.reshape(num_tokens - singles, *head_shape))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

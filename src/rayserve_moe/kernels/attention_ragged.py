@@ -1,6 +1,7 @@
 """Paged attention on TPU: jax's ragged paged attention kernel behind the signature of the reference.
 
-Single tokens and prompts have a name each in the registry, because their blocks are cut differently.
+Single tokens and prompts have a function each, because their blocks are cut differently. Beyond the reference, both
+need the real tokens of a block first and at consecutive positions.
 """
 
 # B query blocks   Q queries per block   H query heads   h head width   P page-table width
@@ -23,8 +24,8 @@ from rayserve_moe.kernels.attention_blocks import (
     prefill_blocks,
     sequences_per_call,
 )
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreRule
-from rayserve_moe.kernels.attention_runs import pages_within_reach, pieces_per_block, runs_of
+from rayserve_moe.kernels.attention_reference import ScoreConfig
+from rayserve_moe.kernels.attention_runs import pages_within_reach, runs_of
 
 
 @dataclass(frozen=True)
@@ -39,49 +40,25 @@ class RunKernel:
     most_rows: int
 
 
-def attend_decode(
+def attend(
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
     page_table_BP: jax.Array,
     positions_BQ: jax.Array,
     *,
-    rule: ScoreRule = FULL_CAUSAL,
-) -> jax.Array:
-    """Attend as `attention_reference.attend` does, in blocks cut for one query per sequence.
-
-    ValueError for what the kernel cannot do: see `attend_runs`; a chip without block sizes.
-    """
-    return _attend(queries_BQHh, kv_pages, page_table_BP, positions_BQ, rule=rule, choose_blocks=decode_blocks)
-
-
-def attend_prefill(
-    queries_BQHh: jax.Array,
-    kv_pages: jax.Array,
-    page_table_BP: jax.Array,
-    positions_BQ: jax.Array,
-    *,
-    rule: ScoreRule = FULL_CAUSAL,
-) -> jax.Array:
-    """Attend as `attention_reference.attend` does, in blocks cut for prompts; errors as `attend_decode`."""
-    return _attend(queries_BQHh, kv_pages, page_table_BP, positions_BQ, rule=rule, choose_blocks=prefill_blocks)
-
-
-def _attend(
-    queries_BQHh: jax.Array,
-    kv_pages: jax.Array,
-    page_table_BP: jax.Array,
-    positions_BQ: jax.Array,
-    *,
-    rule: ScoreRule,
+    config: ScoreConfig,
     choose_blocks: Callable[..., KernelBlocks],
 ) -> jax.Array:
-    """Choose block sizes for these shapes and the chip at hand, then attend."""
+    """Attend as `attention_reference.attend` does, in blocks that `choose_blocks` cuts for these shapes and this chip.
+
+    ValueError for what the kernel cannot do (see `attend_runs`), and for a chip without block sizes.
+    """
     (_, num_queries, num_heads, width), (_, page_size, num_kv, _) = queries_BQHh.shape, kv_pages.shape
     kv_size = kv_pages.dtype.itemsize
     shape = AttentionShape(num_heads, num_kv // 2, width, page_size, page_table_BP.shape[1], kv_size)
     blocks = choose_blocks(shape, chip=str(pltpu.get_tpu_info().chip_version))
     rows = num_queries * max(1, blocks.num_queries // num_queries) if num_queries > 1 else 1
-    num_pages = min(blocks.num_pages, pages_within_reach(page_table_BP.shape[1], page_size, rule, most_rows=rows))
+    num_pages = min(blocks.num_pages, pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=rows))
     kernel = partial(
         ragged_paged_attention,
         num_kv_pages_per_block=num_pages,
@@ -89,7 +66,13 @@ def _attend(
         vmem_limit_bytes=blocks.vmem_limit_bytes,
     )
     kernel = RunKernel(kernel, rows)
-    return attend_runs(queries_BQHh, kv_pages, page_table_BP, positions_BQ, rule=rule, kernel=kernel)
+    return attend_runs(queries_BQHh, kv_pages, page_table_BP, positions_BQ, config=config, kernel=kernel)
+
+
+attend_decode = partial(attend, choose_blocks=decode_blocks)
+"""In blocks cut for one query per sequence."""
+attend_prefill = partial(attend, choose_blocks=prefill_blocks)
+"""In blocks cut for prompts."""
 
 
 def attend_runs(
@@ -98,31 +81,32 @@ def attend_runs(
     page_table_BP: jax.Array,
     positions_BQ: jax.Array,
     *,
-    rule: ScoreRule,
+    config: ScoreConfig,
     kernel: RunKernel,
 ) -> jax.Array:
-    """Cut the blocks into runs, call the kernel as often as its tables ask for, and silence padding.
+    """Cut the blocks into runs, call the kernel for as many at once as its scalar memory holds, and zero padding.
 
     The real tokens of a block come first and stand at consecutive positions. Returns [B, Q, H, h]. ValueError where
-    local chunks do not begin at pages, or 8-bit KV has an odd number of KV heads.
+    8-bit KV has an odd number of KV heads.
     """
-    _refuse_unfit(kv_pages, rule)
+    _refuse_unfit(kv_pages)
     num_blocks, num_queries, *head_shape = queries_BQHh.shape
     page_size, is_quantised = kv_pages.shape[1], kv_pages.dtype.itemsize == 1
     scales = {"k_scale": 1.0, "v_scale": 1.0} if is_quantised else {}
-    reach = pages_within_reach(page_table_BP.shape[1], page_size, rule, most_rows=kernel.most_rows)
-    per_call = _blocks_per_call(reach, num_queries, rule, most_rows=kernel.most_rows)
+    reach = pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=kernel.most_rows)
+    blocks_per_cell = kernel.most_rows // num_queries
+    per_call = max(1, sequences_per_call(reach) // blocks_per_cell) * blocks_per_cell
     parts = []
     for first in range(0, num_blocks, per_call):
         part = slice(first, min(first + per_call, num_blocks))
-        runs = runs_of(page_table_BP[part], positions_BQ[part], page_size, rule, most_rows=kernel.most_rows)
+        runs = runs_of(page_table_BP[part], positions_BQ[part], page_size, config, most_rows=kernel.most_rows)
         attended = kernel.call(
             queries_BQHh[part].reshape(-1, *head_shape),
             kv_pages,
             *runs,
-            sm_scale=rule.scale_for(head_shape[-1]),
-            sliding_window=rule.window or None,
-            soft_cap=rule.soft_cap or None,
+            sm_scale=config.scale_for(head_shape[-1]),
+            sliding_window=config.window or None,
+            soft_cap=config.soft_cap or None,
             **scales,
         )
         parts.append(attended.reshape(-1, num_queries, *head_shape))
@@ -130,20 +114,8 @@ def attend_runs(
     return jnp.where((positions_BQ >= 0)[..., None, None], attended_BQHh, 0)
 
 
-def _blocks_per_call(reach: int, num_queries: int, rule: ScoreRule, *, most_rows: int) -> int:
-    """Blocks whose page tables fit into one call; whole cells of `most_rows` rows, at least one."""
-    blocks_per_cell = most_rows // num_queries
-    fitting = sequences_per_call(reach) // pieces_per_block(num_queries, rule)
-    return max(1, fitting // blocks_per_cell) * blocks_per_cell
-
-
-def _refuse_unfit(kv_pages: jax.Array, rule: ScoreRule) -> None:
-    page_size, num_kv = kv_pages.shape[1:3]
-    if rule.chunk % page_size:
-        raise ValueError(
-            f"local attention chunks of {rule.chunk} tokens do not begin at pages of {page_size}; choose a page_size "
-            f"that divides {rule.chunk}"
-        )
+def _refuse_unfit(kv_pages: jax.Array) -> None:
+    num_kv = kv_pages.shape[2]
     if kv_pages.dtype.itemsize == 1 and num_kv % 4:
         raise ValueError(
             f"8-bit KV needs an even number of KV heads on a device, found {num_kv // 2}; use bfloat16 KV or fewer "

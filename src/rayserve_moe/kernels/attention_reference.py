@@ -1,8 +1,8 @@
 """Paged causal attention in plain jnp: the definition that every other attention kernel is held to.
 
-Blocks are computed one after the other. Each visits its keys in spans of a fixed number of positions with a running
-softmax, from the first key within its reach to its own last position. So the result and the cost of a block depend on
-that block alone.
+Blocks are computed one after the other. Each visits its keys in spans of a fixed number of positions with an online
+softmax (Milakov and Gimelshein, arXiv:1805.02867), from the first key within its reach to its own last position. So the
+result and the cost of a block depend on that block alone.
 """
 
 # B query blocks   Q queries per block   H query heads   G KV heads   M queries * query heads per KV head
@@ -21,40 +21,32 @@ MASKED = -1e30
 
 
 @dataclass(frozen=True)
-class ScoreRule:
+class ScoreConfig:
     """Which keys a query sees besides causality, and how scores are formed. Without arguments: full attention.
 
-    `window` > 0: only the last `window` positions, its own among them. `chunk` > 0: only positions of its own chunk of
-    that many, counted from position 0. `scale` None stands for h ** -0.5. `soft_cap` > 0 turns a score s into
-    soft_cap * tanh(s / soft_cap). ValueError for negative numbers.
+    `window` > 0: only the last `window` positions, its own among them. `scale` None stands for h ** -0.5. `soft_cap` >
+    0 turns a score s into soft_cap * tanh(s / soft_cap). ValueError for negative numbers.
     """
 
     window: int = 0
-    chunk: int = 0
     scale: float | None = None
     soft_cap: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("window", "chunk", "soft_cap"):
+        for name in ("window", "soft_cap"):
             if getattr(self, name) < 0:
                 raise ValueError(f"attention {name} must not be negative, found {getattr(self, name)}")
 
     def scale_for(self, width: int) -> float:
-        """What scores of heads of `width` are multiplied with."""
+        """The factor of the scores of heads of `width`."""
         return width**-0.5 if self.scale is None else self.scale
 
     def first_key(self, positions: jax.Array) -> jax.Array | None:
         """The first position that queries at `positions` see, elementwise; None where that is 0 for all."""
-        first = None
-        if self.window:
-            first = jnp.maximum(positions - self.window + 1, 0)
-        if self.chunk:
-            chunk_start = positions // self.chunk * self.chunk
-            first = chunk_start if first is None else jnp.maximum(first, chunk_start)
-        return first
+        return jnp.maximum(positions - self.window + 1, 0) if self.window else None
 
 
-FULL_CAUSAL = ScoreRule()
+FULL_CAUSAL = ScoreConfig()
 
 
 class _Visible(NamedTuple):
@@ -70,9 +62,9 @@ def attend(
     page_table_BP: jax.Array,
     positions_BQ: jax.Array,
     *,
-    rule: ScoreRule = FULL_CAUSAL,
+    config: ScoreConfig = FULL_CAUSAL,
 ) -> jax.Array:
-    """Attend each query to the keys of its block's sequence at positions up to its own, as far as `rule` lets it see.
+    """Attend each query to the keys of its block's sequence at positions up to its own, as far as `config` lets it see.
 
     `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in any float dtype. A query at position -1
     is padding and gives zeros. What a page holds out of a block's sight, NaN too, is without effect. Returns
@@ -82,35 +74,35 @@ def attend(
     page_table_BP = jnp.pad(page_table_BP, ((0, 0), (0, -page_table_BP.shape[1] % pages_per_span)))
 
     def attend_one(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return _attend_block(block, kv_pages, pages_per_span=pages_per_span, rule=rule)
+        return _attend_block(block, kv_pages, pages_per_span=pages_per_span, config=config)
 
     return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, positions_BQ))
 
 
 def _attend_block(
-    block: tuple[jax.Array, jax.Array, jax.Array], kv_pages: jax.Array, *, pages_per_span: int, rule: ScoreRule
+    block: tuple[jax.Array, jax.Array, jax.Array], kv_pages: jax.Array, *, pages_per_span: int, config: ScoreConfig
 ) -> jax.Array:
     """One block: queries [Q, H, h], pages [P], positions [Q]; returns [Q, H, h]."""
     queries_QHh, pages_P, positions_Q = block
     num_queries, num_heads, width = queries_QHh.shape
     span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2] // 2
     group = num_heads // num_kv_heads
-    queries = queries_QHh.astype(jnp.float32) * rule.scale_for(width)
+    queries = queries_QHh.astype(jnp.float32) * config.scale_for(width)
     queries = queries.reshape(num_queries, num_kv_heads, group, width)
     queries_GMh = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * num_queries, width)
     positions_M = jnp.tile(positions_Q, group)
     last_position = jnp.max(positions_Q)
-    first_key = _first_key_of_block(positions_Q, rule)
+    first_key = _first_key_of_block(positions_Q, config)
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         ids = jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)
         kv_SGh = kv_pages[ids].reshape(span, num_kv_heads, 2, width).astype(jnp.float32)
         keys_GSh, values_GSh = kv_SGh.transpose(2, 1, 0, 3)
         key_positions_S = i * span + jnp.arange(span)
-        visible = _visible(key_positions_S, positions_M, last_position, first_key, rule)
+        visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
         # A weight of zero does not silence what an earlier owner of the page left there: 0 * NaN is NaN.
         values_GSh = jnp.where(visible.any_S[:, None], values_GSh, 0.0)
-        return _accumulate(carry, queries_GMh, keys_GSh, values_GSh, visible.each_MS, rule)
+        return _accumulate(carry, queries_GMh, keys_GSh, values_GSh, visible.each_MS, config)
 
     rows = queries_GMh.shape[:2]
     start = (jnp.zeros((*rows, width)), jnp.full(rows, MASKED), jnp.zeros(rows))
@@ -120,9 +112,9 @@ def _attend_block(
     return out.reshape(num_queries, num_heads, width).astype(queries_QHh.dtype)
 
 
-def _first_key_of_block(positions_Q: jax.Array, rule: ScoreRule) -> jax.Array | int:
+def _first_key_of_block(positions_Q: jax.Array, config: ScoreConfig) -> jax.Array | int:
     """The first position that any real query of a block sees; beyond all keys where there is none."""
-    first_Q = rule.first_key(positions_Q)
+    first_Q = config.first_key(positions_Q)
     return 0 if first_Q is None else jnp.min(jnp.where(positions_Q >= 0, first_Q, jnp.iinfo(jnp.int32).max))
 
 
@@ -131,11 +123,11 @@ def _visible(
     positions_M: jax.Array,
     last_position: jax.Array,
     first_key: jax.Array | int,
-    rule: ScoreRule,
+    config: ScoreConfig,
 ) -> _Visible:
     each_MS = key_positions_S <= positions_M[:, None]
     any_S = key_positions_S <= last_position
-    first_M = rule.first_key(positions_M)
+    first_M = config.first_key(positions_M)
     if first_M is not None:
         each_MS &= key_positions_S >= first_M[:, None]
         any_S &= key_positions_S >= first_key
@@ -148,17 +140,17 @@ def _accumulate(
     keys_GSh: jax.Array,
     values_GSh: jax.Array,
     visible_MS: jax.Array,
-    rule: ScoreRule,
+    config: ScoreConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One span of the running softmax: weighted values so far, largest score so far, sum of weights so far.
+    """One span of the online softmax: weighted values so far, largest score so far, sum of weights so far.
 
     A real query sees at least itself. Where a later span shows it nothing, its largest score is a real one and the
     span's weights vanish; what it gathers from spans that end before its first key vanishes with its first real score.
     """
     total, largest, weight = carry
     scores = jnp.einsum("GMh,GSh->GMS", queries_GMh, keys_GSh, precision=jax.lax.Precision.HIGHEST)
-    if rule.soft_cap:
-        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
+    if config.soft_cap:
+        scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
     scores = jnp.where(visible_MS, scores, MASKED)
     new_largest = jnp.maximum(largest, scores.max(-1))
     shrink = jnp.exp(largest - new_largest)

@@ -1,12 +1,12 @@
 """Expert products on one device, for the tokens whose experts it holds.
 
 Experts of all layers lie in one flat [layers * slots, ...] array, and `first_slot` says where this layer's begin, so
-that no layer's weights are ever copied out of it. A pick of an expert that lies elsewhere has slot `slots` or beyond,
-and its result is undefined: whoever adds results up leaves it out. Tokens may come as [T, D] or with D cut into parts,
-[T, Q, D / Q], and so do results.
+that no layer's weights are ever copied out of it. An assignment to an expert that lies elsewhere has slot `num_slots`
+or beyond, and its result is undefined: the sum leaves it out. Tokens are [T, D] or with D cut into parts, [T, Q, D /
+Q], and results have the same form.
 """
 
-# T tokens   D model width   F expert width   K experts per token   P picks = T * K   S local slots   X layers * S
+# T tokens   D model width   F expert width   K experts per token   P assignments = T * K   S local slots   X layers * S
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.cpu_native import calls
-
 
 class ExpertWeights(NamedTuple):
     """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D]."""
@@ -30,6 +28,8 @@ class ExpertWeights(NamedTuple):
 
 
 Activation = Callable[[jax.Array], jax.Array]
+Multiply = Callable[..., jax.Array]
+"""The signature of `multiply_in_blocks`."""
 
 TILE_ROWS = 256
 
@@ -37,10 +37,10 @@ ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
 
 
 @dataclass(frozen=True)
-class ProductRule:
+class ProductConfig:
     """What is fixed about a grouped product: local slots of a layer, and the gate's activation.
 
-    `mean_rows` is the number of picks that an expert gets where all get the same.
+    `mean_rows` is the number of assignments of an expert where all have the same.
     """
 
     num_slots: int
@@ -48,13 +48,13 @@ class ProductRule:
     activation: str = "silu"
 
 
-def apply_in_blocks(
+def multiply_in_blocks(
     hidden_TD: jax.Array,
     slots_TK: jax.Array,
     weights: ExpertWeights,
     *,
     first_slot: jax.Array | int,
-    rule: ProductRule,
+    config: ProductConfig,
 ) -> jax.Array:
     """Multiply block by block, each block of rows with one expert: the way that is fast on XLA:CPU.
 
@@ -62,21 +62,21 @@ def apply_in_blocks(
     loop. Returns [T, K, D] in the tokens' dtype. The number of rows in a block follows from shapes alone, never from
     a placement: a row's product rounds the same wherever its expert lies.
     """
-    (num_tokens, num_picks), num_slots = slots_TK.shape, rule.num_slots
-    block = _block_rows(rule.mean_rows)
-    slots_P, order_P, counts_S = _sort_picks(slots_TK, num_slots)
+    (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
+    block = _block_rows(config.mean_rows)
+    slots_P, order_P, counts_S = _sort_assignments(slots_TK, num_slots)
     last_block_S = jnp.cumsum((counts_S + block - 1) // block)
     first_block_S = last_block_S - (counts_S + block - 1) // block
-    first_pick_S = jnp.cumsum(counts_S) - counts_S
+    first_assignment_S = jnp.cumsum(counts_S) - counts_S
     num_blocks = last_block_S[-1]
     max_blocks = slots_P.size // block + min(num_slots, slots_P.size)
 
     def multiply(i: jax.Array) -> jax.Array:
         slot = jnp.searchsorted(last_block_S, i, side="right").astype(jnp.int32)
-        picks = first_pick_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
-        tokens = order_P.at[picks].get(mode="clip") // num_picks
+        assignments = first_assignment_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
+        tokens = order_P.at[assignments].get(mode="clip") // top_k
         rows_BD = hidden_TD[tokens].reshape(block, -1)
-        return _expert(rows_BD, weights, first_slot + slot, ACTIVATIONS[rule.activation])
+        return _expert(rows_BD, weights, first_slot + slot, ACTIVATIONS[config.activation])
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
@@ -84,55 +84,54 @@ def apply_in_blocks(
 
     empty = jnp.zeros((max_blocks * block, weights.gate_XDF.shape[1]), hidden_TD.dtype)
     results_YD = jax.lax.fori_loop(0, num_blocks, visit, empty)
-    rank_in_slot_P = inverse(order_P) - first_pick_S.at[slots_P].get(mode="clip")
+    rank_in_slot_P = inverse(order_P) - first_assignment_S.at[slots_P].get(mode="clip")
     place_P = first_block_S.at[slots_P].get(mode="clip") * block + rank_in_slot_P
-    picked_PD = results_YD.at[jnp.where(slots_P < num_slots, place_P, 0)].get(mode="clip")
-    return picked_PD.reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
+    results_PD = results_YD.at[jnp.where(slots_P < num_slots, place_P, 0)].get(mode="clip")
+    return results_PD.reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
-def apply_by_ragged_dot(
+def multiply_by_ragged_dot(
     hidden_TD: jax.Array,
     slots_TK: jax.Array,
     weights: ExpertWeights,
     *,
     first_slot: jax.Array | int,
-    rule: ProductRule,
+    config: ProductConfig,
 ) -> jax.Array:
     """Multiply by `ragged_dot`, which TPUs lower to a grouped matmul that reads each weight once.
 
-    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `apply_in_blocks` does.
+    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
     """
-    (num_tokens, num_picks), num_slots = slots_TK.shape, rule.num_slots
-    slots_P, order_P, counts_S = _sort_picks(slots_TK, num_slots)
+    (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
+    slots_P, order_P, counts_S = _sort_assignments(slots_TK, num_slots)
     sizes_X = jnp.zeros(weights.gate_XDF.shape[0], jnp.int32)
     sizes_X = jax.lax.dynamic_update_slice(sizes_X, counts_S, (first_slot,))
     num_rows = product_rows(slots_P.size)
-    token_of_row = jnp.pad(jax.lax.div(order_P, num_picks), (0, num_rows - slots_P.size))
+    token_of_row = jnp.pad(jax.lax.div(order_P, top_k), (0, num_rows - slots_P.size))
     sorted_PD = hidden_TD[token_of_row].reshape(num_rows, -1)
     gate = jax.lax.ragged_dot(sorted_PD, weights.gate_XDF, sizes_X, preferred_element_type=jnp.float32)
     up = jax.lax.ragged_dot(sorted_PD, weights.up_XDF, sizes_X, preferred_element_type=jnp.float32)
-    inner = (ACTIVATIONS[rule.activation](gate) * up).astype(hidden_TD.dtype)
+    inner = (ACTIVATIONS[config.activation](gate) * up).astype(hidden_TD.dtype)
     down = jax.lax.ragged_dot(inner, weights.down_XFD, sizes_X, preferred_element_type=jnp.float32)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
-    return rows_P[inverse(order_P)].reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
+    return rows_P[inverse(order_P)].reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
-def apply_natively(
+def sum_results(  # noqa: PLR0913 (what differs from call to call is by keyword)
     hidden_TD: jax.Array,
     slots_TK: jax.Array,
+    gates_TK: jax.Array,
     weights: ExpertWeights,
     *,
     first_slot: jax.Array | int,
-    rule: ProductRule,
+    config: ProductConfig,
+    multiply: Multiply,
 ) -> jax.Array:
-    """Multiply by the native CPU kernel, pick by pick: packed bfloat16 weights. Returns [T, K, D]."""
-    assert rule.activation == "silu", "the native kernel knows no other activation"
-    num_tokens, num_picks = slots_TK.shape
-    rows_PD = jnp.repeat(hidden_TD.reshape(num_tokens, -1), num_picks, axis=0)
-    slots_P1 = slots_TK.reshape(-1, 1)
-    ones = jnp.ones(slots_P1.shape, jnp.float32)
-    picked_PD = calls.expert_sums(rows_PD, slots_P1, ones, weights, first_slot=first_slot, num_slots=rule.num_slots)
-    return picked_PD.astype(hidden_TD.dtype).reshape(num_tokens, num_picks, *hidden_TD.shape[1:])
+    """Each token's results weighted by its gates and added up: float32 [T, D]. Slots that lie elsewhere add nothing."""
+    results_TKD = multiply(hidden_TD, slots_TK, weights, first_slot=first_slot, config=config)
+    is_here_TK1 = (slots_TK < config.num_slots)[..., None]
+    results_TKD = jnp.where(is_here_TK1, results_TKD, 0).astype(jnp.float32)
+    return jnp.einsum("TK,TKD->TD", gates_TK, results_TKD, precision=jax.lax.Precision.HIGHEST)
 
 
 def product_rows(num_rows: int) -> int:
@@ -144,8 +143,8 @@ def product_rows(num_rows: int) -> int:
     return max(8, 1 << (num_rows - 1).bit_length()) if num_rows <= TILE_ROWS else -(-num_rows // TILE_ROWS) * TILE_ROWS
 
 
-def _sort_picks(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Slot of every pick [P] (`num_slots`: elsewhere), the order that sorts picks by slot [P], picks per slot [S]."""
+def _sort_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Slot of each assignment [P] (`num_slots`: elsewhere), the order that sorts them [P], counts per slot [S]."""
     slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
     counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
     return slots_P, jnp.argsort(slots_P, stable=True), counts_S
@@ -172,12 +171,3 @@ def _block_rows(mean: float) -> int:
     if mean <= 12:
         return max(4, 1 << (math.ceil(1.25 * mean) - 1).bit_length())
     return min(192, -(-math.ceil(mean + 1.5 * math.sqrt(mean)) // 16) * 16)
-
-
-ExpertKernel = Callable[..., jax.Array]
-
-LOCAL_EXPERTS: dict[str, ExpertKernel] = {
-    "blocks": apply_in_blocks,
-    "ragged_dot": apply_by_ragged_dot,
-    "native": apply_natively,
-}

@@ -1,6 +1,6 @@
-"""The small pieces every decoder layer is made of."""
+"""The small operations of a decoder layer by XLA: norms, products, rotary embedding, router scores."""
 
-# T tokens   D model width   I dense width   h head width
+# T tokens   D model width   N dense layers   I dense width   h head width   E experts   V vocabulary
 
 from __future__ import annotations
 
@@ -23,10 +23,30 @@ def project(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None = None)
     return out if bias is None else out + bias
 
 
-def gated_mlp(hidden_TD: jax.Array, gate_DI: jax.Array, up_DI: jax.Array, down_ID: jax.Array) -> jax.Array:
-    """SiLU-gated MLP, in float32 from the last product on: on a device that holds part of I, a partial sum."""
+def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
+    """SiLU-gated MLP of one layer: float32 [T, D], on a device that holds part of I a partial sum.
+
+    `weights` are gate and up [N, D, I] and down [N, I, D] of all dense layers.
+    """
+    gate_DI, up_DI, down_ID = (stacked[layer] for stacked in weights)
     inner = jax.nn.silu(project(hidden_TD, gate_DI)) * project(hidden_TD, up_DI)
     return jnp.matmul(inner, down_ID, preferred_element_type=jnp.float32)
+
+
+def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
+    """Softmax of the router's logits, computed in float32: [T, E]."""
+    logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+    return jax.nn.softmax(logits_TE, axis=-1)
+
+
+def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """Float32 logits [T, V] over the rows of a head, or of the embedding table that it is tied to."""
+    return jnp.einsum("SD,VD->SV", hidden_TD, head_VD, preferred_element_type=jnp.float32)
+
+
+def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
+    """Rows [T, D] of a table."""
+    return table_VD[ids_T]
 
 
 class Rotation(NamedTuple):

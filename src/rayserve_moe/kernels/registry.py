@@ -1,47 +1,91 @@
-"""Which attention kernels there are. Every entry has the signature of `attention_reference.attend`.
+"""The tables of kernels: each is one record of functions, and a step is built from one of them.
 
-The ragged ones ask in addition that the real tokens of a block come first and stand at consecutive positions.
+A step that is being built takes its kernels from the table alone, so a new kernel is a function with the signature of
+its reference and one entry here (docs/add_a_kernel.md). The entries of `cpu` are the reference for all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 
 import jax
 
-from rayserve_moe.kernels import attention_ragged, attention_reference
+from rayserve_moe.kernels import attention_ragged, attention_reference, expert_products, layers
+from rayserve_moe.kernels.attention_layer import attend_layer
+from rayserve_moe.kernels.cpu_native import calls
+from rayserve_moe.kernels.cpu_native.layout import take_columns
 
-AttentionKernel = Callable[..., jax.Array]
-
-ATTENTION: dict[str, AttentionKernel] = {
-    "reference": attention_reference.attend,
-    "ragged_decode": attention_ragged.attend_decode,
-    "ragged_prefill": attention_ragged.attend_prefill,
-}
+Kernel = Callable[..., jax.Array]
 
 
-@dataclass(frozen=True)
-class KernelChoice:
-    """The kernels a step is built from: for single-token chunks, for prefill blocks, for experts.
+@dataclass(frozen=True, repr=False)
+class Kernels:
+    """The functions of a step, each with the signature and the meaning of its reference.
 
-    `products` says who multiplies with all other weights: `jax`, or `native` (see `cpu_native`), which does all of
-    attention too and wants every weight packed.
+    `norm`: `layers.rms_norm`. `rotation`: `layers.rotation_of`. `attention`: `attention_layer.attend_layer` with its
+    two paged kernels bound. `router_scores`: `layers.router_scores`. `expert_results`:
+    `expert_products.multiply_in_blocks`. `expert_sums`: `expert_products.sum_results` with its product bound. `mlp`:
+    `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table that is also the head.
+
+    `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
+    the head multiplies with). `dtype` is the only one that the kernels compute in; empty: any.
     """
 
-    decode_attention: str = "reference"
-    prefill_attention: str = "reference"
-    experts: str = "blocks"
-    products: str = "jax"
+    name: str
+    norm: Kernel
+    rotation: Callable[..., layers.Rotation]
+    attention: Callable[..., tuple[jax.Array, jax.Array]]
+    router_scores: Kernel
+    expert_results: Kernel
+    expert_sums: Kernel
+    mlp: Kernel
+    head: Kernel
+    tied_rows: Kernel
+    layouts: Mapping[str, str] = field(default=MappingProxyType({}), hash=False)
+    dtype: str = ""
 
-    @property
-    def is_native(self) -> bool:
-        return self.products == "native"
+    def __repr__(self) -> str:
+        """The name: programs on disk are found by it, so it holds no address of a function."""
+        return f"Kernels({self.name})"
 
 
-KERNELS_OF_PLATFORM: dict[str, KernelChoice] = {
-    "cpu": KernelChoice(experts="blocks"),
-    "tpu": KernelChoice("ragged_decode", "ragged_prefill", "ragged_dot"),
-}
-NATIVE_CPU = KernelChoice(experts="native", products="native")
-"""The kernels of `cpu_native`, for bfloat16 on a CPU that has products of them."""
+CPU = Kernels(
+    "cpu",
+    norm=layers.rms_norm,
+    rotation=layers.rotation_of,
+    attention=partial(attend_layer, decode=attention_reference.attend, prefill=attention_reference.attend),
+    router_scores=layers.router_scores,
+    expert_results=expert_products.multiply_in_blocks,
+    expert_sums=partial(expert_products.sum_results, multiply=expert_products.multiply_in_blocks),
+    mlp=layers.gated_mlp,
+    head=layers.head_logits,
+    tied_rows=layers.take_rows,
+)
+TPU = replace(
+    CPU,
+    name="tpu",
+    attention=partial(attend_layer, decode=attention_ragged.attend_decode, prefill=attention_ragged.attend_prefill),
+    expert_results=expert_products.multiply_by_ragged_dot,
+    expert_sums=partial(expert_products.sum_results, multiply=expert_products.multiply_by_ragged_dot),
+)
+CPU_NATIVE = Kernels(
+    "cpu_native",
+    norm=calls.rms_norm,
+    rotation=calls.rotation_of,
+    attention=calls.attend_layer,
+    router_scores=calls.router_scores,
+    expert_results=calls.expert_results,
+    expert_sums=calls.expert_sums,
+    mlp=calls.gated_mlp,
+    head=calls.head_logits,
+    tied_rows=take_columns,
+    layouts=calls.LAYOUT_OF,
+    dtype="bfloat16",
+)
+"""C++ for bfloat16 on a CPU that multiplies it (`cpu_native`)."""
+
+KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
+"""By name; the one that has the name of a platform is the platform's own."""

@@ -15,23 +15,27 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.cpu_native.layout import take_columns
-from rayserve_moe.parallel.collectives import sum_to_data_ranks, trade_between_data_ranks, vocabulary_rank
-from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.kernels.layers import take_rows
+from rayserve_moe.parallel.sharding import ParallelPlan, sum_to_data_ranks, trade_between_data_ranks, vocabulary_rank
 
 GATHERED_BYTES = 64 << 20
 """Most bytes of the rows of all data ranks that a device holds at once; more tokens are looked up in chunks."""
 
 
-def look_up(table_VD: jax.Array, token_ids_T: jax.Array, *, plan: ParallelPlan, is_packed: bool = False) -> jax.Array:
+TakeRows = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def look_up(
+    table_VD: jax.Array, token_ids_T: jax.Array, *, plan: ParallelPlan, take: TakeRows = take_rows
+) -> jax.Array:
     """Rows [T, D] of this data rank's tokens, the same on every device of its tensor group.
 
-    `is_packed`: the table is laid out for the native head (`kernels.cpu_native.layout`).
+    `take` reads rows of this device's share, however it lies.
     """
     num_tokens, (_, width) = token_ids_T.shape[0], table_VD.shape
 
     def look_up_chunk(ids_T: jax.Array) -> jax.Array:
-        rows_WD = _rows_of_my_part(table_VD, plan.gather_data_ranks(ids_T, dim=0), plan, is_packed)
+        rows_WD = _rows_of_my_part(table_VD, plan.gather_data_ranks(ids_T, dim=0), plan, take)
         return sum_to_data_ranks(rows_WD, plan, dim=0)
 
     most = max(1, GATHERED_BYTES // (plan.data_size * width * table_VD.dtype.itemsize))
@@ -55,9 +59,9 @@ def score_all(
     return plan.gather_last_dim(logits_SV)[:, :vocab_size]
 
 
-def _rows_of_my_part(table_VD: jax.Array, token_ids_W: jax.Array, plan: ParallelPlan, is_packed: bool) -> jax.Array:
+def _rows_of_my_part(table_VD: jax.Array, token_ids_W: jax.Array, plan: ParallelPlan, take: TakeRows) -> jax.Array:
     """Rows of the tokens whose row lies on this device, zeros for the others."""
     local_W = token_ids_W - vocabulary_rank(plan) * table_VD.shape[0]
     here_W = (local_W >= 0) & (local_W < table_VD.shape[0])
     local_W = jnp.where(here_W, local_W, 0)
-    return jnp.where(here_W[:, None], take_columns(table_VD, local_W) if is_packed else table_VD[local_W], 0)
+    return jnp.where(here_W[:, None], take(table_VD, local_W), 0)

@@ -32,7 +32,10 @@ MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How one model lies on one mesh. It travels as an argument; nobody asks for a current mesh."""
+    """How one model lies on one mesh. It travels as an argument; there is no current mesh.
+
+    With one rank on an axis, collectives over it return their argument and leave no trace in the program.
+    """
 
     mesh: Mesh
 
@@ -85,3 +88,22 @@ class ParallelPlan:
         if self.tensor_size == 1:
             return shard
         return jax.lax.all_gather(shard, TENSOR, axis=shard.ndim - 1, tiled=True)
+
+
+def vocabulary_rank(plan: ParallelPlan) -> jax.Array:
+    """Which part of the vocabulary lies on this device, of `plan.num_expert_ranks` parts."""
+    return jax.lax.axis_index(VOCABULARY_AXES if plan.data_size > 1 else TENSOR)
+
+
+def sum_to_data_ranks(partial_sum: jax.Array, plan: ParallelPlan, *, dim: int) -> jax.Array:
+    """Add up what the data ranks computed of the same array, and leave each the part along `dim` that is its own."""
+    if plan.data_size == 1:
+        return partial_sum
+    return jax.lax.psum_scatter(partial_sum, DATA, scatter_dimension=dim, tiled=True)
+
+
+def trade_between_data_ranks(local: jax.Array, plan: ParallelPlan, *, split_dim: int, join_dim: int) -> jax.Array:
+    """Send part i along `split_dim` to data rank i, and join what comes from all of them along `join_dim`."""
+    if plan.data_size == 1:
+        return local
+    return jax.lax.all_to_all(local, DATA, split_axis=split_dim, concat_axis=join_dim, tiled=True)

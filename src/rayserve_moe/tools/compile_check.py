@@ -126,14 +126,14 @@ def check(config: Mapping[str, Any], setting: ServedSetting, *, model: str, name
     served = lay_out(config, setting)
     programs = _chosen(programs_of(served), names)
     limit = hbm_limit(served.plan.mesh.devices.flat[0])
-    rule = served.rule.model
+    placed = served.config.model
     return CheckReport(
         model,
         setting,
-        num_layers=rule.spec.num_layers,
+        num_layers=placed.spec.num_layers,
         dp=served.plan.data_size,
         tp=served.plan.tensor_size,
-        num_expert_slots=rule.spec.router.num_experts + rule.num_redundant,
+        num_expert_slots=placed.experts.num_slots,
         weights_bytes=bytes_on_device(served.weights),
         kv_pool_bytes=bytes_on_device(served.state.kv_pages),
         compilers=dict(_versions()),

@@ -21,7 +21,7 @@ from rayserve_moe.execution.block_inputs import block_input_shapes
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.migration import expert_state, fetch, staging_shapes, swap, vector_sizes
 from rayserve_moe.execution.step import (
-    StepRule,
+    StepConfig,
     block_partitions,
     run_step,
     state_partitions,
@@ -30,12 +30,12 @@ from rayserve_moe.execution.step import (
 )
 from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ExpertState, ModelWeights, StepShape
-from rayserve_moe.execution.weights import first_placement, model_rule
-from rayserve_moe.experts.local import ExpertWeights
+from rayserve_moe.execution.weights import first_placement, model_config
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import ParamSpec, parameter_specs
-from rayserve_moe.model.transformer import ModelRule, Parameters
+from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import DATA, ParallelPlan
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
@@ -91,13 +91,13 @@ class ServedModel:
     """A model laid out on a topology: its rule, and the shapes of all that lies on the devices."""
 
     setting: ServedSetting
-    rule: StepRule
+    config: StepConfig
     weights: ModelWeights
     state: DeviceState
 
     @property
     def plan(self) -> ParallelPlan:
-        return self.rule.model.plan
+        return self.config.model.plan
 
 
 def lay_out(config: Mapping[str, Any], setting: ServedSetting) -> ServedModel:
@@ -106,10 +106,10 @@ def lay_out(config: Mapping[str, Any], setting: ServedSetting) -> ServedModel:
     experts = ExpertSettings(
         setting.expert_backend, num_redundant=setting.redundant_experts, selection=setting.expert_selection
     )
-    model = model_rule(spec, plan, experts=experts)
-    rule = StepRule(model, setting.page_size, setting.capture_routing)
+    model = model_config(spec, plan, experts=experts)
+    step = StepConfig(model, setting.page_size, setting.capture_routing)
     weights = ModelWeights(_parameters(model, setting.dtype), _maps(model), _capacity_factor(model))
-    return ServedModel(setting, rule, weights, _state(model, setting))
+    return ServedModel(setting, step, weights, _state(model, setting))
 
 
 def programs_of(served: ServedModel) -> list[Program]:
@@ -136,17 +136,17 @@ def run_forward(
     vectors_NW: jax.Array,
     blocks: BlockInputs | None,
     layout: InputLayout,
-    rule: StepRule,
+    config: StepConfig,
 ) -> tuple[DeviceState, jax.Array]:
     """A step without sampling: the state, and float32 logits [N * S, V] that stay where they are."""
-    plan = rule.model.plan
+    plan = config.model.plan
 
     def on_device(
         weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
     ) -> tuple[DeviceState, jax.Array]:
         vector_W = vectors_NW[plan.data_rank()]
         rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
-        step = unpack(vector_W, rows, layout=layout, page_size=rule.page_size)
+        step = unpack(vector_W, rows, layout=layout, page_size=config.page_size)
         places_S = step.sample_places_S
         out, logits_SV = step_logits(
             weights,
@@ -154,15 +154,15 @@ def run_forward(
             batch=step.batch,
             sample_places_S=places_S,
             forced_MXK=blocks and blocks.forced_NMXK[0],
-            rule=rule.model,
+            config=config.model,
         )
         return replace(state, kv_pages=out.kv_pages, rows=rows), logits_SV
 
-    parts = state_partitions(rule.model)
+    parts = state_partitions(config.model)
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(weight_partitions(rule.model), parts, PartitionSpec(), block_partitions(rule.model, blocks)),
+        in_specs=(weight_partitions(config.model), parts, PartitionSpec(), block_partitions(config.model, blocks)),
         out_specs=(parts, PartitionSpec(DATA)),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
@@ -175,7 +175,7 @@ def bytes_on_device(tree: object) -> int:
 
 def pieces_of(served: ServedModel) -> list[Piece]:
     """What a program should read where it lies: a layer's weights by kind, and half of a layer's pages or more."""
-    model, setting = served.rule.model, served.setting
+    model, setting = served.config.model, served.setting
     pieces = []
     for group, specs in _parameter_specs(model, setting.dtype).items():
         for spec in specs.values():
@@ -194,9 +194,9 @@ def _program(name: str, run: Callable[..., Any], *, shape: StepShape, served: Se
     layout = InputLayout(shape, served.setting.batch)
     size = (served.plan.data_size, len(layout.padding))
     vectors_NW = jax.ShapeDtypeStruct(size, jnp.int32, sharding=served.plan.replicated())
-    blocks = block_input_shapes(shape, served.rule.model) if shape.num_blocks else None
+    blocks = block_input_shapes(shape, served.config.model) if shape.num_blocks else None
     inputs = {"vectors_NW": vectors_NW, "blocks": blocks}
-    program = partial(run, layout=layout, rule=served.rule)
+    program = partial(run, layout=layout, config=served.config)
     return Program(name, program, served.weights, served.state, inputs, served.state.kv_pages)
 
 
@@ -204,18 +204,18 @@ def _migration_programs(served: ServedModel) -> Iterator[Program]:
     """What moves experts: fetching some slots into the staging area, and swapping a layer."""
     if served.weights.maps is None:
         return
-    rule, held = served.rule.model, expert_state(served.weights)
-    staging = staging_shapes(rule, dtype=served.setting.dtype)
+    config, held = served.config.model, expert_state(served.weights)
+    staging = staging_shapes(config, dtype=served.setting.dtype)
 
     def vector(size: int) -> dict[str, jax.ShapeDtypeStruct]:
         return {"vector": jax.ShapeDtypeStruct((size,), jnp.int32, sharding=served.plan.replicated())}
 
-    sizes = vector_sizes(rule, slots_per_step=BalancingSettings().slots_per_step)
+    sizes = vector_sizes(config, slots_per_step=BalancingSettings().slots_per_step)
 
     def run_swap(staging: ExpertWeights, held: ExpertState, *, vector: jax.Array) -> ExpertState:
-        return swap(held, staging, vector=vector, rule=rule)
+        return swap(held, staging, vector=vector, config=config)
 
-    yield Program("rebalance_fetch", partial(fetch, rule=rule), held, staging, vector(sizes.fetch), staging)
+    yield Program("rebalance_fetch", partial(fetch, config=config), held, staging, vector(sizes.fetch), staging)
     yield Program("rebalance_swap", run_swap, staging, held, vector(sizes.swap), held)
 
 
@@ -231,7 +231,7 @@ def _plan(setting: ServedSetting) -> ParallelPlan:
     return plan_for(list(devices), data_size=dp)
 
 
-def _parameter_specs(model: ModelRule, dtype: str) -> dict[str, dict[str, ParamSpec]]:
+def _parameter_specs(model: ModelConfig, dtype: str) -> dict[str, dict[str, ParamSpec]]:
     plan = model.plan
     return parameter_specs(
         model.spec,
@@ -242,7 +242,7 @@ def _parameter_specs(model: ModelRule, dtype: str) -> dict[str, dict[str, ParamS
     )
 
 
-def _parameters(model: ModelRule, dtype: str) -> Parameters:
+def _parameters(model: ModelConfig, dtype: str) -> Parameters:
     tree = {
         group: {
             name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=model.plan.sharding(spec.axes))
@@ -253,7 +253,7 @@ def _parameters(model: ModelRule, dtype: str) -> Parameters:
     return cast(Parameters, tree)
 
 
-def _maps(model: ModelRule) -> PlacementArrays | None:
+def _maps(model: ModelConfig) -> PlacementArrays | None:
     """Maps as they are after the first migration; none where a step is compiled without."""
     if model.num_redundant == 0:
         return None
@@ -264,13 +264,13 @@ def _maps(model: ModelRule) -> PlacementArrays | None:
     )
 
 
-def _capacity_factor(model: ModelRule) -> jax.Array | None:
-    if not model.experts.limits_room:
+def _capacity_factor(model: ModelConfig) -> jax.Array | None:
+    if not model.experts.limits_capacity:
         return None
     return cast(jax.Array, jax.ShapeDtypeStruct((), jnp.float32, sharding=model.plan.replicated()))
 
 
-def _state(model: ModelRule, setting: ServedSetting) -> DeviceState:
+def _state(model: ModelConfig, setting: ServedSetting) -> DeviceState:
     pages = pages_per_sequence(setting.context, setting.page_size)
     allocate = partial(
         allocate_state,

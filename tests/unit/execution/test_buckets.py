@@ -16,7 +16,7 @@ from rayserve_moe.config.settings import ExpertSettings, SchedulerSettings
 from rayserve_moe.execution.buckets import choose_shape, device_of, step_cost, step_shapes
 from rayserve_moe.execution.shape_choice import CPU, SMALL_MODEL, TPUS
 from rayserve_moe.execution.step_types import StepShape
-from rayserve_moe.execution.weights import model_rule
+from rayserve_moe.execution.weights import model_config
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.parallel.mesh import plan_for
@@ -78,8 +78,8 @@ def test_a_step_beyond_all_shapes_is_our_own_fault():
 
 def test_a_model_costs_what_its_parameters_are():
     spec = spec_from_hf(asdict(CORE_CONFIG))
-    rule = model_rule(spec, plan_for(jax.devices()[:4], data_size=2), experts=ExpertSettings())
-    cost = step_cost(rule, dtype="bfloat16")
+    config = model_config(spec, plan_for(jax.devices()[:4], data_size=2), experts=ExpertSettings())
+    cost = step_cost(config, dtype="bfloat16")
     groups = parameter_specs(spec, dtype="float32").values()
     num_elements = sum(math.prod(param.shape) for params in groups for param in params.values())
     embedding = 2 * spec.vocab_size * spec.hidden_size + spec.hidden_size

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.config.settings import CacheSettings, ExpertSettings, SettingsError
 from rayserve_moe.execution import memory
-from rayserve_moe.execution.weights import model_rule
+from rayserve_moe.execution.weights import model_config
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
@@ -91,11 +91,11 @@ def test_numbers_are_rounded_down_by_an_eighth_at_most_and_to_few(number):
 )
 def test_a_model_that_does_not_divide_is_refused_by_name(changes, message):
     with pytest.raises(SettingsError, match=message):
-        model_rule(spec_with(**changes), plan_for(jax.devices()[:4]), experts=ExpertSettings())
-    model_rule(spec_with(**changes), plan_for(jax.devices()[:1]), experts=ExpertSettings())
+        model_config(spec_with(**changes), plan_for(jax.devices()[:4]), experts=ExpertSettings())
+    model_config(spec_with(**changes), plan_for(jax.devices()[:1]), experts=ExpertSettings())
 
 
 def test_few_kv_heads_an_unused_dense_width_and_an_odd_vocabulary_are_no_obstacle():
     plan = plan_for(jax.devices()[:4])
     for spec in (spec_with(), spec_with(mlp_only_layers=(), intermediate_size=50), spec_with(vocab_size=510)):
-        assert model_rule(spec, plan, experts=ExpertSettings()).spec == spec
+        assert model_config(spec, plan, experts=ExpertSettings()).spec == spec

@@ -17,24 +17,23 @@ from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings, SettingsError
 from rayserve_moe.execution import native_library, native_weights
 from rayserve_moe.execution.native_library import CPU_FLAGS, NativeKernelsUnavailable, build, check_cpu
-from rayserve_moe.execution.native_weights import PACKED, choose_kernels
-from rayserve_moe.execution.weights import first_placement, load_weights, model_rule
+from rayserve_moe.execution.native_weights import choose_kernels
+from rayserve_moe.execution.weights import first_placement, load_weights, model_config
+from rayserve_moe.kernels.cpu_native.calls import EXPERTS, PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM, NATIVE_CPU, KernelChoice
+from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, Kernels
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.native import need_native_kernels
 
-JAX = KERNELS_OF_PLATFORM["cpu"]
-
 
 def spec_with(**changes: object) -> ModelSpec:
     return spec_from_hf({**asdict(PRESETS["tiny"]), "dtype": "bfloat16", **changes})
 
 
-def chosen(setting: str, spec: ModelSpec | None = None, *, dtype: str = "auto", num_devices: int = 1) -> KernelChoice:
+def chosen(setting: str, spec: ModelSpec | None = None, *, dtype: str = "auto", num_devices: int = 1) -> Kernels:
     plan = plan_for(jax.devices()[:num_devices])
     settings = {"model": ModelSettings(dtype=dtype), "compiling": CompileSettings(cpu_kernels=setting)}
     return choose_kernels(spec or spec_with(), plan, **settings)
@@ -52,7 +51,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 @pytest.mark.usefixtures("without_compiler")
 def test_without_a_compiler_xla_computes(caplog):
     with caplog.at_level(logging.INFO):
-        assert chosen("auto") == JAX
+        assert chosen("auto") is CPU
     assert "no C++ compiler" in caplog.text
     with pytest.raises(SettingsError, match=r"cpu_kernels native: there is no C\+\+ compiler .*; take auto"):
         chosen("native")
@@ -121,10 +120,10 @@ def test_a_processor_with_the_instructions_passes(tmp_path):
 
 def test_they_are_chosen_where_they_help():
     need_native_kernels()
-    assert chosen("auto") == chosen("native") == NATIVE_CPU
-    assert chosen("off") == JAX
-    assert chosen("auto", num_devices=2) == JAX, "all hosts of a group have to agree"
-    assert chosen("native", num_devices=2) == NATIVE_CPU
+    assert chosen("auto") is chosen("native") is CPU_NATIVE
+    assert chosen("off") is CPU
+    assert chosen("auto", num_devices=2) is CPU, "all hosts of a group have to agree"
+    assert chosen("native", num_devices=2) is CPU_NATIVE
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_they_are_chosen_where_they_help():
 )
 def test_models_they_cannot_do_are_left_to_xla(spec, dtype, reason, caplog):
     with caplog.at_level(logging.INFO):
-        assert chosen("auto", spec, dtype=dtype) == JAX
+        assert chosen("auto", spec, dtype=dtype) is CPU
     assert reason in caplog.text
     with pytest.raises(SettingsError, match=reason):
         chosen("native", spec, dtype=dtype)
@@ -157,13 +156,13 @@ def test_a_knob_they_do_not_know_is_left_to_xla(monkeypatch):
     odd = replace(spec.attention)
     object.__setattr__(odd, "windows", (128,))
     object.__setattr__(spec, "attention", odd)
-    assert chosen("auto", spec) == JAX
+    assert chosen("auto", spec) is CPU
     with pytest.raises(SettingsError, match=r"do not know qwen3_moe\.attention\.windows = \(128,\)"):
         chosen("native", spec)
 
 
 def test_a_float32_checkpoint_stays_float32_unless_asked():
-    assert chosen("auto", spec_with(dtype="float32")) == JAX
+    assert chosen("auto", spec_with(dtype="float32")) is CPU
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -174,13 +173,13 @@ def test_loaded_weights_lie_as_the_kernels_want_them_on_every_device(tmp_path, t
     plain, packed = (
         load_weights(
             files,
-            rule := model_rule(spec, plan, experts=ExpertSettings(), kernels=kernels),
+            config := model_config(spec, plan, experts=ExpertSettings(), kernels=kernels),
             dtype="bfloat16",
-            placement=first_placement(rule),
+            placement=first_placement(config),
         ).params
-        for kernels in (JAX, NATIVE_CPU)
+        for kernels in (CPU, CPU_NATIVE)
     )
-    layouts = {**dict.fromkeys(PACKED, pack), "table_VD" if tied else "head_VD": pack_columns}
+    layouts = {**dict.fromkeys((*PROJECTIONS, *EXPERTS), pack), "table_VD" if tied else "head_VD": pack_columns}
     for group, arrays in plain.items():
         for name, array in arrays.items():
             lay_out = layouts.get(name, lambda values: values)

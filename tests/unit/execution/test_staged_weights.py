@@ -47,8 +47,8 @@ def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), weight_roots: tuple[st
 
 def assert_weights(runner: HostRunner, path: Path, placement: ExpertPlacement) -> None:
     """Bit for bit, and on the same devices, what loading the checkpoint brings."""
-    fresh = loaded(path, mesh=(runner.rule.plan.data_size, runner.rule.plan.tensor_size))
-    wanted = load_weights(fresh._files, runner.rule, dtype=runner.dtype, placement=placement)
+    fresh = loaded(path, mesh=(runner.config.plan.data_size, runner.config.plan.tensor_size))
+    wanted = load_weights(fresh._files, runner.config, dtype=runner.dtype, placement=placement)
     for held, expected in zip(*(jax.tree.leaves(weights.params) for weights in (runner.weights, wanted)), strict=True):
         assert (held.shape, held.dtype, held.sharding) == (expected.shape, expected.dtype, expected.sharding)
         np.testing.assert_array_equal(np.asarray(held), np.asarray(expected))

@@ -28,9 +28,9 @@ CASE = MoeCase(num_tokens=37, width=128, inner=48)
 
 
 @cache
-def compiled(backend: str, mesh: tuple[int, int] = (2, 2), num_redundant: int = 8, **rule) -> MoeRun:
+def compiled(backend: str, mesh: tuple[int, int] = (2, 2), num_redundant: int = 8, **config) -> MoeRun:
     plan, optimized = plan_of(*mesh), mesh == (2, 2)
-    return MoeRun(CASE, plan, backend=backend, num_redundant=num_redundant, optimized=optimized, **rule)
+    return MoeRun(CASE, plan, backend=backend, num_redundant=num_redundant, optimized=optimized, **config)
 
 
 def matrix():
@@ -63,7 +63,7 @@ def test_it_is_the_dense_layer_for_any_placement(backend, mesh, num_redundant):
 def test_where_experts_lie_does_not_show_in_a_single_bit(backend):
     """Not in another placement, and not with other replicas."""
     runs = [compiled(backend), *[compiled(backend, num_redundant=0)] * (backend == "all_to_all")]
-    results = [run(placement) for run in runs for placement in placements_for(CASE, run.plan, run.rule.num_redundant)]
+    results = [run(placement) for run in runs for placement in placements_for(CASE, run.plan, run.config.num_redundant)]
     for result in results[1:]:
         np.testing.assert_array_equal(result.out, results[0].out)
         np.testing.assert_array_equal(result.ids, results[0].ids)
@@ -132,7 +132,7 @@ def test_any_choice_among_replicas_gives_the_same_sums(backend, slot_choice):
     "backend", ["all_to_all", *(pytest.param(b, marks=pytest.mark.slow) for b in ("replicated", "fused"))]
 )
 def test_the_grouped_product_of_another_platform_gives_the_same_sums(backend):
-    run = compiled(backend, (2, 1), 0, kernel="ragged_dot")
+    run = compiled(backend, (2, 1), 0, kernels="tpu")
     assert_close(run(None), dense(CASE, 2))
 
 
@@ -140,7 +140,7 @@ def test_the_grouped_product_of_another_platform_gives_the_same_sums(backend):
 def test_cutting_into_chunks_does_not_show(backend, monkeypatch):
     """Four or more chunks of a few tokens, each with a choice of slots of its own."""
     token_bytes = CASE.top_k * CASE.width * 4
-    monkeypatch.setattr("rayserve_moe.experts.chunks.SEND_BYTES", 9 * token_bytes)
+    monkeypatch.setattr("rayserve_moe.experts.tokens.SEND_BYTES", 9 * token_bytes)
     monkeypatch.setattr("rayserve_moe.experts.replicated.RESULT_BYTES", 18 * token_bytes)
     run = MoeRun(CASE, plan_of(2, 1), backend=backend, num_redundant=8)
     for placement in placements_for(CASE, run.plan, 8):

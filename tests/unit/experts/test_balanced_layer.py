@@ -1,4 +1,4 @@
-"""Slots with limited room in a sharded layer are what the sequential definition says, whatever the mesh and backend."""
+"""Slots of limited capacity in a sharded layer are what the sequential definition says on every mesh and backend."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.experts.balanced_acceptance import SlotOrder, turn_away_by_counting, turn_away_by_sorting
+from rayserve_moe.experts.balanced_acceptance import SlotOrder, reject_by_counting, reject_by_sorting
 from rayserve_moe.experts.balanced_layer import distances, spread_over_replicas
-from rayserve_moe.experts.routing import router_scores
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.kernels.layers import router_scores
+from rayserve_moe.kernels.registry import CPU
 from tests.support.balanced_oracle import Selected, balanced_oracle, oracle_capacity, ranked
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of, sums_of
 
@@ -36,22 +37,22 @@ def matrix():
 
 
 @cache
-def compiled(backend: str, mesh: tuple[int, int] = (2, 2), num_redundant: int = 8, **rule) -> MoeRun:
-    return MoeRun(CASE, plan_of(*mesh), backend=backend, num_redundant=num_redundant, **rule)
+def compiled(backend: str, mesh: tuple[int, int] = (2, 2), num_redundant: int = 8, **config) -> MoeRun:
+    return MoeRun(CASE, plan_of(*mesh), backend=backend, num_redundant=num_redundant, **config)
 
 
-def devices_of(num_tokens: int, rule: ExpertRule) -> np.ndarray:
+def devices_of(num_tokens: int, config: ExpertConfig) -> np.ndarray:
     """The rank that dispatches each token of all data ranks."""
-    part = -(-num_tokens // rule.plan.tensor_size)
+    part = -(-num_tokens // config.plan.tensor_size)
     within = np.arange(num_tokens) // part
-    return np.concatenate([rank * rule.plan.tensor_size + within for rank in range(rule.plan.data_size)])
+    return np.concatenate([rank * config.plan.tensor_size + within for rank in range(config.plan.data_size)])
 
 
-def priorities(placement: ExpertPlacement, rule: ExpertRule) -> np.ndarray:
+def priorities(placement: ExpertPlacement, config: ExpertConfig) -> np.ndarray:
     """Slots of each expert for each rank [R, E, M]: its own, then those of its host, then the others."""
     held, ranks = placement.expert_of_slot[LAYER], range(placement.ep_size)
-    table = np.full((placement.ep_size, placement.num_experts, rule.num_slots), -1, np.int32)
-    hosts = [device.process_index for device in rule.plan.mesh.devices.flat]
+    table = np.full((placement.ep_size, placement.num_experts, config.num_slots), -1, np.int32)
+    hosts = [device.process_index for device in config.plan.mesh.devices.flat]
     for rank in ranks:
         for expert in range(placement.num_experts):
             slots = np.flatnonzero(held == expert).tolist()
@@ -65,8 +66,8 @@ def defined(run: MoeRun, placement: ExpertPlacement, factor: float) -> list[tupl
     """What each group of competing tokens gets, with the part of them that is valid."""
     data = run.plan.data_size
     scores = np.asarray(jax.jit(router_scores)(CASE.hidden(data), CASE.router))
-    table, devices = priorities(placement, run.rule), devices_of(CASE.num_tokens, run.rule)
-    groups = 1 if run.rule.capacity_scope == "global" else data
+    table, devices = priorities(placement, run.config), devices_of(CASE.num_tokens, run.config)
+    groups = 1 if run.config.capacity_scope == "global" else data
     return [
         (
             balanced_oracle(
@@ -74,7 +75,7 @@ def defined(run: MoeRun, placement: ExpertPlacement, factor: float) -> list[tupl
                 table,
                 factor,
                 k=CASE.top_k,
-                num_slots=run.rule.num_slots,
+                num_slots=run.config.num_slots,
                 valid=valid_W,
                 renormalize=True,
                 device_index=devices_W,
@@ -102,7 +103,7 @@ def test_balanced_selection_is_the_definition(backend, mesh, num_redundant, scop
             counts = np.bincount(experts[experts >= 0], minlength=CASE.num_experts)
             np.testing.assert_array_equal(result.counts.sum(axis=0), counts)
             slots = np.concatenate([selected.slots for selected, _ in parts])
-            loads = np.bincount(slots[slots >= 0] // run.rule.num_local_slots, minlength=run.plan.num_expert_ranks)
+            loads = np.bincount(slots[slots >= 0] // run.config.num_local_slots, minlength=run.plan.num_expert_ranks)
             kept = sum(float(s.kept_share) * v.sum() * CASE.top_k for s, v in parts)
             wanted = [valid.sum() * CASE.top_k, round(kept), (slots >= 0).sum(), loads.max()]
             np.testing.assert_array_equal(result.tally.sum(axis=0), wanted)
@@ -128,15 +129,15 @@ def test_another_replica_changes_no_bit(backend, choice):
         assert_same_bits(expected, topk(placements_for(CASE, run.plan, 8)[0]))
 
 
-def test_where_there_is_room_for_all_balanced_selection_is_top_k():
+def test_where_capacity_is_enough_for_all_balanced_selection_is_top_k():
     placement, expected = placements_for(CASE, plan_of(2, 2), 8)[1], dense(CASE, 2)
     result = compiled("replicated", selection="balanced", capacity_scope="global")(placement, capacity_factor=100.0)
     valid = CASE.valid(2)
     np.testing.assert_array_equal(result.ids[valid], expected.ids[valid])
     assert (result.ids[~valid] == -1).all()
     np.testing.assert_allclose(result.out, expected.out, atol=1e-5, rtol=1e-5)
-    picks = valid.sum() * CASE.top_k
-    np.testing.assert_array_equal(result.tally.sum(axis=0)[:3], [picks] * 3)
+    wanted = valid.sum() * CASE.top_k
+    np.testing.assert_array_equal(result.tally.sum(axis=0)[:3], [wanted] * 3)
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 1.5])
@@ -172,21 +173,21 @@ def test_replicas_are_filled_in_turn_and_then_evenly(factor):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 37, 512, 1030])
-def test_counting_turns_away_the_same_tokens_as_sorting(num_tokens):
+def test_counting_rejects_the_same_tokens_as_sorting(num_tokens):
     """Devices differ in which of the two they run."""
     generator = np.random.default_rng(num_tokens)
-    by_sorting, by_counting = jax.jit(turn_away_by_sorting), jax.jit(turn_away_by_counting)
+    by_sorting, by_counting = jax.jit(reject_by_sorting), jax.jit(reject_by_counting)
     for _ in range(5):
         limits = generator.integers(0, num_tokens + 1, 12).astype(np.int32)
-        room = generator.integers(0, 1 + num_tokens // 6, 12).astype(np.int32)
+        free = generator.integers(0, 1 + num_tokens // 6, 12).astype(np.int32)
         slots = generator.integers(0, 13, num_tokens).astype(np.int32)
-        for found, expected in zip(by_counting(slots, limits, room), by_sorting(slots, limits, room), strict=True):
+        for found, expected in zip(by_counting(slots, limits, free), by_sorting(slots, limits, free), strict=True):
             np.testing.assert_array_equal(found, expected)
 
 
 def test_near_slots_come_first():
-    rule = ExpertRule(8, 2, True, "blocks", plan_of(2, 2), num_redundant=4)
-    found = distances(rule)
+    config = ExpertConfig(8, 2, True, CPU, plan_of(2, 2), num_redundant=4)
+    found = distances(config)
     assert found.shape == (12, 4)
     for slot in range(12):
         assert found[slot, slot // 3] == 0 and (np.delete(found[slot], slot // 3) == 1).all(), "all on one host here"

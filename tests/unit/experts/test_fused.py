@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from rayserve_moe.experts.fused import BlockConfig, fused_ep_moe, fused_ep_moe_from_topk
-from rayserve_moe.experts.local import ACTIVATIONS
+from rayserve_moe.kernels.expert_products import ACTIVATIONS
 from tests.support.expert_cases import QUICK
 
 NUM_TOKENS, NUM_SLOTS, TOP_K, WIDTH, INNER = 29, 16, 4, 24, 8

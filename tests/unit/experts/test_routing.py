@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.experts.routing import ForcedPicks, count_tokens, select_experts
+from rayserve_moe.experts.routing import ForcedExperts, count_tokens, select_top_k
+from rayserve_moe.kernels.layers import router_scores
+
+
+def select_experts(hidden, router, **config):
+    return select_top_k(router_scores(hidden, router), **config)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -58,10 +63,10 @@ def test_forced_tokens_take_what_they_are_told_weighted_by_their_own_scores(reno
     router = generator.standard_normal((8, 16)).astype(np.float32)
     told = np.stack([generator.permutation(16)[:4] for _ in range(6)]).astype(np.int32)
     told[[1, 4]] = -1
-    rule = {"top_k": 4, "renormalize": renormalize}
-    free_ids, free_weights = select_experts(jnp.asarray(hidden), jnp.asarray(router), **rule)
-    forced = ForcedPicks(jnp.asarray(told), jnp.asarray(True))
-    ids, weights = select_experts(jnp.asarray(hidden), jnp.asarray(router), **rule, forced=forced)
+    config = {"top_k": 4, "renormalize": renormalize}
+    free_ids, free_weights = select_experts(jnp.asarray(hidden), jnp.asarray(router), **config)
+    forced = ForcedExperts(jnp.asarray(told), jnp.asarray(True))
+    ids, weights = select_experts(jnp.asarray(hidden), jnp.asarray(router), **config, forced=forced)
     free = [0, 1, 2, 3, 5, 8]
     np.testing.assert_array_equal(ids[jnp.asarray(free)], np.asarray(free_ids)[free])
     np.testing.assert_array_equal(weights[jnp.asarray(free)], np.asarray(free_weights)[free])
@@ -76,7 +81,7 @@ def test_forced_tokens_take_what_they_are_told_weighted_by_their_own_scores(reno
 
 def test_where_nothing_is_forced_the_router_is_free():
     hidden, router = jnp.ones((3, 2)), jnp.asarray(np.random.default_rng(6).standard_normal((2, 8)), jnp.float32)
-    forced = ForcedPicks(jnp.full((2, 2), -1), jnp.asarray(False))
+    forced = ForcedExperts(jnp.full((2, 2), -1), jnp.asarray(False))
     for found, free in zip(
         select_experts(hidden, router, top_k=2, renormalize=True, forced=forced),
         select_experts(hidden, router, top_k=2, renormalize=True),

@@ -11,21 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
-from rayserve_moe.experts.rule import ExpertRule
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
+from rayserve_moe.kernels.registry import CPU
 from tests.support.expert_cases import plan_of, shuffled
 
 NUM_EXPERTS, TOP_K, RANKS = 8, 3, 4
 
 
-def rule_for(placement: ExpertPlacement, choice: str = "shares") -> ExpertRule:
+def rule_for(placement: ExpertPlacement, choice: str = "shares") -> ExpertConfig:
     redundant = placement.num_redundant
-    return ExpertRule(placement.num_experts, TOP_K, True, "blocks", plan_of(1, 1), redundant, slot_choice=choice)
+    return ExpertConfig(placement.num_experts, TOP_K, True, CPU, plan_of(1, 1), redundant, slot_choice=choice)
 
 
-@partial(jax.jit, static_argnames=("rule", "layer"))
-def chosen(ids, valid, maps, rank, rule, layer=0):
-    return choose_slots(ids, valid, maps, layer=layer, rank=rank, rule=rule)
+@partial(jax.jit, static_argnames=("config", "layer"))
+def chosen(ids, valid, maps, rank, config, layer=0):
+    return choose_slots(ids, valid, maps, layer=layer, rank=rank, config=config)
 
 
 def picks(num_tokens: int, seed: int) -> np.ndarray:
@@ -67,10 +68,10 @@ def test_ranks_with_a_single_token_use_the_slots_in_proportion():
     slot_for = np.broadcast_to(many.slot_for, (1, 4, 64))
     maps = placement_arrays(placement)
     maps = type(maps)(maps.bounds_LP, maps.slots_LP, np.ascontiguousarray(slot_for))
-    rule = rule_for(placement)
-    used = [int(chosen(np.array([[0]]), np.ones(1, bool), maps, rank, rule)[0, 0]) for rank in range(64)]
+    config = rule_for(placement)
+    used = [int(chosen(np.array([[0]]), np.ones(1, bool), maps, rank, config)[0, 0]) for rank in range(64)]
     assert used.count(0) == 16 and used.count(4) == 48
-    assert all(int(chosen(np.array([[3]]), np.ones(1, bool), maps, rank, rule)[0, 0]) == 3 for rank in range(64))
+    assert all(int(chosen(np.array([[3]]), np.ones(1, bool), maps, rank, config)[0, 0]) == 3 for rank in range(64))
 
 
 def test_where_all_ranks_see_the_same_tokens_each_may_have_a_home(placement):
@@ -103,8 +104,8 @@ def test_without_redundancy_it_is_a_look_up():
 
 def test_without_maps_expert_i_lies_in_slot_i():
     ids, valid = picks(9, 7), np.arange(9) < 5
-    rule = rule_for(identity_placement(1, NUM_EXPERTS, ep_size=1))
-    slots = np.asarray(chosen(ids, valid, None, 0, rule))
+    config = rule_for(identity_placement(1, NUM_EXPERTS, ep_size=1))
+    slots = np.asarray(chosen(ids, valid, None, 0, config))
     np.testing.assert_array_equal(slots, np.where(valid[:, None], ids, NUM_EXPERTS))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rayserve_moe.kernels import attention_reference
 from rayserve_moe.kernels.attention_ragged import RunKernel, attend_runs
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreRule
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
 
 Attend = Callable[..., jax.Array]
 
@@ -60,16 +60,16 @@ def _on_host(*arrays: jax.Array, **scales: float | None) -> np.ndarray:
     return attend_numpy_runs(*(np.asarray(array) for array in arrays), **scales)
 
 
-def attend_in_runs(*arrays: jax.Array, rule: ScoreRule = FULL_CAUSAL, merged: int = 1) -> jax.Array:
+def attend_in_runs(*arrays: jax.Array, config: ScoreConfig = FULL_CAUSAL, merged: int = 1) -> jax.Array:
     """The TPU path with the numpy version in the kernel's place; `merged` blocks may share a run."""
     kernel = RunKernel(call_numpy, arrays[0].shape[1] * merged)
-    return attend_runs(*arrays, rule=rule, kernel=kernel)
+    return attend_runs(*arrays, config=config, kernel=kernel)
 
 
 KERNELS: dict[str, Attend] = {
-    "reference": jax.jit(attention_reference.attend, static_argnames="rule"),
-    "runs": jax.jit(attend_in_runs, static_argnames="rule"),
-    "merged_runs": jax.jit(partial(attend_in_runs, merged=4), static_argnames="rule"),
+    "reference": jax.jit(attention_reference.attend, static_argnames="config"),
+    "runs": jax.jit(attend_in_runs, static_argnames="config"),
+    "merged_runs": jax.jit(partial(attend_in_runs, merged=4), static_argnames="config"),
 }
 
 
@@ -92,7 +92,7 @@ class Case:
         for block, (first, count) in enumerate(blocks):
             self.positions[block, :count] = np.arange(first, first + count)
 
-    def dense(self, rule: ScoreRule = FULL_CAUSAL) -> np.ndarray:
+    def dense(self, config: ScoreConfig = FULL_CAUSAL) -> np.ndarray:
         """The definition: softmax over the positions that a query sees."""
         out = np.zeros(self.queries.shape)
         num_heads, num_kv_heads = self.queries.shape[2], self.pages.shape[2] // 2
@@ -101,23 +101,22 @@ class Case:
             if position < 0:
                 continue
             kv = np.asarray(self.pages, np.float64)[self.page_table[block]].reshape(-1, *self.pages.shape[2:])
-            seen = [key for key in range(position + 1) if sees(position, key, rule)]
+            seen = [key for key in range(position + 1) if sees(position, key, config)]
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
                 scores = kv[seen, 2 * kv_head] @ np.asarray(self.queries[block, query, head], np.float64)
-                scores *= rule.scale_for(self.queries.shape[-1])
-                if rule.soft_cap:
-                    scores = rule.soft_cap * np.tanh(scores / rule.soft_cap)
+                scores *= config.scale_for(self.queries.shape[-1])
+                if config.soft_cap:
+                    scores = config.soft_cap * np.tanh(scores / config.soft_cap)
                 weights = np.exp(scores - scores.max())
                 out[block, query, head] = weights @ kv[seen, 2 * kv_head + 1] / weights.sum()
         return out
 
-    def run(self, kernel: Attend, rule: ScoreRule = FULL_CAUSAL) -> np.ndarray:
+    def run(self, kernel: Attend, config: ScoreConfig = FULL_CAUSAL) -> np.ndarray:
         arrays = (self.queries, self.pages, self.page_table, self.positions)
-        return np.asarray(kernel(*(jnp.asarray(array) for array in arrays), rule=rule))
+        return np.asarray(kernel(*(jnp.asarray(array) for array in arrays), config=config))
 
 
-def sees(position: int, key: int, rule: ScoreRule) -> bool:
+def sees(position: int, key: int, config: ScoreConfig) -> bool:
     """Whether a query at `position` sees `key`, which is not later."""
-    in_window = not rule.window or position - key < rule.window
-    return in_window and (not rule.chunk or key // rule.chunk == position // rule.chunk)
+    return not config.window or position - key < config.window

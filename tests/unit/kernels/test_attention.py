@@ -7,27 +7,25 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, KEYS_PER_SPAN, ScoreRule
-from rayserve_moe.kernels.kv_update import write_kv
-from rayserve_moe.kernels.registry import ATTENTION, KERNELS_OF_PLATFORM
+from rayserve_moe.kernels.attention_layer import write_kv
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, KEYS_PER_SPAN, ScoreConfig
 from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 
 KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
-RULES = {
+CONFIGS = {
     "full": FULL_CAUSAL,
-    "all": ScoreRule(window=33, chunk=64, scale=-0.2, soft_cap=0.5),
+    "all": ScoreConfig(window=33, scale=-0.2, soft_cap=0.5),
 }
-MORE_RULES = {
-    "window": ScoreRule(window=20),
-    "chunk": ScoreRule(chunk=48),
-    "window_of_one": ScoreRule(window=1),
-    "long_window": ScoreRule(window=KEYS_PER_SPAN + 40),
-    "long_chunk": ScoreRule(chunk=KEYS_PER_SPAN + 64),
-    "window_and_chunk": ScoreRule(window=20, chunk=48),
-    "scaled_and_capped": ScoreRule(scale=0.7, soft_cap=1.5),
+MORE_CONFIGS = {
+    "window": ScoreConfig(window=20),
+    "window_of_one": ScoreConfig(window=1),
+    "long_window": ScoreConfig(window=KEYS_PER_SPAN + 40),
+    "scaled_and_capped": ScoreConfig(scale=0.7, soft_cap=1.5),
 }
-MORE = [pytest.param(rule, id=name, marks=pytest.mark.slow) for name, rule in MORE_RULES.items()]
-RULE = pytest.mark.parametrize("rule", [*(pytest.param(rule, id=name) for name, rule in RULES.items()), *MORE])
+MORE = [pytest.param(config, id=name, marks=pytest.mark.slow) for name, config in MORE_CONFIGS.items()]
+CONFIG = pytest.mark.parametrize(
+    "config", [*(pytest.param(config, id=name) for name, config in CONFIGS.items()), *MORE]
+)
 
 
 @KERNEL
@@ -54,24 +52,24 @@ def test_single_queries_are_dense_attention(kernel):
 
 
 @KERNEL
-@RULE
-def test_rules_narrow_what_is_seen_and_shape_scores(kernel, rule):
+@CONFIG
+def test_configs_narrow_what_is_seen_and_shape_scores(kernel, config):
     blocks = [(0, 9), (40, 9), (47, 9), (KEYS_PER_SPAN - 2, 5), (2 * KEYS_PER_SPAN - 1, 9), (300, 1)]
     case = Case(page_size=16, num_heads=6, num_kv_heads=2, blocks=blocks)
-    np.testing.assert_allclose(case.run(kernel, rule), case.dense(rule), atol=3e-6)
+    np.testing.assert_allclose(case.run(kernel, config), case.dense(config), atol=3e-6)
 
 
 @KERNEL
-@RULE
-def test_rules_hold_for_single_queries(kernel, rule):
+@CONFIG
+def test_configs_hold_for_single_queries(kernel, config):
     blocks = [(position, 1) for position in (0, 15, 16, 47, 48, 49, 127, 128, 191, 192, 300)]
     case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=blocks)
-    np.testing.assert_allclose(case.run(kernel, rule), case.dense(rule), atol=3e-6)
+    np.testing.assert_allclose(case.run(kernel, config), case.dense(config), atol=3e-6)
 
 
 @KERNEL
-@RULE
-def test_neighbouring_blocks_of_one_prompt_are_as_good_as_one(kernel, rule):
+@CONFIG
+def test_neighbouring_blocks_of_one_prompt_are_as_good_as_one(kernel, config):
     """The blocks of a chunk stand next to each other and share a page table; two chunks follow one another."""
     block, pages = 8, 12
     first = [*range(37, 37 + 6 * block, block), *range(0, 3 * block, block)]
@@ -80,13 +78,17 @@ def test_neighbouring_blocks_of_one_prompt_are_as_good_as_one(kernel, rule):
     case.page_table = case.page_table.astype(np.int32) % len(case.pages)
     case.positions[5, 3:] = -1
     case.positions[8, 1:] = -1
-    np.testing.assert_allclose(case.run(kernel, rule), case.dense(rule), atol=3e-6)
+    np.testing.assert_allclose(case.run(kernel, config), case.dense(config), atol=3e-6)
 
 
-@pytest.mark.parametrize("rule", [FULL_CAUSAL, ScoreRule(window=20, scale=0.7, soft_cap=1.5)], ids=["full", "all"])
-def test_the_numpy_kernel_is_the_plain_version_that_jax_ships(rule):
+@pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=20, scale=0.7, soft_cap=1.5)], ids=["full", "all"])
+def test_the_numpy_kernel_is_the_plain_version_that_jax_ships(config):
     case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, 5), (7, 5), (130, 5)])
-    scales = {"sm_scale": rule.scale_for(8), "sliding_window": rule.window or None, "soft_cap": rule.soft_cap or None}
+    scales = {
+        "sm_scale": config.scale_for(8),
+        "sliding_window": config.window or None,
+        "soft_cap": config.soft_cap or None,
+    }
     borders, counts, lens = np.array([0, 3, 10, 14]), np.array([3]), np.array([45, 12, 135])
     runs = (part.astype(np.int32) for part in (lens, case.page_table, borders, counts))
     arrays = (case.queries.reshape(15, 4, 8), case.pages, *runs)
@@ -130,10 +132,10 @@ def test_what_8_bits_cannot_hold_becomes_the_largest_number():
     np.testing.assert_array_equal(written[0, 1], [[448.0] * 4, [-448.0] * 4])
 
 
-def test_a_rule_refuses_negative_numbers():
-    for name in ("window", "chunk", "soft_cap"):
+def test_a_config_refuses_negative_numbers():
+    for name in ("window", "soft_cap"):
         with pytest.raises(ValueError, match=f"attention {name} must not be negative"):
-            ScoreRule(**{name: -1})
+            ScoreConfig(**{name: -1})
 
 
 @KERNEL
@@ -179,15 +181,15 @@ def test_what_earlier_owners_left_in_a_page_is_without_effect(kernel, garbage):
     np.testing.assert_array_equal(case.run(kernel), clean)
 
 
-@pytest.mark.parametrize("rule", [ScoreRule(window=20), ScoreRule(chunk=48)], ids=["window", "chunk"])
-def test_pages_out_of_reach_may_belong_to_others(rule):
+def test_pages_out_of_reach_may_belong_to_others():
+    config = ScoreConfig(window=20)
     case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(150, 5), (200, 5)])
     kernel = KERNELS["reference"]
-    clean = case.run(kernel, rule)
+    clean = case.run(kernel, config)
     for block in range(2):
-        first = int(np.asarray(rule.first_key(jnp.asarray(case.positions[block, 0]))))
+        first = int(np.asarray(config.first_key(jnp.asarray(case.positions[block, 0]))))
         case.pages[case.page_table[block, : first // 16]] = np.nan
-    np.testing.assert_array_equal(case.run(kernel, rule), clean)
+    np.testing.assert_array_equal(case.run(kernel, config), clean)
 
 
 def test_keys_and_values_are_written_to_their_slots_and_nowhere_else():
@@ -202,8 +204,3 @@ def test_keys_and_values_are_written_to_their_slots_and_nowhere_else():
         np.testing.assert_array_equal(flat[slot, 1::2], values[token])
     others = np.setdiff1d(np.arange(20), slots)
     np.testing.assert_array_equal(flat[others], old[others])
-
-
-def test_every_kernel_that_a_platform_names_exists():
-    for choice in KERNELS_OF_PLATFORM.values():
-        assert choice.decode_attention in ATTENTION and choice.prefill_attention in ATTENTION

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreRule
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
 from rayserve_moe.kernels.attention_runs import pages_within_reach, runs_of
 
 PAGE, WIDTH, BLOCK = 4, 16, 4
@@ -24,10 +24,10 @@ def blocks_of(*chunks: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(tables, np.int32), np.asarray(positions, np.int32)
 
 
-def described(chunks, *, rule=FULL_CAUSAL, most_rows=BLOCK):
+def described(chunks, *, config=FULL_CAUSAL, most_rows=BLOCK):
     """The runs that count: (rows, number of keys, pages) of each."""
     tables, positions = blocks_of(*chunks)
-    runs = runs_of(jnp.asarray(tables), jnp.asarray(positions), PAGE, rule, most_rows=most_rows)
+    runs = runs_of(jnp.asarray(tables), jnp.asarray(positions), PAGE, config, most_rows=most_rows)
     kv_lens, pages, borders, num = (np.asarray(part) for part in runs)
     return [(range(borders[i], borders[i + 1]), int(kv_lens[i]), list(pages[i])) for i in range(num[0])]
 
@@ -36,13 +36,11 @@ CHUNKS = [(5, 11), (0, 0), (0, 1), (30, 8), (2, 3)]
 
 
 @pytest.mark.parametrize("most_rows", [BLOCK, 3 * BLOCK])
-@pytest.mark.parametrize(
-    "rule", [FULL_CAUSAL, ScoreRule(window=6), ScoreRule(chunk=8)], ids=["full", "window", "chunk"]
-)
-def test_every_token_is_in_one_run_at_its_own_position(rule, most_rows):
+@pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=6)], ids=["full", "window"])
+def test_every_token_is_in_one_run_at_its_own_position(config, most_rows):
     tables, positions = blocks_of(*CHUNKS)
     seen = {}
-    for rows, kv_len, pages in described(CHUNKS, rule=rule, most_rows=most_rows):
+    for rows, kv_len, pages in described(CHUNKS, config=config, most_rows=most_rows):
         for row in rows:
             if positions.reshape(-1)[row] >= 0:
                 own_pages = tables[row // BLOCK]
@@ -60,15 +58,9 @@ def test_full_neighbours_share_a_run_within_a_cell():
 
 
 def test_a_run_gets_only_the_pages_within_reach():
-    ((_, kv_len, pages),) = described([(40, BLOCK)], rule=ScoreRule(window=6))
-    assert len(pages) == pages_within_reach(WIDTH, PAGE, ScoreRule(window=6), most_rows=BLOCK) == 3
+    ((_, kv_len, pages),) = described([(40, BLOCK)], config=ScoreConfig(window=6))
+    assert len(pages) == pages_within_reach(WIDTH, PAGE, ScoreConfig(window=6), most_rows=BLOCK) == 3
     assert kv_len <= len(pages) * PAGE
-    ((_, kv_len, pages),) = described([(40, BLOCK)], rule=ScoreRule(chunk=8))
-    assert (kv_len, len(pages)) == (4, 2)
-
-
-def test_a_local_chunk_ends_a_run():
-    assert [kv_len for _, kv_len, _ in described([(6, BLOCK)], rule=ScoreRule(chunk=8))] == [8, 2]
 
 
 def test_where_nothing_is_real_one_run_keeps_the_kernel_going():

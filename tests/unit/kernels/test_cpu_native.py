@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayserve_moe.experts.local import LOCAL_EXPERTS, ExpertWeights, ProductRule
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import PANEL, pack, pack_columns, take_columns
-from rayserve_moe.model.layers import rms_norm, rotation_of
+from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig, multiply_in_blocks
+from rayserve_moe.kernels.layers import rms_norm, rotation_of
 from tests.support.native import need_native_kernels
 
 TOKENS = st.integers(1, 40)
@@ -110,15 +110,15 @@ def expert_case(generator: np.random.Generator, num_tokens: int, top_k: int, num
 def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
     (top_k, num_slots), generator = sizes, np.random.default_rng(number)
     hidden, slots, gates, weights = expert_case(generator, num_tokens, top_k, num_slots)
-    rule = ProductRule(num_slots, num_tokens * top_k / num_slots)
-    picked = LOCAL_EXPERTS["blocks"](hidden, slots, weights, first_slot=num_slots, rule=rule)
+    config = ProductConfig(num_slots, num_tokens * top_k / num_slots)
+    picked = multiply_in_blocks(hidden, slots, weights, first_slot=num_slots, config=config)
     here = np.asarray(slots) < num_slots
     expected = np.einsum("TK,TKD->TD", np.where(here, gates, 0), np.where(here[..., None], wide(picked), 0))
     packed = ExpertWeights(*map(pack, weights))
-    found = calls.expert_sums(hidden, slots, gates, tuple(packed), first_slot=num_slots, num_slots=num_slots)
+    found = calls.expert_sums(hidden, slots, gates, packed, first_slot=num_slots, config=config)
     # Both round 96 inner numbers and the result to 8 bits, by chance to different sides: a few steps of the largest.
     np.testing.assert_allclose(found, expected, atol=2**-6 * max(1.0, np.abs(expected).max()))
-    native = LOCAL_EXPERTS["native"](hidden, slots, packed, first_slot=num_slots, rule=rule)
+    native = calls.expert_results(hidden, slots, packed, first_slot=num_slots, config=config)
     np.testing.assert_allclose(
         wide(native)[here], wide(picked)[here], atol=2**-6 * max(1.0, np.abs(wide(picked)[here]).max(initial=0.0))
     )
@@ -127,11 +127,13 @@ def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
 def test_the_sum_of_a_token_is_its_own():
     generator = np.random.default_rng(3)
     hidden, slots, gates, weights = expert_case(generator, 37, 4, 9)
-    packed = tuple(map(pack, weights))
+    packed = ExpertWeights(*map(pack, weights))
 
     def sums(places: np.ndarray, hidden: jax.Array = hidden) -> np.ndarray:
         return np.asarray(
-            calls.expert_sums(hidden[places], slots[places], gates[places], packed, first_slot=9, num_slots=9)
+            calls.expert_sums(
+                hidden[places], slots[places], gates[places], packed, first_slot=9, config=ProductConfig(9, 1.0)
+            )
         )
 
     together = sums(np.arange(37))
@@ -142,11 +144,13 @@ def test_the_sum_of_a_token_is_its_own():
     np.testing.assert_array_equal(poisoned[others], together[others])
 
 
-def test_picks_of_other_devices_add_nothing():
+def test_assignments_of_other_devices_add_nothing():
     hidden, slots, gates, weights = expert_case(np.random.default_rng(4), 5, 2, 3)
     elsewhere = jnp.full_like(slots, 3)
-    packed = tuple(map(pack, weights))
-    assert not np.asarray(calls.expert_sums(hidden, elsewhere, gates, packed, first_slot=0, num_slots=3)).any()
+    packed = ExpertWeights(*map(pack, weights))
+    assert not np.asarray(
+        calls.expert_sums(hidden, elsewhere, gates, packed, first_slot=0, config=ProductConfig(3, 1.0))
+    ).any()
 
 
 @pytest.mark.parametrize("columns", [48, 16])
@@ -160,12 +164,12 @@ def test_slots_beyond_the_weights_are_refused(first_slot):
     hidden, slots, gates, weights = expert_case(np.random.default_rng(5), 2, 1, 3)
     with pytest.raises(Exception, match="no such expert slots"):
         jax.block_until_ready(
-            calls.expert_sums(hidden, slots, gates, tuple(weights), first_slot=first_slot, num_slots=3)
+            calls.expert_sums(hidden, slots, gates, weights, first_slot=first_slot, config=ProductConfig(3, 1.0))
         )
 
 
 ROWS, VECTOR = jnp.ones((2, 64), jnp.bfloat16), jnp.ones(64, jnp.bfloat16)
-NUMBERS, PICKS = jnp.ones((2, 64)), jnp.zeros((2, 1), jnp.int32)
+NUMBERS, SLOTS = jnp.ones((2, 64)), jnp.zeros((2, 1), jnp.int32)
 EXPERT, OUT = jnp.ones((1, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64), jnp.float32)
 
 
@@ -178,10 +182,10 @@ EXPERT, OUT = jnp.ones((1, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64),
         ("scores", (ROWS, NUMBERS), OUT),
         ("norm", (ROWS, VECTOR[:32]), jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)),
         ("norm", (VECTOR, VECTOR), jax.ShapeDtypeStruct((64,), jnp.bfloat16)),
-        ("rotation", (PICKS[:, 0], NUMBERS[0, :8]), (OUT, OUT)),
-        ("experts", (ROWS, PICKS, NUMBERS, EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
-        ("experts", (ROWS, PICKS, NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
-        ("experts", (ROWS, PICKS[:1], NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
+        ("rotation", (SLOTS[:, 0], NUMBERS[0, :8]), (OUT, OUT)),
+        ("experts", (ROWS, SLOTS, NUMBERS, EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
+        ("experts", (ROWS, SLOTS, NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
+        ("experts", (ROWS, SLOTS[:1], NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, jnp.int32(0)), OUT),
     ],
 )
 def test_arrays_that_do_not_fit_each_other_are_refused(kernel, arguments, out):

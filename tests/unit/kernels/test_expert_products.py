@@ -1,4 +1,4 @@
-"""Every way to multiply experts equals the dense definition, for any split of picks over slots."""
+"""Every way to multiply experts equals the dense definition, for any split of assignments over slots."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayserve_moe.experts.local import ACTIVATIONS, LOCAL_EXPERTS, ExpertWeights, ProductRule
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.kernels.expert_products import (
+    ACTIVATIONS,
+    ExpertWeights,
+    ProductConfig,
+    multiply_by_ragged_dot,
+    multiply_in_blocks,
+)
 
-COMPILED = {name: jax.jit(kernel, static_argnames="rule") for name, kernel in LOCAL_EXPERTS.items() if name != "native"}
-"""The native one takes packed bfloat16 only; `tests/unit/kernels/test_cpu_native.py` holds it to these."""
+COMPILED = {
+    kernel.__name__: jax.jit(kernel, static_argnames="config")
+    for kernel in (multiply_in_blocks, multiply_by_ragged_dot)
+}
+"""The native one takes packed bfloat16 only; `test_cpu_native.py` holds it to these."""
 KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
 WIDTH, INNER, NUM_LAYERS = 6, 4, 3
 
@@ -26,7 +34,7 @@ def weights_for(num_slots: int) -> ExpertWeights:
 
 
 def dense(hidden: np.ndarray, slots: np.ndarray, weights: ExpertWeights, *, first_slot: int, num_slots: int):
-    """Pick by pick, in float64."""
+    """Assignment by assignment, in float64."""
     out = np.zeros((*slots.shape, hidden.shape[1]))
     gates, ups, downs = (np.asarray(array, np.float64) for array in weights)
     for token, pick in np.ndindex(slots.shape):
@@ -46,7 +54,7 @@ def check(kernel, slots: np.ndarray, num_slots: int, layer: int) -> None:
         jnp.asarray(slots, jnp.int32),
         weights,
         first_slot=jnp.asarray(first_slot, jnp.int32),
-        rule=ProductRule(num_slots, slots.size / num_slots),
+        config=ProductConfig(num_slots, slots.size / num_slots),
     )
     expected = dense(hidden, slots, weights, first_slot=first_slot, num_slots=num_slots)
     assert found.shape == expected.shape
@@ -69,7 +77,7 @@ def test_all_tokens_may_go_to_one_expert(kernel):
 
 
 @KERNEL
-def test_no_pick_may_lie_here(kernel):
+def test_no_assignment_may_lie_here(kernel):
     check(kernel, np.full((9, 2), 4), 4, 0)
 
 
@@ -97,7 +105,7 @@ def test_a_token_does_not_depend_on_its_company(kernel):
     def run(other_hidden: np.ndarray, other_slots: np.ndarray) -> np.ndarray:
         arguments = np.where(is_other, other_hidden, hidden), np.where(is_other, other_slots, slots)
         arrays = (jnp.asarray(arguments[0], jnp.float32), jnp.asarray(arguments[1], jnp.int32))
-        return np.asarray(kernel(*arrays, weights, first_slot=jnp.asarray(0), rule=ProductRule(4, 6.0)))[5]
+        return np.asarray(kernel(*arrays, weights, first_slot=jnp.asarray(0), config=ProductConfig(4, 6.0)))[5]
 
     alone = run(hidden, np.full((12, 2), 4))
     for other_slots in (slots, np.full((12, 2), 1), np.full((12, 2), 4)):
@@ -110,7 +118,7 @@ def test_rows_may_come_in_parts(kernel):
     generator = np.random.default_rng(9)
     hidden = jnp.asarray(generator.standard_normal((12, WIDTH)), jnp.float32)
     slots = jnp.asarray(generator.integers(0, 4, (12, 2)), jnp.int32)
-    arguments = {"first_slot": 4, "rule": ProductRule(4, 6.0)}
+    arguments = {"first_slot": 4, "config": ProductConfig(4, 6.0)}
     in_parts = kernel(hidden.reshape(12, 2, WIDTH // 2), slots, weights_for(4), **arguments)
     assert in_parts.shape == (12, 2, 2, WIDTH // 2)
     whole = kernel(hidden, slots, weights_for(4), **arguments)
@@ -118,13 +126,9 @@ def test_rows_may_come_in_parts(kernel):
 
 
 @KERNEL
-def test_the_gate_has_the_activation_of_the_rule(kernel):
+def test_the_gate_has_the_activation_of_the_config(kernel):
     hidden, weights = jnp.full((3, WIDTH), 0.5), weights_for(1)
-    found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), weights, first_slot=2, rule=ProductRule(1, 3.0, "gelu"))
+    found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), weights, first_slot=2, config=ProductConfig(1, 3.0, "gelu"))
     gate, up, down = (array[2] for array in weights)
     expected = (ACTIVATIONS["gelu"](hidden @ gate) * (hidden @ up)) @ down
     np.testing.assert_allclose(np.asarray(found)[:, 0], expected, atol=1e-5)
-
-
-def test_every_kernel_that_a_platform_names_exists():
-    assert {choice.experts for choice in KERNELS_OF_PLATFORM.values()} <= LOCAL_EXPERTS.keys()

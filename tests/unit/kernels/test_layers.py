@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.model.layers import gated_mlp, project, rms_norm, rotate, rotation_of
+from rayserve_moe.kernels.layers import gated_mlp, project, rms_norm, rotate, rotation_of
 
 GENERATOR_SEED = 6
 
@@ -69,7 +69,8 @@ def test_parts_of_a_gated_mlp_add_up_to_the_whole():
     wide = hidden.astype(np.float64) @ gate
     expected = wide / (1 + np.exp(-wide)) * (hidden @ up) @ down
     parts = [
-        gated_mlp(*(jnp.asarray(array) for array in (hidden, gate[:, part], up[:, part], down[part])))
+        gated_mlp(jnp.asarray(hidden), tuple(jnp.asarray(array)[None] for array in weights), layer=jnp.int32(0))
         for part in (slice(0, 4), slice(4, 10))
+        for weights in [(gate[:, part], up[:, part], down[part])]
     ]
     np.testing.assert_allclose(parts[0] + parts[1], expected, atol=1e-4)

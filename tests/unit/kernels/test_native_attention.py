@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.kernels.cpu_native.layout import pack
-from rayserve_moe.kernels.cpu_native.limits import HEAD_WIDTHS
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
-from rayserve_moe.model.attention import AttentionRule, attend_layer, attend_natively, attention_tokens
+from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.cpu_native.calls import PROJECTIONS
+from rayserve_moe.kernels.cpu_native.layout import HEAD_WIDTHS, pack
+from rayserve_moe.kernels.layers import rotation_of
+from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, Kernels
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.model.spec import ModelSpec
 from tests.support.native import need_native_kernels
 
 PAGE, BLOCK, NUM_LAYERS, LAYER = 16, 8, 2, 1
 PAGES_OF = np.array([[3, 1, 7, 5], [2, 4, 6, 8], [9, 10, 11, 12]], np.int32)
 """Pages of three sequences; those of others, and page 0, hold NaN."""
 NUM_PAGES = 14
-PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,14 +31,14 @@ def _kernels():
     need_native_kernels()
 
 
-def rule_with(**changes: object) -> AttentionRule:
+def spec_with(**changes: object) -> ModelSpec:
     config = {**asdict(replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6)), **changes}
-    return AttentionRule(spec_from_hf(config), KERNELS_OF_PLATFORM["cpu"], plan_for(jax.devices()[:1]))
+    return spec_from_hf(config)
 
 
-def drawn_weights(rule: AttentionRule) -> dict[str, jax.Array]:
+def drawn_weights(spec: ModelSpec) -> dict[str, jax.Array]:
     generator = np.random.default_rng(1)
-    specs = parameter_specs(rule.spec, dtype="bfloat16")["attention"]
+    specs = parameter_specs(spec, dtype="bfloat16")["attention"]
     return {
         name: jnp.asarray(generator.standard_normal(p.shape) * 0.1 + (p.initial == "ones"), jnp.bfloat16)
         for name, p in specs.items()
@@ -62,29 +61,30 @@ def batch_of(singles: list[tuple[int, int]], blocks: list[tuple[int, int, int]])
     return TokenBatch(*arrays, num_singles=len(singles))
 
 
-def pool_of(rule: AttentionRule) -> jax.Array:
-    shape = (NUM_LAYERS, NUM_PAGES, PAGE, 2 * rule.spec.attention.num_kv_heads, rule.spec.attention.head_dim)
+def pool_of(spec: ModelSpec) -> jax.Array:
+    shape = (NUM_LAYERS, NUM_PAGES, PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim)
     pool = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     pool[:, np.setdiff1d(np.arange(NUM_PAGES), PAGES_OF)] = np.nan
     return jnp.asarray(pool, jnp.bfloat16).reshape(-1, *shape[2:])
 
 
-def run(attend, rule: AttentionRule, batch: TokenBatch, hidden: jax.Array, weights: dict[str, jax.Array]):
+def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array, weights: dict[str, jax.Array]):
     """Output [T, D] and the pool, as one compiled program: the pool is written in place there."""
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        tokens = attention_tokens(batch, rule.spec)
-        return attend(hidden, weights, pool, tokens, layer=jnp.int32(LAYER), rule=rule)
+        rotation = rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
+        number, eps = jnp.int32(LAYER), spec.norm_eps
+        out, pool = kernels.attention(hidden, weights, pool, batch=batch, rotation=rotation, layer=number, eps=eps)
+        return out.astype(hidden.dtype), pool
 
-    out, pool = jax.jit(layer)(hidden, weights, pool_of(rule), batch)
+    out, pool = jax.jit(layer)(hidden, weights, pool_of(spec), batch)
     return np.asarray(out, np.float32), np.asarray(pool, np.float32)
 
 
-def both_ways(rule: AttentionRule, batch: TokenBatch, hidden: jax.Array):
-    weights = drawn_weights(rule)
+def both_ways(spec: ModelSpec, batch: TokenBatch, hidden: jax.Array):
+    weights = drawn_weights(spec)
     packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
-    of_layer = {name: array[LAYER] for name, array in weights.items()}
-    return run(attend_natively, rule, batch, hidden, packed), run(attend_layer, rule, batch, hidden, of_layer)
+    return run(CPU_NATIVE, spec, batch, hidden, packed), run(CPU, spec, batch, hidden, weights)
 
 
 def drawn_hidden(num_tokens: int, width: int) -> jax.Array:
@@ -110,9 +110,9 @@ MODELS = {
     ("model", "case"), [*(("norms of heads", case) for case in CASES), *((model, MIXED) for model in list(MODELS)[1:])]
 )
 def test_it_is_the_pure_layer(model, case):
-    rule, batch = rule_with(**MODELS[model]), batch_of(*CASES[case])
-    hidden = drawn_hidden(len(batch.positions_T), rule.spec.hidden_size)
-    (out, pool), (expected, expected_pool) = both_ways(rule, batch, hidden)
+    spec, batch = spec_with(**MODELS[model]), batch_of(*CASES[case])
+    hidden = drawn_hidden(len(batch.positions_T), spec.hidden_size)
+    (out, pool), (expected, expected_pool) = both_ways(spec, batch, hidden)
     here = batch.positions_T >= 0
     # Queries, keys and attended values round to 8 bits on either side, and then the result does.
     np.testing.assert_allclose(out[here], expected[here], rtol=2**-7, atol=2**-6 * np.abs(expected[here]).max())
@@ -120,26 +120,26 @@ def test_it_is_the_pure_layer(model, case):
     np.testing.assert_allclose(pool[used], expected_pool[used], rtol=2**-6, atol=2**-6)
     others = np.setdiff1d(np.arange(len(pool)), used)
     untouched = np.setdiff1d(others, [LAYER * NUM_PAGES])
-    np.testing.assert_array_equal(pool[untouched], np.asarray(pool_of(rule), np.float32)[untouched])
+    np.testing.assert_array_equal(pool[untouched], np.asarray(pool_of(spec), np.float32)[untouched])
 
 
 def test_a_token_comes_out_the_same_alone_in_company_and_in_a_block():
-    rule = rule_with()
-    hidden = drawn_hidden(BLOCK, rule.spec.hidden_size)
-    in_block, pool = both_ways(rule, batch_of([], [(0, 33, 8)]), hidden)[0]
-    padded = jnp.concatenate([drawn_hidden(3, rule.spec.hidden_size), hidden[:5], jnp.zeros_like(hidden[:3])])
-    in_company, _ = both_ways(rule, batch_of([(1, 3), (2, 60), (2, -1)], [(0, 33, 5)]), padded)[0]
+    spec = spec_with()
+    hidden = drawn_hidden(BLOCK, spec.hidden_size)
+    in_block, pool = both_ways(spec, batch_of([], [(0, 33, 8)]), hidden)[0]
+    padded = jnp.concatenate([drawn_hidden(3, spec.hidden_size), hidden[:5], jnp.zeros_like(hidden[:3])])
+    in_company, _ = both_ways(spec, batch_of([(1, 3), (2, 60), (2, -1)], [(0, 33, 5)]), padded)[0]
     np.testing.assert_array_equal(in_company[3:8], in_block[:5])
-    alone, one_written = both_ways(rule, batch_of([(0, 33)], []), hidden[:1])[0]
+    alone, one_written = both_ways(spec, batch_of([(0, 33)], []), hidden[:1])[0]
     np.testing.assert_array_equal(alone, in_block[:1])
     slot = PAGES_OF[0, 2] + LAYER * NUM_PAGES, 1
     np.testing.assert_array_equal(one_written[slot], pool[slot])
 
 
 def test_heads_that_it_was_not_compiled_for_are_refused():
-    rule, batch = rule_with(head_dim=192), batch_of([(0, 5)], [])
+    spec, batch = spec_with(head_dim=192), batch_of([(0, 5)], [])
     with pytest.raises(Exception, match="no such heads"):
-        both_ways(rule, batch, drawn_hidden(1, rule.spec.hidden_size))
+        both_ways(spec, batch, drawn_hidden(1, spec.hidden_size))
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_heads_that_it_was_not_compiled_for_are_refused():
     ],
 )
 def test_places_outside_the_pool_are_refused(changes):
-    rule = rule_with()
+    spec = spec_with()
     batch = replace(batch_of([(0, 5)], []), **changes)
-    hidden, weights = drawn_hidden(1, rule.spec.hidden_size), drawn_weights(rule)
+    hidden, weights = drawn_hidden(1, spec.hidden_size), drawn_weights(spec)
     packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
     with pytest.raises(Exception, match="lies outside the pool"):
-        run(attend_natively, rule, batch, hidden, packed)
+        run(CPU_NATIVE, spec, batch, hidden, packed)

@@ -19,12 +19,12 @@ from rayserve_moe.checkpoints.files import CheckpointFiles, open_checkpoint
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.experts.slot_mapping import placement_arrays
-from rayserve_moe.kernels.registry import KERNELS_OF_PLATFORM
+from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.registry import KERNELS
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
-from rayserve_moe.model.token_batch import TokenBatch
-from rayserve_moe.model.transformer import ModelRule, forward, logits_of
+from rayserve_moe.model.transformer import ModelConfig, forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from tests.support.checkpoints import CORE_CONFIG
@@ -93,7 +93,7 @@ class Model:
     def __init__(self, files: CheckpointFiles, spread: Spread) -> None:
         spec = spec_from_config(files.config)
         self.plan = plan = plan_for(jax.devices()[: spread.num_devices], data_size=spread.data)
-        self.rule = ModelRule(spec, plan, KERNELS_OF_PLATFORM["cpu"], spread.num_redundant, spread.backend)
+        self.config = ModelConfig(spec, plan, KERNELS["cpu"], spread.num_redundant, spread.backend)
         tree = parameter_specs(
             spec,
             dtype="float32",
@@ -111,7 +111,7 @@ class Model:
         heads = CONFIG.num_key_value_heads * kv_repeats(spec, plan.tensor_size)
         pool = (spread.data * NUM_LAYERS * NUM_PAGES, PAGE, 2 * heads, CONFIG.head_dim)
         self.empty_pool = jnp.zeros(pool, device=plan.sharding(KV_AXES))
-        self._step = compiled(self.rule, {
+        self._step = compiled(self.config, {
             group: {name: plan.partition(param.axes) for name, param in params.items()}
             for group, params in tree.items()
         })  # fmt: skip
@@ -128,20 +128,20 @@ class Model:
         return results
 
 
-def compiled(rule: ModelRule, parameter_parts: dict) -> Callable:
+def compiled(config: ModelConfig, parameter_parts: dict) -> Callable:
     """The step over the whole mesh: forward, then logits of every token."""
 
     def on_device(params, pool, batch, maps):
-        out = forward(params, pool, batch, rule=rule, maps=maps)
-        logits_TV = logits_of(params, out.hidden_TD, rule=rule)
+        out = forward(params, pool, batch, config=config, maps=maps)
+        logits_TV = logits_of(params, out.hidden_TD, config=config)
         return logits_TV, out.topk_ids_MTK, out.expert_counts_ME, out.kv_pages
 
-    by_rank, pool = PartitionSpec("data"), rule.plan.partition(KV_AXES)
+    by_rank, pool = PartitionSpec("data"), config.plan.partition(KV_AXES)
     batch = TokenBatch(*[by_rank] * 4, num_singles=NUM_SINGLES)
     return jax.jit(
         jax.shard_map(
             on_device,
-            mesh=rule.plan.mesh,
+            mesh=config.plan.mesh,
             in_specs=(parameter_parts, pool, batch, PartitionSpec()),
             out_specs=(by_rank, PartitionSpec(None, "data"), by_rank, pool),
             check_vma=False,

@@ -9,31 +9,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
+from rayserve_moe.kernels.layers import Rotation
+
 PREFIX = "rayserve_moe_"
 NAMES = ("Attention", "Experts", "Product", "Norm", "Scores", "Rotation")
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
-
-
-class AttentionInputs(NamedTuple):
-    """What attention takes besides weights: see `model.token_batch`. cos and sin are float32 [T, h / 2]."""
-
-    cos_Th: jax.Array
-    sin_Th: jax.Array
-    kv_slots_T: jax.Array
-    positions_T: jax.Array
-    page_table_BP: jax.Array
-    num_singles: int
+PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
+EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD", "gate_NDI", "up_NDI", "down_NID")
+LAYOUT_OF = MappingProxyType({**dict.fromkeys((*PROJECTIONS, *EXPERTS), "packed"), "head": "packed_columns"})
+"""How the parameters lie that the kernels read as the right side of a product (`layout.LAYOUTS`)."""
 
 
 def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """`model.layers.rms_norm` of bfloat16 rows."""
+    """`layers.rms_norm` of bfloat16 rows."""
     assert rows_TD.shape[1:] == scale_D.shape, f"{scale_D.shape} scales for {rows_TD.shape}"
     shape = jax.ShapeDtypeStruct(rows_TD.shape, rows_TD.dtype)
     return jax.ffi.ffi_call(f"{PREFIX}norm", shape)(rows_TD, scale_D, eps=np.float32(eps))
@@ -46,12 +43,12 @@ def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(f"{PREFIX}scores", shape)(hidden_TD, router_DE)
 
 
-def rotation_of(positions_T: jax.Array, *, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of `model.layers.rotation_of`, float32 [T, h / 2] each."""
+def rotation_of(positions_T: jax.Array, *, width: int, theta: float) -> Rotation:
+    """Cosine and sine of `layers.rotation_of`, float32 [T, h / 2] each."""
     frequencies = (theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
     shape = jax.ShapeDtypeStruct((len(positions_T), width // 2), jnp.float32)
     cos_Th, sin_Th = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))(positions_T, frequencies)
-    return cos_Th, sin_Th
+    return Rotation(cos_Th, sin_Th)
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
@@ -61,46 +58,76 @@ def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(f"{PREFIX}product", shape)(left_TK, right_KN)
 
 
+def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """Float32 logits [T, V] by a table that `layout.pack_columns` has laid out as the right side of a product."""
+    return product(hidden_TD, head_VD.reshape(head_VD.shape[::-1]))
+
+
 def expert_sums(
     hidden_TD: jax.Array,
     slots_TK: jax.Array,
     gates_TK: jax.Array,
-    weights: tuple[jax.Array, jax.Array, jax.Array],
+    weights: ExpertWeights,
     *,
     first_slot: jax.Array | int,
-    num_slots: int,
+    config: ProductConfig,
 ) -> jax.Array:
-    """Sums over picks, in their order, of gates times the SiLU-gated product of their slot: float32 [T, D].
+    """`expert_products.sum_results`, each token's results added in the order of its slots: float32 [T, D].
 
-    `weights` are gate and up [X, D, F] and down [X, F, D]. A pick of slot `num_slots` or beyond adds nothing. Inner
-    rows and the result of each pick are rounded to bfloat16.
+    Weights are packed. Inner rows and the result of each assignment are rounded to bfloat16.
     """
-    (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights[0].shape
+    assert config.activation == "silu", "the native kernel knows no other activation"
+    (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
     shapes = [(num_all_slots, width, inner)] * 2 + [(num_all_slots, inner, width)]
     assert [array.shape for array in weights] == shapes, f"weights are no experts of tokens {hidden_TD.shape}"
-    assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"picks {slots_TK.shape}"
+    assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"slots {slots_TK.shape}"
     call = jax.ffi.ffi_call(f"{PREFIX}experts", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(first_slot, jnp.int32)
-    return call(hidden_TD, slots_TK, gates_TK, *weights, first, num_slots=np.int64(num_slots))
+    return call(hidden_TD, slots_TK, gates_TK, *weights, first, num_slots=np.int64(config.num_slots))
 
 
-def attend_layer(
+def expert_results(
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    weights: ExpertWeights,
+    *,
+    first_slot: jax.Array | int,
+    config: ProductConfig,
+) -> jax.Array:
+    """`expert_products.multiply_in_blocks` of packed weights: [T, K, D]."""
+    num_tokens, top_k = slots_TK.shape
+    rows_PD = jnp.repeat(hidden_TD.reshape(num_tokens, -1), top_k, axis=0)
+    slots_P1 = slots_TK.reshape(-1, 1)
+    ones_P1 = jnp.ones(slots_P1.shape, jnp.float32)
+    results_PD = expert_sums(rows_PD, slots_P1, ones_P1, weights, first_slot=first_slot, config=config)
+    return results_PD.astype(hidden_TD.dtype).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
+
+
+def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
+    """`layers.gated_mlp` of packed weights: every token takes the one expert of its layer."""
+    slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
+    ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
+    config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD))
+    return expert_sums(hidden_TD, slots_T1, ones_T1, ExpertWeights(*weights), first_slot=layer, config=config)
+
+
+def attend_layer(  # noqa: PLR0913 (the signature of the reference)
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     kv_pages: jax.Array,
-    inputs: AttentionInputs,
     *,
+    batch: TokenBatch,
+    rotation: Rotation,
     layer: jax.Array,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of one layer, from normed tokens to the output product: float32 [T, D], and the pool, written in place.
+    """`attention_layer.attend_layer` with packed projections: float32 [T, D], and the pool, written in place.
 
-    `weights` are those of all layers under the names of `model.parameters`, projections packed; norms of heads and
-    biases may be absent. `kv_pages` is [L * pages, page, 2 * KV heads, h]. Rounds where `model.attention` does.
+    It rounds where that does.
     """
-    of_tokens = (*inputs[:2], inputs.kv_slots_T, inputs.positions_T)
+    of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
-    assert inputs.cos_Th.shape == inputs.sin_Th.shape == (len(normed_TD), kv_pages.shape[3] // 2), "whole heads rotate"
+    assert rotation.cos.shape == rotation.sin.shape == (len(normed_TD), kv_pages.shape[3] // 2), "whole heads rotate"
     assert weights["q_LDH"].shape[1] == weights["o_LHD"].shape[2] == normed_TD.shape[1], "weights of another width"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
     optional = ("q_norm_Lh", "k_norm_Lh", "q_bias_LH", "k_bias_LG", "v_bias_LG")
@@ -114,16 +141,13 @@ def attend_layer(
     )
     out_TD, kv_pages = call(
         normed_TD,
-        *(weights[name] for name in ("q_LDH", "k_LDG", "v_LDG", "o_LHD")),
+        *(weights[name] for name in PROJECTIONS),
         *(weights.get(name, nothing) for name in optional),
-        inputs.cos_Th,
-        inputs.sin_Th,
-        inputs.kv_slots_T,
-        inputs.positions_T,
-        inputs.page_table_BP,
+        *of_tokens,
+        batch.page_table_BP,
         jnp.asarray(layer, jnp.int32),
         kv_pages,
-        num_singles=np.int64(inputs.num_singles),
+        num_singles=np.int64(batch.num_singles),
         eps=np.float32(eps),
     )
     return out_TD, kv_pages

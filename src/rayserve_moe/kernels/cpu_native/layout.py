@@ -1,20 +1,37 @@
-"""How the native CPU kernels want weights to lie: [K, N] as panels of 32 columns, in each the pairs of neighbouring k.
+"""Which shapes the native CPU kernels take, and how weights lie for them.
 
-`products.h` says why. A packed array keeps its shape, so whatever moves, shards or counts weights by their leading
-dimensions is not concerned.
+[K, N] lies as panels of 32 columns, in each the pairs of neighbouring k; `products.h` says why. A packed array keeps
+its shape, so whatever moves, shards or counts weights by their leading dimensions is not concerned.
 """
 
 # K depth   N columns   V vocabulary   D model width   T tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.cpu_native.limits import PANEL
+PANEL = 32
+"""Columns of a packed matrix that lie together: what widths have to divide by."""
+HEAD_WIDTHS = (32, 64, 96, 128, 256)
+"""Widths of a head that attention is compiled for."""
+DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}", f"-DNATIVE_HEAD_WIDTHS={','.join(map(str, HEAD_WIDTHS))}")
+"""The same for the compiler."""
+
+
+def shape_problem(head_width: int, sizes: Mapping[str, int]) -> str | None:
+    """Why attention of this head width, or products of these `sizes` by name, are not supported. None: they are.
+
+    Numbers of tokens, heads, KV heads that divide them, experts, assignments, layers, pages and places in a page are
+    free.
+    """
+    if head_width not in HEAD_WIDTHS:
+        return f"head_dim {head_width} is none of {', '.join(map(str, HEAD_WIDTHS))}"
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % PANEL]
+    return f"{', '.join(wrong)} does not divide by {PANEL}" if wrong else None
 
 
 def pack(weights_KN: jax.Array) -> jax.Array:

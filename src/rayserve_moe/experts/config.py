@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayserve_moe.kernels.registry import Kernels
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
 @dataclass(frozen=True)
-class ExpertRule:
+class ExpertConfig:
     """How experts are chosen, computed, and spread over devices.
 
-    `kernel` names the grouped product, `backend` how tokens and experts meet (`auto`: by the number of tokens),
-    `slot_choice` which of an expert's slots a token takes. `selection` is `topk`, `replicas_only` or `balanced`; where
-    slots have limited room, `capacity_scope` says among whom (see `balanced_layer`).
+    `backend` names how tokens and experts meet (`auto`: by the number of tokens), `slot_choice` which of an expert's
+    slots a token takes. `selection` is `topk`, `replicas_only` or `balanced`; where slots have limited capacity,
+    `capacity_scope` says which tokens compete (see `balanced_layer`).
     """
 
     num_experts: int
     top_k: int
     renormalize: bool
-    kernel: str
+    kernels: Kernels
     plan: ParallelPlan
     num_redundant: int = 0
     backend: str = "auto"
@@ -33,8 +34,8 @@ class ExpertRule:
         return self.num_experts + self.num_redundant
 
     @property
-    def limits_room(self) -> bool:
-        """Whether slots take only so many tokens: then they are chosen together with experts, by all who compete."""
+    def limits_capacity(self) -> bool:
+        """Whether slots take only so many tokens: then they are chosen together with experts, by all that compete."""
         return self.selection == "balanced" or (self.selection, self.slot_choice) == ("replicas_only", "capacity")
 
     @property
