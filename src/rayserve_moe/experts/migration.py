@@ -38,7 +38,7 @@ class MigrationConfig:
 
 
 class FetchedSlots(NamedTuple):
-    """What a fetch brings: rank r puts slot `sources_RB[r, b]` of the layer at place `places_RB[r, b]` of its staging.
+    """What a fetch copies: rank r puts slot `sources_RB[r, b]` of the layer at place `places_RB[r, b]` of its staging.
 
     Slots count over all ranks, places over the local slots of a layer. A source of -1 is none.
     """
@@ -68,7 +68,7 @@ def fetch_slots(
     slices, most = _slices(fetched, config), fetched.sources_RB.shape[1]
     if config.packs:
         weights, slices = _packed(weights, slices, most=most)
-    # Received rows have room of their own: a collective that wrote into an argument would have all of it copied.
+    # Received rows have buffers of their own: a collective that wrote into an argument would have all of it copied.
     arrived = ExpertWeights(
         *(
             ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=config.axes)
