@@ -331,7 +331,7 @@ def test_experts_that_cannot_be_fetched_stay(replica: Replica, load: Load) -> No
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
             return programs.fetch(*arguments, **keywords)
 
-        runner.programs = dataclasses.replace(runner.programs, migration=programs._replace(fetch=fetch))
+        runner._programs = dataclasses.replace(runner.programs, migration=programs._replace(fetch=fetch))
 
     ray.get(replica.engine.executor.workers[0].__ray_call__.remote(refuse_third_fetch))
     replica.is_balanced_by(EplbPlanner)

@@ -44,6 +44,7 @@ class Penalties(NamedTuple):
     withholds_S: jax.Array
 
 
+@jax.named_scope("adjustment")
 def adjust(logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, penalties: Penalties) -> jax.Array:
     """Adjusted float32 logits; rows that adjust nothing keep theirs to the last bit.
 
@@ -56,6 +57,7 @@ def adjust(logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, p
     return jax.lax.fori_loop(0, num_turns, lambda _, logits: _adjust(state, rows_S, penalties, logits), logits_SV)
 
 
+@jax.named_scope("row_update")
 def note_samples(
     state: AdjustmentState, ids_S: jax.Array, *, rows_S: jax.Array, penalties: Penalties
 ) -> AdjustmentState:

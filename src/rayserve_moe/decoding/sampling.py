@@ -1,7 +1,8 @@
 """Choosing the next token on the device.
 
-The randomness of a token is a function of (seed, choice index, position) alone: Gumbel noise from a counter-based
-generator, added to the log-probabilities that survive truncation. So it depends on no other row of the batch.
+By the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample of their softmax. The noise of a
+token is a function of (seed, choice index, position) alone, from a counter-based generator (Threefry), and is added to
+the log-probabilities that survive truncation. So it depends on no other row of the batch.
 """
 
 # S sampled rows   V vocabulary   J likeliest tokens
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 LOWEST_LOGPROB = -9999.0
-"""What is told of tokens that are less likely still, or cannot be sampled at all."""
+"""Reported for tokens that are less likely still, or cannot be sampled at all."""
 
 ARRAYS = ["temperature_S", "top_p_S", "min_p_S", "top_k_S", "seed_S", "choice_S", "position_S", "num_top_S"]
 
@@ -26,7 +27,7 @@ ARRAYS = ["temperature_S", "top_p_S", "min_p_S", "top_k_S", "seed_S", "choice_S"
 class SamplingBatch:
     """Parameters per sampled row: float32 [S] and uint32 [S]; `position_S` is where the new token will stand.
 
-    `num_top_S` is how many of the likeliest tokens are to be told.
+    `num_top_S` is how many of the likeliest tokens are wanted.
     """
 
     temperature_S: jax.Array
@@ -47,7 +48,7 @@ class TopTokens(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What `sample` brings, per row."""
+    """What `sample` returns, per row."""
 
     ids_S: jax.Array
     logprobs_S: jax.Array
@@ -56,6 +57,7 @@ class Sampled(NamedTuple):
     ranks_S: jax.Array
 
 
+@jax.named_scope("sampling")
 def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampled:
     """Sample one token per row from float32 logits.
 
@@ -70,7 +72,8 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampl
     # Relative to the best logit, no temperature is small enough to overflow what comes out.
     relative_SV = logits_SV - logits_SV.max(axis=-1, keepdims=True)
     scaled_SV = relative_SV / jnp.where(greedy_S, 1.0, rows.temperature_S)[:, None]
-    logprobs_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
+    with jax.named_scope("log_probs"):
+        logprobs_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
     best_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
     drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows))
     ids_S = jnp.where(greedy_S, best_S, drawn_S)
@@ -81,6 +84,7 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampl
     return Sampled(ids_S, jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)[:, 0], finite_S, top, ranks_S)
 
 
+@jax.named_scope("log_probs")
 def ranks_of(logprobs_SV: jax.Array, ids_S: jax.Array) -> jax.Array:
     """Place of a token among all in falling order, ties to the smaller id, int32 [S]; the likeliest has 1."""
     ids_V = jnp.arange(logprobs_SV.shape[1], dtype=jnp.int32)
@@ -89,13 +93,14 @@ def ranks_of(logprobs_SV: jax.Array, ids_S: jax.Array) -> jax.Array:
     return 1 + jnp.sum(comes_before_SV, axis=-1, dtype=jnp.int32)
 
 
+@jax.named_scope("log_probs")
 def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -> TopTokens:
     """The `num_wanted` likeliest tokens of each row in `most_top` places, or as many as there are words; then zeros.
 
-    None is told to be less likely than LOWEST_LOGPROB.
+    Log-probabilities are reported as LOWEST_LOGPROB at least.
 
     Each is the best of those that come after the one before, in falling order with ties to the smaller id: unlike a
-    sort, that takes no time where nothing is wanted, and next to none to compile.
+    sort, that takes no time where nothing is wanted, and little to compile.
     """
     num_rows, vocab_size = logprobs_SV.shape
     count, ids_V = min(most_top, vocab_size), jnp.arange(vocab_size, dtype=jnp.int32)
@@ -107,8 +112,8 @@ def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -
         comes_after_SV = (values_SV < value_S1) | ((values_SV == value_S1) & (ids_V > id_S1))
         id_S1 = jnp.argmax(jnp.where(comes_after_SV, values_SV, -jnp.inf), axis=-1, keepdims=True).astype(jnp.int32)
         own_S1 = jnp.take_along_axis(logprobs_SV, id_S1, axis=-1)
-        told_S = jnp.maximum(own_S1[:, 0], LOWEST_LOGPROB)
-        top = TopTokens(top.ids_SJ.at[:, turn].set(id_S1[:, 0]), top.logprobs_SJ.at[:, turn].set(told_S))
+        reported_S = jnp.maximum(own_S1[:, 0], LOWEST_LOGPROB)
+        top = TopTokens(top.ids_SJ.at[:, turn].set(id_S1[:, 0]), top.logprobs_SJ.at[:, turn].set(reported_S))
         return top, id_S1, jnp.maximum(own_S1, lowest)
 
     empty = TopTokens(jnp.zeros((num_rows, count), jnp.int32), jnp.zeros((num_rows, count), logprobs_SV.dtype))

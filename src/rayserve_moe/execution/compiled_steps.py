@@ -64,11 +64,15 @@ class CompiledPrograms:
 
 
 class CompilationCount:
-    """Counts every program this process compiles, whatever asks for it."""
+    """Counts every program that this process compiles, including those of other callers."""
 
     def __init__(self) -> None:
         self.total = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+
+    def start_over(self) -> None:
+        """Count from zero again."""
+        self.total = 0
 
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         self.total += event == COMPILE_EVENT

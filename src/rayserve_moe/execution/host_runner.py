@@ -30,11 +30,10 @@ from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adj
 from rayserve_moe.execution.block_inputs import BlockInputSource
 from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import kept_programs
-from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledUpdate, compile_programs
+from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledPrograms, CompiledUpdate, compile_programs
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.launch import Launched, launch_for
 from rayserve_moe.execution.migration import (
-    MigrationPrograms,
     MigrationRunner,
     MigrationVectors,
     vector_sizes,
@@ -47,7 +46,7 @@ from rayserve_moe.execution.row_updates import update_vectors
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
-from rayserve_moe.execution.step_types import StepOutput, StepShape
+from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
 from rayserve_moe.execution.weights import first_placement, load_weights, model_config, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import platform_of
@@ -97,8 +96,26 @@ class HostRunner:
         self.config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
         self.placement = first_placement(self.config)
         self.dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
+        self.weights = ModelWeights({}, None)  # empty until `load`
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
+        self._packer = Packer(
+            step_shapes(settings.scheduler, step_cost(self.config, dtype=self.dtype)),
+            rows_per_rank=settings.scheduler.max_running_requests,
+            num_data_ranks=plan.data_size,
+        )
+        self._block_inputs = {
+            shape: BlockInputSource(shape, self.config) for shape in self._packer.layouts if shape.num_blocks
+        }
+        self._mover: MigrationRunner | None = None
+        if settings.balancing.enabled:
+            slots_per_step = settings.balancing.slots_per_step
+            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=slots_per_step)
+        self._state: DeviceState | None = None
+        self._programs: CompiledPrograms | None = None
         self._compilations = CompilationCount()
+        self._report = StartReport(
+            0, num_expert_ranks=plan.num_expert_ranks, num_redundant_experts=self.config.num_redundant
+        )
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
         self._in_flight: _InFlight | None = None
@@ -109,15 +126,12 @@ class HostRunner:
     def load(self) -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""
         started = time.perf_counter()
-        spec, plan, balancing = self.config.spec, self.config.plan, self._settings.balancing
+        spec, plan, may_change = self.config.spec, self.config.plan, self._mover is not None
         loaded = load_weights(
-            self._files, self.config, dtype=self.dtype, placement=self.placement, may_change=balancing.enabled
+            self._files, self.config, dtype=self.dtype, placement=self.placement, may_change=may_change
         )
         self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
-        self._mover = None
-        if balancing.enabled:
-            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
-        self._load_s = time.perf_counter() - started
+        self._report = replace(self._report, load_s=time.perf_counter() - started)
         cache, devices = self._settings.cache, list(plan.mesh.local_devices)
         return memory.num_pages_that_fit(
             cache,
@@ -133,22 +147,16 @@ class HostRunner:
 
     def compile(self, num_pages: int) -> None:
         """Allocate the pool, and compile every step shape that is not found on disk. It waits for no other host."""
-        self._num_pages = num_pages
-        cache, num_rows = self._settings.cache, self._settings.scheduler.max_running_requests
-        self._packer = Packer(
-            step_shapes(self._settings.scheduler, step_cost(self.config, dtype=self.dtype)),
-            rows_per_rank=num_rows,
-            num_data_ranks=self.config.plan.data_size,
-        )
+        cache = self._settings.cache
         self._state = allocate_state(
             self.config,
             num_pages=num_pages,
             page_size=cache.page_size,
             dtype=self.dtype,
-            num_rows=num_rows,
+            num_rows=self._settings.scheduler.max_running_requests,
             pages_per_row=derive.pages_per_sequence(self._longest, cache.page_size),
         )
-        self.programs = compile_programs(
+        self._programs = compile_programs(
             self.weights,
             self._state,
             layouts=self._packer.layouts,
@@ -157,24 +165,43 @@ class HostRunner:
             movables=None if self._mover is None else self._mover.movables,
         )
 
+        times = self._programs.times
+        self._report = replace(
+            self._report,
+            num_pages=num_pages,
+            compile_s=times.wall_s,
+            compile_sum_s=times.sum_s,
+            num_programs=times.num_programs,
+            num_programs_found=times.num_found,
+        )
+
     def warm_up(self) -> StartReport:
         """Run every shape once as a real step of padding, at the same time as all other hosts."""
         started = time.perf_counter()
-        self._block_inputs = {
-            shape: BlockInputSource(shape, self.config) for shape in self._packer.layouts if shape.num_blocks
-        }
         self._run_each_once()
-        self._compilations_of_start = self._compilations.total
-        return self._start_report(first_run_s=time.perf_counter() - started)
+        self._compilations.start_over()
+        return replace(self._report, first_run_s=time.perf_counter() - started)
+
+    @property
+    def programs(self) -> CompiledPrograms:
+        """The compiled programs; only after `compile`."""
+        assert self._programs is not None, "nothing is compiled yet"
+        return self._programs
+
+    @property
+    def state(self) -> DeviceState:
+        """What the devices keep between steps; only after `compile`."""
+        assert self._state is not None, "nothing is allocated yet"
+        return self._state
 
     @property
     def num_compilations_since_start(self) -> int:
         """Programs compiled in this process after `prepare`; anything but zero is a fault."""
-        return self._compilations.total - self._compilations_of_start
+        return self._compilations.total
 
     def expert_counts(self) -> np.ndarray:
         """Tokens per MoE layer and expert since the start, int [M, E]; padding is not counted. Call while idle."""
-        counts = np.asarray(self._state.expert_counts_ME)
+        counts = np.asarray(self.state.expert_counts_ME)
         return counts.reshape(self.config.plan.data_size, -1, counts.shape[1]).sum(axis=0)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -190,20 +217,6 @@ class HostRunner:
     def move_experts(self, piece: MigrationPiece) -> None:
         """Run a piece of a migration that goes with no step. Call while idle."""
         self._move(vectors_of(piece))
-
-    def _start_report(self, *, first_run_s: float) -> StartReport:
-        times = self.programs.times
-        return StartReport(
-            self._num_pages,
-            load_s=self._load_s,
-            compile_s=times.wall_s,
-            compile_sum_s=times.sum_s,
-            first_run_s=first_run_s,
-            num_programs=times.num_programs,
-            num_programs_found=times.num_found,
-            num_expert_ranks=self.config.plan.num_expert_ranks,
-            num_redundant_experts=self.config.num_redundant,
-        )
 
     def _launch_step(self, plan: StepPlan) -> _InFlight:
         started = time.perf_counter()
@@ -233,7 +246,7 @@ class HostRunner:
         wanted: WantedOutputs,
         moves: MigrationVectors | None,
     ) -> StepOutput:
-        state, shape = self._state, packed.shape
+        state, shape = self.state, packed.shape
         if moves is not None:
             self._move(moves)
         for update, vector in updates:
@@ -248,13 +261,9 @@ class HostRunner:
         return output
 
     def _move(self, vectors: MigrationVectors) -> None:
-        assert self._mover is not None, "placements do not change in this server"
-        self.weights = self._mover.move(self.weights, vectors, programs=self._migration_programs)
-
-    @property
-    def _migration_programs(self) -> MigrationPrograms:
-        assert self.programs.migration is not None, "placements do not change in this server"
-        return self.programs.migration
+        programs = self.programs.migration
+        assert self._mover is not None and programs is not None, "placements do not change in this server"
+        self.weights = self._mover.move(self.weights, vectors, programs=programs)
 
     def _collect(self, step: _InFlight) -> StepResult:
         started = time.perf_counter()
@@ -265,18 +274,17 @@ class HostRunner:
         return result if self._mover is None else replace(result, failed_fetch=self._mover.failed_fetch)
 
     def _run_each_once(self) -> None:
-        """Run a real step of every shape on page 0, which belongs to nobody, then forget what it counted."""
-        self._state = self.programs.adjust(self._state, no_adjustment())
+        """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""
+        self._state = self.programs.adjust(self.state, no_adjustment())
         if self._mover is not None:
             sizes = vector_sizes(self.config, slots_per_step=self._mover.movables.slots_per_step)
             self._move(vectors_of_nothing(sizes))
-        self.programs.read_counts(self._state.expert_counts_ME)
+        self.programs.read_counts(self.state.expert_counts_ME)
         num_rows = self._settings.scheduler.max_running_requests
         for shape in self._packer.layouts:
             self.execute(_filling_plan(shape, longest=self._longest, num_rows=num_rows))
         self.execute(StepPlan(step_id=-1))
-        counts = self._state.expert_counts_ME
-        self._state = replace(self._state, expert_counts_ME=jnp.zeros_like(counts))
+        self._state = replace(self.state, expert_counts_ME=jnp.zeros_like(self.state.expert_counts_ME))
         jax.block_until_ready(self._state)
 
 

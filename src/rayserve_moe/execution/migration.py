@@ -191,6 +191,7 @@ def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, config
     )(held, staging, vector)
 
 
+@jax.named_scope("expert_counts")
 def read_counts(counts_ME: jax.Array, *, config: ModelConfig) -> jax.Array:
     """Tokens per MoE layer and expert, those of all data ranks added up: int32 [M, E] on every device."""
     by_rank = counts_ME.reshape(config.plan.data_size, -1, counts_ME.shape[1])

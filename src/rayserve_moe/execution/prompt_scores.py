@@ -17,6 +17,7 @@ GROUP_TOKENS = 128
 """Tokens whose logits exist at the same time."""
 
 
+@jax.named_scope("prompt_scores")
 def score_prompts(
     params: Parameters, hidden_XD: jax.Array, *, targets_NX: jax.Array, wants_top_X: jax.Array, config: ModelConfig
 ) -> PromptScoreOutput:
@@ -48,6 +49,7 @@ def score_prompts(
         empty = (jnp.zeros((2, size), jnp.int32), jnp.zeros((2, size, num_top), jnp.int32))
         return jax.lax.cond(is_any, lambda: score_group(hidden_WD, targets_W, wants_top_W), lambda: empty)
 
+    @jax.named_scope("log_probs")
     def score_group(hidden_WD: jax.Array, targets_W: jax.Array, wants_top_W: jax.Array) -> tuple[jax.Array, jax.Array]:
         logprobs_WV = jax.nn.log_softmax(logits_of(params, hidden_WD, config=config), axis=-1)
         num_wanted = num_top * jnp.any(wants_top_W & (targets_W >= 0)).astype(jnp.int32)

@@ -86,7 +86,8 @@ def run_step(
         output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
         if config.capture_routing:
             dtype = config.model.spec.routing_layout.dtype
-            routing = plan.gather_data_ranks(out.topk_ids_MTK.astype(dtype), dim=1)
+            with jax.named_scope("routing_capture"):
+                routing = plan.gather_data_ranks(out.topk_ids_MTK.astype(dtype), dim=1)
             output = replace(output, topk_ids_MTK=routing)
         return state, output
 
@@ -128,7 +129,7 @@ def step_logits(
 
 
 def _sampled(logits_SV: jax.Array, rows: RowState, step: DeviceInput) -> tuple[Sampled, RowState]:
-    """Sample, and have the rows remember what they have sampled."""
+    """Sample, and record in the rows what they have sampled."""
     of_rows = {"rows_S": step.sample_rows_S, "penalties": step.penalties}
     adjusted_SV = adjust(logits_SV, rows.adjustments, **of_rows)
     sampled = sample(adjusted_SV, step.sampling, most_top=MAX_TOP_LOGPROBS)
@@ -162,11 +163,12 @@ def _scores(
 
 
 def update_rows(state: DeviceState, vector: jax.Array, *, apply: RowUpdate, config: StepConfig) -> DeviceState:
-    """Take over changes of rows (`apply_update`, `apply_adjustment`) on every device of the mesh."""
+    """Apply changes of rows (`apply_update`, `apply_adjustment`) on every device of the mesh."""
     plan = config.model.plan
 
     def on_device(rows: RowState, vector: jax.Array) -> RowState:
-        return apply(rows, vector, data_rank=plan.data_rank())
+        with jax.named_scope("row_update"):
+            return apply(rows, vector, data_rank=plan.data_rank())
 
     parts = state_partitions(config.model).rows
     rows = jax.shard_map(

@@ -48,7 +48,7 @@ class Sections(NamedTuple, Generic[T]):
 class DeviceInput(NamedTuple):
     """A step's tokens, where samples are taken (places in T) and for which rows, how, and by what they are adjusted.
 
-    `block_wants_top_B`: whether likeliest tokens are told where tokens of a prefill block are scored.
+    `block_wants_top_B`: whether likeliest tokens are wanted where tokens of a prefill block are scored.
     """
 
     batch: TokenBatch
@@ -93,6 +93,7 @@ class InputLayout:
         return Sections(*(vector[part] for part in self.slices))
 
 
+@jax.named_scope("row_update")
 def change_pages(rows: RowState, vector_W: jax.Array, *, layout: InputLayout) -> jax.Array:
     """On one device: the page table with the changes that came with a step."""
     at = layout.slices
@@ -100,6 +101,7 @@ def change_pages(rows: RowState, vector_W: jax.Array, *, layout: InputLayout) ->
     return rows.page_table_RP.at[entries].set(vector_W[at.change_pages], mode="drop")
 
 
+@jax.named_scope("unpack")
 def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_size: int) -> DeviceInput:
     """On one device: the step that `vector_W` and the rows describe; the page table is up to date already."""
     at, shape = layout.slices, layout.shape

@@ -58,6 +58,7 @@ class SwappedLayer(NamedTuple):
     slot_for_ER: jax.Array
 
 
+@jax.named_scope("expert_fetch")
 def fetch_slots(
     weights: ExpertWeights, staging: ExpertWeights, fetched: FetchedSlots, *, config: MigrationConfig
 ) -> ExpertWeights:
@@ -80,6 +81,7 @@ def fetch_slots(
     return _write_rows(staging, arrived, rows_N=jnp.arange(most), places_N=fetched.places_RB[me], is_any_N=is_any_B)
 
 
+@jax.named_scope("expert_swap")
 def swap_layer(
     weights: ExpertWeights,
     maps: PlacementArrays,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 
 import jax
 
@@ -44,7 +43,7 @@ class Kernels:
     mlp: Kernel
     head: Kernel
     tied_rows: Kernel
-    layouts: Mapping[str, str] = field(default=MappingProxyType({}), hash=False)
+    layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
     dtype: str = ""
 
     def __repr__(self) -> str:
