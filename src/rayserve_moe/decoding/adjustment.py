@@ -9,7 +9,6 @@ So a step reads and writes the words it needs, however long the sequence is.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,10 +16,8 @@ import jax.numpy as jnp
 
 PROMPT_MARK = 1 << 30
 
-ARRAYS = ["seen_RV", "bias_ids_RB", "bias_values_RB"]
 
-
-@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdjustmentState:
     """What is remembered of rows that adjust their logits, int32 but for the values; stale for all others.

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 LOWEST_LOGPROB = -9999.0
 """Reported for tokens that are less likely still, or cannot be sampled at all."""
 
-ARRAYS = ["temperature_S", "top_p_S", "min_p_S", "top_k_S", "seed_S", "choice_S", "position_S", "num_top_S"]
 
-
-@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingBatch:
     """Parameters per sampled row: float32 [S] and uint32 [S]; `position_S` is where the new token will stand.

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rayserve_moe.config.settings import SchedulerSettings
 from rayserve_moe.execution.shape_choice import CPUS, SMALL_MODEL, TPUS, Device, StepCost, choose_sizes
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ModelConfig
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
+from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, StepPlan
 
 PREFILL_SHARE = 0.25
 """Part of the time that goes to steps with prompts in them."""
@@ -58,6 +59,21 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
     fitting = [s for s in shapes if s.num_singles >= num_singles and s.num_blocks >= num_blocks]
     assert fitting, f"no compiled shape holds {num_singles} single tokens and {num_blocks} prefill blocks"
     return min(fitting, key=lambda s: s.num_tokens)
+
+
+def filling_plan(shape: StepShape, *, longest: int, num_rows: int) -> StepPlan:
+    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens."""
+    blocks = [min(shape.block_tokens, longest)] * shape.num_blocks
+    lengths = np.asarray(blocks or [1] * shape.num_singles, np.int32)
+    return StepPlan(
+        step_id=-1,
+        chunk_rows=np.arange(len(lengths), dtype=np.int32) % num_rows,
+        chunk_starts=np.zeros(len(lengths), np.int32),
+        chunk_lengths=lengths,
+        token_ids=np.zeros(int(lengths.sum()), np.int32),
+        chunk_samples=np.arange(len(lengths)) == 0,
+        wants_routing=True,
+    )
 
 
 def step_cost(config: ModelConfig, *, dtype: str) -> StepCost:

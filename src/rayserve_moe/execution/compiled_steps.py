@@ -14,8 +14,8 @@ import jax.monitoring
 import numpy as np
 
 from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
-from rayserve_moe.execution.block_inputs import block_input_shapes
 from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
+from rayserve_moe.execution.device_state import block_input_shapes
 from rayserve_moe.execution.migration import (
     MigrationPrograms,
     Movables,

@@ -27,11 +27,10 @@ from rayserve_moe.config.settings import (
 )
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adjustment
-from rayserve_moe.execution.block_inputs import BlockInputSource
-from rayserve_moe.execution.buckets import step_cost, step_shapes
+from rayserve_moe.execution.buckets import filling_plan, step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import kept_programs
 from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledPrograms, CompiledUpdate, compile_programs
-from rayserve_moe.execution.device_state import allocate_state
+from rayserve_moe.execution.device_state import BlockInputSource, allocate_state
 from rayserve_moe.execution.launch import Launched, launch_for
 from rayserve_moe.execution.migration import (
     MigrationRunner,
@@ -46,7 +45,7 @@ from rayserve_moe.execution.row_updates import update_vectors
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
-from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
+from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.weights import first_placement, load_weights, model_config, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import platform_of
@@ -114,7 +113,7 @@ class HostRunner:
         self._programs: CompiledPrograms | None = None
         self._compilations = CompilationCount()
         self._report = StartReport(
-            0, num_expert_ranks=plan.num_expert_ranks, num_redundant_experts=self.config.num_redundant
+            0, num_expert_ranks=plan.num_expert_ranks, num_redundant_experts=self.config.experts.num_redundant
         )
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
@@ -282,22 +281,7 @@ class HostRunner:
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows = self._settings.scheduler.max_running_requests
         for shape in self._packer.layouts:
-            self.execute(_filling_plan(shape, longest=self._longest, num_rows=num_rows))
+            self.execute(filling_plan(shape, longest=self._longest, num_rows=num_rows))
         self.execute(StepPlan(step_id=-1))
         self._state = replace(self.state, expert_counts_ME=jnp.zeros_like(self.state.expert_counts_ME))
         jax.block_until_ready(self._state)
-
-
-def _filling_plan(shape: StepShape, *, longest: int, num_rows: int) -> StepPlan:
-    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens."""
-    blocks = [min(shape.block_tokens, longest)] * shape.num_blocks
-    lengths = np.asarray(blocks or [1] * shape.num_singles, np.int32)
-    return StepPlan(
-        step_id=-1,
-        chunk_rows=np.arange(len(lengths), dtype=np.int32) % num_rows,
-        chunk_starts=np.zeros(len(lengths), np.int32),
-        chunk_lengths=lengths,
-        token_ids=np.zeros(int(lengths.sum()), np.int32),
-        chunk_samples=np.arange(len(lengths)) == 0,
-        wants_routing=True,
-    )

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 
 from rayserve_moe.execution.pack import PackedStep
-from rayserve_moe.execution.routing_transfer import routing_rows
 from rayserve_moe.execution.step_types import StepOutput
 from rayserve_moe.requests import TopLogprobs
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult, StepTimes, TokenScores
+from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult, StepTimes, TokenScores
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ def step_result(
     ids, logprob_bits, ranks = sampled[:, packed.sample_places]
     routing = None
     if wanted.routing and output.topk_ids_MTK is not None:
-        routing = routing_rows(step_id, output.topk_ids_MTK, token_places=packed.token_places)
+        rows_NMK = np.asarray(output.topk_ids_MTK)[:, packed.token_places].transpose(1, 0, 2)
+        routing = RoutingRows(step_id, np.ascontiguousarray(rows_NMK))
     return StepResult(
         step_id,
         ids,

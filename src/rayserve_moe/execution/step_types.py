@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -30,7 +29,7 @@ class StepShape:
         return self.num_singles + self.num_blocks * self.block_tokens
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params", "maps", "capacity_factor"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModelWeights:
     """What a step reads and leaves as it is: the parameters, and where experts lie (None: expert i in slot i).
@@ -43,7 +42,7 @@ class ModelWeights:
     capacity_factor: jax.Array | None = None
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weights", "maps"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertState:
     """What a migration moves: the weights of all expert slots [layers, slots, ...], and the maps that go with them."""
@@ -52,10 +51,7 @@ class ExpertState:
     maps: PlacementArrays
 
 
-ROW_ARRAYS = ["page_table_RP", "sampling_floats_RF", "sampling_integers_RI", "last_tokens_R", "adjustments"]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=ROW_ARRAYS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowState:
     """What a data rank remembers of its rows, so that only changes travel.
@@ -71,7 +67,7 @@ class RowState:
     adjustments: AdjustmentState
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["kv_pages", "expert_counts_ME", "rows"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
     """What a device keeps from step to step; donated on the way in, returned on the way out.
@@ -102,10 +98,7 @@ class PromptScoreOutput(NamedTuple):
     top_N2XJ: jax.Array
 
 
-OUTPUT_ARRAYS = ["sampled_N3S", "topk_ids_MTK", "top_N2SJ", "scores", "expert_counts_ME", "tally_N4"]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=OUTPUT_ARRAYS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
     """What leaves the device, of all data ranks and the same on every device.

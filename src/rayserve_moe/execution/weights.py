@@ -14,6 +14,7 @@ from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.names import SpecTree
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.execution.step_types import ModelWeights
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.registry import KERNELS, Kernels
 from rayserve_moe.model.family_table import family_of
@@ -41,17 +42,20 @@ def model_config(
         )
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
-    kernels = kernels or KERNELS[platform_of(plan.mesh)]
-    return ModelConfig(
-        spec,
+    selection, router = _selection(experts, num_redundant=num_redundant), spec.router
+    config = ExpertConfig(
+        router.num_experts,
+        router.top_k,
+        router.renormalize,
+        kernels or KERNELS[platform_of(plan.mesh)],
         plan,
-        kernels,
         num_redundant=num_redundant,
-        expert_backend=experts.backend,
-        slot_choice=experts.dispatch,
-        expert_selection=_selection(experts, num_redundant=num_redundant),
+        backend=experts.backend,
+        slot_choice="first" if selection == "topk" and num_redundant else experts.dispatch,
+        selection=selection,
         capacity_scope=experts.capacity_scope,
     )
+    return ModelConfig(spec, config)
 
 
 def first_placement(config: ModelConfig) -> ExpertPlacement:
@@ -61,7 +65,7 @@ def first_placement(config: ModelConfig) -> ExpertPlacement:
         len(spec.moe_layer_ids),
         spec.router.num_experts,
         ep_size=config.plan.num_expert_ranks,
-        num_redundant=config.num_redundant,
+        num_redundant=config.experts.num_redundant,
     )
 
 
@@ -115,7 +119,7 @@ def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, Pa
         dtype=dtype,
         tensor_size=config.plan.tensor_size,
         num_devices=config.plan.mesh.size,
-        num_redundant=config.num_redundant,
+        num_redundant=config.experts.num_redundant,
     )
     layouts = {**config.kernels.layouts}
     layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")

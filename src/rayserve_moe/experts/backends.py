@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 
 from rayserve_moe.experts.all_to_all import apply_all_to_all
-from rayserve_moe.experts.fused import apply_fused
 from rayserve_moe.experts.replicated import apply_local, apply_replicated
 from rayserve_moe.experts.tokens import LEAST_FUSED_CHUNK
 
@@ -17,7 +17,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
     "local": apply_local,
     "replicated": apply_replicated,
     "all_to_all": apply_all_to_all,
-    "fused": apply_fused,
+    "fused": partial(apply_all_to_all, overlapped=True),
 }
 """Each takes (tokens, weights, *, layer, rule, maps) inside a sharded step and returns the MoE sum of each token."""
 

@@ -12,9 +12,10 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 class ExpertConfig:
     """How experts are chosen, computed, and spread over devices.
 
-    `backend` names how tokens and experts meet (`auto`: by the number of tokens), `slot_choice` which of an expert's
-    slots a token takes. `selection` is `topk`, `replicas_only` or `balanced`; where slots have limited capacity,
-    `capacity_scope` says which tokens compete (see `balanced_layer`).
+    A layer has `num_redundant` expert slots more than experts. `backend` names how tokens and experts meet (`auto`: by
+    the number of tokens), `slot_choice` which of an expert's slots a token takes. `selection` is `topk`,
+    `replicas_only` or `balanced`; where slots have limited capacity, `capacity_scope` says which tokens compete (see
+    `balanced_layer`).
     """
 
     num_experts: int

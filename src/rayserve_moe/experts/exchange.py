@@ -73,6 +73,41 @@ class Chunk(NamedTuple):
     gates_TK: jax.Array
 
 
+def run_in_turn(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
+    """Exchange chunks [G, ...] one after the other; returns [G, T, D]."""
+
+    def run(chunk: Chunk) -> jax.Array:
+        return exchange_chunk(chunk, multiply=multiply, config=config)
+
+    return jax.lax.map(run, chunks)
+
+
+def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
+    """Exchange chunks [G, ...], each sent while the one before is multiplied; returns [G, T, D].
+
+        [ send chunk i + 1 | multiply chunk i ]  return chunk i
+
+    Neither of the two needs the other, and nothing that follows starts before both are done: so the exchange can run
+    between start and end of the product.
+    """
+    if len(chunks.slots_TK) == 1:
+        return run_in_turn(chunks, multiply=multiply, config=config)
+
+    def finish(chunk: Chunk, multiplied: Underway) -> jax.Array:
+        return finish_chunk(chunk, multiplied, multiply=multiply, config=config)
+
+    def visit(received: Underway, pair: tuple[Chunk, Chunk]) -> tuple[Underway, jax.Array]:
+        chunk, following = pair
+        both = send_chunk(following, config=config), multiply_chunk(received, multiply=multiply, config=config)
+        received_next, multiplied = jax.lax.optimization_barrier(both)
+        return received_next, finish(chunk, multiplied)
+
+    first = send_chunk(_of_chunks(chunks, 0), config=config)
+    last, out_GTD = jax.lax.scan(visit, first, (_of_chunks(chunks, slice(-1)), _of_chunks(chunks, slice(1, None))))
+    out_TD = finish(_of_chunks(chunks, -1), multiply_chunk(last, multiply=multiply, config=config))
+    return jnp.concatenate([out_GTD, out_TD[None]])
+
+
 def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
     """Send a chunk's rows, multiply what arrives, return the results and add them up: [T, D].
 
@@ -210,3 +245,7 @@ def _places(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> tupl
     sizes_RR = jnp.clip(begin + config.round_rows, 0, route.sent_RR) - low_RR
     some_RR = sizes_RR > 0
     return jnp.where(some_RR, route.at_sender_RR + low_RR, 0), jnp.where(some_RR, low_RR - begin, 0), sizes_RR
+
+
+def _of_chunks(chunks: Chunk, which: int | slice) -> Chunk:
+    return Chunk(*(array[which] for array in chunks))

@@ -1,8 +1,6 @@
-"""Fused expert parallelism: dispatch, grouped product and weighted sum as one program over the mesh.
+"""Fused expert parallelism as programs of their own: dispatch, grouped product and weighted sum over a mesh.
 
-Tokens go in chunks, and a chunk is dispatched while the one before it is multiplied. `fused_ep_moe` and
-`fused_ep_moe_from_topk` are whole programs of their own; `apply_fused` is the same inside a step that is sharded
-already. A kernel that does the exchange itself belongs behind these functions.
+Inside a step that is sharded already the same is the backend `fused`.
 """
 
 # T tokens   D model width   F expert width   E experts   P expert slots of all ranks   K experts per token   G chunks
@@ -10,31 +8,14 @@ already. A kernel that does the exchange itself belongs behind these functions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from rayserve_moe.experts.all_to_all import (
-    apply_exchanged,
-    multiply_local_slots,
-    multiply_rows,
-    run_in_turn,
-    tokens_per_chunk,
-)
-from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.exchange import (
-    Chunk,
-    ExchangeConfig,
-    Multiply,
-    Underway,
-    finish_chunk,
-    multiply_chunk,
-    send_chunk,
-)
+from rayserve_moe.experts.all_to_all import multiply_rows
+from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, run_overlapped
 from rayserve_moe.experts.routing import select_top_k
-from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows
 from rayserve_moe.kernels.expert_products import ACTIVATIONS, ExpertWeights, ProductConfig
 from rayserve_moe.kernels.registry import KERNELS
@@ -134,48 +115,3 @@ def fused_ep_moe_from_topk(  # noqa: PLR0913 (the agreed signature)
     routed = RoutedTokens(tokens, topk_ids_physical, topk_weights.astype(jnp.float32), jnp.ones(num_tokens, bool))
     whole = RoutedTokens(*(array[0] for array in cut_into_chunks(routed, part * num_ranks)))
     return run(whole, ExpertWeights(w1, w3, w2))[:num_tokens]
-
-
-def apply_fused(
-    tokens: RoutedTokens,
-    weights: ExpertWeights,
-    *,
-    layer: jax.Array,
-    config: ExpertConfig,
-    maps: PlacementArrays | None,
-) -> jax.Array:
-    """The MoE sum of each token [T, D], inside a sharded step."""
-    chunk = tokens_per_chunk(tokens, config, overlapped=True)
-    multiply = multiply_local_slots(weights, layer=layer, config=config, chunk=chunk)
-    run = partial(run_overlapped, multiply=multiply)
-    return apply_exchanged(tokens, run, layer=layer, chunk=chunk, config=config, maps=maps)
-
-
-def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
-    """Exchange chunks [G, ...], each sent while the one before is multiplied; returns [G, T, D].
-
-        [ send chunk i + 1 | multiply chunk i ]  return chunk i
-
-    Neither of the two needs the other, and nothing that follows starts before both are done: so the exchange can run
-    between start and end of the product.
-    """
-    if len(chunks.slots_TK) == 1:
-        return run_in_turn(chunks, multiply=multiply, config=config)
-
-    def finish(chunk: Chunk, multiplied: Underway) -> jax.Array:
-        return finish_chunk(chunk, multiplied, multiply=multiply, config=config)
-
-    def visit(received: Underway, pair: tuple[Chunk, Chunk]) -> tuple[Underway, jax.Array]:
-        chunk, following = pair
-        both = send_chunk(following, config=config), multiply_chunk(received, multiply=multiply, config=config)
-        received_next, multiplied = jax.lax.optimization_barrier(both)
-        return received_next, finish(chunk, multiplied)
-
-    first = send_chunk(_of_chunks(chunks, 0), config=config)
-    last, out_GTD = jax.lax.scan(visit, first, (_of_chunks(chunks, slice(-1)), _of_chunks(chunks, slice(1, None))))
-    out_TD = finish(_of_chunks(chunks, -1), multiply_chunk(last, multiply=multiply, config=config))
-    return jnp.concatenate([out_GTD, out_TD[None]])
-
-
-def _of_chunks(chunks: Chunk, which: int | slice) -> Chunk:
-    return Chunk(*(array[which] for array in chunks))

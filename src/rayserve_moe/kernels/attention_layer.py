@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,9 @@ from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
 
 PagedAttention = Callable[..., jax.Array]
 """The signature of `attention_reference.attend`."""
-ARRAYS = ["token_ids_T", "positions_T", "kv_slots_T", "page_table_BP"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=["num_singles"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
     """The tokens of a step, a ragged batch laid out as `[U single tokens | prefill blocks of Q tokens]`.
@@ -32,7 +30,7 @@ class TokenBatch:
     positions_T: jax.Array
     kv_slots_T: jax.Array
     page_table_BP: jax.Array
-    num_singles: int
+    num_singles: int = field(metadata={"static": True})
 
     @property
     def num_prefill_blocks(self) -> int:
@@ -63,14 +61,14 @@ def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword
     l * pages + p. `decode` attends the single tokens, `prefill` the blocks.
     """
     first_page = layer * (kv_pages.shape[0] // len(weights["q_LDH"]))
-    with jax.named_scope("attention_projections"):
+    with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
         queries, keys, values = _project_heads(normed_TD, of_layer, rotation, eps)
     with jax.named_scope("kv_update"):
         kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
-    with jax.named_scope("attention"):
+    with jax.named_scope("paged_attention"):
         attended_THh = _attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=(decode, prefill))
-    with jax.named_scope("attention_output"):
+    with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         return jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
 

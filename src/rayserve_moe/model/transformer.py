@@ -34,37 +34,18 @@ LayerIndex = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All that is fixed when a step is compiled: the model, where it lies, and its kernels.
-
-    A layer has `num_redundant` expert slots more than experts. `expert_backend` names how tokens and experts meet (see
-    `experts.backends`; `auto`: by the number of tokens), `slot_choice` which of an expert's slots a token takes,
-    `expert_selection` and `capacity_scope` how experts are selected (see `experts.config`).
-    """
+    """All that is fixed when a step is compiled: the model, and its experts with their kernels and their mesh."""
 
     spec: ModelSpec
-    plan: ParallelPlan
-    kernels: Kernels
-    num_redundant: int = 0
-    expert_backend: str = "auto"
-    slot_choice: str = "shares"
-    expert_selection: str = "replicas_only"
-    capacity_scope: str = "global"
+    experts: ExpertConfig
 
     @property
-    def experts(self) -> ExpertConfig:
-        router = self.spec.router
-        return ExpertConfig(
-            router.num_experts,
-            router.top_k,
-            router.renormalize,
-            self.kernels,
-            self.plan,
-            num_redundant=self.num_redundant,
-            backend=self.expert_backend,
-            slot_choice="first" if self.expert_selection == "topk" and self.num_redundant else self.slot_choice,
-            selection=self.expert_selection,
-            capacity_scope=self.capacity_scope,
-        )
+    def kernels(self) -> Kernels:
+        return self.experts.kernels
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return self.experts.plan
 
 
 class ForwardOutput(NamedTuple):
@@ -126,7 +107,7 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     with jax.named_scope("rotation"):
         rotation = kernels.rotation(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
     forced = capacity = None
-    if forced_MXK is not None and config.expert_selection != "balanced":
+    if forced_MXK is not None and config.experts.selection != "balanced":
         forced = forced_MXK, jnp.any(forced_MXK >= 0)
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"

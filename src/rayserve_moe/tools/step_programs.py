@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
-from rayserve_moe.execution.block_inputs import block_input_shapes
-from rayserve_moe.execution.device_state import allocate_state
+from rayserve_moe.execution.device_state import allocate_state, block_input_shapes
 from rayserve_moe.execution.migration import expert_state, fetch, staging_shapes, swap, vector_sizes
 from rayserve_moe.execution.step import (
     StepConfig,
@@ -238,7 +237,7 @@ def _parameter_specs(model: ModelConfig, dtype: str) -> dict[str, dict[str, Para
         dtype=dtype,
         tensor_size=plan.tensor_size,
         num_devices=plan.mesh.size,
-        num_redundant=model.num_redundant,
+        num_redundant=model.experts.num_redundant,
     )
 
 
@@ -255,7 +254,7 @@ def _parameters(model: ModelConfig, dtype: str) -> Parameters:
 
 def _maps(model: ModelConfig) -> PlacementArrays | None:
     """Maps as they are after the first migration; none where a step is compiled without."""
-    if model.num_redundant == 0:
+    if model.experts.num_redundant == 0:
         return None
     replicated = model.plan.replicated()
     return jax.tree.map(

@@ -18,9 +18,10 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.checkpoints.files import CheckpointFiles, open_checkpoint
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.registry import KERNELS
+from rayserve_moe.kernels.registry import CPU
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
@@ -93,7 +94,8 @@ class Model:
     def __init__(self, files: CheckpointFiles, spread: Spread) -> None:
         spec = spec_from_config(files.config)
         self.plan = plan = plan_for(jax.devices()[: spread.num_devices], data_size=spread.data)
-        self.config = ModelConfig(spec, plan, KERNELS["cpu"], spread.num_redundant, spread.backend)
+        sizes = spec.router.num_experts, spec.router.top_k, spec.router.renormalize
+        self.config = ModelConfig(spec, ExpertConfig(*sizes, CPU, plan, spread.num_redundant, spread.backend))
         tree = parameter_specs(
             spec,
             dtype="float32",
