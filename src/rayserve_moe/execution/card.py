@@ -64,7 +64,7 @@ def model_card(
     eos_token_ids: tuple[int, ...],
     experts: ExpertSettings | None = None,
 ) -> ModelCard:
-    """Describe a model under the settings it is served with; `name` stands in where none was given."""
+    """Describe a model under the settings it is served with; `name` is used where none was given."""
     return ModelCard(
         name=model.served_name or name,
         max_model_len=max_model_len(model, spec.max_position_embeddings),

@@ -1,7 +1,7 @@
-"""Compiled programs that a later start finds: which there are, by all that determines what a compiler makes of them.
+"""Compiled programs on disk, found by a key of all that determines them.
 
 A program is found without tracing it, so its key holds what tracing would have shown: the source of every package that
-a program can be built from, what it is called with, and the rule it is specialised for.
+a program can be built from, its arguments, and the config that it is specialised for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MOST_BYTES = 2 << 30
 """Of one rank."""
-ROOMS_ABOVE = ("cli.py", "serving", "rollouts", "tools", "cluster", "inprocess", "engine", "text")
+PACKAGES_ABOVE = ("cli.py", "serving", "rollouts", "tools", "cluster", "inprocess", "engine", "text")
 """Packages that nothing which is compiled can import."""
 CACHE_OF_JAX = "jax_enable_compilation_cache"
 NOT_IN_PROGRAMS = ("cache", "dump", "log", "timeout")
@@ -42,7 +42,7 @@ NOT_PORTABLE = (
     *(jax.errors.JaxRuntimeError, NotImplementedError, pickle.PickleError, ImportError),
     *(ValueError, TypeError, LookupError, AttributeError),
 )
-"""What comes of a program, or of a file, that cannot be written or loaded."""
+"""Raised by a program, or a file, that cannot be written or loaded."""
 _COMPILING = Lock()
 """Held where settings of jax are changed that belong to the whole process."""
 
@@ -68,7 +68,7 @@ class KeptPrograms:
             return None
 
     def keep(self, signature: str, compiled: Any) -> None:
-        """Leave a program to later starts."""
+        """Write a program for later starts."""
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
         except NOT_PORTABLE as error:
@@ -102,7 +102,7 @@ def kept_programs(settings: CompileSettings, plan: ParallelPlan) -> KeptPrograms
 
 @contextmanager
 def without_cache_of_jax() -> Generator[None]:
-    """Compile inside, one caller at a time: what jax's own cache brings cannot be kept.
+    """Compile inside, one caller at a time, without jax's own cache: programs from it cannot be kept.
 
     A CPU program that came out of it can be written and loaded, and fails when it is called.
     """
@@ -118,7 +118,7 @@ def _switch_cache_of_jax(is_on: bool) -> None:
 
 
 def signature_of(function: partial[Any], *args: Any, **named: Any) -> str:
-    """What tells a program from others of this server: a partial function, and shapes and places of its arguments."""
+    """What identifies a program of this server: a partial function, and shapes and shardings of its arguments."""
     leaves, tree = jax.tree.flatten((args, named))
     shapes = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False), leaf.sharding) for leaf in leaves]
     fixed = {name: _name(value) if callable(value) else value for name, value in sorted(function.keywords.items())}
@@ -148,7 +148,7 @@ def source_digest() -> str:
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*")):
         inside = path.relative_to(root)
-        if path.suffix in {".py", ".cc", ".h"} and inside.parts[0] not in ROOMS_ABOVE:
+        if path.suffix in {".py", ".cc", ".h"} and inside.parts[0] not in PACKAGES_ABOVE:
             digest.update(f"{inside}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

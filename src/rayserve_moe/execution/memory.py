@@ -54,7 +54,7 @@ def num_pages_that_fit(cache: CacheSettings, *, bytes_per_page: int, free: int, 
 
 
 def _bytes_beyond(used: str, devices: list[jax.Device]) -> int:
-    """The least that a device has beyond `used`, a name of its statistics; one that does not tell it has nothing."""
+    """The least that a device has beyond `used`, a name of its statistics; one without that statistic has nothing."""
     stats = [device.memory_stats() for device in devices]
     if all(stats):
         return min(s["bytes_limit"] - s.get(used, s["bytes_limit"]) for s in stats if s)

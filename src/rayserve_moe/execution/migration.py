@@ -1,4 +1,4 @@
-"""Moving experts as programs over the whole mesh, and the one int32 vector that tells such a program what to do."""
+"""Moving experts as programs over the whole mesh, and the int32 vector that is the input of such a program."""
 
 # L layers   P slots of all ranks   S slots of a rank in a layer   E experts   R ranks   B slots fetched per rank
 # D model width   F expert width   W words of a vector
@@ -31,7 +31,7 @@ STAGING_AXES = ("expert_slots", None, None)
 
 
 def staging_shapes(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
-    """Room for a whole layer's slots on every device: what is fetched waits there until its layer is swapped."""
+    """A staging area for a whole layer's slots on every device: fetched slots wait there until their layer is swapped."""
     width, inner = config.spec.hidden_size, config.spec.experts.intermediate_size
     num_slots, sharding = config.experts.num_slots, config.plan.sharding(STAGING_AXES)
     outer, back = (
@@ -100,7 +100,7 @@ def with_experts(weights: ModelWeights, held: ExpertState) -> ModelWeights:
 def run_piece(
     weights: ModelWeights, staging: ExpertWeights, *, vectors: MigrationVectors, programs: MigrationPrograms
 ) -> tuple[ModelWeights, ExpertWeights]:
-    """Launch the programs of a piece; the arguments are given away, whoever comes next uses what is returned.
+    """Launch the programs of a piece; the arguments are donated, and the returned values replace them.
 
     FetchError where the fetch cannot be launched, for want of memory say: then the staging area is void, and the
     weights are as before.

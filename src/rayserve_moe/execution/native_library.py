@@ -1,4 +1,4 @@
-"""Building the native CPU kernels with a compiler of this machine, once, and making them known to XLA."""
+"""Building the native CPU kernels with a compiler of this machine, once, and registering them with XLA."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def register_native_kernels() -> None:
 
 
 def check_cpu(cpuinfo: Path) -> None:
-    """Refuse a processor without the instructions, or one that does not tell."""
+    """Refuse a processor without the instructions, or of unknown ones."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
     if missing := [flag for flag in CPU_FLAGS if flag not in flags]:

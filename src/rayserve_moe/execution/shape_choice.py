@@ -1,7 +1,7 @@
 """Which sizes of a step are worth compiling: seconds lost to padding against seconds spent on compiling.
 
 Plain arithmetic over a model of what steps cost. It looks at no clock and at nothing of the machine it runs on, so all
-hosts of a group come to the same sizes.
+hosts of a group choose the same sizes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StepCost:
         return self._seconds(real, num_tokens=size, num_blocks=size, num_singles=size)
 
     def prefill_seconds(self, *, num_singles: int, block_tokens: int) -> Seconds:
-        """Steps counted in full prefill blocks, in shapes with room for `num_singles` single tokens besides."""
+        """Steps counted in full prefill blocks, in shapes that also hold `num_singles` single tokens."""
 
         def seconds(real: np.ndarray, size: np.ndarray) -> np.ndarray:
             return self._seconds(

@@ -35,7 +35,7 @@ SPARE_SHARE = 1.25
 class StagedWeights:
     """Weights that this host has read and does not serve yet, laid out for its devices as those that it serves.
 
-    They lie on the devices where there is room for both, and `take` then costs nothing. Otherwise they wait in host
+    They lie on the devices where both fit, and `take` then costs nothing. Otherwise they wait in host
     memory, and `take` frees one parameter on the devices before it copies the next one there.
     """
 

@@ -1,4 +1,4 @@
-"""What a compiled step keeps and what it brings: pytrees of arrays."""
+"""The state, inputs and outputs of a compiled step: pytrees of arrays."""
 
 # R rows of a data rank   P page-table width   F, I sampling parameters   S sampled rows   J likeliest tokens
 # M MoE layers   K experts per token   N data ranks   T tokens of a data rank   X those of them in prefill blocks
@@ -34,7 +34,7 @@ class StepShape:
 class ModelWeights:
     """What a step reads and leaves as it is: the parameters, and where experts lie (None: expert i in slot i).
 
-    `capacity_factor` is a float32 where the room of slots is limited.
+    `capacity_factor` is a float32 where the capacity of slots is limited.
     """
 
     params: Parameters
@@ -82,7 +82,7 @@ class DeviceState:
 
 
 class BlockInputs(NamedTuple):
-    """What is asked of tokens in prefill blocks besides computing them, of all data ranks; -1 asks for nothing.
+    """Forced routing and scores of tokens in prefill blocks, of all data ranks; -1: none.
 
     `forced_NMXK` int16 are experts that tokens take, `targets_NX` int32 the known tokens that are scored after them.
     """
@@ -107,7 +107,7 @@ class StepOutput:
     `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
     does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
     `scores` are there in shapes with prefill blocks, and `expert_counts_ME` of all data ranks after steps that want it.
-    `tally_N4` int32 tells what came of picks where slots have limited room (`LimitedAssignments`).
+    `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`).
     """
 
     sampled_N3S: jax.Array

@@ -1,4 +1,4 @@
-"""How a checkpoint comes to lie on the devices: which rule it is computed by, and its weights in their places."""
+"""Placing a checkpoint on the devices: the config it is computed by, and its weights in their slots."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read_parameters(
 
 
 def with_capacity(weights: ModelWeights, factor: float, *, config: ModelConfig) -> ModelWeights:
-    """Give the slots of weights their room, where the rule limits it."""
+    """Add the capacity factor of slots, where the config limits capacity."""
     if not config.experts.limits_capacity:
         return weights
     return replace(weights, capacity_factor=jax.device_put(np.float32(factor), config.plan.replicated()))

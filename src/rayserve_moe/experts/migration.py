@@ -2,7 +2,7 @@
 
     slots of a layer --fetch--> staging --swap--> slots of the layer, together with its maps
 
-A fetch reads slots where they lie, on whatever rank, and writes the staging area alone: steps between it and the swap
+A fetch reads slots where they lie, on any rank, and writes the staging area alone: steps between it and the swap
 compute with the old placement. The swap changes weights and maps of one layer in one program, so that no step finds
 the one without the other. Numbers are arguments: every move there can be runs in the same two programs.
 """

@@ -113,7 +113,7 @@ def _by_rank(
 def _first(
     ids_TK: jax.Array, valid_T: jax.Array, maps: PlacementArrays, layer: jax.Array, rank: jax.Array
 ) -> jax.Array:
-    """Use the first slot of each expert, whatever its share."""
+    """Use the first slot of each expert, ignoring its share."""
     del valid_T, rank
     place_TK = jnp.searchsorted(maps.bounds_LP[layer], ids_TK * WHOLE, side="left", method="compare_all")
     return maps.slots_LP[layer][place_TK]

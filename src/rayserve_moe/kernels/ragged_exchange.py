@@ -1,6 +1,6 @@
 """Rows to any rank in any number: `ragged_all_to_all`, with one meaning on every platform.
 
-TPUs have the operation. XLA:CPU has not, so there it is built from a gather of everybody's rows: exact, and as costly
+TPUs have the operation. XLA:CPU has not, so there it is built from a gather of all rows: exact, and as costly
 as ranks times rows, which is meant for tests and small groups.
 """
 
@@ -49,7 +49,7 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """Send rows of `operand` [N, ...] to every rank and return `output` [M, ...] with the received rows written in.
 
-    Rows of `output` that nobody writes stay as they are. Call it inside a sharded function over `axis_name`, with
+    Rows of `output` that are not received stay as they are. Call it inside a sharded function over `axis_name`, with
     numbers that agree between sender and receiver. RuntimeError where jax lacks what the exchange on CPU builds on.
     """
     teach_cpu(getattr(jax_collectives, PRIMITIVE, None))

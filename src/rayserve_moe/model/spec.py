@@ -1,4 +1,4 @@
-"""A model as data: the knobs that tell one MoE family from another. No arrays live here.
+"""A model as data: the knobs in which MoE families differ. No arrays live here.
 
 The knobs cover the twelve families that the project aims at. A value that no code computes yet is refused by name when
 a spec is built, so that a family can be described before it is served, and never served wrongly.

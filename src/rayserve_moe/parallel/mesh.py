@@ -41,7 +41,7 @@ def plan_for(devices: list[jax.Device], *, data_size: int = 1, num_slices: int =
     """Lay `devices`, those of all hosts, on `data_size` data ranks of equally many devices each.
 
     The devices of a host are neighbours, and so are the hosts of a slice: a data rank lies within one slice, and
-    within one host where its size divides a host's. Every host computes the same plan, in whatever order it names the
+    within one host where its size divides a host's. Every host computes the same plan, in any order of the
     devices. MeshError where `num_slices` or `data_size` does not divide.
     """
     ordered = _by_slice(devices, num_slices)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from rayserve_moe.kernels.registry import CPU, KERNELS
+from rayserve_moe.kernels.registry import CPU, KERNELS, TPU
 
 FUNCTIONS = [field.name for field in dataclasses.fields(CPU) if field.name not in {"name", "layouts", "dtype"}]
 
@@ -19,3 +23,12 @@ def test_a_table_has_a_function_for_every_block(name):
 
 def test_what_identifies_a_program_is_the_name_of_its_table_and_no_address():
     assert [repr(kernels) for kernels in KERNELS.values()] == [f"Kernels({name})" for name in KERNELS]
+
+
+def test_the_example_of_the_docs_is_the_reference():
+    text = (Path(__file__).parents[3] / "docs" / "add_a_kernel.md").read_text()
+    example: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], example)
+    rows, scale = jnp.arange(24.0).reshape(3, 8), jnp.linspace(0.5, 2, 8)
+    np.testing.assert_allclose(example["rms_norm"](rows, scale, 1e-6, interpret=True), CPU.norm(rows, scale, 1e-6))
+    assert example["TPU_OWN_NORM"].norm is example["rms_norm"] and example["TPU_OWN_NORM"].attention is TPU.attention

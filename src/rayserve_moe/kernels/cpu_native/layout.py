@@ -1,7 +1,7 @@
 """Which shapes the native CPU kernels take, and how weights lie for them.
 
 [K, N] lies as panels of 32 columns, in each the pairs of neighbouring k; `products.h` says why. A packed array keeps
-its shape, so whatever moves, shards or counts weights by their leading dimensions is not concerned.
+its shape, so code that moves, shards or counts weights by their leading dimensions is not concerned.
 """
 
 # K depth   N columns   V vocabulary   D model width   T tokens
