@@ -31,7 +31,7 @@ STAGING_AXES = ("expert_slots", None, None)
 
 
 def staging_shapes(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
-    """A staging area for a whole layer's slots on every device: fetched slots wait there until their layer is swapped."""
+    """A staging area for a layer's slots on every device: fetched slots wait there until their layer is swapped."""
     width, inner = config.spec.hidden_size, config.spec.experts.intermediate_size
     num_slots, sharding = config.experts.num_slots, config.plan.sharding(STAGING_AXES)
     outer, back = (

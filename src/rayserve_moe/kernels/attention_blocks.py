@@ -1,7 +1,7 @@
 """Block sizes of the paged attention kernel: plain numbers, one row per chip, one rule per kind of chunk.
 
-The kernel copies the keys and values of a sequence into VMEM block by block, double buffered, and multiplies them with a
-block of queries. Decode waits for memory, so its blocks of keys are large, and a block of queries holds one sequence.
+The kernel copies the keys and values of a sequence into VMEM block by block, double buffered, and multiplies them with
+a block of queries. Decode waits for memory, so its blocks of keys are large, and a block of queries holds one sequence.
 Prefill computes, so its blocks of queries are large: 512 rows of queries times heads for every KV head.
 """
 
