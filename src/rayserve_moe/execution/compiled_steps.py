@@ -18,7 +18,7 @@ from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, wit
 from rayserve_moe.execution.device_state import block_input_shapes
 from rayserve_moe.execution.migration import (
     MigrationPrograms,
-    Movables,
+    MigrationRunner,
     expert_state,
     fetch,
     read_counts,
@@ -39,6 +39,10 @@ NUM_THREADS = 4
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
+Launched = Callable[[], StepOutput]
+"""Waits for a call that was launched; returns what it returned, or raises what it raised."""
+Launch = Callable[[Callable[[], StepOutput]], Launched]
+"""Runs calls one after the other, in the order in which they were given."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,12 @@ def compile_programs(
     layouts: dict[StepShape, InputLayout],
     config: StepConfig,
     kept: KeptPrograms | None = None,
-    movables: Movables | None = None,
+    mover: MigrationRunner | None = None,
 ) -> CompiledPrograms:
     """Compile the step for every shape and the updates of rows, several at a time, the largest first.
 
-    With `movables` also what moves experts; the weights need maps then. Programs that are `kept` are not compiled.
+    With a `mover` also the programs that move experts; the weights need maps then. Programs that are `kept` are not
+    compiled.
     """
     started, compiler = time.perf_counter(), _Compiler(config.model.plan, kept)
 
@@ -113,11 +118,28 @@ def compile_programs(
         compiled_updates = update.result(), adjust.result()
         read = compiler.compile(partial(read_counts, config=config.model), state.expert_counts_ME)
         migration = None
-        if movables is not None:
-            migration = _compile_migration(compiler, weights, movables=movables, config=config.model)
+        if mover is not None:
+            migration = _compile_migration(compiler, weights, mover=mover, config=config.model)
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
     return CompiledPrograms(compiled, *compiled_updates, read, migration, times)
+
+
+def launch_for(devices: list[jax.Device]) -> Launch:
+    """How to start programs on the local `devices`.
+
+    A call returns before its program has run, so it is made at once. But on several emulated CPU devices a second
+    call waits for the first program: there a thread makes the calls.
+    """
+    if devices[0].platform == "cpu" and len(devices) > 1:
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="launch")
+        return lambda call: pool.submit(call).result
+
+    def launch(call: Callable[[], StepOutput]) -> Launched:
+        output = call()
+        return lambda: output
+
+    return launch
 
 
 class _Compiler:
@@ -150,10 +172,10 @@ class _Compiler:
 
 
 def _compile_migration(
-    compiler: _Compiler, weights: ModelWeights, *, movables: Movables, config: ModelConfig
+    compiler: _Compiler, weights: ModelWeights, *, mover: MigrationRunner, config: ModelConfig
 ) -> MigrationPrograms:
-    held, (staging, slots_per_step) = expert_state(weights), movables
-    sizes = vector_sizes(config, slots_per_step=slots_per_step)
+    held, staging = expert_state(weights), mover.staging
+    sizes = vector_sizes(config, slots_per_step=mover.slots_per_step)
     fetching, swapping = (partial(run, config=config) for run in (fetch, swap))
     return MigrationPrograms(
         compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(sizes.fetch)),

@@ -29,9 +29,15 @@ from rayserve_moe.execution import memory
 from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adjustment
 from rayserve_moe.execution.buckets import filling_plan, step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import kept_programs
-from rayserve_moe.execution.compiled_steps import CompilationCount, CompiledPrograms, CompiledUpdate, compile_programs
+from rayserve_moe.execution.compiled_steps import (
+    CompilationCount,
+    CompiledPrograms,
+    CompiledUpdate,
+    Launched,
+    compile_programs,
+    launch_for,
+)
 from rayserve_moe.execution.device_state import BlockInputSource, allocate_state
-from rayserve_moe.execution.launch import Launched, launch_for
 from rayserve_moe.execution.migration import (
     MigrationRunner,
     MigrationVectors,
@@ -161,7 +167,7 @@ class HostRunner:
             layouts=self._packer.layouts,
             config=StepConfig(self.config, cache.page_size, self._settings.replay.enabled),
             kept=kept_programs(self._settings.compile, self.config.plan),
-            movables=None if self._mover is None else self._mover.movables,
+            mover=self._mover,
         )
 
         times = self._programs.times
@@ -266,7 +272,7 @@ class HostRunner:
 
     def _collect(self, step: _InFlight) -> StepResult:
         started = time.perf_counter()
-        output = step.output.result()
+        output = step.output()
         output.sampled_N3S.block_until_ready()
         times = StepTimes(step.pack_s, time.perf_counter() - started)
         result = step_result(step.step_id, output, packed=step.packed, wanted=step.wanted, times=times)
@@ -276,7 +282,7 @@ class HostRunner:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""
         self._state = self.programs.adjust(self.state, no_adjustment())
         if self._mover is not None:
-            sizes = vector_sizes(self.config, slots_per_step=self._mover.movables.slots_per_step)
+            sizes = vector_sizes(self.config, slots_per_step=self._mover.slots_per_step)
             self._move(vectors_of_nothing(sizes))
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows = self._settings.scheduler.max_running_requests

@@ -64,13 +64,6 @@ class MigrationVectors(NamedTuple):
     version: int = 0
 
 
-class Movables(NamedTuple):
-    """What a migration needs beside the weights: the staging area, and the most slots of a rank per step."""
-
-    staging: ExpertWeights
-    slots_per_step: int
-
-
 class VectorSizes(NamedTuple):
     """Words of the vectors of both programs."""
 
@@ -120,25 +113,24 @@ class MigrationRunner:
 
     def __init__(self, config: ModelConfig, *, dtype: str, slots_per_step: int) -> None:
         self._config, self._dtype = config, dtype
-        self.movables = Movables(allocate_staging(config, dtype=dtype), slots_per_step)
+        self.staging, self.slots_per_step = allocate_staging(config, dtype=dtype), slots_per_step
         self.failed_fetch: FailedFetch | None = None
 
     def move(self, weights: ModelWeights, vectors: MigrationVectors, *, programs: MigrationPrograms) -> ModelWeights:
-        """Run a piece; the weights are given away, and those to go on with are returned.
+        """Run a piece; the weights are donated, and those that replace them are returned.
 
         FetchError where the devices are those of several hosts: the others wait for a fetch that this one cannot do.
         """
         if self.failed_fetch is not None and self.failed_fetch.version == vectors.version:
             return weights
-        staging, self.failed_fetch = self.movables.staging, None
+        self.failed_fetch = None
         try:
-            weights, staging = run_piece(weights, staging, vectors=vectors, programs=programs)
+            weights, self.staging = run_piece(weights, self.staging, vectors=vectors, programs=programs)
         except FetchError as error:
             if self._config.plan.mesh.is_multi_process:
                 raise
             self.failed_fetch = FailedFetch(vectors.version, error.layer)
-            staging = allocate_staging(self._config, dtype=self._dtype)
-        self.movables = self.movables._replace(staging=staging)
+            self.staging = allocate_staging(self._config, dtype=self._dtype)
         return weights
 
 
