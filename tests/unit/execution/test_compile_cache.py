@@ -220,9 +220,9 @@ def test_devices_are_told_apart(tmp_path):
 def test_the_source_covers_what_programs_are_built_from_and_no_more():
     root = Path(compile_cache.__file__).parents[1]
     packages = {path.name for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert set(compile_cache.ROOMS_ABOVE) < packages, "a package that was renamed"
+    assert set(compile_cache.PACKAGES_ABOVE) < packages, "a package that was renamed"
     assert {"execution", "model", "kernels", "experts", "decoding", "parallel"} <= packages - set(
-        compile_cache.ROOMS_ABOVE
+        compile_cache.PACKAGES_ABOVE
     )
 
 
