@@ -96,7 +96,7 @@ class HostRunner:
 
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
         self._settings, self._files = settings, open_checkpoint(settings.model.path)
-        spec = spec_from_config(self._files.config)
+        spec, balancing = spec_from_config(self._files.config), settings.balancing
         kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
         self.config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
         self.placement = first_placement(self.config)
@@ -108,13 +108,10 @@ class HostRunner:
             rows_per_rank=settings.scheduler.max_running_requests,
             num_data_ranks=plan.data_size,
         )
-        self._block_inputs = {
-            shape: BlockInputSource(shape, self.config) for shape in self._packer.layouts if shape.num_blocks
-        }
+        self._block_inputs = {s: BlockInputSource(s, self.config) for s in self._packer.layouts if s.num_blocks}
         self._mover: MigrationRunner | None = None
-        if settings.balancing.enabled:
-            slots_per_step = settings.balancing.slots_per_step
-            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=slots_per_step)
+        if balancing.enabled:
+            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
         self._compilations = CompilationCount()

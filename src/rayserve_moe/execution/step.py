@@ -84,12 +84,7 @@ def run_step(
         tally_14 = None if out.tally_4 is None else out.tally_4[None]
         local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], scores, tally_N4=tally_14)
         output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
-        if config.capture_routing:
-            dtype = config.model.spec.routing_layout.dtype
-            with jax.named_scope("routing_capture"):
-                routing = plan.gather_data_ranks(out.topk_ids_MTK.astype(dtype), dim=1)
-            output = replace(output, topk_ids_MTK=routing)
-        return state, output
+        return state, replace(output, topk_ids_MTK=_captured_routing(out, config))
 
     state_parts = state_partitions(config.model)
     return jax.shard_map(
@@ -104,6 +99,15 @@ def run_step(
         out_specs=(state_parts, PartitionSpec()),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
+
+
+def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | None:
+    """Routing of the tokens of all data ranks in the store's dtype, [M, T, K]; None where it is not captured."""
+    if not config.capture_routing:
+        return None
+    with jax.named_scope("routing_capture"):
+        ids_MTK = out.topk_ids_MTK.astype(config.model.spec.routing_layout.dtype)
+        return config.model.plan.gather_data_ranks(ids_MTK, dim=1)
 
 
 def step_logits(
