@@ -86,17 +86,13 @@ def run_step(
         output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
         return state, replace(output, topk_ids_MTK=_captured_routing(out, config))
 
-    state_parts = state_partitions(config.model)
+    model, whole = config.model, PartitionSpec()
+    state_parts = state_partitions(model)
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(
-            weight_partitions(config.model),
-            state_parts,
-            PartitionSpec(),
-            block_partitions(config.model, blocks),
-        ),
-        out_specs=(state_parts, PartitionSpec()),
+        in_specs=(weight_partitions(model), state_parts, whole, block_partitions(model, blocks)),
+        out_specs=(state_parts, whole),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
 
