@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 
 import httpx
@@ -12,17 +11,16 @@ import openai
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.support import steps
+from tests.support.engines import ONE_ROW, SERVED, write_served
 from tests.support.serving import running
 
 POISONED_TOKEN_ID = 300
 """It makes the logits NaN in the poisoned checkpoint, whose weights are all finite."""
-MAX_MODEL_LEN = 512
 
 
 @contextlib.contextmanager
@@ -35,13 +33,12 @@ def served(engine, **server_settings):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    config = dataclasses.replace(PRESETS["tiny"], mlp_only_layers=(1,))
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", config, dtype="float32")
+    return write_served(tmp_path_factory.mktemp("checkpoints") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def poisoned_checkpoint(tmp_path_factory):
-    path = write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "poisoned", PRESETS["tiny"], dtype="float32")
+    path = write_served(tmp_path_factory.mktemp("checkpoints") / "poisoned")
     weights = load_file(path / "model.safetensors")
     # Only this token has a value in one dimension, and the first layer's values overflow on it.
     embedding = weights["model.embed_tokens.weight"]
@@ -53,29 +50,14 @@ def poisoned_checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(checkpoint):
-    with Engine(
-        model_path=str(checkpoint),
-        enable_return_routed_experts=True,
-        max_running_requests=8,
-        max_step_tokens=64,
-        precompile_bs_paddings=[8],
-        max_model_len=MAX_MODEL_LEN,
-        num_pages=200,
-    ) as engine:
+    with Engine(model_path=str(checkpoint), **SERVED) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def small_engine(poisoned_checkpoint):
     """One running request, one waiting, no routing, and a token that makes the logits NaN."""
-    with Engine(
-        model_path=str(poisoned_checkpoint),
-        max_running_requests=1,
-        max_waiting_requests=1,
-        max_step_tokens=32,
-        max_model_len=MAX_MODEL_LEN,
-        num_pages=64,
-    ) as engine:
+    with Engine(model_path=str(poisoned_checkpoint), max_waiting_requests=1, **ONE_ROW) as engine:
         yield engine
 
 

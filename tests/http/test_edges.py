@@ -15,6 +15,7 @@ from rayserve_moe.serving.middleware.edge_guard import ADMIN_PATHS
 from tests.http.asking import wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
+from tests.support.engines import ONE_ROW
 from tests.support.serving import KEY
 
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
@@ -166,9 +167,7 @@ def test_a_length_header_alone_is_enough_to_refuse(url):
 
 
 def test_a_stopped_engine_is_unhealthy_and_says_so(checkpoint):
-    engine = Engine(
-        model_path=str(checkpoint), max_running_requests=1, max_step_tokens=32, max_model_len=512, num_pages=64
-    )
+    engine = Engine(model_path=str(checkpoint), **ONE_ROW)
     with served(engine) as url, httpx.Client(base_url=url, timeout=600) as http:
         assert http.get("/health").json() == {"status": "ok"}
         streamed: list[str] = []

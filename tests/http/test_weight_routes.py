@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,13 +9,13 @@ from queue import SimpleQueue
 
 import pytest
 
-from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.http.asking import COMPLETIONS, GENERATE, ask, events_of, wait_until
 from tests.http.conftest import assert_idle
 from tests.http.test_control import ENDLESS, NUM_WANTED, PROMPT, native, running
 from tests.support import steps
 from tests.support.broken_weights import WAYS, broken_copy
+from tests.support.engines import write_served
 
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 SHORT = {"input_ids": PROMPT, "sampling_params": {**ENDLESS, "max_new_tokens": 6}, "return_logprob": True}
@@ -24,8 +23,7 @@ SHORT = {"input_ids": PROMPT, "sampling_params": {**ENDLESS, "max_new_tokens": 6
 
 @pytest.fixture(scope="module")
 def other_checkpoint(tmp_path_factory):
-    config = dataclasses.replace(PRESETS["tiny"], mlp_only_layers=(1,))
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", config, seed=1, dtype="float32")
+    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
 
 
 @pytest.fixture(autouse=True)

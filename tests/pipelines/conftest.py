@@ -14,6 +14,7 @@ from rayserve_moe import Engine
 from rayserve_moe.kernels.registry import CPU_NATIVE
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import run_alone
+from tests.support.engines import CORE
 from tests.support.native import NativeReference
 from tests.support.outcomes import Outcomes
 from tests.support.router_reference import RouterReference
@@ -21,9 +22,6 @@ from tests.support.workload import mixed_workload
 
 EngineFactory = Callable[..., Engine]
 ReferenceFactory = Callable[[Path], RouterReference]
-
-ONE_BUCKET = {"max_step_tokens": 64, "precompile_bs_paddings": [16]}
-"""The fewest compiled shapes: one for decoding, one for prompts."""
 
 
 @pytest.fixture(scope="session")
@@ -63,8 +61,7 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
         def of(checkpoint: Path) -> RouterReference:
             if not kernel_settings:
                 return RouterReference(checkpoint)
-            settings = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, **ONE_BUCKET, **kernel_settings}
-            return NativeReference(running.enter_context(Engine(str(checkpoint), **settings)))
+            return NativeReference(running.enter_context(Engine(str(checkpoint), **CORE, **kernel_settings)))
 
         yield of
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.pipelines.conftest import EngineFactory
 from tests.support.asking import ENDING, adjusted_requests, logprobs_by_definition
 from tests.support.drive import Way, preempt_every, run_alone, run_together
+from tests.support.engines import ONE_BUCKET
 from tests.support.logits import prompt_logits_of
 from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same
 from tests.support.workload import mixed_workload

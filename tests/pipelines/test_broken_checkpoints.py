@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.control import WeightOrder
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.pipelines.conftest import EngineFactory
 from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.broken_weights import FILE, write_header
+from tests.support.engines import ONE_BUCKET
 
 WITHIN_S = 60.0
 NASTY = (

@@ -9,9 +9,10 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.requests import GenerationRequest
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.pipelines.conftest import EngineFactory
 from tests.support.asking import forcing, other_rows
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same, assert_same_scores
 from tests.support.workload import draw_prompt, mixed_workload, request_for
 

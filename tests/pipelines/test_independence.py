@@ -8,8 +8,9 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.step_cycle import StepCycle
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.pipelines.conftest import EngineFactory
 from tests.support.drive import Way, preempt_every, run_together, without_routing
+from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcomes, assert_all_same, assert_same, outcome_of_answer
 from tests.support.workload import engine_arguments, mixed_workload
 

@@ -16,9 +16,9 @@ from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.kernels.registry import CPU, CPU_NATIVE
 from rayserve_moe.parallel.mesh import plan_for
-from tests.pipelines.conftest import ONE_BUCKET
 from tests.support.checkpoints import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, preempt_every, run_alone, run_together
+from tests.support.engines import ONE_BUCKET
 from tests.support.logits import prompt_logits_of
 from tests.support.native import need_native_kernels
 from tests.support.outcomes import Outcomes, assert_all_same

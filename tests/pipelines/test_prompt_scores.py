@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory
+from tests.pipelines.conftest import EngineFactory
 from tests.support.asking import log_softmax, scoring_requests
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engines import ONE_BUCKET
 from tests.support.logits import prompt_logits_of
 from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same_scores
 from tests.support.workload import draw_prompt, mixed_workload, request_for

@@ -13,9 +13,10 @@ from rayserve_moe import Engine, extract_routed_experts_from_meta_info
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RoutedExperts
-from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
+from tests.pipelines.conftest import ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcome, Outcomes
 from tests.support.router_reference import RouterReference, Tally
 from tests.support.workload import draw_prompt, engine_arguments, mixed_workload, request_for

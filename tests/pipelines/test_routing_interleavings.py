@@ -15,9 +15,10 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
+from tests.pipelines.conftest import ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, choices_of, cycle_for, run_on
+from tests.support.engines import ONE_BUCKET
 from tests.support.router_reference import RouterReference, Tally
 from tests.support.workload import draw_prompt, request_for
 

@@ -21,9 +21,9 @@ from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
-from tests.pipelines.conftest import ONE_BUCKET
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, cycle_for, run_on
+from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcomes, assert_identical
 from tests.support.placements import random_placement
 from tests.support.workload import mixed_workload

@@ -24,10 +24,11 @@ from rayserve_moe.execution.weights import load_weights
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.pipelines.conftest import ONE_BUCKET, ReferenceFactory
+from tests.pipelines.conftest import ReferenceFactory
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.drive import Way, choices_of, cycle_for
+from tests.support.engines import ONE_BUCKET
 from tests.support.placements import random_placement
 from tests.support.scheduling import one, scheduler
 from tests.support.versions import Labelled, VersionedReference

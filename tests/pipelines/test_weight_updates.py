@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import ONE_BUCKET, EngineFactory, ReferenceFactory
+from tests.pipelines.conftest import EngineFactory, ReferenceFactory
+from tests.support.engines import ONE_BUCKET
 from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
 from tests.support.versions import Answer, VersionedReference
 from tests.support.workload import draw_prompt

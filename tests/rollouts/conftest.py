@@ -11,21 +11,12 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from tests.support.engines import SERVED, write_served
 from tests.support.serving import KEY, running
 
-SIZES = {
-    "enable_return_routed_experts": True,
-    "max_running_requests": 8,
-    "max_step_tokens": 64,
-    "precompile_bs_paddings": [8],
-    "max_model_len": 256,
-    "num_pages": 200,
-}
-"""Settings of every engine here: few shapes to compile."""
 PROMPTS = [
     *({"id": f"text {i}", "text": f"{i}+{i}="} for i in range(4)),
     *({"id": f"ids {i}", "input_ids": list(range(5, 40 + i))} for i in range(4)),
@@ -71,19 +62,19 @@ class UnreliableRoad:
 
 
 def prompts_in(body: dict[str, Any]) -> list[list[int]]:
-    """The prompts that a request asks for: one, or several in company."""
+    """The prompts that a request asks for: one, or several."""
     ids = body["input_ids"]
     return ids if isinstance(ids[0], list) else [ids]
 
 
 @pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_checkpoint(tmp_path_factory.mktemp("rollouts") / "tiny", "tiny", dtype="float32")
+    return write_served(tmp_path_factory.mktemp("rollouts") / "tiny")
 
 
 @pytest.fixture(scope="package")
 def engine(checkpoint: Path) -> Iterator[Engine]:
-    with Engine(str(checkpoint), **SIZES) as engine:
+    with Engine(str(checkpoint), **SERVED) as engine:
         yield engine
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.rollouts import Rollout
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
 from rayserve_moe.rollouts.client import BlockingRolloutClient, RolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.rollouts.conftest import KEY, SIZES, UnreliableRoad
+from tests.rollouts.conftest import KEY, UnreliableRoad
+from tests.support.engines import SERVED, write_served
 from tests.support.guide import GUIDE, guide_snippets
 from tests.support.serving import running
 from tests.support.steps import unhurried, wait_for_tokens
@@ -41,7 +41,7 @@ def test_parts_of_the_samples_are_those_samples(url: str) -> None:
     for one, other in zip(whole, alone + rest, strict=True):
         assert one.sample_index == other.sample_index
         assert one.routing is not None and other.routing is not None
-        assert one.routing.rows.shape == (10, 4, 2) and np.array_equal(one.routing.rows, other.routing.rows)
+        assert one.routing.rows.shape == (10, 3, 2) and np.array_equal(one.routing.rows, other.routing.rows)
         assert one.routing.weight_version == other.routing.weight_version == ((0, 10, "0"),)
         assert one.logprob_versions == ((3, 11, "0"),)
 
@@ -108,7 +108,7 @@ def test_flush(url: str) -> None:
 @pytest.fixture
 def own_engine(checkpoint: Path) -> Iterator[Engine]:
     """An engine of which the weights may change."""
-    with Engine(str(checkpoint), **SIZES) as engine:
+    with Engine(str(checkpoint), **SERVED) as engine:
         yield engine
 
 
@@ -121,7 +121,7 @@ def updatable(own_engine: Engine) -> Iterator[str]:
 
 def test_the_client_of_the_guide_runs(updatable: str, tmp_path: Path) -> None:
     """All of the guide's Python that asks a server: what it samples is of the old weights, and new ones serve then."""
-    write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=9, dtype="float32")
+    write_served(tmp_path / "other", seed=9)
     _, (snippet,) = guide_snippets()
     for written, ours in (("http://127.0.0.1:8000", updatable), ("/checkpoints/step-8", str(tmp_path / "other"))):
         assert snippet.count(f'"{written}"') == 1
@@ -142,7 +142,7 @@ def test_sample_update_sample(own_engine: Engine, updatable: str, tmp_path: Path
 
     What runs when it is paused is ended by `abort`, with what it has of the old version, and spans both otherwise.
     """
-    other = write_checkpoint(tmp_path / "other", PRESETS["tiny"], seed=9, dtype="float32")
+    other = write_served(tmp_path / "other", seed=9)
     requests = [
         SampleRequest(str(i), [5 + i, 6], {**SAMPLING, "max_new_tokens": 60}, seed=i, count=4) for i in range(6)
     ]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
+from tests.support.engines import CORE
 
 
 @pytest.fixture(scope="package")
 def engine(core_checkpoint: Path) -> Iterator[Engine]:
-    settings = {"max_running_requests": 4, "max_step_tokens": 64, "num_pages": 120, "precompile_bs_paddings": [4]}
-    with Engine(str(core_checkpoint), enable_return_routed_experts=True, **settings) as engine:
+    with Engine(str(core_checkpoint), **CORE) as engine:
         yield engine

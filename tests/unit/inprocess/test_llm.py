@@ -15,6 +15,8 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.inprocess.outputs import OutputWriter
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RequestError, RoutedExperts
 from rayserve_moe.requests import SamplingParams as EngineSampling
+from tests.support.checkpoints import CORE_CONFIG
+from tests.support.engines import CORE
 
 IDS = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -27,12 +29,12 @@ def llm(core_checkpoint: Path) -> Iterator[LLM]:
         tensor_parallel_size=1,
         enable_expert_parallel=True,
         enable_return_routed_experts=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        block_size=16,
-        precompile_bs_paddings=[4],
-        num_pages=60,
+        max_model_len=CORE_CONFIG.max_position_embeddings,
+        max_num_seqs=16,
+        max_num_batched_tokens=CORE["max_step_tokens"],
+        block_size=CORE["page_size"],
+        precompile_bs_paddings=CORE["precompile_bs_paddings"],
+        num_pages=CORE["num_pages"],
         max_waiting_requests=2,
     ) as llm:
         yield llm
