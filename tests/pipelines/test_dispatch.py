@@ -11,36 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints.files import read_config
-from rayserve_moe.config.load import settings_from
-from rayserve_moe.execution.card import model_card
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.migration import EXPERT_NAMES
-from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard
-from tests.support.checkpoints import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
-from tests.support.drive import Way, run_together
+from tests.support.checkpoints import CORE_CONFIG
+from tests.support.drive import run_together
 from tests.support.outcomes import Outcomes
+from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
 pytestmark = pytest.mark.slow  # slots take no other path through the backends, whose tests choose them each way
 
 DISPATCHES = ("shares", "static", "first")
-NUM_ROWS, STEP_TOKENS = 16, 32
-WAY = Way(num_rows=NUM_ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)
-SIZES = MappingProxyType(
-    {
-        "expert_backend": "all_to_all",
-        "num_redundant_experts": 4,
-        "max_running_requests": NUM_ROWS,
-        "max_step_tokens": STEP_TOKENS,
-        "precompile_bs_paddings": [NUM_ROWS],
-        "page_size": PAGE_SIZE,
-        "num_pages": NUM_PAGES,
-        "enable_return_routed_experts": True,
-    }
-)
+SIZES = MappingProxyType({**TWO_SHAPES, "expert_backend": "all_to_all", "num_redundant_experts": 4})
 
 
 def requests() -> list[GenerationRequest]:
@@ -50,21 +33,16 @@ def requests() -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def card(core_checkpoint: Path) -> ModelCard:
-    found = settings_from({"model_path": core_checkpoint, **SIZES})
-    spec = spec_from_config(read_config(core_checkpoint))
-    return model_card(spec, model=found.model, replay=found.replay, name="core", eos_token_ids=(2,))
+    return card_of(core_checkpoint)
 
 
 @pytest.fixture(scope="module")
 def runners(core_checkpoint: Path, kernel_settings: dict[str, str]) -> dict[str, HostRunner]:
-    def prepared(dispatch: str) -> HostRunner:
-        found = settings_from({"model_path": core_checkpoint, "eplb_dispatch": dispatch, **SIZES, **kernel_settings})
-        settings = RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts, found.compile)
-        runner = HostRunner(settings, plan_for(jax.devices()[:4], data_size=2))
-        runner.prepare(runner.load())
-        return runner
-
-    return {dispatch: prepared(dispatch) for dispatch in DISPATCHES}
+    settings = {**SIZES, **kernel_settings, "enable_return_routed_experts": True}
+    return {
+        dispatch: prepared_runner(core_checkpoint, mesh=(2, 2), eplb_dispatch=dispatch, **settings)
+        for dispatch in DISPATCHES
+    }
 
 
 def same(one: Outcomes, other: Outcomes) -> bool:

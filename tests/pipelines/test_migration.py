@@ -15,26 +15,20 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.balancing.migration import LayerSwap, Migration, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
-from rayserve_moe.checkpoints.files import read_config
-from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution.card import model_card
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.experts.slot_mapping import placement_arrays
-from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard
-from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
-from tests.support.drive import Way, run_together
+from tests.support.drive import run_together
 from tests.support.outcomes import assert_identical
 from tests.support.placements import random_placement
+from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import mixed_workload
 
-NUM_ROWS, STEP_TOKENS, NUM_REDUNDANT, REBALANCE_EVERY = 16, 32, 4, 5
+NUM_REDUNDANT, REBALANCE_EVERY = 4, 5
 SLOTS_PER_STEP = 1
-WAY = Way(num_rows=NUM_ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)
 
 Mesh = tuple[int, int]
 
@@ -64,27 +58,17 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runs:
     def prepared(mesh: Mesh, backend: str, *, is_balanced: bool) -> HostRunner:
-        found = settings_from(
-            {
-                "model_path": core_checkpoint,
-                "expert_backend": backend,
-                "num_redundant_experts": NUM_REDUNDANT if is_balanced else 0,
-                "enable_eplb": is_balanced,
-                "eplb_slots_per_step": SLOTS_PER_STEP,
-                "max_running_requests": NUM_ROWS,
-                "max_step_tokens": STEP_TOKENS,
-                "precompile_bs_paddings": [NUM_ROWS],
-                "page_size": PAGE_SIZE,
-                "num_pages": NUM_PAGES,
-                "enable_return_routed_experts": True,
-                **kernel_settings,
-            }
+        return prepared_runner(
+            core_checkpoint,
+            mesh=mesh,
+            expert_backend=backend,
+            num_redundant_experts=NUM_REDUNDANT if is_balanced else 0,
+            enable_eplb=is_balanced,
+            eplb_slots_per_step=SLOTS_PER_STEP,
+            enable_return_routed_experts=True,
+            **TWO_SHAPES,
+            **kernel_settings,
         )
-        sections = found.model, found.scheduler, found.cache, found.replay, found.experts
-        settings = RunnerSettings(*sections, compile=found.compile, balancing=found.balancing)
-        runner = HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
-        runner.prepare(runner.load())
-        return runner
 
     # Each compiled program takes hundreds of memory maps, of which a process has 65,530: forget some.
     @lru_cache(maxsize=2)
@@ -97,10 +81,7 @@ def runs(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runs:
         migration = Migration(runner.placement, hosts=1, slots_per_step=SLOTS_PER_STEP)
         return Moving(runner, EplbSteps(migration, counts_every=7), expert_weights(plain(mesh, backend)))
 
-    found = settings_from({"model_path": core_checkpoint, "enable_return_routed_experts": True})
-    spec = spec_from_config(read_config(core_checkpoint))
-    card = model_card(spec, model=found.model, replay=found.replay, name="core", eos_token_ids=(2,))
-    return Runs(prepared, plain, moving, card)
+    return Runs(prepared, plain, moving, card_of(core_checkpoint))
 
 
 def expert_weights(runner: HostRunner) -> list[np.ndarray]:

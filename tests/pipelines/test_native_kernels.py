@@ -6,22 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.config.load import settings_from
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.kernels.registry import CPU, CPU_NATIVE
-from rayserve_moe.parallel.mesh import plan_for
 from tests.support.checkpoints import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, preempt_every, run_alone, run_together
 from tests.support.engines import ONE_BUCKET
 from tests.support.logits import prompt_logits_of
 from tests.support.native import need_native_kernels
 from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.runners import new_runner
 from tests.support.workload import mixed_workload
 
 LONGEST = 64
@@ -81,9 +79,7 @@ def test_logits_are_as_near_to_float32_as_those_of_xla(path: Path, native: Engin
 
 
 def loaded(path: Path, **settings: object) -> HostRunner:
-    found = settings_from({"model_path": str(path), **settings})
-    sections = RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts, found.compile)
-    runner = HostRunner(sections, plan_for(jax.devices()[:1]))
+    runner = new_runner(path, **settings)
     assert runner.config.kernels is CPU
     runner.load()
     return runner

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,19 +16,17 @@ from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.step_cycle import selection_statistics
 from rayserve_moe.execution.card import model_card
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
-from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
-from tests.support.drive import Way, cycle_for, run_on
+from tests.support.drive import cycle_for, run_on
 from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcomes, assert_identical
 from tests.support.placements import random_placement
+from tests.support.runners import TWO_SHAPES, WAY, prepared_runner
 from tests.support.workload import mixed_workload
 
-NUM_ROWS, STEP_TOKENS, NUM_REDUNDANT = 16, 32, 4
-WAY = Way(num_rows=NUM_ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)
+NUM_REDUNDANT = 4
 TOPK = {"expert_selection": "topk", "enable_return_routed_experts": True}
 BY_ROOM = {"eplb_dispatch": "capacity", "capacity_factor": 0.5, "enable_return_routed_experts": True}
 BALANCED = {"expert_selection": "balanced", "capacity_factor": 100.0}
@@ -51,26 +48,15 @@ def runner_with(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runne
 
     @cache
     def prepared(backend: str, *chosen: tuple[str, object]) -> HostRunner:
-        values = {
-            "model_path": core_checkpoint,
+        settings = {
             "expert_backend": backend,
             "num_redundant_experts": NUM_REDUNDANT,
             "enable_eplb": True,
             "eplb_slots_per_step": 1,
-            "max_running_requests": NUM_ROWS,
-            "max_step_tokens": STEP_TOKENS,
-            "precompile_bs_paddings": [NUM_ROWS],
-            "page_size": PAGE_SIZE,
-            "num_pages": NUM_PAGES,
         }
-        found = settings_from(values | dict(chosen) | kernel_settings)
-        sections = found.model, found.scheduler, found.cache, found.replay, found.experts
-        runner = HostRunner(
-            RunnerSettings(*sections, compile=found.compile, balancing=found.balancing),
-            plan_for(jax.devices()[:2], data_size=2),
+        return prepared_runner(
+            core_checkpoint, mesh=(2, 1), **TWO_SHAPES, **settings, **dict(chosen), **kernel_settings
         )
-        runner.prepare(runner.load())
-        return runner
 
     return lambda backend, values: prepared(backend, *values.items())
 

@@ -7,32 +7,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution.card import model_card
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
-from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.checkpoints import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
+from tests.support.checkpoints import CORE_CONFIG, PAGE_SIZE
 from tests.support.drive import Way, choices_of, cycle_for, run_alone, run_together
 from tests.support.expert_cases import shuffled
 from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.runners import TWO_SHAPES, WAY, card_of, new_runner
 from tests.support.workload import draw_prompt, mixed_workload, request_for
 
 CONFIG = replace(CORE_CONFIG, num_attention_heads=8)
 """Heads for eight tensor ranks; two KV heads, which most of them share."""
 
-NUM_ROWS, STEP_TOKENS, NUM_REDUNDANT = 16, 32, 8
+NUM_REDUNDANT = 8
 """A step holds one block of a prompt: so there is one shape with prompts to compile, and one without."""
-WAY = Way(num_rows=NUM_ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -72,30 +66,20 @@ def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
     # Each compiled program takes hundreds of memory maps, of which a process has 65,530: forget those of the matrix.
     @lru_cache(maxsize=2 * len(SAMPLE))
     def runner(spread: Spread) -> HostRunner:
-        values = {
-            "model_path": path,
-            "expert_backend": spread.backend,
-            "num_redundant_experts": spread.num_redundant,
-            "max_running_requests": NUM_ROWS,
-            "max_step_tokens": STEP_TOKENS,
-            "precompile_bs_paddings": [NUM_ROWS],
-            "page_size": PAGE_SIZE,
-            "num_pages": NUM_PAGES,
-            "enable_return_routed_experts": True,
-        }
-        found = settings_from(values)
-        made = HostRunner(
-            RunnerSettings(found.model, found.scheduler, found.cache, found.replay, found.experts),
-            plan_for(jax.devices()[: spread.data * spread.tensor], data_size=spread.data),
+        made = new_runner(
+            path,
+            mesh=(spread.data, spread.tensor),
+            expert_backend=spread.backend,
+            num_redundant_experts=spread.num_redundant,
+            enable_return_routed_experts=True,
+            **TWO_SHAPES,
         )
         if spread.shuffled:
             made.placement = shuffled(made.placement, seed=spread.data)
         made.prepare(made.load())
         return made
 
-    found = settings_from({"model_path": path, "enable_return_routed_experts": True})
-    spec = spec_from_config(read_config(path))
-    card = model_card(spec, model=found.model, replay=found.replay, name="eight-heads", eos_token_ids=(2,))
+    card = card_of(path)
     alone = run_alone(runner(Spread(1, 1)), card, mixed_workload(), way=WAY)
     return Spreads(runner, card, alone)
 
