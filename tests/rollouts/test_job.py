@@ -67,8 +67,9 @@ def test_routing_is_the_models_own(undisturbed: Samples, engine: Engine) -> None
         )
         told = [entry[0] for entry in scored["meta_info"]["input_token_logprobs"][1:]]
         np.testing.assert_allclose(sample["logprobs"], told, atol=1e-4)
-        rows = extract_routed_experts_from_meta_info(scored).reshape(-1, *sample["rows"].shape[1:])
-        assert np.array_equal(rows[:-1], sample["rows"])
+        layout = engine.loop.card.routing
+        rows = extract_routed_experts_from_meta_info(scored).reshape(-1, layout.num_hidden_layers, layout.top_k)
+        assert np.array_equal(rows[:-1, list(layout.layer_ids)], sample["rows"])
 
 
 def test_a_run_again_does_nothing(url: str, road: UnreliableRoad, prompts: Path, tmp_path: Path) -> None:
