@@ -22,6 +22,7 @@ from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from tests.support.drive import run_together
+from tests.support.engines import CORE, MOVING
 from tests.support.outcomes import assert_identical
 from tests.support.placements import random_placement
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
@@ -241,9 +242,8 @@ def test_counts_leave_with_the_results_of_steps(runs):
 
 def test_an_engine_moves_experts_while_it_answers(core_checkpoint, kernel_settings):
     """Asked for from another thread, between one token and the next; other placements are refused."""
-    settings = {"enable_eplb": True, "num_redundant_experts": 5, "devices_per_host": 4, "max_running_requests": 2}
-    few_shapes = {"precompile_bs_paddings": [2], "max_step_tokens": 32, "num_pages": 64}
-    with Engine(str(core_checkpoint), **settings, **few_shapes, **kernel_settings) as engine:
+    settings = {**CORE, **MOVING, "num_redundant_experts": MOVING["num_redundant_experts"] + 1, **kernel_settings}
+    with Engine(str(core_checkpoint), **settings) as engine:
         eplb = engine.loop.eplb
         assert eplb is not None and eplb.migration.placement.num_redundant == 4, "lowered until it fits"
         asked = {"input_ids": [5, 6, 7], "temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}

@@ -28,14 +28,13 @@ from tests.pipelines.conftest import ReferenceFactory
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.drive import Way, choices_of, cycle_for
-from tests.support.engines import ONE_BUCKET
+from tests.support.engines import MOVING, ONE_BUCKET
 from tests.support.placements import random_placement
 from tests.support.scheduling import one, scheduler
 from tests.support.versions import Labelled, VersionedReference
 from tests.support.workload import request_for
 
 ABORTED = FinishReason("abort")
-BALANCED = {"enable_eplb": True, "eplb_slots_per_step": 1, "num_redundant_experts": 4, "devices_per_host": 4}
 
 LONGEST_FOLLOWED = 150
 
@@ -175,7 +174,7 @@ def reference(paths: list[Path], engines: dict[str, Engine], reference_for: Refe
 
 @pytest.fixture(scope="module")
 def engines(engine_with: Callable[..., Engine]) -> dict[str, Engine]:
-    return {"alone": engine_with(**ONE_BUCKET, **CHANGING), "balanced": engine_with(**ONE_BUCKET, **BALANCED)}
+    return {"alone": engine_with(**ONE_BUCKET, **CHANGING), "balanced": engine_with(**ONE_BUCKET, **MOVING)}
 
 
 @pytest.fixture(scope="module")

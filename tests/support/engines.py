@@ -38,6 +38,13 @@ CORE: dict[str, Any] = {
     **ONE_BUCKET,
 }
 """An engine over the core model."""
+MOVING: dict[str, Any] = {
+    "enable_eplb": True,
+    "eplb_slots_per_step": 1,
+    "num_redundant_experts": 4,
+    "devices_per_host": 4,
+}
+"""What such an engine needs besides to move experts, one slot per step."""
 
 
 def write_served(directory: Path, *, seed: int = 0) -> Path:
