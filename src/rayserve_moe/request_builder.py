@@ -69,9 +69,8 @@ def build_request(
 ) -> GenerationRequest:
     """Build the request for one prompt from checked values; other names than those of fields are left out.
 
-    Without a limit of new tokens it takes the dialect's, or less where the context has less room. Rows that stream are
-    returned rows; where nothing is said of routing, it is returned if the server captures it. RequestError for a first
-    row after the end of the prompt.
+    The limit of new tokens defaults to the dialect's, or to what the context still holds. Routing is returned where it
+    is streamed, and by default where the server captures it. RequestError for a first row after the end of the prompt.
     """
     room = max(1, card.max_model_len - len(prompt_ids))
     params = _named(_SAMPLING, given)

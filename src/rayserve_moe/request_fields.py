@@ -141,7 +141,7 @@ def _is(kind: type, value: Any) -> bool:
 
 
 def is_token_id(value: Any) -> bool:
-    """Whether a value can be the id of a token, of whatever vocabulary."""
+    """Whether a value can be the id of a token in some vocabulary."""
     return (type(value) is int or _is(Integral, value)) and 0 <= value <= INT32_MAX
 
 

@@ -1,4 +1,4 @@
-"""What the devices are told of rows that sequences take: how to sample, and what adjusts their logits."""
+"""What plans carry for rows that sequences take: how to sample, and what adjusts their logits."""
 
 from __future__ import annotations
 
