@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -71,3 +72,14 @@ def test_the_worked_example_of_a_family_describes_every_tensor_of_a_model():
     assert len(names) == 3 + 2 * (2 + 4 + 1 + 8 * 3)
     with pytest.raises(UnsupportedModelError, match="sliding_window"):
         family["spec_from_hf"]({**config, "sliding_window": 4096})
+
+
+def test_links_between_pages_lead_to_files():
+    pages = [*picture_page.ROOT.glob("*.md"), *(picture_page.ROOT / "docs").rglob("*.md")]
+    links = {
+        (page.name, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    }
+    assert links == set()
