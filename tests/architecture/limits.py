@@ -54,7 +54,8 @@ FILLER_CLASS = re.compile(r"Manager|Handler|Helper|Utils?$|^_?Base[A-Z]|Mixin$|I
 FILLER_NAME = re.compile(r"^_?(ctx|misc|common|\w+_v\d+)$")
 FILLER_MODULE = re.compile(r"^_?(utils?|helpers?|common|misc|base|managers?|handlers?|mixins?|info)$")
 PRIVATE_WORDS = (
-    r"telling|companions?|patient|seats?|besieg\w+|strangers?|somebody|anybody|going on|takes? leave|house|rooms"
+    r"telling|companions?|patien(?:t|ce)|inbox|brought|seats?|besieg\w+|strangers?|somebody|anybody|going on"
+    r"|takes? leave|house|rooms"
 )
 NOT_PLAIN = re.compile(rf"(?<![`\w])(?:{PRIVATE_WORDS})\b(?![`_(])", re.IGNORECASE)
 """Metaphors that the field has words for, in docstrings and comments."""
