@@ -104,7 +104,7 @@ def stop_reason(
     return None if is_end else matched
 
 
-class ToldToken(NamedTuple):
+class TokenLogprob(NamedTuple):
     """A token at one position, with its log-prob and its place among all tokens there, from 1 on."""
 
     token_id: int
@@ -112,31 +112,31 @@ class ToldToken(NamedTuple):
     rank: int
 
 
-def told_outputs(result: ChoiceResult, *, num_top: int) -> list[list[ToldToken]]:
+def output_logprobs(result: ChoiceResult, *, num_top: int) -> list[list[TokenLogprob]]:
     """Per output the token itself, then the `num_top` likeliest besides it, in vLLM's order: so many or one more."""
-    own = map(ToldToken, result.token_ids, result.logprobs, result.ranks)
+    own = map(TokenLogprob, result.token_ids, result.logprobs, result.ranks)
     return _with_likeliest(own, result.top, num_top)
 
 
-def told_prompt(
+def prompt_logprobs_of(
     scores: PromptScores | None, prompt_ids: Sequence[int], *, num_top: int
-) -> list[list[ToldToken] | None]:
+) -> list[list[TokenLogprob] | None]:
     """The same per prompt token; None for the first, which nothing precedes, and for those that were not computed."""
-    told: list[list[ToldToken] | None] = [None] * len(prompt_ids)
+    told: list[list[TokenLogprob] | None] = [None] * len(prompt_ids)
     if scores is not None:
         first, last = scores.start + 1, scores.start + 1 + len(scores.logprobs)
-        own = map(ToldToken, prompt_ids[first:last], scores.logprobs.tolist(), scores.ranks.tolist())
+        own = map(TokenLogprob, prompt_ids[first:last], scores.logprobs.tolist(), scores.ranks.tolist())
         told[first:last] = _with_likeliest(own, scores.top, num_top)
     return told
 
 
-def _with_likeliest(own: Iterable[ToldToken], top: TopLogprobs | None, num_top: int) -> list[list[ToldToken]]:
+def _with_likeliest(own: Iterable[TokenLogprob], top: TopLogprobs | None, num_top: int) -> list[list[TokenLogprob]]:
     if top is None or not num_top:
         return [[token] for token in own]
     return [
         [
             token,
-            *(ToldToken(i, value, rank) for rank, (value, i) in enumerate(best[:num_top], 1) if i != token.token_id),
+            *(TokenLogprob(i, value, rank) for rank, (value, i) in enumerate(best[:num_top], 1) if i != token.token_id),
         ]
         for token, best in zip(own, likeliest(top), strict=True)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,15 +36,6 @@ def _only_marked(sequence: Sequence, reason: FinishReason) -> None:
     sequence.finish = reason
 
 
-@dataclass
-class _Listener:
-    """A request's choices, their sink, and the choices whose end was not dispatched yet."""
-
-    sequences: list[Sequence]
-    sink: Sink
-    unfinished: set[int]
-
-
 class OutputDispatch:
     """The requests in the engine and their sinks; `metrics` measures them where outputs are dispatched.
 
@@ -57,33 +47,34 @@ class OutputDispatch:
         self, table: RowTable, *, streamed_routing: StreamedRouting = _no_routing, end: End = _only_marked
     ) -> None:
         self._table, self._streamed_routing, self._end = table, streamed_routing, end
-        self._listeners: dict[str, _Listener] = {}
+        # By request id its choices, their sink, and the choices whose end was not dispatched yet.
+        self._requests: dict[str, tuple[list[Sequence], Sink, set[int]]] = {}
         self.metrics = RequestMetrics()
 
     def __len__(self) -> int:
-        return len(self._listeners)
+        return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._listeners
+        return request_id in self._requests
 
     def add(self, sequences: list[Sequence], sink: Sink) -> None:
         """Register the choices of a request, whose updates go to `sink`."""
-        self._listeners[sequences[0].request.request_id] = _Listener(sequences, sink, set(range(len(sequences))))
+        self._requests[sequences[0].request.request_id] = (sequences, sink, set(range(len(sequences))))
 
     @property
     def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
-        return list(self._listeners)
+        return list(self._requests)
 
     @property
     def num_unfinished(self) -> int:
         """Choices whose end was not dispatched yet."""
-        return sum(len(listener.unfinished) for listener in list(self._listeners.values()))
+        return sum(len(unfinished) for _, _, unfinished in list(self._requests.values()))
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The choices of a request that have not ended; none for an unknown one."""
-        listener = self._listeners.get(request_id)
-        return [s for s in listener.sequences if s.finish is None] if listener else []
+        sequences, _, _ = self._requests.get(request_id, ([], None, None))
+        return [sequence for sequence in sequences if sequence.finish is None]
 
     def publish(self, rows: np.ndarray, ended: list[Sequence], *, now: float) -> None:
         """Send the updates that are due: of rows that got a token, and of choices that have ended.
@@ -112,14 +103,14 @@ class OutputDispatch:
 
         What a sink raises passes through: call it again for those that are left.
         """
-        while self._listeners:
-            _, listener = self._listeners.popitem()
-            unfinished = [listener.sequences[choice] for choice in sorted(listener.unfinished)]
+        while self._requests:
+            _, (sequences, sink, choices) = self._requests.popitem()
+            unfinished = [sequences[choice] for choice in sorted(choices)]
             updates = [_update_of(sequence, None) for sequence in unfinished]
             for sequence, update in zip(unfinished, updates, strict=True):
                 note_end(self.metrics, sequence, kind=reason.kind, now=time.monotonic())
                 update.finish = reason
-            listener.sink(updates)
+            sink(updates)
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
         """Rows whose clients want updates and have waited long enough; the first token is due at once."""
@@ -131,12 +122,12 @@ class OutputDispatch:
 
     def _send(self, request_id: str, updates: list[ChoiceResult]) -> list[Sequence]:
         """Send updates of one request; returns its unfinished choices that a stop string has completed."""
-        listener = self._listeners[request_id]
-        listener.unfinished.difference_update(update.choice_index for update in updates if update.finish is not None)
-        if not listener.unfinished:
-            del self._listeners[request_id]
-        complete = listener.sink(updates) or ()
-        return [sequence for i in complete if (sequence := listener.sequences[i]).finish is None]
+        sequences, sink, unfinished = self._requests[request_id]
+        unfinished.difference_update(update.choice_index for update in updates if update.finish is not None)
+        if not unfinished:
+            del self._requests[request_id]
+        complete = sink(updates) or ()
+        return [sequence for i in complete if (sequence := sequences[i]).finish is None]
 
 
 def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResult:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.engine.answers import ChoiceResult, ToldToken, stop_reason, told_outputs, told_prompt
+from rayserve_moe.engine.answers import ChoiceResult, TokenLogprob, output_logprobs, prompt_logprobs_of, stop_reason
 from rayserve_moe.inprocess.arguments import SamplingParams
 from rayserve_moe.replay.encoding import routed_experts_info, routing_from
 from rayserve_moe.requests import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout
@@ -103,7 +103,7 @@ class OutputWriter:
             info = routed_experts_info(routing_from(routing, params.routed_experts_prompt_start), self.layout)
         logprobs = None
         if params.logprobs is not None:
-            logprobs = list(map(self._by_id, told_outputs(result, num_top=params.logprobs)))
+            logprobs = list(map(self._by_id, output_logprobs(result, num_top=params.logprobs)))
         return CompletionOutput(
             index=index,
             text=result.text,
@@ -121,10 +121,10 @@ class OutputWriter:
     ) -> list[TokenLogprobs | None] | None:
         if scores is None or num_top is None:
             return None
-        told = told_prompt(scores, request.prompt_ids.tolist(), num_top=num_top)
+        told = prompt_logprobs_of(scores, request.prompt_ids.tolist(), num_top=num_top)
         return [None if tokens is None else self._by_id(tokens) for tokens in told]
 
-    def _by_id(self, told: Sequence[ToldToken]) -> TokenLogprobs:
+    def _by_id(self, told: Sequence[TokenLogprob]) -> TokenLogprobs:
         return {token.token_id: Logprob(token.logprob, token.rank, self._text(token.token_id)) for token in told}
 
     def _text(self, token_id: int) -> str:

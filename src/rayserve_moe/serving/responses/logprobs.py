@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from rayserve_moe.engine.answers import ToldToken, told_outputs, told_prompt
+from rayserve_moe.engine.answers import TokenLogprob, output_logprobs, prompt_logprobs_of
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from rayserve_moe.serving.schemas.openai import CompletionBody
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -32,16 +32,18 @@ class CompletionLogprobs:
             self._echo_pending = False
             prompt_ids = self._request.prompt_ids.tolist()
             detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
-            told = told_prompt(delta.prompt_scores, prompt_ids, num_top=num_top)
+            told = prompt_logprobs_of(delta.prompt_scores, prompt_ids, num_top=num_top)
             self._add(written, zip(prompt_ids, told, strict=True), detokenizer)
             self._offset += len(detokenizer.flush())
-        self._add(written, zip(delta.token_ids, told_outputs(delta, num_top=num_top), strict=True), self._detokenizer)
+        self._add(
+            written, zip(delta.token_ids, output_logprobs(delta, num_top=num_top), strict=True), self._detokenizer
+        )
         return written
 
     def _add(
         self,
         written: dict[str, list],
-        entries: Iterable[tuple[int, list[ToldToken] | None]],
+        entries: Iterable[tuple[int, list[TokenLogprob] | None]],
         detokenizer: IncrementalDetokenizer,
     ) -> None:
         for token_id, told in entries:
@@ -51,7 +53,7 @@ class CompletionLogprobs:
             written["top_logprobs"].append(told and self._by_text(told))
             written["text_offset"].append(self._advance(len(token), detokenizer.push(token_id)))
 
-    def _by_text(self, told: Sequence[ToldToken]) -> dict[str, float]:
+    def _by_text(self, told: Sequence[TokenLogprob]) -> dict[str, float]:
         """Log-probs by text: the highest of tokens with the same text."""
         by_text: dict[str, float] = {}
         for token in told:
@@ -69,7 +71,7 @@ class CompletionLogprobs:
 def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int) -> dict:
     """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself."""
 
-    def entry(told: ToldToken) -> dict:
+    def entry(told: TokenLogprob) -> dict:
         text, spelled = tokenizer.token_text(told.token_id), tokenizer.token_bytes(told.token_id)
         return {"token": text, "logprob": told.logprob, "bytes": list(spelled)}
 
@@ -79,17 +81,17 @@ def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int) ->
 def token_logprobs(delta: ChoiceResult, *, num_logprobs: int) -> dict:
     """Return the object of a choice of `/inference/v1/generate`: more than one asks for the likeliest tokens too."""
 
-    def entry(told: ToldToken) -> dict:
+    def entry(told: TokenLogprob) -> dict:
         name = f"token_id:{told.token_id}"
         return {"token": name, "token_id": told.token_id, "logprob": told.logprob, "rank": told.rank}
 
     return {"content": _content(delta, entry, num_logprobs if num_logprobs > 1 else 0)}
 
 
-def _content(delta: ChoiceResult, entry: Callable[[ToldToken], dict], num_top: int) -> list[dict]:
+def _content(delta: ChoiceResult, entry: Callable[[TokenLogprob], dict], num_top: int) -> list[dict]:
     return [
         {**entry(told[0]), "top_logprobs": list(map(entry, told[:num_top]))}
-        for told in told_outputs(delta, num_top=num_top)
+        for told in output_logprobs(delta, num_top=num_top)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import ToldToken, stop_reason, told_prompt
+from rayserve_moe.engine.answers import TokenLogprob, prompt_logprobs_of, stop_reason
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
 from rayserve_moe.serving.responses.logprobs import token_logprobs
 from rayserve_moe.serving.responses.openai import usage_of
@@ -83,10 +83,10 @@ class TokenWriter:
             return {}
         prompt_ids = self._request_of_choice[0].prompt_ids.tolist()
         scores = next((result.prompt_scores for result in results if result.prompt_scores is not None), None)
-        told = told_prompt(scores, prompt_ids, num_top=num_top)
+        told = prompt_logprobs_of(scores, prompt_ids, num_top=num_top)
         return {"prompt_logprobs": [None if tokens is None else _by_id(tokens) for tokens in told]}
 
 
-def _by_id(told: Sequence[ToldToken]) -> dict[str, dict]:
+def _by_id(told: Sequence[TokenLogprob]) -> dict[str, dict]:
     """The entry of one position; clients read the first value of it as the token's own."""
     return {str(token.token_id): {"logprob": token.logprob, "rank": token.rank} for token in told}
