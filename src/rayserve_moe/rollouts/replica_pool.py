@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -65,9 +64,7 @@ class ReplicaPool:
         self._changing.clear()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._changing:
             task.cancel()
         await asyncio.gather(
