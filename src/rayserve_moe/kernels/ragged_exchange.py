@@ -64,8 +64,8 @@ def teach_cpu(primitive: Primitive | None) -> None:
             f"jax {jax.__version__} has no jax._src.lax.parallel.{PRIMITIVE}, which the exchange of rows between CPU "
             "devices builds on; install jax 0.10.2"
         )
-    rule = mlir.lower_fun(exchange_by_gather, multiple_results=False)
-    mlir.register_lowering(primitive, rule, platform="cpu")
+    lowering = mlir.lower_fun(exchange_by_gather, multiple_results=False)
+    mlir.register_lowering(primitive, lowering, platform="cpu")
 
 
 def exchange_by_gather(
