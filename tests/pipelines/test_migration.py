@@ -218,7 +218,7 @@ def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fai
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
         return programs.fetch(*arguments, **keywords)
 
-    monkeypatch.setattr(runner, "programs", replace(runner.programs, migration=programs._replace(fetch=fetch)))
+    monkeypatch.setattr(runner, "_programs", replace(runner.programs, migration=programs._replace(fetch=fetch)))
     arriving = replace(WAY, eplb=eplb)
     eplb.head_for(random_placement(migration.placement, seed=7))
     assert_identical(run_together(runner, runs.card, few_requests(), way=arriving), plain)
