@@ -154,4 +154,5 @@ def _is_bias_key(key: Any) -> bool:
 
 COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
-SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: int(seed) & 0xFFFFFFFF)
+SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: (int(seed) ^ (int(seed) >> 32)) & 0xFFFFFFFF)
+"""All 64 bits count, folded to the 32 that the sampler takes; seeds of 0 to 2**32 - 1 stay themselves."""

@@ -48,7 +48,7 @@ class SharedSampling:
     repetition_penalty: float = stated(1.0, number(0.001, 100))
     """Divides positive and multiplies negative logits of tokens in prompt or output, ahead of the other penalties."""
     seed: int | None = stated(None, SEED, sglang="sampling_seed")
-    """Its low 32 bits count; None lets the engine draw one."""
+    """All 64 bits count; None lets the engine draw one."""
     ignore_eos: bool = stated(False, FLAG)
     """Continue after the model's end of sequence."""
     include_stop_str_in_output: bool = stated(False, FLAG, sglang=None)
