@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig, apply_by_ragged_dot
+from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig, multiply_by_ragged_dot
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import compile_for, text_of
 
@@ -26,6 +26,6 @@ def test_any_number_of_rows_is_multiplied_by_the_kernel(num_tokens):
         up,
         jax.ShapeDtypeStruct((SLOTS, INNER, WIDTH), jnp.bfloat16),
     )
-    multiply = partial(apply_by_ragged_dot, first_slot=0, config=ProductConfig(SLOTS, 8.0))
+    multiply = partial(multiply_by_ragged_dot, first_slot=0, config=ProductConfig(SLOTS, 8.0))
     compiled = compile_for("v6e", lambda rows, slots, *weights: multiply(rows, slots, ExpertWeights(*weights)), *shapes)
     assert kernels_of(text_of(compiled))["ragged-dot-none"] == 3
