@@ -36,7 +36,7 @@ from rayserve_moe.kernels.attention_blocks import (
     prefill_blocks,
     sequences_per_call,
 )
-from rayserve_moe.kernels.attention_reference import ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def attend(
     page_table_BP: jax.Array,
     positions_BQ: jax.Array,
     *,
-    config: ScoreConfig,
+    config: ScoreConfig = FULL_CAUSAL,
     choose_blocks: Callable[..., KernelBlocks],
 ) -> jax.Array:
     """Attend as `attention_reference.attend` does, in blocks that `choose_blocks` cuts for these shapes and this chip.
