@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.conditions import RESULTS, note, save
 from benchmarks.planner_loads import SKEWS, drift, greedy_experts, skewed
 from benchmarks.sections import SECTIONS
-from rayserve_moe.balancing.bounds import lower_bound
+from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import first_placement, plan
 

@@ -24,8 +24,7 @@ from ray.actor import ActorHandle
 from rayserve_moe import Engine
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
-from rayserve_moe.balancing.planning import PlanningConfig, imbalance
-from rayserve_moe.balancing.proposal import PlacementState, PlanFailure
+from rayserve_moe.balancing.planning import PlacementState, PlanFailure, PlanningConfig, imbalance
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlanner, EplbPlannerActor, RemotePlanner
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rayserve_moe.balancing.bounds import lower_bound
+from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy
 from rayserve_moe.balancing.planner import plan
 from tests.support.planner_cases import KINDS, assert_fits, incoming, planner_cases, random_load, rank_loads, same

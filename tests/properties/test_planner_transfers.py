@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayserve_moe.balancing.migration import transfer_sources
 from rayserve_moe.balancing.planner import plan
-from rayserve_moe.balancing.transfer_plan import transfer_sources
 from tests.support.planner_cases import planner_cases, random_load
 
 FEW = settings(max_examples=30)  # each example is several searches

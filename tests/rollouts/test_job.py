@@ -151,8 +151,8 @@ def test_answers_that_stay_wrong_are_given_up(
     url: str, road: UnreliableRoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prompt never gets a right answer: it ends in the errors, the others do not suffer."""
-    monkeypatch.setattr("rayserve_moe.rollouts.retry.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("rayserve_moe.rollouts.retry.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("rayserve_moe.rollouts.driver.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("rayserve_moe.rollouts.driver.LONGEST_PAUSE_S", 0.01)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "input_ids": [5]}\n{"id": "b", "input_ids": [6, 7]}\n', encoding="utf-8")
     road.road = lambda _, asked, messages: answer(200, b"no container") if [5] in prompts_in(asked) else messages

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.balancing.bounds import lower_bound
-from rayserve_moe.balancing.first_placement import first_layout
-from rayserve_moe.balancing.incremental import FIRST_ROUNDS, rebalance
-from rayserve_moe.balancing.layout import Layout, layout_of
+from rayserve_moe.balancing.first_placement import first_layout, lower_bound
+from rayserve_moe.balancing.incremental import FIRST_ROUNDS, level, rebalance
+from rayserve_moe.balancing.layout import Layout, carried_over, layout_of, num_incoming
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy, placement_from
-from rayserve_moe.balancing.previous import carried_over, num_incoming
 from rayserve_moe.balancing.refinement import refine
-from rayserve_moe.balancing.shares import level
 
 FRESH_GOAL = 1.002  # of the bound: what shares are levelled to where any expert may move
 ROUNDING = 1e-6  # shares are float32

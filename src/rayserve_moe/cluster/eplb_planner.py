@@ -12,8 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.balancing.load_window import LoadReading
-from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
-from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
+from rayserve_moe.balancing.planning import LocalPlanner, PlacementState, PlanFailure, PlanningConfig, Proposal
 
 BALANCER_NAME = "expert-balancer"
 NICENESS = 15

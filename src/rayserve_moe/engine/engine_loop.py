@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 
-from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig, planning_config
-from rayserve_moe.balancing.proposal import Planner
+from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
 from rayserve_moe.config.settings import BalancingSettings, CacheSettings, ExpertSettings, SchedulerSettings, Settings
 from rayserve_moe.engine.admission import check_request, ending_ids

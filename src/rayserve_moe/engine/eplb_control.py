@@ -16,8 +16,16 @@ import numpy as np
 from rayserve_moe.balancing.load_window import LoadWindow
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.balancing.planning import PlanningConfig, imbalance, rank_loads
-from rayserve_moe.balancing.proposal import PlanFailure, Planner, Proposal, RefusedPlanError, checked_placement
+from rayserve_moe.balancing.planning import (
+    PlanFailure,
+    Planner,
+    PlanningConfig,
+    Proposal,
+    RefusedPlanError,
+    checked_placement,
+    imbalance,
+    rank_loads,
+)
 from rayserve_moe.balancing.view import ActorView, BalancingView, MigrationRecord
 from rayserve_moe.engine.eplb_steps import EplbSteps
 

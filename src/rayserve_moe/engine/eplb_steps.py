@@ -12,7 +12,7 @@ import numpy as np
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
-from rayserve_moe.balancing.proposal import PlacementState
+from rayserve_moe.balancing.planning import PlacementState
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.requests import RoutingLayout
 from rayserve_moe.scheduling.plan_builder import Schedule

@@ -31,11 +31,10 @@ from rayserve_moe.config.settings import LoggingSettings
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.rollouts.answers import Unusable
 from rayserve_moe.rollouts.client import RolloutClient
-from rayserve_moe.rollouts.driver import Driver, JobSettings, Source
+from rayserve_moe.rollouts.driver import Driver, JobSettings, Source, with_retries
 from rayserve_moe.rollouts.prompts import check_sampling, count_rows, read_rows
 from rayserve_moe.rollouts.replica_pool import ReplicaPool, num_replicas_for
 from rayserve_moe.rollouts.request_batching import RequestBatcher
-from rayserve_moe.rollouts.retry import with_retries
 from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.rollouts.summary import Tally, as_text, summary_of
 from rayserve_moe.text.tokenizer import Tokenizer, TokenizerError

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
 from rayserve_moe.rollouts.prompts import BadRow, Row, prompt_ids_of, seed_of
-from rayserve_moe.rollouts.retry import Backoff, check_deadline
 from rayserve_moe.rollouts.schema import Failure, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.rollouts.summary import Tally
@@ -220,3 +220,36 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 def _first_of(errors: BaseExceptionGroup) -> BaseException:
     first = errors.exceptions[0]
     return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+_Result = TypeVar("_Result")
+
+
+async def with_retries(call: Callable[[], Awaitable[_Result]], *, give_up_s: float) -> _Result:
+    """Call until it returns. Unusable once every call has failed for `give_up_s`."""
+    started_s, backoff = time.monotonic(), Backoff()
+    while True:
+        try:
+            return await call()
+        except (Unavailable, Faulty) as error:
+            check_deadline(started_s, error, give_up_s=give_up_s)
+        await backoff.wait()
+
+
+def check_deadline(since_s: float, error: Exception, *, give_up_s: float) -> None:
+    """Raise Unusable where calls have failed since `since_s` of the monotonic clock, for longer than `give_up_s`."""
+    if time.monotonic() - since_s > give_up_s:
+        raise Unusable(f"no answer for {give_up_s:.0f} s; the last try: {error}") from error
+
+
+class Backoff:
+    """Waits that double, with jitter."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_PAUSE_S
+
+    async def wait(self, least_s: float = 0.0) -> None:
+        """Wait for the next pause, at least `least_s`."""
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_PAUSE_S)
+        await asyncio.sleep(max(least_s, pause_s * random.uniform(0.75, 1.25)))

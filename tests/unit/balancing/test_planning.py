@@ -10,14 +10,15 @@ from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import (
     LEAST_TOKENS_PER_EXPERT,
     LocalPlanner,
+    PlacementState,
     PlanningConfig,
     chance,
+    checked_placement,
     has_enough,
     imbalance,
     is_worth,
     rank_loads,
 )
-from rayserve_moe.balancing.proposal import PlacementState, checked_placement
 from tests.support.placements import random_placement
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rayserve_moe.balancing.migration import transfer_sources
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, placement_from
-from rayserve_moe.balancing.transfer_plan import transfer_sources
 
 
 def placement(*ranks: list[int], num_experts: int = 4) -> ExpertPlacement:

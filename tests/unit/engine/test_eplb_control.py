@@ -13,8 +13,7 @@ import pytest
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
-from rayserve_moe.balancing.proposal import PlacementState, PlanFailure, Proposal
+from rayserve_moe.balancing.planning import LocalPlanner, PlacementState, PlanFailure, PlanningConfig, Proposal
 from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
 from tests.support.balancing import GARBAGE, CountedSteps
