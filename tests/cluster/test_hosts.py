@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from rayserve_moe.cluster.step_transport import TRANSPORTS, CompiledGraph, StepT
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.execution.host_runner import RunnerSettings
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
@@ -110,15 +111,13 @@ def loop_over(
     executor: OverTransport, card: ModelCard, *, num_data_ranks: int = 1, balancing: BalancingSettings | None = None
 ) -> EngineLoop:
     settings = settings_from({"model_path": "unused", **SETTINGS})
-    timing = LoopSettings(
-        settings.scheduler,
-        settings.cache,
-        num_data_ranks=num_data_ranks,
+    wanted = replace(
+        settings,
         balancing=balancing or settings.balancing,
-        num_hosts=2,
-        idle_release_s=0.2,
+        parallel=replace(settings.parallel, data_parallel_size=num_data_ranks, num_hosts=2),
+        cluster=replace(settings.cluster, idle_release_s=0.2),
     )
-    return EngineLoop(executor, card, settings=timing)
+    return EngineLoop(executor, card, settings=wanted)
 
 
 def complete(

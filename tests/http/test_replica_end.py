@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from rayserve_moe.cluster.replica_engine import ReplicaEngine
-from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.config.settings import ClusterSettings, Settings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.app import end_after_failure
 from rayserve_moe.serving.http import create_api
@@ -41,7 +41,7 @@ def test_a_replica_ends_when_its_engine_has_failed_and_everybody_was_told(
 ) -> None:
     executor, traffic, process_ended = CountingExecutor(), Traffic(), threading.Event()
     executor.may_step.clear()
-    loop = EngineLoop(executor, CARD, settings=LoopSettings(SchedulerSettings(), CacheSettings(), idle_release_s=60))
+    loop = EngineLoop(executor, CARD, settings=Settings(cluster=ClusterSettings(idle_release_s=60)))
     tokenizer = Tokenizer(checkpoint)
     replica = ReplicaEngine(loop, tokenizer, executor)
     num_unanswered: list[int] = []

@@ -84,7 +84,7 @@ class Interleaving:
         for _ in range(count):
             if not self._cycle.has_work:
                 return
-            for sequence in self._cycle.run().ended:
+            for sequence in self._cycle.run()[1]:
                 self._check(sequence)
             self._cycle.scheduler.check_integrity()
 

@@ -55,8 +55,7 @@ def updates_of(engine: Engine, way: Way) -> dict[tuple[str, int], list[ChoiceRes
     step = 0
     while cycle.has_work:
         step += 1
-        commit = cycle.run()
-        outputs.publish(commit.rows, commit.ended, now=float(step))
+        outputs.publish(*cycle.run(), now=float(step))
         if way.intervene is not None:
             way.intervene(cycle, step)
     cycle.scheduler.flush()

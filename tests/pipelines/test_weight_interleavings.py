@@ -93,7 +93,7 @@ class Interleaving:
     def turn(self, num_turns: int) -> None:
         for _ in range(num_turns):
             if self._cycle.has_work:
-                self._check_all(self._cycle.run().ended)
+                self._check_all(self._cycle.run()[1])
 
     def abort(self, index: int) -> None:
         if there := unfinished(self._cycle.scheduler):
@@ -108,7 +108,7 @@ class Interleaving:
 
     def stage(self, which: int) -> None:
         """Read weights now; steps may follow before they are put to use, and experts stay where they are."""
-        self._check_all(self._cycle.drain().ended)
+        self._check_all(self._cycle.drain()[1])
         eplb, self._staged = self._cycle.eplb, self._paths[which]
         placement = eplb.hold() if eplb is not None else self._engine.runner.placement
         self._engine.runner.staged.read(str(self._staged), placement.expert_of_slot)
@@ -118,7 +118,7 @@ class Interleaving:
             return
         version, path, self._staged = f"swap {len(self._versions)}", self._staged, None
         self._versions.append(version)
-        self._check_all(self._cycle.drain().ended)
+        self._check_all(self._cycle.drain()[1])
         if retracts:
             self._cycle.retract()
         self._cycle.take_staged_weights(version)

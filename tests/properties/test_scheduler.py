@@ -190,12 +190,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _commit(self, step: tuple[Schedule, StepResult] | None) -> None:
         if step is None:
             return
-        commit = self.scheduler.commit(*step)
-        for row in commit.rows.tolist():
+        rows, ended = self.scheduler.commit(*step)
+        for row in rows.tolist():
             owner = self.scheduler.table.sequences[row]
             if owner is not None:
                 self._check_tokens(owner)
-        for sequence in commit.ended:
+        for sequence in ended:
             past, finish = self.pasts[sequence], sequence.finish
             self._check_tokens(sequence)
             assert finish is not None and finish.kind == past.finish

@@ -168,7 +168,7 @@ def _turn(cycle: StepCycle, intervene: Intervention | None, outcomes: Outcomes) 
     while cycle.has_work:
         step += 1
         assert step < 5000, "the requests do not come to an end"
-        _take_over(outcomes, cycle.run().ended)
+        _take_over(outcomes, cycle.run()[1])
         cycle.scheduler.check_integrity()
         if intervene is not None:
             _take_over(outcomes, intervene(cycle, step) or ())

@@ -108,10 +108,10 @@ class Turns:
 
     def commit(self, schedule: Schedule, token_id: int = TOKEN) -> Commit:
         """Take over a result and release what it ended."""
-        commit = self.target.commit(schedule, result_of(schedule, token_id))
-        for sequence in commit.ended:
+        rows, ended = self.target.commit(schedule, result_of(schedule, token_id))
+        for sequence in ended:
             self.target.release(sequence)
-        return commit
+        return rows, ended
 
     def lengths(self, schedule: Schedule) -> dict[str, int]:
         """Lengths of the chunks of a schedule that was just planned, by `request/choice`."""

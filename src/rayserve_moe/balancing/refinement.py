@@ -5,8 +5,6 @@ All layers take each step together, each its own best one; what comes of a layer
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from rayserve_moe.balancing.layout import Layout, Slot, least_places
@@ -17,22 +15,6 @@ MAX_MOVES = 400  # of one descent
 RESTARTS, DISTURBANCES = 256, 4
 LEAST_RETRIES, MOST_RETRIES = 32, 128  # restarts in a row that gain a layer nothing
 SMALL = 1 << 14  # exchanges of one rank, times restarts: what small layers may try beyond LEAST_RETRIES
-
-
-class _Exchange(NamedTuple):
-    """Of each layer: the hottest rank's load after the move, the place of its slot, and the other slot."""
-
-    after: np.ndarray
-    hot_slot: np.ndarray
-    other: Slot
-
-
-class _Replacement(NamedTuple):
-    """Of each layer: the hottest rank's load after the move, the slot, and the expert that it gets."""
-
-    after: np.ndarray
-    slot: Slot
-    expert: np.ndarray
 
 
 def refine(layout: Layout, load: np.ndarray, *, bound: np.ndarray) -> None:
@@ -71,15 +53,16 @@ def descend(layout: Layout, load: np.ndarray, *, goal: np.ndarray) -> None:
     for _ in range(MAX_MOVES):
         part = layout.of_layers(layers)
         loads = _Loads(part, load[layers])
-        exchange, replacement = _best_exchange(part, loads), _best_replacement(part, loads)
-        after = np.minimum(exchange.after, replacement.after)
+        exchanged, hot_slot, other = _best_exchange(part, loads)
+        replaced, slot, expert = _best_replacement(part, loads)
+        after = np.minimum(exchanged, replaced)
         helps = (loads.peak > goal[layers]) & (after < loads.peak * (1 - GAIN))
         if not helps.any():
             break
-        chosen = np.flatnonzero(helps & (exchange.after <= replacement.after))
-        part.exchange(chosen, (loads.hottest[chosen], exchange.hot_slot[chosen]), other=_of(exchange.other, chosen))
-        chosen = np.flatnonzero(helps & (exchange.after > replacement.after))
-        part.replace(chosen, _of(replacement.slot, chosen), experts=replacement.expert[chosen])
+        chosen = np.flatnonzero(helps & (exchanged <= replaced))
+        part.exchange(chosen, (loads.hottest[chosen], hot_slot[chosen]), other=_of(other, chosen))
+        chosen = np.flatnonzero(helps & (exchanged > replaced))
+        part.replace(chosen, _of(slot, chosen), experts=expert[chosen])
         layers = layers[helps]
         layout.put(layers, part.of_layers(helps))
 
@@ -103,18 +86,22 @@ class _Loads:
         self.without = layout.hottest_other(self.ranks) + growth
 
 
-def _best_exchange(layout: Layout, loads: _Loads) -> _Exchange:
+def _best_exchange(layout: Layout, loads: _Loads) -> tuple[np.ndarray, np.ndarray, Slot]:
+    """Of each layer: the hottest rank's load after the move, the place of its slot, and the other slot."""
     given = loads.hot_items[:, :, None, None] - loads.items[:, None]
     after = np.maximum(loads.peak[:, None, None, None] - given, loads.ranks[:, None, :, None] + given)
     after[loads.has_hot] = np.inf
     taken = np.take_along_axis(loads.in_hot, layout.by_layer, axis=1).reshape(layout.experts.shape)
     after[np.broadcast_to(taken[:, None], after.shape)] = np.inf
     peak, (hot_slot, rank, place) = least_places(after)
-    return _Exchange(peak, hot_slot, (rank, place))
+    return peak, hot_slot, (rank, place)
 
 
-def _best_replacement(layout: Layout, loads: _Loads) -> _Replacement:
-    """Bounds from above: where several changes meet on a rank, those that relieve it are left out."""
+def _best_replacement(layout: Layout, loads: _Loads) -> tuple[np.ndarray, Slot, np.ndarray]:
+    """Of each layer: the hottest rank's load after the move, the slot, and the expert that it gets.
+
+    Bounds from above: where several changes meet on a rank, those that relieve it are left out.
+    """
     smaller = np.take_along_axis(loads.with_more, loads.hot_experts, axis=1)
     relieved = loads.peak[:, None] - loads.hot_items + smaller
     after = (loads.ranks[:, :, None] - loads.items)[:, None] + smaller[:, :, None, None]
@@ -129,7 +116,7 @@ def _best_replacement(layout: Layout, loads: _Loads) -> _Replacement:
     inward, (hot_slot, colder) = least_places(after)
     is_outward = outward <= inward
     slot = np.where(is_outward, rank, loads.hottest), np.where(is_outward, place, hot_slot)
-    return _Replacement(np.minimum(outward, inward), slot, np.where(is_outward, expert, colder))
+    return np.minimum(outward, inward), slot, np.where(is_outward, expert, colder)
 
 
 def _disturb(layout: Layout, load: np.ndarray, generator: np.random.Generator, *, from_hottest: bool) -> None:

@@ -13,7 +13,7 @@ from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.cluster.eplb_planner import RemotePlanner
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.engine.engine_loop import EngineLoop, loop_settings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def start_replica_engine(
         loop = EngineLoop(
             executor,
             described.card,
-            settings=loop_settings(settings),
+            settings=settings,
             planner_for=LocalPlanner if find_balancer is None else lambda _: RemotePlanner(find_balancer),
         )
         undo.pop_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -23,17 +23,12 @@ RAY_VERSIONS = {"v5e": "v5litepod"}
 WORKER_ID_LABEL = "ray.io/tpu-worker-id"
 POLL_S = 0.25
 
+Host = tuple[int, dict[str, str]]
+"""A host's bundle of the placement group, and variables that its process needs before jax starts."""
+
 
 class GivenUpError(RuntimeError):
     """The start was given up by another thread."""
-
-
-@dataclass(frozen=True)
-class HostPlacement:
-    """One host: its bundle of the placement group, and variables its process needs before jax starts."""
-
-    bundle: int
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,20 +40,20 @@ class SliceReservation:
 
     group: PlacementGroup
     host_resources: dict[str, float]
-    hosts: tuple[HostPlacement, ...]
+    hosts: tuple[Host, ...]
 
     def actor_options(self, host_id: int) -> dict[str, Any]:
         """Options that put an actor on the host with this number, with all that was reserved there."""
-        host = self.hosts[host_id]
+        bundle, environment = self.hosts[host_id]
         strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=host.bundle, placement_group_capture_child_tasks=True
+            self.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
         )
         options = {
             "num_cpus": self.host_resources.get("CPU", 0),
             "resources": {name: amount for name, amount in self.host_resources.items() if name != "CPU"},
             "scheduling_strategy": strategy,
         }
-        return options | ({"runtime_env": {"env_vars": host.environment}} if host.environment else {})
+        return options | ({"runtime_env": {"env_vars": environment}} if environment else {})
 
     def release(self) -> None:
         """Give everything back; actors that still run on it are killed. May be called twice."""
@@ -106,7 +101,7 @@ def _reserve_cpu(cluster: ClusterSettings, num_hosts: int, given_up: threading.E
             waited_for = f"{num_hosts} hosts with {resources} each within {cluster.start_timeout_s} s"
             raise TimeoutError(f"the cluster had no room for {waited_for}") from error
         undo.pop_all()
-    return SliceReservation(group, resources, tuple(HostPlacement(i) for i in range(num_hosts)))
+    return SliceReservation(group, resources, tuple((i, {}) for i in range(num_hosts)))
 
 
 def _reserve_tpu(cluster: ClusterSettings, *, num_hosts: int, num_slices: int) -> SliceReservation:
@@ -139,7 +134,7 @@ def _reserve_tpu(cluster: ClusterSettings, *, num_hosts: int, num_slices: int) -
     return SliceReservation(group, {"TPU": float(slices.devices_per_host)}, hosts)
 
 
-def _number_hosts(group: PlacementGroup, *, num_slices: int, hosts_per_slice: int) -> tuple[HostPlacement, ...]:
+def _number_hosts(group: PlacementGroup, *, num_slices: int, hosts_per_slice: int) -> tuple[Host, ...]:
     """Order the bundles of each slice by the number that the slice itself gives to their hosts.
 
     jax takes its process numbers on a TPU from the slice; so both agree. Hosts of several slices meet at the first one.
@@ -157,9 +152,8 @@ def _number_hosts(group: PlacementGroup, *, num_slices: int, hosts_per_slice: in
         for bundle in sorted(range(first, first + hosts_per_slice), key=number_in_slice)
     ]
     if num_slices == 1:
-        return tuple(HostPlacement(bundle) for bundle in ordered)
+        return tuple((bundle, {}) for bundle in ordered)
     coordinator = nodes[node_of_bundle[ordered[0]]]["NodeManagerAddress"]
     return tuple(
-        HostPlacement(bundle, get_tpu_coordinator_env_vars(coordinator, num_slices, bundle // hosts_per_slice))
-        for bundle in ordered
+        (bundle, get_tpu_coordinator_env_vars(coordinator, num_slices, bundle // hosts_per_slice)) for bundle in ordered
     )

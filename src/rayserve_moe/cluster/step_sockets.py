@@ -4,8 +4,8 @@ An actor call carries the same, for seven times as long and with four times the 
 the workers, passes their addresses, and carries everything that is not part of every step.
 
 Messages are pickles without what both ends know: most of a plain pickle of a plan are names of fields and empty parts,
-which take two thirds of the time to write and to read. So a connection begins with both ends proving that they know the key that the actor call which
-opened it carried (`handshake`).
+which take two thirds of the time to write and to read. So a connection begins with both ends proving that they know the
+key that the actor call which opened it carried (`handshake`).
 """
 
 from __future__ import annotations

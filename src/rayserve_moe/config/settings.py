@@ -215,7 +215,7 @@ class LoggingSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything, by owner. A component is given its own section, never the whole."""
+    """Everything, by owner. A component is given its own sections; only an engine reads the whole."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)

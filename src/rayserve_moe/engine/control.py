@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
-from rayserve_moe.engine.output_dispatch import NO_ROWS, OutputDispatch
-from rayserve_moe.engine.step_cycle import Executor, ExecutorFailure, StepCycle
+from rayserve_moe.engine.output_dispatch import OutputDispatch
+from rayserve_moe.engine.step_cycle import NO_ROWS, Executor, ExecutorFailure, StepCycle
 from rayserve_moe.requests import FinishReason, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
@@ -123,8 +123,7 @@ class EngineControl:
         self._cycle.is_paused, self._mode = False, None
 
     def _drain(self) -> None:
-        commit = self._cycle.drain()
-        self._outputs.publish(commit.rows, commit.ended, now=time.monotonic())
+        self._outputs.publish(*self._cycle.drain(), now=time.monotonic())
 
     def _update(self, order: WeightOrder) -> WeightOutcome:
         """In the thread of updates: stage, then swap."""

@@ -14,7 +14,7 @@ from functools import partial
 
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
-from rayserve_moe.config.settings import BalancingSettings, CacheSettings, ExpertSettings, SchedulerSettings, Settings
+from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl
@@ -35,34 +35,6 @@ class EngineBusyError(RuntimeError):
     """Too many requests wait already; ask again later."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopSettings:
-    """The sections that the loop needs, and the seconds after which it counts as idle, or stuck."""
-
-    scheduler: SchedulerSettings
-    cache: CacheSettings
-    num_data_ranks: int = 1
-    balancing: BalancingSettings = dataclasses.field(default_factory=BalancingSettings)
-    experts: ExpertSettings = dataclasses.field(default_factory=ExpertSettings)
-    num_hosts: int = 1
-    idle_release_s: float = 0.5
-    step_timeout_s: float = 120.0
-
-
-def loop_settings(settings: Settings) -> LoopSettings:
-    """The sections of an engine with these settings."""
-    return LoopSettings(
-        settings.scheduler,
-        settings.cache,
-        num_data_ranks=settings.parallel.data_parallel_size,
-        balancing=settings.balancing,
-        experts=settings.experts,
-        num_hosts=settings.parallel.num_hosts,
-        idle_release_s=settings.cluster.idle_release_s,
-        step_timeout_s=settings.cluster.step_timeout_s,
-    )
-
-
 class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
@@ -77,7 +49,7 @@ class EngineLoop:
         executor: Executor,
         card: ModelCard,
         *,
-        settings: LoopSettings,
+        settings: Settings,
         planner_for: Callable[[PlanningConfig], Planner] = LocalPlanner,
     ) -> None:
         self._card = card
@@ -89,7 +61,7 @@ class EngineLoop:
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
         self.eplb = eplb_steps_for(
-            card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.num_hosts
+            card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.parallel.num_hosts
         )
         num_pages = self.start_report.num_pages
         self._longest = (num_pages - 1) * settings.cache.page_size
@@ -122,7 +94,7 @@ class EngineLoop:
         what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
         """
         check_request(request, self._card, longest=self._longest)
-        most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.num_data_ranks)
+        most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.parallel.data_parallel_size)
         with self._commands.lock:
             self._commands.check_open()
             num_live = len(self._outputs)
@@ -174,12 +146,14 @@ class EngineLoop:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
         self._commands.check_open()
         started = self._step_started_at
-        if started is not None and time.monotonic() - started > self._settings.step_timeout_s:
-            raise EngineStoppedError(f"a step has been running for over {self._settings.step_timeout_s} s")
+        if started is not None and time.monotonic() - started > self._settings.cluster.step_timeout_s:
+            raise EngineStoppedError(f"a step has been running for over {self._settings.cluster.step_timeout_s} s")
 
     def check_integrity(self) -> None:
         """Assert, between two steps, that pages and rows add up against an independent count."""
-        fault = self._commands.call(partial(_fault_of, self._cycle.scheduler)).result(self._settings.step_timeout_s)
+        fault = self._commands.call(partial(_fault_of, self._cycle.scheduler)).result(
+            self._settings.cluster.step_timeout_s
+        )
         if fault is not None:
             raise fault
 
@@ -198,8 +172,7 @@ class EngineLoop:
         try:
             while self._take_commands():
                 self._step_started_at = time.monotonic()
-                commit = self._cycle.run()
-                self._outputs.publish(commit.rows, commit.ended, now=time.monotonic())
+                self._outputs.publish(*self._cycle.run(), now=time.monotonic())
                 self._step_started_at = None
         except Exception as error:
             log.exception("the engine has failed")
@@ -220,7 +193,7 @@ class EngineLoop:
         return False
 
     def _sleep_until_woken(self) -> None:
-        if not self._commands.wait(self._settings.idle_release_s):
+        if not self._commands.wait(self._settings.cluster.idle_release_s):
             self._executor.release()
             self._commands.wait()
 
@@ -258,9 +231,9 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
 
 
 def _step_cycle(
-    executor: Executor, card: ModelCard, *, settings: LoopSettings, num_pages: int, eplb: EplbSteps
+    executor: Executor, card: ModelCard, *, settings: Settings, num_pages: int, eplb: EplbSteps
 ) -> StepCycle:
-    scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.num_data_ranks
+    scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.parallel.data_parallel_size
     limits = StepLimits(
         num_rows=scheduler.max_running_requests,
         step_tokens=scheduler.max_step_tokens,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from rayserve_moe.engine.step_cycle import NO_ROWS
 from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
@@ -21,7 +22,6 @@ End = Callable[[Sequence, FinishReason], object]
 
 STOPPED = FinishReason("stop")
 """How a choice ends that a stop string has completed; the text layer knows which one."""
-NO_ROWS = np.zeros(0, np.int64)
 GROUPING_S_PER_SEQUENCE = 0.01
 LONGEST_GROUPING_S = 0.13
 """The least seconds between two updates of a choice: none when alone, more with the load. With the step in flight an

@@ -12,11 +12,11 @@ from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, preempt_all
+from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
-_NOTHING = Commit(np.zeros(0, np.int64), [])
+NO_ROWS = np.zeros(0, np.int64)
 
 
 class ExecutorFailure(RuntimeError):
@@ -103,9 +103,9 @@ class StepCycle:
         return (self.scheduler.has_work and not self.is_paused) or self._in_flight is not None
 
     def run(self) -> Commit:
-        """Plan and submit a step, and commit the one before; the pages of ended sequences are free again.
+        """Plan and submit a step, and commit the one before: returns what `Scheduler.commit` does.
 
-        The `final_routing` of those sequences is set where it is wanted.
+        The pages of ended sequences are free again, and their `final_routing` is set where it is wanted.
         """
         started = time.perf_counter()
         schedule = self.scheduler.schedule(captures_all=self._captures_all)
@@ -115,18 +115,19 @@ class StepCycle:
         if self._capture is not None:
             self._capture.submit(schedule.plan, self.scheduler.table)
         self._clock.schedule_s += time.perf_counter() - started
-        commit = self._exchange(schedule)
+        committed = self._exchange(schedule)
         if self._in_flight is not None and not self._overlaps:
             return self._exchange(None)
-        return commit
+        return committed
 
     def drain(self) -> Commit:
         """Commit the step in flight, if there is one, and plan none: then nothing runs."""
-        return self._exchange(None) if self._in_flight is not None else _NOTHING
+        return self._exchange(None) if self._in_flight is not None else (NO_ROWS, [])
 
     def retract(self) -> None:
-        """Preempt everything that runs. Call after `drain`."""
-        preempt_all(self.scheduler)
+        """Preempt everything that runs; it waits in the order it ran in. Call after `drain`."""
+        for sequence in reversed(self.scheduler.running):
+            self.scheduler.preempt(sequence)
         self._retain_finally()
 
     def take_staged_weights(self, weight_version: str) -> None:
@@ -182,15 +183,15 @@ class StepCycle:
             self._capture.absorb(result.routing)
         self._retain_finally()
         if finished is None:
-            return _NOTHING
+            return NO_ROWS, []
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
         if self.eplb is not None:
             self.eplb.absorb(result)
-        commit = self.scheduler.commit(finished, result)
-        for sequence in commit.ended:
+        rows, ended = self.scheduler.commit(finished, result)
+        for sequence in ended:
             self._release(sequence)
         self._account(finished, result, time.perf_counter() - returned)
-        return commit
+        return rows, ended
 
     def _release(self, sequence: Sequence) -> Sequence:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""

@@ -11,7 +11,7 @@ from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
-from rayserve_moe.engine.engine_loop import EngineLoop, loop_settings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.inprocess.arguments import prompts_from, requests_from, single_prompt_from
@@ -44,7 +44,7 @@ class Engine:
         self.tokenizer = described.tokenizer
         self.runner = HostRunner(described.runner, plan)
         executor = LocalExecutor(self.runner, wanted.updates)
-        self.loop = EngineLoop(executor, described.card, settings=loop_settings(wanted))
+        self.loop = EngineLoop(executor, described.card, settings=wanted)
 
     def generate(
         self,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -37,24 +37,8 @@ START_ERRORS = (RayError, OSError, ValueError)
 """Raised where an engine cannot be started: with these settings, on this cluster, or at present."""
 
 
-class Replica(Protocol):
-    """One engine over one slice, asked for many prompts at once. `start` comes first, `stop` last."""
-
-    async def start(self) -> dict[str, Any]:
-        """Reserve the slice and load the model; returns the fields of `/model_info`, and `max_running`."""
-        ...
-
-    async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        """Sample prompts. Raises Refused, Unavailable, Faulty, and EngineStoppedError once the engine is lost."""
-        ...
-
-    async def stop(self) -> None:
-        """Abort what runs and give the slice back; may be called twice. Raises nothing."""
-        ...
-
-
 class LocalReplica:
-    """A replica in this process: engine thread and tokenizer; its workers are actors."""
+    """A replica in this process: engine thread and tokenizer; its workers are actors. `start` comes first."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._given_up = settings, threading.Event()
@@ -62,6 +46,7 @@ class LocalReplica:
         self._engine: ReplicaEngine | None = None
 
     async def start(self) -> dict[str, Any]:
+        """Reserve the slice and load the model; returns the fields of `/model_info`, and `max_running`."""
         start = partial(start_replica_engine, self._settings, given_up=self._given_up)
         self._starting = asyncio.ensure_future(asyncio.to_thread(start))
         engine = await asyncio.shield(self._starting)
@@ -76,6 +61,7 @@ class LocalReplica:
         }
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
+        """Sample prompts. Raises Refused, Unavailable, Faulty, and EngineStoppedError once the engine is lost."""
         outcomes = await asyncio.gather(*map(self._generate, requests), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -83,6 +69,7 @@ class LocalReplica:
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def stop(self) -> None:
+        """Abort what runs and give the slice back; may be called twice. Raises nothing."""
         self._given_up.set()
         if self._starting is not None:
             with contextlib.suppress(GivenUpError, *START_ERRORS):
@@ -137,7 +124,7 @@ RemoteReplicaProcess = ray.remote(ReplicaProcess)
 
 
 class ActorReplica:
-    """A replica in an actor."""
+    """A replica in an actor: the methods of `LocalReplica`."""
 
     def __init__(self, settings: Settings) -> None:
         options = {"num_cpus": REPLICA_CPUS, "max_concurrency": MOST_CALLS}
@@ -158,3 +145,6 @@ class ActorReplica:
         with contextlib.suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._actor.stop.remote(), LONGEST_STOP_S)
         ray.kill(self._actor)
+
+
+Replica = LocalReplica | ActorReplica

@@ -35,12 +35,8 @@ class Preemption:
     origins: tuple[tuple[int, int, str], ...]
 
 
-@dataclass(frozen=True)
-class Commit:
-    """Rows that got a token, and the sequences that ended, which still hold their pages."""
-
-    rows: np.ndarray
-    ended: list[Sequence]
+Commit = tuple[np.ndarray, list[Sequence]]
+"""Rows that got a token, and the sequences that ended, which still hold their pages."""
 
 
 class Scheduler:
@@ -138,7 +134,7 @@ class Scheduler:
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
             self._release_followers(sequence)
-        return Commit(rows, [self._end_row(row, reason) for row, reason in endings])
+        return rows, [self._end_row(row, reason) for row, reason in endings]
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take a sequence out of the queues; it keeps its pages until `release`."""
@@ -243,12 +239,6 @@ def unfinished(scheduler: Scheduler) -> list[Sequence]:
     """All choices that have not ended: running, waiting, or followers of another."""
     found = {id(choice): choice for s in (*scheduler.running, *scheduler.waiting) for choice in s.choices}
     return [choice for choice in found.values() if choice.finish is None]
-
-
-def preempt_all(scheduler: Scheduler) -> None:
-    """Preempt all running sequences; they wait in the order they ran in."""
-    for sequence in reversed(scheduler.running):
-        scheduler.preempt(sequence)
 
 
 def change_weights(scheduler: Scheduler, weight_version: str) -> None:

@@ -14,8 +14,8 @@ from benchmarks.engine_runs import check_routing, in_turn, run_engine
 from benchmarks.load_curve import DecodeWindow, decode_together
 from benchmarks.rebalance import window
 from benchmarks.workloads import Workload
-from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.config.settings import ClusterSettings, SchedulerSettings, Settings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutingLayout
 from tests.support.counting import CARD, CountingExecutor
 
@@ -27,7 +27,8 @@ def executor():
 
 @pytest.fixture
 def counting_loop(executor):
-    settings = LoopSettings(SchedulerSettings(max_running_requests=8), CacheSettings(), idle_release_s=60)
+    scheduler, cluster = SchedulerSettings(max_running_requests=8), ClusterSettings(idle_release_s=60)
+    settings = Settings(scheduler=scheduler, cluster=cluster)
     loop = EngineLoop(executor, CARD, settings=settings)
     yield loop
     loop.shutdown()

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, Settings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
 from tests.support.counting import CARD, CountingExecutor
 
@@ -49,9 +49,9 @@ class Conversations:
 @pytest.mark.parametrize("overlap_steps", [True, False])
 def test_little_more_is_computed_than_what_is_new(overlap_steps: bool):
     executor = CountingExecutor(num_pages=1024)
-    settings = LoopSettings(
-        SchedulerSettings(max_running_requests=8, max_step_tokens=128, overlap_steps=overlap_steps),
-        CacheSettings(page_size=PAGE_SIZE),
+    settings = Settings(
+        scheduler=SchedulerSettings(max_running_requests=8, max_step_tokens=128, overlap_steps=overlap_steps),
+        cache=CacheSettings(page_size=PAGE_SIZE),
     )
     loop = EngineLoop(executor, replace(CARD, max_model_len=1000), settings=settings)
     conversations = Conversations(loop)

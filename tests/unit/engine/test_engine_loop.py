@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.engine.engine_loop import EngineBusyError, EngineLoop, EngineStoppedError, LoopSettings
+from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
+from rayserve_moe.engine.engine_loop import EngineBusyError, EngineLoop, EngineStoppedError
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RequestError, SamplingParams
 from tests.support.counting import CARD, CountingExecutor
 
@@ -58,11 +58,10 @@ def request(name: str = "r", prompt: object = (7,), *, seed: int | None = 1, **s
 def loop_over(
     executor: CountingExecutor, *, step_timeout_s: float = TIMEOUT_S, **scheduler: int
 ) -> Iterator[EngineLoop]:
-    settings = LoopSettings(
-        SchedulerSettings(**{"max_running_requests": 4, **scheduler}),
-        CacheSettings(page_size=4),
-        idle_release_s=0.01,
-        step_timeout_s=step_timeout_s,
+    settings = Settings(
+        scheduler=SchedulerSettings(**{"max_running_requests": 4, **scheduler}),
+        cache=CacheSettings(page_size=4),
+        cluster=ClusterSettings(idle_release_s=0.01, step_timeout_s=step_timeout_s),
     )
     loop = EngineLoop(executor, CARD, settings=settings)
     try:

@@ -34,7 +34,7 @@ class Captured:
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
-            self.routing |= {sequence: sequence.final_routing for sequence in self.cycle.run().ended}
+            self.routing |= {sequence: sequence.final_routing for sequence in self.cycle.run()[1]}
 
     def finish(self, *groups: list[Sequence]) -> list[RoutedExperts]:
         """Run requests to their end; returns the routing of all their choices."""

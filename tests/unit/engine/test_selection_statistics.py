@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.config.settings import CacheSettings, Settings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.step_cycle import selection_statistics
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
 from rayserve_moe.serving.metrics import EngineMetrics
@@ -17,7 +17,7 @@ from tests.support.counting import CARD, CountingExecutor
 
 
 def statistics_after_three_tokens(executor: CountingExecutor) -> tuple[dict[str, float], dict[str, object]]:
-    loop = EngineLoop(executor, CARD, settings=LoopSettings(SchedulerSettings(), CacheSettings(page_size=4)))
+    loop = EngineLoop(executor, CARD, settings=Settings(cache=CacheSettings(page_size=4)))
     is_done = threading.Event()
 
     def receive(updates: list[ChoiceResult]) -> None:

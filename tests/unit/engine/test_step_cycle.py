@@ -33,8 +33,8 @@ def test_a_turn_brings_the_result_of_the_step_before():
     cycle.scheduler.add([sequence])
     seen = []
     while cycle.has_work:
-        commit = cycle.run()
-        seen.append((len(commit.rows), sequence.num_outputs, len(commit.ended)))
+        rows, ended = cycle.run()
+        seen.append((len(rows), sequence.num_outputs, len(ended)))
     assert seen == [(0, 0, 0), (1, 1, 0), (1, 2, 0), (1, 3, 1)]
 
 
@@ -44,8 +44,8 @@ def test_without_overlap_a_turn_brings_its_own_result():
     cycle.scheduler.add([sequence])
     seen = []
     while cycle.has_work:
-        commit = cycle.run()
-        seen.append((len(commit.rows), sequence.num_outputs, len(commit.ended)))
+        rows, ended = cycle.run()
+        seen.append((len(rows), sequence.num_outputs, len(ended)))
     assert seen == [(1, 1, 0), (1, 2, 0), (1, 3, 1)]
 
 
@@ -86,8 +86,8 @@ def test_work_is_left_until_the_last_result_is_in():
     cycle.run()
     cycle.end(sequence, ABORT)
     assert not cycle.scheduler.has_work and cycle.has_work, "a result is on its way"
-    commit = cycle.run()
-    assert len(commit.rows) == 0 and commit.ended == [] and not cycle.has_work
+    rows, ended = cycle.run()
+    assert len(rows) == 0 and ended == [] and not cycle.has_work
 
 
 def test_a_result_of_another_step_is_our_own_fault():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
-from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
+from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
 from rayserve_moe.engine import output_dispatch
 from rayserve_moe.engine.control import ABORTED
-from rayserve_moe.engine.engine_loop import EngineLoop, LoopSettings
+from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
@@ -39,7 +39,8 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Its clients hear of every token at once; more is asked of it than it runs, or takes."""
     monkeypatch.setattr(output_dispatch, "LONGEST_GROUPING_S", 0.0)
     limits = SchedulerSettings(max_running_requests=8, max_waiting_requests=16, overlap_steps=request.param)
-    settings = LoopSettings(limits, CacheSettings(page_size=4), idle_release_s=0.01)
+    cluster = ClusterSettings(idle_release_s=0.01)
+    settings = Settings(scheduler=limits, cache=CacheSettings(page_size=4), cluster=cluster)
     card = replace(CARD, routing=ROUTING, returns_routing=True)
     running = EngineLoop(CountingExecutor(num_pages=1024), card, settings=settings)
     yield running

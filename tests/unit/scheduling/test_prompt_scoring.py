@@ -40,7 +40,7 @@ def finish(target: Scheduler, *, limit: int = 100, **kwargs: float) -> None:
         if not target.has_work:
             return
         schedule = target.schedule()
-        for sequence in target.commit(schedule, result_with_scores(schedule, **kwargs)).ended:
+        for sequence in target.commit(schedule, result_with_scores(schedule, **kwargs))[1]:
             target.release(sequence)
         target.check_integrity()
     raise AssertionError("the requests do not come to an end")

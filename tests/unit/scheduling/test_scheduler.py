@@ -56,8 +56,8 @@ def test_a_sequence_goes_on_from_the_token_that_is_on_its_way():
     assert [schedule.plan.chunk_starts.tolist() for schedule in ahead] == [[0], [5], [6], [7], []]
     assert [schedule.plan.token_ids.tolist() for schedule in ahead[1:4]] == [[LAST_SAMPLED]] * 3
     for i, schedule in enumerate(ahead[:4]):
-        commit = target.commit(schedule, result_of(schedule, 40 + i))
-    assert commit.ended == [sequence] and sequence.tokens(5, 9).tolist() == [40, 41, 42, 43]
+        _, ended = target.commit(schedule, result_of(schedule, 40 + i))
+    assert ended == [sequence] and sequence.tokens(5, 9).tolist() == [40, 41, 42, 43]
 
 
 def test_nothing_is_computed_beyond_the_last_token_that_is_wanted():
@@ -110,7 +110,7 @@ def test_the_token_of_a_preempted_sequence_is_dropped_and_sampled_again():
     in_flight = target.schedule()
     target.preempt(sequence)
     again = target.schedule()
-    assert len(target.commit(in_flight, result_of(in_flight, 77)).rows) == 0
+    assert len(target.commit(in_flight, result_of(in_flight, 77))[0]) == 0
     assert sequence.num_outputs == 0
     target.commit(again, result_of(again, 78))
     assert sequence.tokens(5, 6).tolist() == [78]
@@ -155,7 +155,7 @@ def test_a_prompt_is_not_done_by_the_result_of_its_run_before_a_preemption():
     target.preempt(group[0])
     target.flush()
     target.schedule()
-    assert target.commit(ends_prompt, result_of(ends_prompt)).ended == []
+    assert target.commit(ends_prompt, result_of(ends_prompt))[1] == []
     assert group[0].num_computed == 8 and not target.waiting, "the others wait for the prompt too"
 
 
@@ -165,12 +165,12 @@ def test_a_stop_token_ends_and_is_kept_and_the_one_after_it_is_dropped():
     target.add([sequence])
     first, extra = target.schedule(), target.schedule()
     assert extra.plan.chunk_starts.tolist() == [3]
-    commit = target.commit(first, result_of(first, STOP_TOKEN_ID))
-    assert commit.ended == [sequence] and len(sequence.pages) == 4, "one of them for the token too many"
+    _, ended = target.commit(first, result_of(first, STOP_TOKEN_ID))
+    assert ended == [sequence] and len(sequence.pages) == 4, "one of them for the token too many"
     target.release(sequence)
     target.check_integrity()
-    commit = target.commit(extra, result_of(extra))
-    assert len(commit.rows) == 0 and commit.ended == []
+    rows, ended = target.commit(extra, result_of(extra))
+    assert len(rows) == 0 and ended == []
     assert sequence.finish == FinishReason("stop", matched=STOP_TOKEN_ID)
     assert sequence.tokens(3, sequence.num_tokens).tolist() == [STOP_TOKEN_ID]
     assert not target.has_work and target.ranks[0].tree.num_cached_pages == 3
@@ -184,11 +184,11 @@ def test_the_next_owner_of_a_row_is_not_given_the_token_too_many():
     for sequence in (first, second):
         target.add([sequence])
     begin, extra = target.schedule(), target.schedule()
-    for sequence in target.commit(begin, result_of(begin, STOP_TOKEN_ID)).ended:
+    for sequence in target.commit(begin, result_of(begin, STOP_TOKEN_ID))[1]:
         target.release(sequence)
     takes_over = target.schedule()
     assert second.row == int(extra.plan.chunk_rows[0])
-    assert len(target.commit(extra, result_of(extra, 88)).rows) == 0
+    assert len(target.commit(extra, result_of(extra, 88))[0]) == 0
     target.commit(takes_over, result_of(takes_over, 44))
     assert second.tokens(2, second.num_tokens).tolist() == [44]
 

@@ -182,7 +182,7 @@ def test_logits_that_are_not_finite_end_their_sequence_only_and_are_not_cached()
     for sequence in (bad, good):
         target.add([sequence])
     schedule = target.schedule()
-    assert target.commit(schedule, result_of(schedule, not_finite=(0,))).ended == [bad]
+    assert target.commit(schedule, result_of(schedule, not_finite=(0,)))[1] == [bad]
     target.release(bad)
     assert bad.finish is not None and bad.finish.kind == "error" and bad.num_outputs == 0
     assert good.finish is None and good.num_outputs == 1
