@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of
+from rayserve_moe.parallel.sharding import DATA
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 KV_AXES = ("data_ranks", None, "kv_heads", None)
@@ -46,6 +47,7 @@ class StepConfig:
     model: ModelConfig
     page_size: int
     capture_routing: bool
+    samples: bool = True
 
 
 def run_step(
@@ -56,16 +58,17 @@ def run_step(
     blocks: BlockInputs | None,
     layout: InputLayout,
     config: StepConfig,
-) -> tuple[DeviceState, StepOutput]:
-    """Compute one step on every device of the mesh; the output is the same on all of them.
+) -> tuple[DeviceState, Any]:
+    """Compute one step on every device of the mesh; returns a StepOutput, the same on all of them.
 
-    `blocks` comes with shapes that have prefill blocks, and with no others.
+    `blocks` comes with shapes that have prefill blocks, and with no others. A step that does not sample returns float32
+    logits [N * S, V], each data rank's own, and counts no tokens.
     """
     plan = config.model.plan
 
     def on_device(
         weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
-    ) -> tuple[DeviceState, StepOutput]:
+    ) -> tuple[DeviceState, Any]:
         vector_W = vectors_NW[plan.data_rank()]
         rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
         step = unpack(vector_W, rows, layout=layout, page_size=config.page_size)
@@ -77,6 +80,8 @@ def run_step(
             forced_MXK=blocks and blocks.forced_NMXK[0],
             config=config.model,
         )
+        if not config.samples:
+            return replace(state, kv_pages=out.kv_pages, rows=rows), logits_SV
         sampled, rows = _sampled(logits_SV, rows, step)
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = DeviceState(out.kv_pages, counts_ME, rows)
@@ -92,7 +97,7 @@ def run_step(
         on_device,
         mesh=plan.mesh,
         in_specs=(weight_partitions(model), state_parts, whole, block_partitions(model, blocks)),
-        out_specs=(state_parts, whole),
+        out_specs=(state_parts, whole if config.samples else PartitionSpec(DATA)),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
 

@@ -1,7 +1,5 @@
 """The programs of a server as functions and shapes to compile them for: no weights, no devices, nothing allocated."""
 
-# N data ranks   W words of a data rank's input vector
-
 from __future__ import annotations
 
 import math
@@ -13,30 +11,22 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 from rayserve_moe.execution.device_state import allocate_state, block_input_shapes
 from rayserve_moe.execution.migration import expert_state, fetch, staging_shapes, swap, vector_sizes
-from rayserve_moe.execution.step import (
-    StepConfig,
-    block_partitions,
-    run_step,
-    state_partitions,
-    step_logits,
-    weight_partitions,
-)
-from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ExpertState, ModelWeights, StepShape
-from rayserve_moe.execution.weights import first_placement, model_config
+from rayserve_moe.execution.step import StepConfig, run_step, state_partitions
+from rayserve_moe.execution.step_input import InputLayout
+from rayserve_moe.execution.step_types import DeviceState, ExpertState, ModelWeights, StepShape
+from rayserve_moe.execution.weights import first_placement, model_config, parameter_tree
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.parameters import ParamSpec, parameter_specs
 from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.parallel.sharding import DATA, ParallelPlan
+from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
 from rayserve_moe.tools.hlo_report import Piece
 
@@ -120,51 +110,12 @@ def programs_of(served: ServedModel) -> list[Program]:
     decode = StepShape(batch, 0, block)
     prefill = StepShape(batch, -(-served.setting.prefill_tokens // block), block)
     return [
-        _program("decode_forward", run_forward, shape=decode, served=served),
-        _program("decode", run_step, shape=decode, served=served),
-        _program("prefill_forward", run_forward, shape=prefill, served=served),
-        _program("prefill", run_step, shape=prefill, served=served),
+        _program("decode_forward", decode, served=served, samples=False),
+        _program("decode", decode, served=served),
+        _program("prefill_forward", prefill, served=served, samples=False),
+        _program("prefill", prefill, served=served),
         *_migration_programs(served),
     ]
-
-
-def run_forward(
-    weights: ModelWeights,
-    state: DeviceState,
-    *,
-    vectors_NW: jax.Array,
-    blocks: BlockInputs | None,
-    layout: InputLayout,
-    config: StepConfig,
-) -> tuple[DeviceState, jax.Array]:
-    """A step without sampling: the state, and float32 logits [N * S, V] that stay where they are."""
-    plan = config.model.plan
-
-    def on_device(
-        weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
-    ) -> tuple[DeviceState, jax.Array]:
-        vector_W = vectors_NW[plan.data_rank()]
-        rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
-        step = unpack(vector_W, rows, layout=layout, page_size=config.page_size)
-        places_S = step.sample_places_S
-        out, logits_SV = step_logits(
-            weights,
-            state.kv_pages,
-            batch=step.batch,
-            sample_places_S=places_S,
-            forced_MXK=blocks and blocks.forced_NMXK[0],
-            config=config.model,
-        )
-        return replace(state, kv_pages=out.kv_pages, rows=rows), logits_SV
-
-    parts = state_partitions(config.model)
-    return jax.shard_map(
-        on_device,
-        mesh=plan.mesh,
-        in_specs=(weight_partitions(config.model), parts, PartitionSpec(), block_partitions(config.model, blocks)),
-        out_specs=(parts, PartitionSpec(DATA)),
-        check_vma=False,
-    )(weights, state, vectors_NW, blocks)
 
 
 def bytes_on_device(tree: object) -> int:
@@ -176,7 +127,7 @@ def pieces_of(served: ServedModel) -> list[Piece]:
     """What a program should read where it lies: a layer's weights by kind, and half of a layer's pages or more."""
     model, setting = served.config.model, served.setting
     pieces = []
-    for group, specs in _parameter_specs(model, setting.dtype).items():
+    for group, specs in parameter_tree(model, dtype=setting.dtype).items():
         for spec in specs.values():
             local = model.plan.sharding(spec.axes).shard_shape(spec.shape)[spec.num_stacked_dims :]
             size = jnp.dtype(spec.dtype).itemsize
@@ -189,13 +140,13 @@ def pieces_of(served: ServedModel) -> list[Piece]:
     return [*pieces, Piece("kv", _hlo_dtype(setting.kv_dtype), rows, per_layer // 2, is_written=True)]
 
 
-def _program(name: str, run: Callable[..., Any], *, shape: StepShape, served: ServedModel) -> Program:
+def _program(name: str, shape: StepShape, *, served: ServedModel, samples: bool = True) -> Program:
     layout = InputLayout(shape, served.setting.batch)
     size = (served.plan.data_size, len(layout.padding))
     vectors_NW = jax.ShapeDtypeStruct(size, jnp.int32, sharding=served.plan.replicated())
     blocks = block_input_shapes(shape, served.config.model) if shape.num_blocks else None
     inputs = {"vectors_NW": vectors_NW, "blocks": blocks}
-    program = partial(run, layout=layout, config=served.config)
+    program = partial(run_step, layout=layout, config=replace(served.config, samples=samples))
     return Program(name, program, served.weights, served.state, inputs, served.state.kv_pages)
 
 
@@ -230,24 +181,13 @@ def _plan(setting: ServedSetting) -> ParallelPlan:
     return plan_for(list(devices), data_size=dp)
 
 
-def _parameter_specs(model: ModelConfig, dtype: str) -> dict[str, dict[str, ParamSpec]]:
-    plan = model.plan
-    return parameter_specs(
-        model.spec,
-        dtype=dtype,
-        tensor_size=plan.tensor_size,
-        num_devices=plan.mesh.size,
-        num_redundant=model.experts.num_redundant,
-    )
-
-
 def _parameters(model: ModelConfig, dtype: str) -> Parameters:
     tree = {
         group: {
             name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=model.plan.sharding(spec.axes))
             for name, spec in specs.items()
         }
-        for group, specs in _parameter_specs(model, dtype).items()
+        for group, specs in parameter_tree(model, dtype=dtype).items()
     }
     return cast(Parameters, tree)
 
