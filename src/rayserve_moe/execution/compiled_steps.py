@@ -21,9 +21,9 @@ from rayserve_moe.execution.migration import (
     MigrationRunner,
     expert_state,
     fetch,
+    idle_vectors,
     read_counts,
     swap,
-    vector_sizes,
 )
 from rayserve_moe.execution.row_updates import VECTOR_SIZE, apply_update
 from rayserve_moe.execution.step import RowUpdate, StepConfig, run_step, update_rows
@@ -175,9 +175,9 @@ def _compile_migration(
     compiler: _Compiler, weights: ModelWeights, *, mover: MigrationRunner, config: ModelConfig
 ) -> MigrationPrograms:
     held, staging = expert_state(weights), mover.staging
-    sizes = vector_sizes(config, slots_per_step=mover.slots_per_step)
+    to_fetch, to_swap = idle_vectors(config, slots_per_step=mover.slots_per_step)
     fetching, swapping = (partial(run, config=config) for run in (fetch, swap))
     return MigrationPrograms(
-        compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(sizes.fetch)),
-        compiler.compile(swapping, held, staging, donated=0, vector=compiler.integers(sizes.swap)),
+        compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(len(to_fetch))),
+        compiler.compile(swapping, held, staging, donated=0, vector=compiler.integers(len(to_swap))),
     )

@@ -38,13 +38,7 @@ from rayserve_moe.execution.compiled_steps import (
     launch_for,
 )
 from rayserve_moe.execution.device_state import BlockInputSource, allocate_state
-from rayserve_moe.execution.migration import (
-    MigrationRunner,
-    MigrationVectors,
-    vector_sizes,
-    vectors_of,
-    vectors_of_nothing,
-)
+from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import update_vectors
@@ -279,8 +273,7 @@ class HostRunner:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""
         self._state = self.programs.adjust(self.state, no_adjustment())
         if self._mover is not None:
-            sizes = vector_sizes(self.config, slots_per_step=self._mover.slots_per_step)
-            self._move(vectors_of_nothing(sizes))
+            self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows = self._settings.scheduler.max_running_requests
         for shape in self._packer.layouts:

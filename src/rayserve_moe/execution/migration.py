@@ -17,12 +17,10 @@ from jax.typing import DTypeLike
 
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.execution.step_types import ExpertState, ModelWeights
-from rayserve_moe.experts.migration import FetchedSlots, MigrationConfig, SwappedLayer, fetch_slots, swap_layer
+from rayserve_moe.experts.migration import SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.model.transformer import ModelConfig
-from rayserve_moe.parallel.mesh import platform_of
-from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 NO_LAYER = -1
 WEIGHT_AXES = ("layers", "expert_slots", None, None)
@@ -41,14 +39,6 @@ def staging_shapes(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
     return ExpertWeights(*cast(tuple[jax.Array, ...], (outer, outer, back)))
 
 
-class FetchError(RuntimeError):
-    """A fetch of slots of this layer could not be launched."""
-
-    def __init__(self, layer: int) -> None:
-        super().__init__(f"the slots of layer {layer} cannot be fetched")
-        self.layer = layer
-
-
 class MigrationPrograms(NamedTuple):
     """Compiled: `fetch` and `swap`. The first takes the staging area for its own, the second weights."""
 
@@ -64,17 +54,12 @@ class MigrationVectors(NamedTuple):
     version: int = 0
 
 
-class VectorSizes(NamedTuple):
-    """Words of the vectors of both programs."""
-
-    fetch: int
-    swap: int
-
-
-def vector_sizes(config: ModelConfig, *, slots_per_step: int) -> VectorSizes:
-    """How long the vectors are that `fetch_vector` and `swap_vector` make."""
+def idle_vectors(config: ModelConfig, *, slots_per_step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors of the lengths that fetch and swap take, with which they leave everything as it is."""
     num_ranks, experts = config.plan.num_expert_ranks, config.experts
-    return VectorSizes(1 + 2 * num_ranks * slots_per_step, 1 + 3 * experts.num_slots + experts.num_experts * num_ranks)
+    fetch_words = 1 + 2 * num_ranks * slots_per_step
+    swap_words = 1 + 3 * experts.num_slots + experts.num_experts * num_ranks
+    return np.full(fetch_words, NO_LAYER, np.int32), np.full(swap_words, NO_LAYER, np.int32)
 
 
 def expert_state(weights: ModelWeights) -> ExpertState:
@@ -82,30 +67,6 @@ def expert_state(weights: ModelWeights) -> ExpertState:
     assert weights.maps is not None, "without maps experts stay where they are"
     experts = weights.params["experts"]
     return ExpertState(ExpertWeights(*(experts[name] for name in EXPERT_NAMES)), weights.maps)
-
-
-def with_experts(weights: ModelWeights, held: ExpertState) -> ModelWeights:
-    """The same weights with that part of them exchanged."""
-    experts = {**weights.params["experts"], **dict(zip(EXPERT_NAMES, held.weights, strict=True))}
-    return replace(weights, params={**weights.params, "experts": experts}, maps=held.maps)
-
-
-def run_piece(
-    weights: ModelWeights, staging: ExpertWeights, *, vectors: MigrationVectors, programs: MigrationPrograms
-) -> tuple[ModelWeights, ExpertWeights]:
-    """Launch the programs of a piece; the arguments are donated, and the returned values replace them.
-
-    FetchError where the fetch cannot be launched, for want of memory say: then the staging area is void, and the
-    weights are as before.
-    """
-    if vectors.fetch is not None:
-        try:
-            staging = programs.fetch(expert_state(weights), staging, vector=vectors.fetch)
-        except jax.errors.JaxRuntimeError as error:
-            raise FetchError(int(vectors.fetch[0])) from error
-    if vectors.swap is not None:
-        weights = with_experts(weights, programs.swap(expert_state(weights), staging, vector=vectors.swap))
-    return weights, staging
 
 
 class MigrationRunner:
@@ -119,19 +80,27 @@ class MigrationRunner:
     def move(self, weights: ModelWeights, vectors: MigrationVectors, *, programs: MigrationPrograms) -> ModelWeights:
         """Run a piece; the weights are donated, and those that replace them are returned.
 
-        FetchError where the devices are those of several hosts: the others wait for a fetch that this one cannot do.
+        A fetch that cannot be launched, for want of memory say, leaves the weights as they are and ends the migration.
+        RuntimeError where the devices are those of several hosts: the others wait for a fetch that this one cannot do.
         """
         if self.failed_fetch is not None and self.failed_fetch.version == vectors.version:
             return weights
         self.failed_fetch = None
-        try:
-            weights, self.staging = run_piece(weights, self.staging, vectors=vectors, programs=programs)
-        except FetchError as error:
-            if self._config.plan.mesh.is_multi_process:
-                raise
-            self.failed_fetch = FailedFetch(vectors.version, error.layer)
-            self.staging = allocate_staging(self._config, dtype=self._dtype)
-        return weights
+        if vectors.fetch is not None:
+            try:
+                self.staging = programs.fetch(expert_state(weights), self.staging, vector=vectors.fetch)
+            except jax.errors.JaxRuntimeError as error:
+                layer = int(vectors.fetch[0])
+                if self._config.plan.mesh.is_multi_process:
+                    raise RuntimeError(f"the slots of layer {layer} cannot be fetched") from error
+                self.failed_fetch = FailedFetch(vectors.version, layer)
+                self.staging = allocate_staging(self._config, dtype=self._dtype)
+                return weights
+        if vectors.swap is None:
+            return weights
+        held = programs.swap(expert_state(weights), self.staging, vector=vectors.swap)
+        experts = {**weights.params["experts"], **dict(zip(EXPERT_NAMES, held.weights, strict=True))}
+        return replace(weights, params={**weights.params, "experts": experts}, maps=held.maps)
 
 
 def allocate_staging(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
@@ -145,8 +114,9 @@ def fetch(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, confi
 
     def on_device(weights: ExpertWeights, staging: ExpertWeights, vector: jax.Array) -> ExpertWeights:
         layer, moves = vector[0], vector[1:].reshape(2, config.plan.num_expert_ranks, -1)
-        fetched = FetchedSlots(layer, moves[0], moves[1])
-        return fetch_slots(_flat(weights), staging, fetched, config=_migration_config(config))
+        return fetch_slots(
+            _flat(weights), staging, layer=layer, sources_RB=moves[0], places_RB=moves[1], config=config.experts
+        )
 
     weights, staged = (_partitions(config, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
     return jax.shard_map(
@@ -167,7 +137,7 @@ def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, config
             held.maps,
             staging=staging,
             swapped=_swapped(vector, held.maps),
-            config=_migration_config(config),
+            config=config.experts,
         )
         pairs = zip(weights, held.weights, strict=True)
         return ExpertState(ExpertWeights(*(flat.reshape(before.shape) for flat, before in pairs)), maps)
@@ -198,11 +168,6 @@ def vectors_of(piece: MigrationPiece) -> MigrationVectors:
     )
 
 
-def vectors_of_nothing(sizes: VectorSizes) -> MigrationVectors:
-    """Vectors with which both programs leave everything as it is."""
-    return MigrationVectors(np.full(sizes.fetch, NO_LAYER, np.int32), np.full(sizes.swap, NO_LAYER, np.int32))
-
-
 def fetch_vector(fetch: SlotFetch) -> np.ndarray:
     """Layer, sources, places: int32 [1 + 2 * R * B]."""
     return np.concatenate([[fetch.layer], fetch.sources.reshape(-1), fetch.places.reshape(-1)]).astype(np.int32)
@@ -218,7 +183,7 @@ def swap_vector(swap: LayerSwap) -> np.ndarray:
 def _swapped(vector: jax.Array, maps: PlacementArrays) -> SwappedLayer:
     num_slots, shape = maps.slots_LP.shape[1], maps.slot_for_LER.shape[1:]
     moved, bounds, slots, slot_for = jnp.split(vector[1:], [num_slots, 2 * num_slots, 3 * num_slots])
-    return SwappedLayer(vector[0], moved, bounds, slots, slot_for.reshape(shape))
+    return SwappedLayer(vector[0], moved, PlacementArrays(bounds, slots, slot_for.reshape(shape)))
 
 
 def _flat(weights: ExpertWeights) -> ExpertWeights:
@@ -228,12 +193,3 @@ def _flat(weights: ExpertWeights) -> ExpertWeights:
 def _partitions(config: ModelConfig, axes: tuple[str | None, ...]) -> ExpertWeights:
     part = cast(jax.Array, config.plan.partition(axes))
     return ExpertWeights(part, part, part)
-
-
-def _migration_config(config: ModelConfig) -> MigrationConfig:
-    return MigrationConfig(
-        (DATA, TENSOR),
-        config.plan.num_expert_ranks,
-        config.experts.num_local_slots,
-        packs=platform_of(config.plan.mesh) == "cpu",
-    )

@@ -12,73 +12,58 @@ the one without the other. Numbers are arguments: every move there can be runs i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
+from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.parallel.sharding import DATA, TENSOR
 
-
-@dataclass(frozen=True)
-class MigrationConfig:
-    """What is fixed about both programs: mesh axes, ranks over them, slots of a rank in a layer.
-
-    `packs` copies what a rank sends together first, which then may be no more than `B` slots: for exchanges that move
-    all of their operand, as those between CPU devices do. Others read the weights where they lie.
-    """
-
-    axes: tuple[str, ...]
-    num_ranks: int
-    num_local_slots: int
-    packs: bool
-
-
-class FetchedSlots(NamedTuple):
-    """What a fetch copies: rank r puts slot `sources_RB[r, b]` of the layer at place `places_RB[r, b]` of its staging.
-
-    Slots count over all ranks, places over the local slots of a layer. A source of -1 is none.
-    """
-
-    layer: jax.Array
-    sources_RB: jax.Array
-    places_RB: jax.Array
+EXPERT_AXES = (DATA, TENSOR)
 
 
 class SwappedLayer(NamedTuple):
-    """A layer's new maps, and which of its slots take what is staged for them; a layer of -1 is none at all."""
+    """The rows of a layer's new maps, and which of its slots take what is staged for them; a layer of -1 is none."""
 
     layer: jax.Array
     is_moved_P: jax.Array
-    bounds_P: jax.Array
-    slots_P: jax.Array
-    slot_for_ER: jax.Array
+    rows: PlacementArrays
 
 
 @jax.named_scope("expert_fetch")
 def fetch_slots(
-    weights: ExpertWeights, staging: ExpertWeights, fetched: FetchedSlots, *, config: MigrationConfig
+    weights: ExpertWeights,
+    staging: ExpertWeights,
+    *,
+    layer: jax.Array,
+    sources_RB: jax.Array,
+    places_RB: jax.Array,
+    config: ExpertConfig,
 ) -> ExpertWeights:
     """Copy slots of all ranks into the staging area, [S, D, F] and [S, F, D]; `weights` are flat, [X, ...].
 
-    Call it inside a sharded function over the axes of the rule, with the same numbers on every rank.
+    Rank r puts slot `sources_RB[r, b]` of the layer at place `places_RB[r, b]` of its staging. Slots count over all
+    ranks, places over the local slots of a layer; a source of -1 is none. Call it inside a sharded function over the
+    mesh, with the same numbers on every rank.
     """
-    slices, most = _slices(fetched, config), fetched.sources_RB.shape[1]
-    if config.packs:
+    slices, most = _slices(sources_RB, layer, config), sources_RB.shape[1]
+    if platform_of(config.plan.mesh) == "cpu":
         weights, slices = _packed(weights, slices, most=most)
     # Received rows have buffers of their own: a collective that wrote into an argument would have all of it copied.
     arrived = ExpertWeights(
         *(
-            ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=config.axes)
+            ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=EXPERT_AXES)
             for held in weights
         )
     )
-    me = jax.lax.axis_index(config.axes)
-    is_any_B = (fetched.sources_RB[me] >= 0) & (fetched.layer >= 0)
-    return _write_rows(staging, arrived, rows_N=jnp.arange(most), places_N=fetched.places_RB[me], is_any_N=is_any_B)
+    me = jax.lax.axis_index(EXPERT_AXES)
+    is_any_B = (sources_RB[me] >= 0) & (layer >= 0)
+    return _write_rows(staging, arrived, rows_N=jnp.arange(most), places_N=places_RB[me], is_any_N=is_any_B)
 
 
 @jax.named_scope("expert_swap")
@@ -88,10 +73,10 @@ def swap_layer(
     *,
     staging: ExpertWeights,
     swapped: SwappedLayer,
-    config: MigrationConfig,
+    config: ExpertConfig,
 ) -> tuple[ExpertWeights, PlacementArrays]:
     """Write what is staged into the slots of a layer, and its maps with it. Call it like `fetch_slots`."""
-    num_slots, me = config.num_local_slots, jax.lax.axis_index(config.axes)
+    num_slots, me = config.num_local_slots, jax.lax.axis_index(EXPERT_AXES)
     layer = jnp.maximum(swapped.layer, 0)
     is_moved_S = jax.lax.dynamic_slice_in_dim(swapped.is_moved_P, me * num_slots, num_slots) > 0
     slots_S = jnp.arange(num_slots)
@@ -106,8 +91,7 @@ def swap_layer(
     def replace_row(held: jax.Array, row: jax.Array) -> jax.Array:
         return held.at[layer].set(jnp.where(swapped.layer >= 0, row, held[layer]))
 
-    rows = PlacementArrays(swapped.bounds_P, swapped.slots_P, swapped.slot_for_ER)
-    return weights, jax.tree.map(replace_row, maps, rows)
+    return weights, jax.tree.map(replace_row, maps, swapped.rows)
 
 
 def _write_rows(
@@ -129,7 +113,10 @@ def _write_rows(
 
 
 def _packed(weights: ExpertWeights, slices: RaggedSlices, *, most: int) -> tuple[ExpertWeights, RaggedSlices]:
-    """Copy the slots that this rank sends one after the other, at most `most`: no more than those then travel."""
+    """Copy the slots that this rank sends one after the other, at most `most`: no more than those then travel.
+
+    For exchanges that move all of their operand, as those between CPU devices do; others read weights where they lie.
+    """
     is_sent_N = slices.send_sizes_R > 0
     (sent_B,) = jnp.nonzero(is_sent_N, size=most, fill_value=0)
     packed = ExpertWeights(*(held[slices.input_offsets_R[sent_B]] for held in weights))
@@ -137,18 +124,17 @@ def _packed(weights: ExpertWeights, slices: RaggedSlices, *, most: int) -> tuple
     return packed, slices._replace(input_offsets_R=place_N)
 
 
-def _slices(fetched: FetchedSlots, config: MigrationConfig) -> RaggedSlices:
+def _slices(sources_RB: jax.Array, layer: jax.Array, config: ExpertConfig) -> RaggedSlices:
     """The fetch as an exchange of single rows, B from each rank to each rank, most of them empty.
 
     Entry b from anyone to rank r is the b-th slot that r gets, and arrives as row b.
     """
-    num_slots, me = config.num_local_slots, jax.lax.axis_index(config.axes)
-    sources_RB = fetched.sources_RB
-    is_any_RB = (sources_RB >= 0) & (fetched.layer >= 0)
+    num_slots, me = config.num_local_slots, jax.lax.axis_index(EXPERT_AXES)
+    is_any_RB = (sources_RB >= 0) & (layer >= 0)
     sender_RB = jnp.where(is_any_RB, jax.lax.div(sources_RB, num_slots), -1)
     is_sent_RB = sender_RB == me
-    at_sender_RB = fetched.layer * num_slots + jax.lax.rem(sources_RB, num_slots)
-    is_received_RB = sender_RB[me] == jnp.arange(config.num_ranks)[:, None]
+    at_sender_RB = layer * num_slots + jax.lax.rem(sources_RB, num_slots)
+    is_received_RB = sender_RB[me] == jnp.arange(config.plan.num_expert_ranks)[:, None]
     rows_RB = jnp.broadcast_to(jnp.arange(sources_RB.shape[1], dtype=jnp.int32), sources_RB.shape)
     return RaggedSlices(
         input_offsets_R=jnp.where(is_sent_RB, at_sender_RB, 0).reshape(-1),

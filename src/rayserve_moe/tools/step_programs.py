@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 from rayserve_moe.execution.device_state import allocate_state, block_input_shapes
-from rayserve_moe.execution.migration import expert_state, fetch, staging_shapes, swap, vector_sizes
+from rayserve_moe.execution.migration import expert_state, fetch, idle_vectors, staging_shapes, swap
 from rayserve_moe.execution.step import StepConfig, run_step, state_partitions
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ExpertState, ModelWeights, StepShape
@@ -157,16 +157,16 @@ def _migration_programs(served: ServedModel) -> Iterator[Program]:
     config, held = served.config.model, expert_state(served.weights)
     staging = staging_shapes(config, dtype=served.setting.dtype)
 
-    def vector(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return {"vector": jax.ShapeDtypeStruct((size,), jnp.int32, sharding=served.plan.replicated())}
-
-    sizes = vector_sizes(config, slots_per_step=BalancingSettings().slots_per_step)
+    to_fetch, to_swap = (
+        {"vector": jax.ShapeDtypeStruct(vector.shape, vector.dtype, sharding=served.plan.replicated())}
+        for vector in idle_vectors(config, slots_per_step=BalancingSettings().slots_per_step)
+    )
 
     def run_swap(staging: ExpertWeights, held: ExpertState, *, vector: jax.Array) -> ExpertState:
         return swap(held, staging, vector=vector, config=config)
 
-    yield Program("rebalance_fetch", partial(fetch, config=config), held, staging, vector(sizes.fetch), staging)
-    yield Program("rebalance_swap", run_swap, staging, held, vector(sizes.swap), held)
+    yield Program("rebalance_fetch", partial(fetch, config=config), held, staging, to_fetch, staging)
+    yield Program("rebalance_swap", run_swap, staging, held, to_swap, held)
 
 
 def _plan(setting: ServedSetting) -> ParallelPlan:

@@ -14,7 +14,7 @@ import pytest
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.device_state import allocate_state, block_input_shapes
-from rayserve_moe.execution.migration import expert_state, fetch, read_counts, staging_shapes, swap, vector_sizes
+from rayserve_moe.execution.migration import expert_state, fetch, idle_vectors, read_counts, staging_shapes, swap
 from rayserve_moe.execution.step import StepConfig, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
@@ -81,14 +81,13 @@ def test_a_step_names_its_blocks(kernels, backend, blocks):
 def test_programs_beside_the_step_have_names():
     served = Served("cpu", "replicated")
     model, held = served.model, expert_state(served.weights)
-    staging, sizes = staging_shapes(model, dtype="bfloat16"), vector_sizes(model, slots_per_step=2)
-    vector = partial(np.zeros, dtype=np.int32)
+    staging, (to_fetch, to_swap) = staging_shapes(model, dtype="bfloat16"), idle_vectors(model, slots_per_step=2)
     config = StepConfig(model, page_size=16, capture_routing=True)
     counts = jax.ShapeDtypeStruct((4, 8), jnp.int32)
     update = partial(update_rows, apply=apply_adjustment, config=config)
-    assert "row_update" in scopes_of(update, served.state, vector(ADJUSTMENT_SIZE))
-    assert "expert_fetch" in scopes_of(partial(fetch, config=model), held, staging, vector=vector(sizes.fetch))
-    assert "expert_swap" in scopes_of(partial(swap, config=model), held, staging, vector=vector(sizes.swap))
+    assert "row_update" in scopes_of(update, served.state, np.zeros(ADJUSTMENT_SIZE, np.int32))
+    assert "expert_fetch" in scopes_of(partial(fetch, config=model), held, staging, vector=to_fetch)
+    assert "expert_swap" in scopes_of(partial(swap, config=model), held, staging, vector=to_swap)
     assert "expert_counts" in scopes_of(partial(read_counts, config=model), counts)
 
 
