@@ -13,7 +13,6 @@ import jax
 import jax.monitoring
 import numpy as np
 
-from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
 from rayserve_moe.execution.device_state import block_input_shapes
 from rayserve_moe.execution.migration import (
@@ -25,7 +24,7 @@ from rayserve_moe.execution.migration import (
     read_counts,
     swap,
 )
-from rayserve_moe.execution.row_updates import VECTOR_SIZE, apply_update
+from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE, apply_adjustment, apply_update
 from rayserve_moe.execution.step import RowUpdate, StepConfig, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape

@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from rayserve_moe.decoding.adjustment import AdjustmentState
-from rayserve_moe.execution.adjustment_updates import MAX_BIASES
 from rayserve_moe.execution.pack import PackedBlocks
+from rayserve_moe.execution.row_updates import MAX_BIASES
 from rayserve_moe.execution.step import COUNT_AXES, KV_AXES, ROW_AXES
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, RowState, StepShape
 from rayserve_moe.model.parameters import kv_repeats

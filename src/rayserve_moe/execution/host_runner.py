@@ -26,7 +26,6 @@ from rayserve_moe.config.settings import (
     UpdateSettings,
 )
 from rayserve_moe.execution import memory
-from rayserve_moe.execution.adjustment_updates import adjustment_vectors, no_adjustment
 from rayserve_moe.execution.buckets import filling_plan, step_cost, step_shapes
 from rayserve_moe.execution.compile_cache import kept_programs
 from rayserve_moe.execution.compiled_steps import (
@@ -41,7 +40,7 @@ from rayserve_moe.execution.device_state import BlockInputSource, allocate_state
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
-from rayserve_moe.execution.row_updates import update_vectors
+from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs

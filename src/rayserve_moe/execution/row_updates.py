@@ -1,6 +1,7 @@
-"""Bringing larger changes of rows to the devices: new owners, and page tables of prompts."""
+"""Bringing larger changes of rows to the devices: new owners, page tables of prompts, and what adjusts logits."""
 
 # U page-table entries   V new rows, of X fields each   F, I sampling parameters   R rows   P page-table width
+# Of an adjustment: N token ids of one vector   B biases   V vocabulary
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.decoding.adjustment import note_known
 from rayserve_moe.execution.step_types import RowState
-from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS, StepPlan
+from rayserve_moe.request_fields import MAX_LOGIT_BIASES
+from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS, NUM_FLOATS, NUM_INTEGERS, RowAdjustment, StepPlan
 
 MAX_ENTRIES = 1024
 MAX_NEW_ROWS = 64
@@ -22,6 +25,14 @@ VECTOR_SIZE = MAX_ENTRIES * ENTRY_FIELDS + MAX_NEW_ROWS * ROW_FIELDS
 """A vector of changes: per entry rank, row, index, page; per new row rank, row, its floats as bits, its integers.
 
 A rank of -1 marks padding. Rows are the rank's own.
+"""
+
+HEADER_FIELDS = 6
+MAX_IDS = 4096
+MAX_BIASES = MAX_LOGIT_BIASES + MAX_WITHHELD_IDS
+ADJUSTMENT_SIZE = HEADER_FIELDS + MAX_IDS + 2 * MAX_BIASES
+"""A vector for one row: rank, row, whether it is the row's first, prompt ids, ids, biases (all counts); the ids; ids of
+biases; their values as bits. A rank of -1 marks padding. The row is the rank's own.
 """
 
 
@@ -71,3 +82,47 @@ def apply_update(rows: RowState, vector: jax.Array, *, data_rank: jax.Array) -> 
         sampling_floats_RF=rows.sampling_floats_RF.at[rows_V].set(floats_VF, mode="drop"),
         sampling_integers_RI=rows.sampling_integers_RI.at[rows_V].set(integers_VI, mode="drop"),
     )
+
+
+def adjustment_vectors(adjustment: RowAdjustment, *, rows_per_rank: int) -> Iterator[np.ndarray]:
+    """Cut what adjusts a row into vectors int32 [ADJUSTMENT_SIZE]; the first of them makes the row forget all else."""
+    token_ids = np.concatenate([adjustment.prompt_ids, adjustment.output_ids])
+    num_prompt, num_biases = len(adjustment.prompt_ids), len(adjustment.bias_ids)
+    rank, row = divmod(adjustment.row, rows_per_rank)
+    for first in range(0, max(len(token_ids), 1), MAX_IDS):
+        ids = token_ids[first : first + MAX_IDS]
+        vector = no_adjustment()
+        vector[:HEADER_FIELDS] = rank, row, first == 0, min(max(num_prompt - first, 0), len(ids)), len(ids), num_biases
+        vector[HEADER_FIELDS : HEADER_FIELDS + len(ids)] = ids
+        bias_ids, bias_values = vector[HEADER_FIELDS + MAX_IDS :].reshape(2, -1)
+        bias_ids[:num_biases] = adjustment.bias_ids
+        bias_values[:num_biases] = adjustment.bias_values.view(np.int32)
+        yield vector
+
+
+def no_adjustment() -> np.ndarray:
+    """A vector that changes nothing."""
+    vector = np.zeros(ADJUSTMENT_SIZE, np.int32)
+    vector[0] = -1
+    return vector
+
+
+def apply_adjustment(rows: RowState, vector: jax.Array, *, data_rank: jax.Array) -> RowState:
+    """On one device: take over what adjusts a row, if the row is this data rank's."""
+    rank, row, is_first, num_prompt, num_known, num_biases = vector[:HEADER_FIELDS]
+    state = rows.adjustments
+    num_rows, vocab_size = state.seen_RV.shape
+    before_V = jnp.where(is_first > 0, 0, state.seen_RV.at[row].get(mode="clip"))
+    ids_N = vector[HEADER_FIELDS : HEADER_FIELDS + MAX_IDS]
+    seen_V = note_known(before_V, ids_N, num_prompt=num_prompt, num_known=num_known)
+    ids_B, bits_B = vector[HEADER_FIELDS + MAX_IDS :].reshape(2, MAX_BIASES)
+    ids_B = jnp.where(jnp.arange(MAX_BIASES) < num_biases, ids_B, vocab_size)
+    mine = jnp.where(rank == data_rank, row, num_rows)
+    values_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)
+    adjustments = replace(
+        state,
+        seen_RV=state.seen_RV.at[mine].set(seen_V, mode="drop"),
+        bias_ids_RB=state.bias_ids_RB.at[mine].set(ids_B, mode="drop"),
+        bias_values_RB=state.bias_values_RB.at[mine].set(values_B, mode="drop"),
+    )
+    return replace(rows, adjustments=adjustments)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState
-from rayserve_moe.execution.adjustment_updates import (
+from rayserve_moe.execution.row_updates import (
     ADJUSTMENT_SIZE,
     MAX_BIASES,
     MAX_IDS,

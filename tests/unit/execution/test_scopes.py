@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import ExpertSettings
-from rayserve_moe.execution.adjustment_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.device_state import allocate_state, block_input_shapes
 from rayserve_moe.execution.migration import expert_state, fetch, idle_vectors, read_counts, staging_shapes, swap
+from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.step import StepConfig, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
