@@ -26,7 +26,7 @@ from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
-from rayserve_moe.execution.native_library import CPU_OPTIONS, OPTIONS
+from rayserve_moe.execution.native_kernels import CPU_OPTIONS, OPTIONS
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.execution.native_library import (
+from rayserve_moe.execution.native_kernels import (
     COMPILERS,
     CPU_OPTIONS,
     SOURCES,

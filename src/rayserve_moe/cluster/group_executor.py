@@ -19,7 +19,7 @@ from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.step_cycle import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
-from rayserve_moe.execution.weight_reading import too_late
+from rayserve_moe.execution.staged_weights import too_late
 from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start
 

@@ -17,7 +17,7 @@ from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
-from rayserve_moe.execution.weight_reading import WeightReading
+from rayserve_moe.execution.staged_weights import WeightReading
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult

@@ -38,7 +38,7 @@ from rayserve_moe.execution.compiled_steps import (
 )
 from rayserve_moe.execution.device_state import BlockInputSource, allocate_state
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
-from rayserve_moe.execution.native_weights import choose_kernels, dtype_for
+from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
 from rayserve_moe.execution.staged_weights import StagedWeights

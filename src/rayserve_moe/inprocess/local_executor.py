@@ -6,7 +6,7 @@ import numpy as np
 
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.weight_reading import WeightReading, too_late
+from rayserve_moe.execution.staged_weights import WeightReading, too_late
 from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 

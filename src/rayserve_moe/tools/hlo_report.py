@@ -6,8 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from rayserve_moe.tools.hlo_origin import Origins
-from rayserve_moe.tools.hlo_text import ArrayShape, Execution, Instruction, ProgramText
+from rayserve_moe.tools.hlo_text import ArrayShape, Execution, Instruction, Origins, ProgramText
 
 COLLECTIVES = (
     "all-gather",

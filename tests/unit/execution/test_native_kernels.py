@@ -15,9 +15,8 @@ import pytest
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings, SettingsError
-from rayserve_moe.execution import native_library, native_weights
-from rayserve_moe.execution.native_library import CPU_FLAGS, NativeKernelsUnavailable, build, check_cpu
-from rayserve_moe.execution.native_weights import choose_kernels
+from rayserve_moe.execution import native_kernels
+from rayserve_moe.execution.native_kernels import CPU_FLAGS, NativeKernelsUnavailable, build, check_cpu, choose_kernels
 from rayserve_moe.execution.weights import first_placement, load_weights, model_config
 from rayserve_moe.kernels.cpu_native.calls import EXPERTS, PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
@@ -43,9 +42,9 @@ def chosen(setting: str, spec: ModelSpec | None = None, *, dtype: str = "auto", 
 def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A machine without a compiler that has built nothing before."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(native_library, "default_cache_directory", lambda: tmp_path / "cache")
-    monkeypatch.setattr(native_library, "check_cpu", lambda cpuinfo: None)
-    monkeypatch.setattr(native_weights, "register_native_kernels", native_library.register_native_kernels.__wrapped__)
+    monkeypatch.setattr(native_kernels, "default_cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(native_kernels, "check_cpu", lambda cpuinfo: None)
+    monkeypatch.setattr(native_kernels, "register_native_kernels", native_kernels.register_native_kernels.__wrapped__)
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -59,7 +58,7 @@ def test_without_a_compiler_xla_computes(caplog):
 
 def test_what_was_built_needs_no_compiler(monkeypatch, tmp_path):
     need_native_kernels()
-    built = build(native_library.default_cache_directory() / "native")
+    built = build(native_kernels.default_cache_directory() / "native")
     (tmp_path / "native").mkdir()
     shutil.copy(built, tmp_path / "native")
     monkeypatch.setenv("PATH", "")
@@ -83,7 +82,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_pat
 def test_a_compiler_that_hangs_is_given_up(monkeypatch, tmp_path):
     fake_compiler(tmp_path, "exec /bin/sleep 60")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(native_library, "BUILD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(native_kernels, "BUILD_TIMEOUT_S", 0.2)
     with pytest.raises(NativeKernelsUnavailable, match="takes longer"):
         build(tmp_path / "cache")
 
@@ -98,10 +97,10 @@ def test_a_directory_that_cannot_be_written_is_no_disaster(monkeypatch, tmp_path
 
 def test_a_library_that_is_none_is_no_disaster(monkeypatch, tmp_path):
     (tmp_path / "broken.so").write_text("not a library")
-    monkeypatch.setattr(native_library, "check_cpu", lambda cpuinfo: None)
-    monkeypatch.setattr(native_library, "build", lambda directory: tmp_path / "broken.so")
+    monkeypatch.setattr(native_kernels, "check_cpu", lambda cpuinfo: None)
+    monkeypatch.setattr(native_kernels, "build", lambda directory: tmp_path / "broken.so")
     with pytest.raises(NativeKernelsUnavailable, match="cannot be loaded"):
-        native_library.register_native_kernels.__wrapped__()
+        native_kernels.register_native_kernels.__wrapped__()
 
 
 @pytest.mark.parametrize("missing", [*CPU_FLAGS, "all"])

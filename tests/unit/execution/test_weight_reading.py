@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.config.settings import UpdateSettings
-from rayserve_moe.execution.weight_reading import GIVEN_UP, MOST_STUCK, WeightReading
+from rayserve_moe.execution.staged_weights import GIVEN_UP, MOST_STUCK, WeightReading
 from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.requests import WeightsRefusedError
 from tests.support.broken_weights import WAYS, broken_copy

@@ -1,6 +1,6 @@
 """The native CPU kernels as functions of arrays: bfloat16 rows, packed bfloat16 weights (see `layout`).
 
-`execution.native_library` registers what they call. A row's result depends on that row alone, to the last bit.
+`execution.native_kernels` registers what they call. A row's result depends on that row alone, to the last bit.
 """
 
 # T tokens   D model width   K depth, and experts per token   N columns   F expert width   X expert slots of all layers
