@@ -118,11 +118,16 @@ def one_or_several(values: Values, most: int) -> Values:
 
 
 def biases(most: int, *, bias: Values) -> Values:
-    """An object with up to `most` token ids, in decimal digits, and the bias of each; read as sorted pairs."""
+    """An object with up to `most` token ids, in decimal digits, and the bias of each; read as sorted pairs.
+
+    Such pairs are read as well, as they are in a request that was read before.
+    """
     keys = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
     schema = {"type": "object", "propertyNames": keys, "additionalProperties": bias.schema, "maxProperties": most}
 
     def read(value: Any) -> tuple[tuple[int, float], ...]:
+        if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+            value = dict(value)
         if not isinstance(value, Mapping) or len(value) > most or not all(map(_is_bias_key, value)):
             raise ValueError(f"should be an object whose keys are at most {most} token ids in decimal digits")
         return tuple(sorted((int(key), bias.read(each)) for key, each in value.items()))

@@ -27,7 +27,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
     if len(prompt) == 0:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
     if prompt.min() < 0 or prompt.max() >= card.vocab_size:
-        raise RequestError(f"token ids must lie in [0, {card.vocab_size})", "prompt")
+        raise RequestError(f"token ids must lie in the vocabulary, [0, {card.vocab_size})", "prompt")
     _check_fields(sampling)
     _check_fields(request)
     total = len(prompt) + sampling.max_new_tokens
