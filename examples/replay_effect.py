@@ -5,7 +5,8 @@
 Our engine samples in bfloat16 from a random Qwen3-MoE checkpoint; the trainer is transformers in float32 on the same
 weights. It runs over the samples four times: choosing experts itself (free), by the rows that the server returned
 (replayed), and by wrong rows: those of the position before (shifted), those of random positions (shuffled). In float32
-the engine must choose what the trainer chooses, row by row. Needs torch; writes a result file and a plot beside it.
+the engine must choose what the trainer chooses, row by row. Needs torch; writes a result file, which
+`examples.replay_effect_plot` draws.
 
 Distances are means over the sampled positions. `kl` is the exact divergence of the trainer's distribution from the
 served one, over the whole vocabulary; the served one comes from the engine's own functions and weights, run over the
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.chart import Axes, Series, line_chart
+from benchmarks.chart import Chart, Series
 from benchmarks.figures import Spread, spread
 from benchmarks.markdown import markdown_table
 from examples.rollouts import Rollouts, Size, sample, serve, served_distributions, write_model
@@ -127,8 +128,8 @@ def table(points: list[dict[str, Any]]) -> str:
     return markdown_table([*heading, "f32 rows that differ"], rows)
 
 
-def plot(points: list[dict[str, Any]]) -> str:
-    """Draw the exact distance by sharpness, a line per variant, medians over the seeds."""
+def chart(points: list[dict[str, Any]]) -> Chart:
+    """Return the exact distance by sharpness, a line per variant, medians over the seeds."""
     sharpness = sorted({point["sharpness"] for point in points})
 
     def at(x: float, name: str) -> Spread:
@@ -136,11 +137,11 @@ def plot(points: list[dict[str, Any]]) -> str:
 
     series = [Series(name, [(x, at(x, name)) for x in sharpness]) for name in VARIANTS]
     title = "How far a float32 trainer is from a bfloat16 server"
-    return line_chart(series, Axes(title, "sharpness of the weights", "mean KL, nats per token", log_y=True))
+    return Chart(title, "sharpness of the weights", "mean KL, nats per token", series, log_y=True)
 
 
 def main() -> None:
-    """Measure, write the result file and the plot, print the table."""
+    """Measure, write the result file, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sharpness", type=float, nargs="+", default=[1.0, 2.0, 3.0, 4.0, 6.0])
     parser.add_argument("--seeds", type=int, default=3, help="random checkpoints per sharpness")
@@ -157,7 +158,6 @@ def main() -> None:
                 print(f"sharpness {sharpness:g}, seed {seed}: KL {free:.2e} -> {replayed:.2e}", file=sys.stderr)
     result = {"size": asdict(size), "points": points}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    arguments.out.with_suffix(".svg").write_text(plot(points), encoding="utf-8")
     print(table(points))
     ratios = [p["distances"]["free"]["kl"] / p["distances"]["replayed"]["kl"] for p in points]
     print(f"\nReplay brings the trainer {statistics.median(ratios):.1f} times as close, in the median checkpoint.")
