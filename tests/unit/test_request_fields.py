@@ -68,6 +68,22 @@ def test_what_is_built_from_nothing_is_admitted() -> None:
         check_request(build_request(PROMPT, {}, dialect=dialect, card=CARD), CARD, longest=200)
 
 
+@pytest.mark.parametrize(
+    ("params", "num_top"),
+    [
+        ({}, 0),
+        ({"logprobs": 0}, 0),
+        ({"logprobs": 1}, 0),
+        ({"logprobs": 2}, 2),
+        ({"logprobs": 1, "prompt_logprobs": 1}, 1),
+    ],
+)
+def test_likeliest_tokens_are_computed_only_for_an_answer_that_has_them(params: dict[str, int], num_top: int) -> None:
+    body = TokenBody.model_validate({"token_ids": [5, 6], "sampling_params": params})
+    request = build_request(PROMPT, body.given(), dialect=VLLM, card=CARD)
+    assert request.num_top_logprobs == num_top
+
+
 def test_a_field_that_is_added_to_the_record_is_read_described_and_bounded() -> None:
     """The first step of docs/add_a_request_flag.md."""
 

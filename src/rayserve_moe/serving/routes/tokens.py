@@ -54,9 +54,10 @@ async def _request(state: ApiState, body: TokenBody, http_request: Request) -> G
     if body.routed_experts_dtype and state.card.routing.num_experts > _MOST_INT16_EXPERTS:
         raise ApiError(400, "`routed_experts_dtype` cannot hold the expert ids", param="routed_experts_dtype")
     (rows,) = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=False)
-    given = {**dict(body), **dict(body.sampling_params)}
     with refusals_named(_PARAM_NAMES):
-        return build_request(prompts[0], given, dialect=VLLM, card=state.card, request_id=body.request_id, forced=rows)
+        return build_request(
+            prompts[0], body.given(), dialect=VLLM, card=state.card, request_id=body.request_id, forced=rows
+        )
 
 
 def _routing_writer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -41,3 +41,8 @@ class TokenBody(StreamedBody):
     return_routed_experts: bool | None = None
     routed_experts_format: RoutingFormat = "packed"
     routed_experts_dtype: Literal["int16"] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the values of both objects. One likeliest token would be no entry of its own: none is computed."""
+        params = dict(self.sampling_params)
+        return {**dict(self), **params, "logprobs": 0 if params["logprobs"] == 1 else params["logprobs"]}
