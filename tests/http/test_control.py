@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.routes.unsupported import REASONS
 from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, stream, wait_until
-from tests.http.conftest import assert_idle
+from tests.http.conftest import POISONED_TOKEN_ID, assert_idle
 from tests.http.test_bad_inputs import check_error
 
 NUM_WANTED = 480
@@ -163,7 +163,8 @@ def test_a_healthy_engine_generates_a_token(http, engine):
 
 
 def test_an_engine_that_cannot_take_more_says_that_it_is_busy(small_http, small_engine):
-    long = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    unpoisoned = {str(POISONED_TOKEN_ID): -100}
+    long = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "logit_bias": unpoisoned}}
     threads = [threading.Thread(target=ask, args=(small_http, GENERATE), kwargs=long) for _ in range(2)]
     for thread in threads:
         thread.start()
