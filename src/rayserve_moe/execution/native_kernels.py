@@ -38,8 +38,8 @@ OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=o
 BUILD_TIMEOUT_S = 300.0
 log = logging.getLogger(__name__)
 
-KNOWN = {"qk_norm": ("none", "head")}
-"""Values of a knob that the kernels know, where that is more than its default."""
+KNOWN = {"qk_norm": ("head",)}
+"""Values of a knob that the kernels know besides the plain one."""
 
 
 class NativeKernelsUnavailable(Exception):
@@ -129,13 +129,13 @@ def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kern
 
 
 def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:
-    """Knobs at a value that the kernels were not written for: of the values that are computed, all but the first."""
+    """Knobs at a value that the kernels were not written for: all but the plain one and those in KNOWN."""
     for knob in fields(spec):
         value, name = getattr(spec, knob.name), f"{path}.{knob.name}"
-        if is_dataclass(value):
-            yield from _unknown_knobs(name, value)
-        elif "computed" in knob.metadata and value not in KNOWN.get(knob.name, knob.metadata["computed"][:1]):
+        if "plain" in knob.metadata and value not in (knob.metadata["plain"], *KNOWN.get(knob.name, ())):
             yield f"{name} = {value!r}"
+        elif is_dataclass(value):
+            yield from _unknown_knobs(name, value)
 
 
 def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: bool) -> str | None:

@@ -151,6 +151,7 @@ def _attention_specs(spec: ModelSpec, dtype: str, repeats: int) -> dict[str, Par
         specs["q_bias_LH"] = per_layer("q_bias", q_width, "heads", "normal")
         specs["k_bias_LG"] = of_kv_heads(per_layer("k_bias", kv_width, "kv_heads", "normal"))
         specs["v_bias_LG"] = of_kv_heads(per_layer("v_bias", kv_width, "kv_heads", "normal"))
+    if attention.output_bias:
         specs["o_bias_LD"] = per_layer("o_bias", width, "model", "normal")
     return specs
 

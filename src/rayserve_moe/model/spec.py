@@ -1,7 +1,7 @@
 """A model as data: the knobs in which MoE families differ. No arrays live here.
 
-The knobs cover the twelve families that the project aims at. A value that no code computes yet is refused by name when
-a spec is built, so that a family can be described before it is served, and never served wrongly.
+The knobs cover the fourteen families that the project aims at. A value that no code computes yet is refused by name
+when a spec is built, so that a family can be described before it is served, and never served wrongly.
 """
 
 from __future__ import annotations
@@ -18,22 +18,48 @@ class UnsupportedModelError(ValueError):
 
 def _only(default: Any, *others: Any) -> Any:
     """A knob of which only `default` and `others` are computed."""
-    return field(default=default, metadata={"computed": (default, *others)})
+    return field(default=default, metadata={"plain": default, "computed": (default, *others)})
+
+
+def _any(default: Any) -> Any:
+    """A knob of which every value is computed by the reference; other kernels may only know `default`."""
+    return field(default=default, metadata={"plain": default})
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Widths of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in elements.
+
+    `q_lora_rank` None projects queries from the hidden state directly. A head's query and key have `nope_dim` elements
+    without position and then `rope_dim` rotated ones; the rotated key is shared by all heads. The cache holds
+    `kv_lora_rank + rope_dim` elements per token. `norm_eps` is that of the latents' RMS norms.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of every layer. `kind`: `gqa` or `mla`; `qk_norm`: `none`, `head` (per head) or `full`.
+    """Attention of every layer: grouped-query, or multi-head latent where `latent` is given.
 
-    `bias` is that of q, k, v and o together. `windows` gives a window per layer (empty: full attention everywhere),
-    `score_scale` None stands for head_dim ** -0.5.
+    With `latent`, `num_kv_heads` is 1 (the latent) and `head_dim` is `nope_dim + rope_dim`. `bias` is that of q, k and
+    v (of the two down projections with `latent`), `output_bias` that of o. `qk_norm`: `none`, `head` (per head) or
+    `full` (the whole projection). `clip_qkv` bounds q, k and v after the norm. `sinks`: one logit per query head, in
+    the denominator of the softmax alone. `windows` gives the number of positions that each layer sees, its own
+    included, 0 for all of them (empty: all everywhere). `score_scale` None stands for head_dim ** -0.5.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    kind: str = _only("gqa")
+    latent: LatentSpec | None = _only(None)
     bias: bool = False
+    output_bias: bool = False
     qk_norm: str = _only("none", "head")
     qk_norm_after_rope: bool = _only(False)
     clip_qkv: float | None = _only(None)
@@ -43,21 +69,41 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class YarnSpec:
+    """YaRN (arXiv:2309.00071): frequencies between those of `factor` and of none, by their turns in `original_length`.
+
+    `attention_factor` multiplies cosine and sine. `truncate` rounds the ends of the ramp to whole dimensions.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding. `rotary_dim` None rotates the whole head; `scaling`: `default`, `yarn` or `ntk_alpha`."""
+    """Rotary embedding of the first `rotary_dim` elements of a head (None: all; with latent attention its `rope_dim`).
+
+    Pairs are (i, i + half), or (2i, 2i + 1) where `interleaved`. A static NTK scaling is a larger `theta`.
+    """
 
     theta: float
     rotary_dim: int | None = _only(None)
     interleaved: bool = _only(False)
-    scaling: str = _only("default")
+    yarn: YarnSpec | None = _only(None)
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """From logits (always float32) to experts and weights.
+    """From logits to experts and weights, always in float32.
 
-    `score`: `softmax`, `sigmoid` or `topk_softmax`; then top-k (within `num_groups` groups of which `groups_kept` are
-    kept by `group_score`), then `renormalize`, then times `scale`.
+    Logits (plus `logit_bias`) become scores by `score`: `softmax` or `sigmoid`. Scores plus `selection_bias` choose:
+    where `num_groups` > 1 only within the `groups_kept` groups that are best by `group_score` (`max` or `top2_sum`),
+    then the top k. Weights are the unbiased scores, divided by their sum (by `renormalize_floor` where that is larger)
+    where `renormalize`, times `scale`. A softmax over the chosen logits alone is `softmax` with `renormalize`.
     """
 
     num_experts: int
@@ -75,15 +121,20 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """The experts' MLPs. `layout`: `per_expert`, `fused_out_in` or `fused_in_out_interleaved`;
-    `activation`: `silu` or `clamped_silu`; `shared`: `none`, `plain` or `sigmoid_gated` of width `shared_size`."""
+    """The experts' gated MLPs, and the shared expert of every MoE layer.
+
+    `layout` says how files hold them: `per_expert` tensors, `fused_out_in` (all experts in one tensor, gate and up in
+    halves) or `fused_in_out_interleaved` (gate and up in turns, not transposed). `bias`: gate, up and down have one.
+    `activation`: `silu`, or `clamped_swiglu` (gpt-oss: gate <= 7, up within 7, gate * sigmoid(1.702 gate) * (up + 1)).
+    `shared`: `none`, `plain` or `sigmoid_gated`, of width `shared_size`.
+    """
 
     intermediate_size: int
     layout: str = _only("per_expert")
     bias: bool = _only(False)
     activation: str = _only("silu")
     shared: str = _only("none")
-    shared_size: int = _only(0)
+    shared_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,8 +190,8 @@ class ModelSpec:
 def _refuse_what_is_not_computed(path: str, spec: Any) -> None:
     for knob in fields(spec):
         value, name = getattr(spec, knob.name), f"{path}.{knob.name}"
-        if is_dataclass(value):
-            _refuse_what_is_not_computed(name, value)
-        elif "computed" in knob.metadata and value not in knob.metadata["computed"]:
+        if "computed" in knob.metadata and value not in knob.metadata["computed"]:
             computed = ", ".join(repr(v) for v in knob.metadata["computed"])
             raise UnsupportedModelError(f"{name} = {value!r} is not computed by this build (only {computed})")
+        if is_dataclass(value):
+            _refuse_what_is_not_computed(name, value)

@@ -58,6 +58,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             num_kv_heads=integer_of(config, "num_key_value_heads", heads),
             head_dim=integer_of(config, "head_dim", hidden_size // heads),
             bias=bool(config.get("attention_bias", False)),
+            output_bias=bool(config.get("attention_bias", False)),
             qk_norm="head",
         ),
         rope=RopeSpec(theta=_rope_theta(config)),
