@@ -81,7 +81,7 @@ def write_directory(directory: Path, weights: Weights) -> None:
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     places = tensor_places(parameter_specs(model_spec(), dtype="bfloat16"), CHECKPOINT_RULES)
     tensors = {}
-    for name, place in places.items():
+    for name, (place,) in places.items():
         group, member = place.path
         values = np.asarray(weights[group][member][place.stack_index], np.float32)
         # A view of the transpose would be written in the order of its memory.

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.routing import select_top_k
 from rayserve_moe.kernels.layers import project, rms_norm, rotate, rotation_of, router_scores
-from rayserve_moe.model.parameters import ParamSpec, parameter_specs
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 
 Weights = dict[str, dict[str, jax.Array]]

@@ -174,25 +174,38 @@ def _shard_path(index_file: Path, file_name: str) -> Path:
 
 
 def _read_slices(given: GivenFile, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
-    """Copy the rows of `index`, then their columns, a bounded number of rows at a time."""
-    dtype = DTYPES[entry.dtype]
-    num_rows, *row_shape = entry.shape or (1,)
-    first, rest = (index or (slice(None),))[0], index[1:]
-    start, stop, step = first.indices(num_rows)
+    """Copy the part of a tensor that `index` names, as far as it can be without what lies around it."""
+    dtype, shape, begin = DTYPES[entry.dtype], entry.shape or (1,), entry.begin
+    parts = [*index, *[slice(None)] * (len(shape) - len(index))]
+    num_single = 0
+    # One row is a tensor by itself, of a dimension less: an expert of a tensor of all, or a column of one row.
+    while num_single < len(shape) - 1 and len(range(shape[num_single])[parts[num_single]]) == 1:
+        begin += range(shape[num_single])[parts[num_single]][0] * math.prod(shape[num_single + 1 :]) * dtype.itemsize
+        num_single += 1
+    values = _read_rows(given, dtype, begin, shape=shape[num_single:], parts=parts[num_single:])
+    return values.reshape((1,) * num_single + values.shape) if entry.shape else values.reshape(())
+
+
+def _read_rows(
+    given: GivenFile, dtype: np.dtype, begin: int, *, shape: tuple[int, ...], parts: list[slice]
+) -> np.ndarray:
+    """Copy the rows of `parts[0]`, then their columns, a bounded number of rows at a time."""
+    num_rows, *row_shape = shape
+    start, stop, step = parts[0].indices(num_rows)
     row_bytes = math.prod(row_shape) * dtype.itemsize
-    sizes = [len(range(size)[part]) for size, part in zip(row_shape, rest, strict=False)]
-    values = np.empty((max(0, stop - start), *sizes, *row_shape[len(sizes) :]), dtype)
+    sizes = [len(range(size)[part]) for size, part in zip(row_shape, parts[1:], strict=True)]
+    values = np.empty((max(0, stop - start), *sizes), dtype)
     if values.size == 0:
         return values
     if values[0].nbytes == row_bytes:
-        given.read_into(_bytes_of(values), entry.begin + start * row_bytes)
-        return values[::step] if entry.shape else values.reshape(())
+        given.read_into(_bytes_of(values), begin + start * row_bytes)
+        return values[::step]
     rows_at_once = max(1, MOST_BYTES_AT_ONCE // row_bytes)
     block = np.empty((min(rows_at_once, len(values)), *row_shape), dtype)
     for row in range(0, len(values), rows_at_once):
         rows = block[: len(values) - row]
-        given.read_into(_bytes_of(rows), entry.begin + (start + row) * row_bytes)
-        values[row : row + len(rows)] = rows[:, *rest]
+        given.read_into(_bytes_of(rows), begin + (start + row) * row_bytes)
+        values[row : row + len(rows)] = rows[:, *parts[1:]]
     return values[::step]
 
 

@@ -20,7 +20,7 @@ from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, verify, walk
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
-from rayserve_moe.model.parameters import ParamSpec
+from rayserve_moe.model.param_spec import ParamSpec
 
 KEPT_BYTES = 4 << 30
 """Most bytes kept for later devices; beyond that a slice is read again, most likely from the page cache."""
@@ -45,12 +45,13 @@ Piece = tuple[str, Region]
 class WeightSource:
     """What parameters are read from: files, the family's rules for names, the expert of every slot, int [M, P].
 
-    Without `expert_of_slot` slot i holds expert i.
+    Without `expert_of_slot` slot i holds expert i. Tensors that match a pattern of `ignored` are not read.
     """
 
     files: CheckpointFiles
     rules: Mapping[str, str]
     expert_of_slot: np.ndarray | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def load_parameters(
     for _, spec in walk(tree):
         if spec.num_experts:
             _check_slots(spec, source.expert_of_slot)
-    verify(source.files, tree, rules=source.rules)
+    verify(source.files, tree, rules=source.rules, ignored=source.ignored)
 
     def load(spec: ParamSpec) -> jax.Array | StagedParameter:
         sharding = sharding_of(spec)
@@ -179,12 +180,13 @@ def read_region(
     reader = reader or PieceReader(source.files, (piece for _, piece in _pieces(source, spec, region)))
     values = np.zeros([stop - start for start, stop in region], jax.numpy.dtype(spec.dtype))
     filled = _filled(spec, region)
-    columns = _file_columns(spec, filled[-1])
+    columns = _columns_of_piece(spec.columns_in_file(*filled[-1]))
     within = tuple(slice(0, stop - start) for start, stop in filled)
     for place, piece in _pieces(source, spec, region):
         read = reader.take(piece)
+        read = read.reshape(read.shape[spec.num_leading_dims :])
         held = read.T if spec.transposed else read
-        values[place + within] = held if spec.repeats == 1 else held[..., columns - columns[0]]
+        values[place + within] = held[..., columns]
         if not is_finite(values[place + within]):
             raise CheckpointError(f"{source.files.directory}: tensor {piece[0]} holds values that are not finite")
     return LAYOUTS[spec.layout](values)
@@ -203,15 +205,16 @@ def _pieces(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[t
     filled = _filled(spec, region)
     if any(stop <= start for start, stop in filled):
         return
-    columns = _file_columns(spec, filled[-1])
-    held = (*filled[:-1], (int(columns[0]), int(columns[-1]) + 1))
+    columns = spec.columns_in_file(*filled[-1])
+    held = (*filled[:-1], (int(columns.min()), int(columns.max()) + 1))
     in_file = held[::-1] if spec.transposed else held
     stacked = region[: spec.num_stacked_dims]
     for stack_index in product(*(range(*bounds) for bounds in stacked)):
         place = tuple(index - start for index, (start, _) in zip(stack_index, stacked, strict=True))
         if spec.num_experts and source.expert_of_slot is not None:
             stack_index = (*stack_index[:-1], int(source.expert_of_slot[stack_index]))
-        yield place, (tensor_name(spec, stack_index, rules=source.rules), in_file)
+        leading = ((stack_index[-1], stack_index[-1] + 1),) if spec.experts_in_file else ((0, 1),) * spec.file_row
+        yield place, (tensor_name(spec, stack_index, rules=source.rules), (*leading, *in_file))
 
 
 def _filled(spec: ParamSpec, region: Region) -> Region:
@@ -220,7 +223,9 @@ def _filled(spec: ParamSpec, region: Region) -> Region:
     return tuple((start, min(stop, size)) for (start, stop), size in zip(within, spec.filled_shape, strict=True))
 
 
-def _file_columns(spec: ParamSpec, held: Range) -> np.ndarray:
-    """Which columns of the file fill the held columns `[from, to)` of the last dimension."""
-    head, offset = np.divmod(np.arange(*held), spec.repeat_width)
-    return head // spec.repeats * spec.repeat_width + offset
+def _columns_of_piece(columns: np.ndarray) -> slice | np.ndarray:
+    """Which columns of a piece are `columns` of its file, from the least of which it begins: a slice if it can be."""
+    steps = np.unique(np.diff(columns))
+    if len(steps) > 1 or (steps < 1).any():
+        return columns - columns.min()
+    return slice(None, None, *(int(step) for step in steps))

@@ -1,15 +1,18 @@
-"""Which tensor of a checkpoint fills which place of which parameter, and whether all of them are there."""
+"""Which tensor of a checkpoint fills which places of which parameters, and whether all of them are there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 
+import numpy as np
+
 from rayserve_moe.checkpoints.files import INDEX_FILE, SINGLE_FILE, CheckpointFiles
 from rayserve_moe.checkpoints.header import DTYPES, CheckpointError
-from rayserve_moe.model.parameters import ParamSpec
+from rayserve_moe.model.param_spec import ParamSpec
 
 IGNORABLE = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 """Tensors that old exports carry and no model needs: they follow from the config."""
@@ -17,12 +20,17 @@ IGNORABLE = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.s
 SpecTree = Mapping[str, "ParamSpec | SpecTree"]
 """Parameter specs by name, nested as deep as one likes; `model.parameters.parameter_specs` makes one."""
 
+Places = Mapping[str, tuple["TensorPlace", ...]]
+
 _LISTED = 3
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of one tensor: parameter `path` of the tree, at `stack_index`: place among its layers, and expert."""
+    """What a tensor fills: parameter `path` of the tree at `stack_index`, its place among the layers, and expert.
+
+    A tensor that holds all experts fills all of the layer's slots.
+    """
 
     path: tuple[str, ...]
     spec: ParamSpec
@@ -45,26 +53,41 @@ def tensor_name(spec: ParamSpec, stack_index: tuple[int, ...], *, rules: Mapping
     return rules[spec.role].format(layer=layer, expert=expert)
 
 
-def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, TensorPlace]:
-    """Map every tensor name the tree needs to its place."""
-    places: dict[str, TensorPlace] = {}
+def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, tuple[TensorPlace, ...]]:
+    """Map every tensor name the tree needs to the places that it fills: one, or one per parameter cut out of it."""
+    places: dict[str, list[TensorPlace]] = {}
     for path, spec in walk(tree):
         for stack_index in product(*(range(size) for size in spec.file_stack)):
             name = tensor_name(spec, stack_index, rules=rules)
-            assert name not in places, f"two parameters claim the tensor {name}"
-            places[name] = TensorPlace(path, spec, stack_index)
-    return places
+            places.setdefault(name, []).append(TensorPlace(path, spec, stack_index))
+    partitions: set[tuple[ParamSpec, ...]] = set()
+    for name, of_tensor in places.items():
+        specs = tuple(place.spec for place in of_tensor)
+        if specs not in partitions:
+            _check_partition(name, specs)
+            partitions.add(specs)
+    return {name: tuple(of_tensor) for name, of_tensor in places.items()}
 
 
-def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str]) -> None:
+def _check_partition(name: str, specs: tuple[ParamSpec, ...]) -> None:
+    """Every column of a tensor belongs to one parameter."""
+    assert len({spec.file_shape for spec in specs}) == 1, f"parameters disagree on the shape of {name}"
+    taken = np.concatenate([np.unique(spec.columns_in_file(0, spec.filled_shape[-1])) for spec in specs])
+    assert len(taken) == len(np.unique(taken)), f"two parameters claim the tensor {name}"
+    assert np.array_equal(np.sort(taken), np.arange(specs[0].num_file_columns)), f"no parameter holds all of {name}"
+
+
+def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], ignored: tuple[str, ...] = ()) -> None:
     """Check that the checkpoint holds exactly the tensors of the tree, in shape and in a floating dtype.
 
-    CheckpointError lists a few of the missing, unexpected, misshapen or mistyped tensors with their counts. A stored
-    head is tolerated where the tree ties it to the embedding.
+    CheckpointError lists a few of the missing, unexpected, misshapen or mistyped tensors with their counts. Tolerated
+    are tensors that match a pattern of `ignored`, layers for multi-token prediction behind the last layer, and a stored
+    head where the tree ties it to the embedding.
     """
     places = tensor_places(tree, rules)
-    has_head = any(place.spec.role == "head" for place in places.values())
-    ignorable = IGNORABLE if has_head else (*IGNORABLE, rules.get("head", ""))
+    has_head = any(place.spec.role == "head" for of_tensor in places.values() for place in of_tensor)
+    ignorable = (*IGNORABLE, *ignored, *_prediction_layers(files, tree, rules))
+    ignorable = ignorable if has_head else (*ignorable, rules.get("head", ""))
     problems = [
         _summary("missing", _missing(files, places)),
         _summary("unexpected", _unexpected(files, places, ignorable)),
@@ -76,6 +99,17 @@ def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str]) 
         raise CheckpointError(f"{files.directory}: the checkpoint does not fit its config: {'; '.join(found)}")
 
 
+def _prediction_layers(files: CheckpointFiles, tree: SpecTree, rules: Mapping[str, str]) -> list[str]:
+    """Patterns of the layers that predict further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2): no step computes them.
+
+    They are numbered on behind the last layer; each has a projection of the embedding and the hidden state.
+    """
+    num_layers = 1 + max((layer for _, spec in walk(tree) for layer in spec.layers), default=-1)
+    prefix = rules["attention_norm"].partition("{layer}")[0] if "attention_norm" in rules else ""
+    numbered = (re.fullmatch(rf"({re.escape(prefix)}(\d+)\.)eh_proj\.weight", name) for name in files.tensors)
+    return [f"{found[1]}*" for found in numbered if found and int(found[2]) >= num_layers]
+
+
 def _summary(what: str, found: list[str]) -> str:
     if not found:
         return ""
@@ -83,12 +117,12 @@ def _summary(what: str, found: list[str]) -> str:
     return f"{len(found)} tensor{'s' if len(found) > 1 else ''} {what}: {listed}"
 
 
-def _missing(files: CheckpointFiles, places: Mapping[str, TensorPlace]) -> list[str]:
+def _missing(files: CheckpointFiles, places: Places) -> list[str]:
     index = SINGLE_FILE if files.directory / SINGLE_FILE in files.stamps else INDEX_FILE
     return [f"{name} (not in {index})" for name in places if name not in files.tensors]
 
 
-def _unexpected(files: CheckpointFiles, places: Mapping[str, TensorPlace], ignorable: tuple[str, ...]) -> list[str]:
+def _unexpected(files: CheckpointFiles, places: Places, ignorable: tuple[str, ...]) -> list[str]:
     return [
         f"{name} {list(entry.shape)} in {entry.file.name}"
         for name, entry in files.tensors.items()
@@ -96,15 +130,15 @@ def _unexpected(files: CheckpointFiles, places: Mapping[str, TensorPlace], ignor
     ]
 
 
-def _misshapen(files: CheckpointFiles, places: Mapping[str, TensorPlace]) -> list[str]:
+def _misshapen(files: CheckpointFiles, places: Places) -> list[str]:
     return [
-        f"{name} in {entry.file.name} is {list(entry.shape)}, expected {list(place.spec.file_shape)}"
-        for name, place in places.items()
-        if (entry := files.tensors.get(name)) is not None and entry.shape != place.spec.file_shape
+        f"{name} in {entry.file.name} is {list(entry.shape)}, expected {list(of_tensor[0].spec.file_shape)}"
+        for name, of_tensor in places.items()
+        if (entry := files.tensors.get(name)) is not None and entry.shape != of_tensor[0].spec.file_shape
     ]
 
 
-def _mistyped(files: CheckpointFiles, places: Mapping[str, TensorPlace]) -> list[str]:
+def _mistyped(files: CheckpointFiles, places: Places) -> list[str]:
     return [
         f"{name} in {entry.file.name} is {entry.dtype}, expected one of {', '.join(DTYPES)}"
         for name in places

@@ -175,7 +175,8 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _write_weights(directory: Path, config: SyntheticConfig, *, seed: int, dtype: str, max_shard_bytes: int) -> None:
-    places = tensor_places(parameter_specs(spec_from_hf(_hf_config(config, dtype)), dtype=dtype), CHECKPOINT_RULES)
+    tree = parameter_specs(spec_from_hf(_hf_config(config, dtype)), dtype=dtype)
+    places = {name: place for name, (place, *_) in tensor_places(tree, CHECKPOINT_RULES).items()}
     groups = _shard_groups(places, DTYPES[dtype].itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):

@@ -18,7 +18,8 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.registry import KERNELS, Kernels
 from rayserve_moe.model.family_table import family_of
-from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import platform_of
@@ -90,8 +91,9 @@ def read_parameters(
     in_host_memory: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint by the rules of its family, laid out by a plan."""
+    family = family_of(files.config)
     return load_parameters(
-        WeightSource(files, family_of(files.config).CHECKPOINT_RULES, expert_of_slot),
+        WeightSource(files, family.CHECKPOINT_RULES, expert_of_slot, getattr(family, "IGNORED", ())),
         tree,
         sharding_of=lambda spec: plan.sharding(spec.axes),
         in_host_memory=in_host_memory,

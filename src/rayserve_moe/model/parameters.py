@@ -9,71 +9,10 @@ layers, experts over [MoE layers, expert slots]. Loading, initialising, sharding
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One parameter array.
-
-    `axes` names one logical axis per dimension (see `parallel.sharding`). `role` is the key of the family's
-    CHECKPOINT_RULES under which the tensors are found. `layers` lists the layer ids stacked on dimension 0 (empty:
-    not stacked); `num_experts` > 0 stacks expert slots on dimension 1, each with one of that many experts: which one is
-    decided when weights are loaded. A file holds each piece with shape `file_shape`, transposed where `transposed`
-    (files hold [out, in], we hold [in, out]).
-    `repeats` > 1 holds every `repeat_width` columns of the file's last dimension (as we hold it) that many times in
-    a row: KV heads, where there are fewer of them than devices. The last `num_padding` entries of the vocabulary are
-    zeros that no file holds: so it divides over the devices. `initial` is `normal` or `ones`, for synthetic
-    checkpoints. `layout` says how a device's share lies in memory (`kernels.cpu_native.layout.LAYOUTS`).
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    axes: tuple[str | None, ...]
-    role: str
-    layers: tuple[int, ...] = ()
-    num_experts: int = 0
-    transposed: bool = False
-    initial: str = "normal"
-    layout: str = ""
-    repeats: int = 1
-    repeat_width: int = 1
-    num_padding: int = 0
-
-    @property
-    def num_stacked_dims(self) -> int:
-        return int(bool(self.layers)) + int(bool(self.num_experts))
-
-    @property
-    def file_stack(self) -> tuple[int, ...]:
-        """How many layers, and then experts, have a tensor of their own in files."""
-        return tuple(size for size in (len(self.layers), self.num_experts) if size)
-
-    @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """Shape of one tensor of the checkpoint as we hold it."""
-        return self.shape[self.num_stacked_dims :]
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """Shape of one tensor of the checkpoint as files hold it."""
-        *outer, last = self.filled_shape
-        shape = (*outer, last // self.repeats)
-        return shape[::-1] if self.transposed else shape
-
-    @property
-    def filled_shape(self) -> tuple[int, ...]:
-        """`piece_shape` without padding."""
-        axes = self.axes[self.num_stacked_dims :]
-        return tuple(
-            size - self.num_padding if axis == "vocabulary" else size
-            for size, axis in zip(self.piece_shape, axes, strict=True)
-        )
-
-
-ParamTree = dict[str, "ParamSpec | ParamTree"]
 
 
 def kv_repeats(spec: ModelSpec, tensor_size: int) -> int:
@@ -160,7 +99,12 @@ def _expert_specs(spec: ModelSpec, dtype: str, num_slots: int) -> dict[str, Para
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
     width, inner = spec.hidden_size, spec.experts.intermediate_size
 
-    def stack(role: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
+    layout = spec.experts.layout
+
+    def stack(
+        role: str, shape: tuple[int, ...], axes: tuple[str, ...], columns: tuple[int, int, int] = (1, 0, 0)
+    ) -> ParamSpec:
+        repeat_width, period, start = columns
         return ParamSpec(
             (len(layers), num_slots, *shape),
             dtype,
@@ -168,17 +112,32 @@ def _expert_specs(spec: ModelSpec, dtype: str, num_slots: int) -> dict[str, Para
             role,
             layers,
             num_experts,
-            True,
+            transposed=layout != "fused_in_out_interleaved",
+            repeat_width=repeat_width,
+            period=period,
+            start=start,
+            experts_in_file=layout != "per_expert",
         )
 
+    gate, up = _columns_of_gate_and_up(spec)
     return {
         "router_MDE": ParamSpec(
             (len(layers), width, num_experts), "float32", ("layers", "model", None), "router", layers, transposed=True
         ),
-        "gate_MPDF": stack("expert_gate", (width, inner), ("model", "expert_inner")),
-        "up_MPDF": stack("expert_up", (width, inner), ("model", "expert_inner")),
+        "gate_MPDF": stack("expert_gate", (width, inner), ("model", "expert_inner"), gate),
+        "up_MPDF": stack("expert_up", (width, inner), ("model", "expert_inner"), up),
         "down_MPFD": stack("expert_down", (inner, width), ("expert_inner", "model")),
     }
+
+
+def _columns_of_gate_and_up(spec: ModelSpec) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Which columns of the file are those of gate, and which those of up: `repeat_width`, `period` and `start`."""
+    inner = spec.experts.intermediate_size
+    return {
+        "per_expert": ((1, 0, 0), (1, 0, 0)),
+        "fused_out_in": ((inner, 2 * inner, 0), (inner, 2 * inner, inner)),
+        "fused_in_out_interleaved": ((1, 2, 0), (1, 2, 1)),
+    }[spec.experts.layout]
 
 
 def _dense_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:

@@ -26,6 +26,11 @@ def _any(default: Any) -> Any:
     return field(default=default, metadata={"plain": default})
 
 
+def _of_files(default: Any, *others: Any) -> Any:
+    """A knob of how files hold a model: no kernel depends on it. `default` and `others` are read."""
+    return field(default=default, metadata={"computed": (default, *others)})
+
+
 @dataclass(frozen=True)
 class LatentSpec:
     """Widths of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in elements.
@@ -130,7 +135,7 @@ class ExpertSpec:
     """
 
     intermediate_size: int
-    layout: str = _only("per_expert")
+    layout: str = _of_files("per_expert", "fused_out_in", "fused_in_out_interleaved")
     bias: bool = _only(False)
     activation: str = _only("silu")
     shared: str = _only("none")

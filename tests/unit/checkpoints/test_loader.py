@@ -19,7 +19,8 @@ from rayserve_moe.checkpoints.names import tensor_places, walk
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.parameters import ParamSpec, parameter_specs
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import parameter_specs
 
 MESH = jax.make_mesh((2, 2), ("rows", "columns"), devices=jax.devices()[:4])
 
@@ -60,7 +61,7 @@ def _stacked(path: Path, tree) -> dict[tuple[str, ...], np.ndarray]:
     """Assemble every parameter whole, straight from safetensors."""
     tensors = load_file(path / "model.safetensors")
     whole = {keys: np.zeros(spec.shape, np.float32) for keys, spec in walk(tree)}
-    for name, place in tensor_places(tree, CHECKPOINT_RULES).items():
+    for name, (place,) in tensor_places(tree, CHECKPOINT_RULES).items():
         whole[place.path][place.stack_index] = tensors[name].T if place.spec.transposed else tensors[name]
     return whole
 

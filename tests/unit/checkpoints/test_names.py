@@ -42,14 +42,14 @@ def _verify_changed(path: Path, directory: Path, change) -> str:
 def test_places_fill_every_parameter_exactly_once(single):
     tree = _tree(single)
     filled = {path: np.zeros(spec.shape, int) for path, spec in walk(tree)}
-    for place in tensor_places(tree, CHECKPOINT_RULES).values():
+    for (place,) in tensor_places(tree, CHECKPOINT_RULES).values():
         filled[place.path][place.stack_index] += 1
         assert filled[place.path][place.stack_index].shape == place.spec.piece_shape
     assert all((count == 1).all() for count in filled.values())
 
 
 def test_layers_and_experts_keep_their_numbers(single):
-    places = tensor_places(_tree(single), CHECKPOINT_RULES)
+    places = {name: place for name, (place,) in tensor_places(_tree(single), CHECKPOINT_RULES).items()}
     # Layer 1 is dense: layer 2 is the second of the MoE layers, and layer 1 the first of the dense ones.
     assert places[EXPERT].path == ("experts", "up_MPDF") and places[EXPERT].stack_index == (1, 3)
     assert places["model.layers.1.mlp.up_proj.weight"].stack_index == (0,)

@@ -7,7 +7,8 @@ from dataclasses import asdict
 import pytest
 
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
-from rayserve_moe.model.parameters import ParamSpec, kv_repeats, parameter_specs
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import kv_repeats, parameter_specs
 from rayserve_moe.parallel.sharding import MESH_AXES_OF
 from tests.support.checkpoints import CORE_CONFIG
 

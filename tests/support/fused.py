@@ -1,0 +1,47 @@
+"""Checkpoints whose experts lie in one tensor per layer, made from one that has a tensor per expert."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from rayserve_moe.checkpoints.files import SINGLE_FILE
+from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
+
+FUSED_RULES = {
+    **CHECKPOINT_RULES,
+    "expert_gate": "model.layers.{layer}.mlp.experts.gate_up_proj",
+    "expert_up": "model.layers.{layer}.mlp.experts.gate_up_proj",
+    "expert_down": "model.layers.{layer}.mlp.experts.down_proj",
+}
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def fused(path: Path, directory: Path, layout: str) -> Path:
+    """Copy a Qwen3-shaped checkpoint in one file to `directory`, its experts in `layout` of `ExpertSpec`."""
+    copy = shutil.copytree(path, directory)
+    plain = load_file(copy / SINGLE_FILE)
+    parts: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
+    tensors = {}
+    for name in sorted(plain, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]):
+        if found := _EXPERT.fullmatch(name):
+            parts[found[1], found[3]].append(plain[name])
+        else:
+            tensors[name] = plain[name]
+    for layer in {layer for layer, _ in parts}:
+        gate_EFD, up_EFD, down_EDF = (np.stack(parts[layer, part]) for part in ("gate", "up", "down"))
+        if layout == "fused_in_out_interleaved":
+            both = np.stack([gate_EFD, up_EFD], axis=2).reshape(len(gate_EFD), -1, gate_EFD.shape[2])
+            both, down_EDF = both.transpose(0, 2, 1), down_EDF.transpose(0, 2, 1)
+        else:
+            both = np.concatenate([gate_EFD, up_EFD], axis=1)
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.ascontiguousarray(both)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = np.ascontiguousarray(down_EDF)
+    save_file(tensors, copy / SINGLE_FILE)
+    return copy
