@@ -18,11 +18,13 @@ import numpy as np
 from rayserve_moe.checkpoints.header import (
     DTYPES,
     LONGEST_NAME,
+    STORED_DTYPES,
     CheckpointError,
     TensorEntry,
     is_usable_name,
     read_header,
 )
+from rayserve_moe.checkpoints.quantized import QuantizedTensor, decoded_entries, find_quantized
 from rayserve_moe.config.given_files import (
     ANYWHERE,
     MOST_BYTES_AT_ONCE,
@@ -41,21 +43,26 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """An opened directory: the parsed `config.json`, every tensor by name, and the files' stamps when opened."""
+    """An opened directory: the parsed `config.json`, every tensor by name, and the files' stamps when opened.
+
+    Quantised tensors are seen decoded, as float32; `stored` has the tensors as files hold them.
+    """
 
     directory: Path
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
     reach: Reach = ANYWHERE
+    stored: Mapping[str, TensorEntry] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(entry.end - entry.begin for entry in self.tensors.values())
+        """Of all tensors, as files hold them."""
+        return sum(entry.end - entry.begin for entry in self.stored.values())
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Copy `tensor[index]` out of its file, in the file's dtype; other rows are not read.
+        """Copy `tensor[index]` out of its file, in the file's dtype or decoded; other rows are not read.
 
         `index` holds one slice per leading dimension. CheckpointError for an unknown name, a dtype that
         weights cannot have, or a file that was written to, or replaced, since it was opened.
@@ -63,10 +70,16 @@ class CheckpointFiles:
         entry = self.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{self.directory}: no tensor {name}")
+        if name in self.quantized:
+            return self.quantized[name].read(self._read_stored, index)
         if entry.dtype not in DTYPES:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype} (readable: {', '.join(DTYPES)})"
             )
+        return self._read_stored(name, index)
+
+    def _read_stored(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        entry = self.stored[name]
         try:
             with opened(entry.file, self.reach) as given:
                 self._check_stamp(entry.file, given)
@@ -102,7 +115,8 @@ def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE) -> Checkpoin
         tensors = _read_shard(path / SINGLE_FILE, stamps, reach)
     else:
         raise CheckpointError(f"{path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    return CheckpointFiles(path, config, tensors, stamps, reach)
+    quantized = find_quantized(config, tensors)
+    return CheckpointFiles(path, config, decoded_entries(tensors, quantized), stamps, reach, tensors, quantized)
 
 
 def read_config(directory: str | Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
@@ -175,7 +189,7 @@ def _shard_path(index_file: Path, file_name: str) -> Path:
 
 def _read_slices(given: GivenFile, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
     """Copy the part of a tensor that `index` names, as far as it can be without what lies around it."""
-    dtype, shape, begin = DTYPES[entry.dtype], entry.shape or (1,), entry.begin
+    dtype, shape, begin = STORED_DTYPES[entry.dtype], entry.shape or (1,), entry.begin
     parts = [*index, *[slice(None)] * (len(shape) - len(index))]
     num_single = 0
     # One row is a tensor by itself, of a dimension less: an expert of a tensor of all, or a column of one row.

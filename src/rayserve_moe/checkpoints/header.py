@@ -23,6 +23,15 @@ DTYPES: dict[str, np.dtype] = {
 }
 """Tensor types that weights may have, by their name in safetensors headers."""
 
+STORED_DTYPES: dict[str, np.dtype] = {
+    **DTYPES,
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+}
+"""The same, with those that the parts of quantised weights have (see `quantized`)."""
+
 MOST_DIMS = 8
 LONGEST_NAME = 256
 _LENGTH_BYTES = 8
@@ -93,7 +102,7 @@ def _entry(file: Path, name: str, fields: Any, start: int) -> TensorEntry:
     dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     if min((begin, end - begin, *shape)) < 0:
         raise CheckpointError(f"{shown} has a negative size in its header: {reprlib.repr(fields)}")
-    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+    if dtype in STORED_DTYPES and end - begin != math.prod(shape) * STORED_DTYPES[dtype].itemsize:
         raise CheckpointError(
             f"{shown} of shape {reprlib.repr(list(shape))} and dtype {dtype} cannot take "
             f"{reprlib.repr(end - begin)} bytes"
@@ -105,7 +114,7 @@ def _is_well_formed(fields: dict[str, Any]) -> bool:
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     return (
         isinstance(dtype, str)
-        and dtype.isalnum()
+        and dtype.replace("_", "").isalnum()
         and isinstance(shape, list)
         and isinstance(offsets, list)
         and (len(shape) <= MOST_DIMS and len(offsets) == 2)

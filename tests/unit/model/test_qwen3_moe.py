@@ -61,7 +61,6 @@ REFUSED = {
     "partial rope": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     "window": ({"use_sliding_window": True}, "use_sliding_window = True"),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8"),
     "no experts": ({"mlp_only_layers": [0, 1, 2]}, "no layer has experts"),
     "missing size": ({"vocab_size": None}, "vocab_size must be a positive integer up to 4194304, found None"),
     "size of zero": (

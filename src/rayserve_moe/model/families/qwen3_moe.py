@@ -103,7 +103,6 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), (1, 1.0)),
         "hidden_act": (config.get("hidden_act", "silu"), ("silu",)),
         "use_sliding_window": (bool(config.get("use_sliding_window", False)), (False,)),
-        "quantization_config": (config.get("quantization_config"), (None,)),
     }
     for key, (value, supported) in wanted.items():
         if value not in supported:

@@ -1,0 +1,217 @@
+"""Quantised tensors of a checkpoint: what each consists of, and how a slice of it is decoded while it is read.
+
+Values are looked up and scaled in float32, where every product below is exact or rounded once, so what is cast to the
+served dtype is what the format defines. A slice costs the bytes of its own values and scales: nothing is decoded whole.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from rayserve_moe.checkpoints.header import DTYPES as FLOATING
+from rayserve_moe.checkpoints.header import CheckpointError, TensorEntry
+
+Bounds = tuple[tuple[int, int], ...]
+"""`[from, to)` for each dimension."""
+ReadStored = Callable[[str, tuple[slice, ...]], np.ndarray]
+"""Reads a slice of a tensor as files hold it."""
+
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+"""Of activations and caches, which are not quantised here."""
+NIBBLES_PER_WORD = 8
+_BYTES = np.arange(256, dtype=np.uint8)
+FP8 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+INT8 = _BYTES.view(np.int8).astype(np.float32)
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+FP4_PAIRS = np.stack([np.concatenate([_FP4, -_FP4])[nibble] for nibble in (_BYTES & 15, _BYTES >> 4)], axis=-1)
+INT4_PAIRS = np.stack([(nibble.astype(np.float32) - 8) for nibble in (_BYTES & 15, _BYTES >> 4)], axis=-1)
+"""Two values per byte, float32 [256, 2], the low half first."""
+VALUES_OF = {"F8_E4M3": FP8, "I8": INT8}
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """One decoded tensor: its shape, the tensors that hold it, and `decode(read, bounds)`, which returns float32."""
+
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    decode: Callable[[ReadStored, Bounds], np.ndarray]
+
+    def read(self, read: ReadStored, index: tuple[slice, ...]) -> np.ndarray:
+        """Decode `tensor[index]`: one slice per leading dimension, without steps."""
+        whole = (*index, *(slice(None) for _ in self.shape[len(index) :]))
+        bounds = [part.indices(size) for part, size in zip(whole, self.shape, strict=True)]
+        assert all(step == 1 for *_, step in bounds), "a decoded slice is contiguous"
+        if any(stop <= start for start, stop, _ in bounds):
+            return np.empty([max(0, stop - start) for start, stop, _ in bounds], np.float32)
+        return self.decode(read, tuple((start, stop) for start, stop, _ in bounds))
+
+
+def find_quantized(config: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> dict[str, QuantizedTensor]:
+    """Find what `quantization_config` says is quantised among the `stored` tensors: decoded tensors by name.
+
+    Block fp8 (`fp8`: DeepSeek, MiniMax, Qwen3), MXFP4 (`mxfp4`: gpt-oss; OCP Microscaling Formats 1.0) and
+    `compressed-tensors` with symmetric int4 (Kimi), int8 or fp8 weights. CheckpointError for any other method.
+    """
+    settings = config.get("quantization_config")
+    if not settings:
+        return {}
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    finder = FINDERS.get(method) if isinstance(method, str) else None
+    if finder is None:
+        raise CheckpointError(
+            f"config.json: quantization_config.quant_method = {str(method)[:80]!r} is not read "
+            f"(only {', '.join(FINDERS)})"
+        )
+    return dict(finder(settings, stored))
+
+
+def decoded_entries(
+    stored: Mapping[str, TensorEntry], quantized: Mapping[str, QuantizedTensor]
+) -> dict[str, TensorEntry]:
+    """The tensors that a reader sees: decoded ones as float32, without the parts that hold them."""
+    hidden = {part for tensor in quantized.values() for part in tensor.parts}
+    if quantized:
+        hidden |= {name for name in stored if name.endswith(ACTIVATION_SCALES)}
+    seen = {name: entry for name, entry in stored.items() if name not in hidden}
+    for name, tensor in quantized.items():
+        seen[name] = replace(stored[tensor.parts[0]], name=name, dtype="F32", shape=tensor.shape)
+    return seen
+
+
+def _find_block_fp8(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:
+    block = settings.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise CheckpointError(f"config.json: weight_block_size must be two positive sizes, found {str(block)[:80]}")
+    for name in stored:
+        if name.endswith("weight_scale_inv"):
+            yield _bytes(name.removesuffix("_scale_inv"), name, stored, tuple(block) if block else None)
+
+
+def _find_mxfp4(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:
+    for blocks in stored:
+        if not blocks.endswith("_blocks"):
+            continue
+        name = blocks.removesuffix("_blocks")
+        num_experts, out, groups, half = _shape_of(blocks, stored, ("U8",), 4)
+        if _shape_of(scales := f"{name}_scales", stored, ("U8",), 3) != (num_experts, out, groups):
+            raise CheckpointError(f"{stored[scales].file}: {scales} does not have a scale for each block of {blocks}")
+        decode = partial(_decode_mxfp4, parts=(blocks, scales), width=2 * half)
+        yield name, QuantizedTensor((num_experts, 2 * half * groups, out), (blocks, scales), decode)
+
+
+def _find_compressed(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        weights = weights if isinstance(weights, Mapping) else {}
+        if weights.get("symmetric", True) is not True:
+            raise CheckpointError("config.json: compressed-tensors weights with zero points are not read")
+        if settings.get("format") == "pack-quantized" and (bits := weights.get("num_bits", 4)) != 4:
+            raise CheckpointError(f"config.json: packed weights of {reprlib.repr(bits)} bits are not read (only 4)")
+    for scale in stored:
+        if scale.endswith("weight_scale"):
+            name = scale.removesuffix("_scale")
+            yield (_packed if f"{name}_packed" in stored else _bytes)(name, scale, stored, None)
+
+
+FINDERS = {"fp8": _find_block_fp8, "mxfp4": _find_mxfp4, "compressed-tensors": _find_compressed}
+_Found = tuple[str, QuantizedTensor]
+_Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+
+def _bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], block: _Block | None) -> _Found:
+    """A matrix of one byte per value."""
+    shape = _shape_of(name, stored, tuple(VALUES_OF), 2)
+    table, block = VALUES_OF[stored[name].dtype], _block_of(shape, scale, stored, block)
+    return name, QuantizedTensor(
+        shape, (name, scale), partial(_decode_bytes, parts=(name, scale), table=table, block=block)
+    )
+
+
+def _packed(name: str, scale: str, stored: Mapping[str, TensorEntry], block: _Block | None) -> _Found:
+    """A matrix of eight 4-bit values per word."""
+    for part in (f"{name}_zero_point", f"{name}_g_idx"):
+        if part in stored:
+            raise CheckpointError(f"{stored[part].file}: {part}: zero points and reordered groups are not read")
+    rows, words = _shape_of(packed := f"{name}_packed", stored, ("I32",), 2)
+    shape = (rows, words * NIBBLES_PER_WORD)
+    parts = (packed, scale, *(part for part in (f"{name}_shape",) if part in stored))
+    block = _block_of(shape, scale, stored, block)
+    return name, QuantizedTensor(shape, parts, partial(_decode_packed, parts=(packed, scale), block=block))
+
+
+def _shape_of(name: str, stored: Mapping[str, TensorEntry], dtypes: tuple[str, ...], num_dims: int) -> tuple[int, ...]:
+    entry = stored.get(name)
+    if entry is None or entry.dtype not in dtypes or len(entry.shape) != num_dims:
+        found = "nothing" if entry is None else f"{entry.dtype} of shape {list(entry.shape)} in {entry.file.name}"
+        raise CheckpointError(
+            f"quantised tensor {name} must be {' or '.join(dtypes)} with {num_dims} dimensions, found {found}"
+        )
+    return entry.shape
+
+
+def _block_of(shape: tuple[int, ...], scale: str, stored: Mapping[str, TensorEntry], block: _Block | None) -> _Block:
+    """Rows and columns of a block: `block`, or what divides the matrix into the shape of its scales."""
+    entry = stored[scale]
+    grid = (1, 1) if math.prod(entry.shape) == 1 else entry.shape
+    if block is None and len(grid) == 2 and all(grid):
+        block = -(-shape[0] // grid[0]), -(-shape[1] // grid[1])
+    if (
+        entry.dtype not in FLOATING
+        or block is None
+        or grid != tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
+    ):
+        raise CheckpointError(
+            f"{entry.file}: {scale}, {entry.dtype} of shape {list(entry.shape)}, is no scale of a matrix of shape "
+            f"{list(shape)}" + (f" in blocks of {list(block)}" if block else "")
+        )
+    return block
+
+
+def _decode_bytes(
+    read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], table: np.ndarray, block: _Block
+) -> np.ndarray:
+    name, scale = parts
+    stored = read(name, tuple(slice(*bound) for bound in bounds))
+    return _scaled(table[stored.view(np.uint8)], read, scale, block=block, bounds=bounds)
+
+
+def _decode_packed(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], block: _Block) -> np.ndarray:
+    (packed, scale), (rows, (start, stop)) = parts, bounds
+    words = slice(start // NIBBLES_PER_WORD, -(-stop // NIBBLES_PER_WORD))
+    stored = np.ascontiguousarray(read(packed, (slice(*rows), words))).view(np.uint8)
+    values = INT4_PAIRS[stored].reshape(len(stored), -1)
+    first = words.start * NIBBLES_PER_WORD
+    return _scaled(values[:, start - first : stop - first], read, scale, block=block, bounds=bounds)
+
+
+def _scaled(values: np.ndarray, read: ReadStored, scale: str, *, block: _Block, bounds: Bounds) -> np.ndarray:
+    """Multiply the values within `bounds` by the scales of their blocks."""
+    scales = read(scale, ())
+    if scales.size == 1:
+        return values * scales.reshape(()).astype(np.float32)
+    rows, columns = (np.arange(*bound) // size for bound, size in zip(bounds, block, strict=True))
+    return values * scales.astype(np.float32)[np.ix_(rows, columns)]
+
+
+def _decode_mxfp4(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], width: int) -> np.ndarray:
+    """[experts, in, out] of blocks that lie as [experts, out, in / width, width / 2]."""
+    (blocks, scales), (experts, (start, stop), out) = parts, bounds
+    groups = slice(start // width, -(-stop // width))
+    within = (slice(*experts), slice(*out), groups)
+    values = FP4_PAIRS[read(blocks, within)].reshape(*(read_scales := read(scales, within)).shape, width)
+    values = np.ldexp(values, read_scales.astype(np.int32)[..., None] - 127)
+    values = values.reshape(*values.shape[:2], -1)[..., start - groups.start * width : stop - groups.start * width]
+    return values.transpose(0, 2, 1)
