@@ -87,7 +87,10 @@ def test_a_quantised_checkpoint_loads_as_its_decoded_twin(tmp_path, single):
         decoded[name] = stored[name].astype(np.float32) * stored[f"{name}_scale"]
     config = json.loads((single / "config.json").read_text())
     loaded = []
-    for directory, held, settings in (("quantised", stored, {"quant_method": "compressed-tensors"}), ("twin", decoded, None)):
+    for directory, held, settings in (
+        ("quantised", stored, {"quant_method": "compressed-tensors"}),
+        ("twin", decoded, None),
+    ):
         files = opened(tmp_path / directory, held, settings, config)
         tree = parameter_specs(spec_from_config(files.config), dtype="bfloat16")
         source = WeightSource(files, CHECKPOINT_RULES)
