@@ -26,6 +26,11 @@ def _any(default: Any) -> Any:
     return field(default=default, metadata={"plain": default})
 
 
+def _everywhere(default: Any) -> Any:
+    """A knob of which every value is computed, whatever the kernels are: none depends on it."""
+    return field(default=default)
+
+
 def _of_files(default: Any, *others: Any) -> Any:
     """A knob of how files hold a model: no kernel depends on it. `default` and `others` are read."""
     return field(default=default, metadata={"computed": (default, *others)})
@@ -146,6 +151,8 @@ class ExpertSpec:
 class ModelSpec:
     """One decoder-only MoE language model. Widths are in elements; layer ids count all hidden layers.
 
+    The embedding is multiplied by `embedding_multiplier`, what a layer adds to the hidden state by
+    `residual_multiplier`, and logits are divided by `logits_divisor`.
     Building one raises UnsupportedModelError for a knob whose value is not computed.
     """
 
@@ -163,9 +170,9 @@ class ModelSpec:
     tie_embeddings: bool
     max_position_embeddings: int
     checkpoint_dtype: str
-    embedding_multiplier: float = _only(1.0)
-    residual_multiplier: float = _only(1.0)
-    logits_divisor: float = _only(1.0)
+    embedding_multiplier: float = _everywhere(1.0)
+    residual_multiplier: float = _everywhere(1.0)
+    logits_divisor: float = _everywhere(1.0)
 
     def __post_init__(self) -> None:
         _refuse_what_is_not_computed(self.family, self)

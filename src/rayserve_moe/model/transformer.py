@@ -104,6 +104,7 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     take = kernels.tied_rows if spec.tie_embeddings else take_rows
     with jax.named_scope("embedding"):
         hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=config.plan, take=take)
+        hidden_TD = _scaled(hidden_TD, spec.embedding_multiplier)
     with jax.named_scope("rotation"):
         rotation = kernels.rotation(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
     forced = capacity = None
@@ -135,7 +136,8 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, config: ModelConfig) 
     normed_SD = _norm(hidden_SD, embedding["final_norm_D"], config)
     head = partial(kernels.head, head_VD=embedding.get("head_VD", embedding["table_VD"]))
     with jax.named_scope("head"):
-        return score_all(normed_SD, head, vocab_size=config.spec.vocab_size, plan=config.plan)
+        logits_SV = score_all(normed_SD, head, vocab_size=config.spec.vocab_size, plan=config.plan)
+        return logits_SV if config.spec.logits_divisor == 1.0 else logits_SV / config.spec.logits_divisor
 
 
 def _moe_layer(
@@ -156,7 +158,7 @@ def _moe_layer(
         forced=_forced_of_layer(inputs, moe_layer),
         capacity=inputs.capacity,
     )
-    return (hidden_TD + out_TD, kv_pages), routing
+    return (hidden_TD + _scaled(out_TD, config.spec.residual_multiplier), kv_pages), routing
 
 
 def _dense_layer(
@@ -168,7 +170,7 @@ def _dense_layer(
     with jax.named_scope("dense_mlp"):
         weights = dense["gate_NDI"], dense["up_NDI"], dense["down_NID"]
         out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, weights, layer=dense_layer))
-    return (hidden_TD + out_TD.astype(hidden_TD.dtype), kv_pages), None
+    return (hidden_TD + _scaled(out_TD.astype(hidden_TD.dtype), config.spec.residual_multiplier), kv_pages), None
 
 
 def _attention_block(
@@ -189,8 +191,13 @@ def _attention_block(
         )
         out_TD = config.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
         out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD
-    hidden_TD = hidden_TD + out_TD
+    hidden_TD = hidden_TD + _scaled(out_TD, config.spec.residual_multiplier)
     return hidden_TD, _norm(hidden_TD, params["mlp_norm"]["scale"][layer], config), kv_pages
+
+
+def _scaled(hidden_TD: jax.Array, factor: float) -> jax.Array:
+    """Multiply in float32, and nothing by one."""
+    return hidden_TD if factor == 1.0 else (hidden_TD.astype(jnp.float32) * factor).astype(hidden_TD.dtype)
 
 
 def _norm(hidden_TD: jax.Array, scale_D: jax.Array, config: ModelConfig) -> jax.Array:
