@@ -19,6 +19,7 @@ from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.step import step_logits
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.kv_cache import cache_row
 
 USUAL_SCALE = 0.02
 """Deviation of weights as they are initialised. At a few times that, a random network decides as a trained one does."""
@@ -121,7 +122,7 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
     num_blocks = -(-longest // PAGE)
     shape = StepShape(0, num_blocks, PAGE)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pool = (spec.num_layers * (num_blocks + 1), PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim)
+    pool = (spec.num_layers * (num_blocks + 1), PAGE, *cache_row(spec, tensor_size=1).shape)
 
     def everywhere(weights: ModelWeights, batch: TokenBatch, forced_MTK: jax.Array) -> jax.Array:
         places, kv_pages = jnp.arange(shape.num_tokens), jnp.zeros(pool, runner.dtype)

@@ -13,6 +13,7 @@ from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.step import step_logits
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.kv_cache import cache_row
 
 BLOCK = PAGE = 16
 
@@ -26,7 +27,7 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pool = (spec.num_layers * (num_blocks + 1), PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim)
+    pool = (spec.num_layers * (num_blocks + 1), PAGE, *cache_row(spec, tensor_size=1).shape)
 
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> jax.Array:
         everywhere = jnp.arange(shape.num_tokens)

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.pack import PackedBlocks
 from rayserve_moe.execution.row_updates import MAX_BIASES
-from rayserve_moe.execution.step import COUNT_AXES, KV_AXES, ROW_AXES
+from rayserve_moe.execution.step import COUNT_AXES, ROW_AXES
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, RowState, StepShape
-from rayserve_moe.model.parameters import kv_repeats
+from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
@@ -25,14 +25,13 @@ def allocate_state(
 ) -> DeviceState:
     """Zeroed pool, counts and rows: `num_pages` pages and `num_rows` rows on every data rank."""
     spec, plan = config.spec, config.plan
-    ranks, attention = plan.data_size, spec.attention
-    kv_heads = attention.num_kv_heads * kv_repeats(spec, plan.tensor_size)
+    ranks, row = plan.data_size, cache_row(spec, tensor_size=plan.tensor_size)
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
         return jnp.zeros((ranks * shape[0], *shape[1:]), dtype, device=plan.sharding(axes))
 
     return DeviceState(
-        kv_pages=zeros((spec.num_layers * num_pages, page_size, 2 * kv_heads, attention.head_dim), dtype, KV_AXES),
+        kv_pages=zeros((spec.num_layers * num_pages, page_size, *row.shape), dtype, row.pool_axes),
         expert_counts_ME=zeros((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
         rows=RowState(
             page_table_RP=zeros((num_rows, pages_per_row), jnp.int32, ROW_AXES),

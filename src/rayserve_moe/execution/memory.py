@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.config.settings import CacheSettings, SettingsError
-from rayserve_moe.model.parameters import kv_repeats
+from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
 def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPlan) -> int:
     """Bytes one page of all layers takes on one device."""
-    kv_heads = spec.attention.num_kv_heads * kv_repeats(spec, plan.tensor_size) // plan.tensor_size
-    return spec.num_layers * page_size * 2 * kv_heads * spec.attention.head_dim * jnp.dtype(dtype).itemsize
+    row = cache_row(spec, tensor_size=plan.tensor_size)
+    return spec.num_layers * page_size * row.local_size(plan) * jnp.dtype(dtype).itemsize
 
 
 def free_bytes(devices: list[jax.Device]) -> int:

@@ -28,12 +28,12 @@ from rayserve_moe.execution.step_types import (
 )
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of
 from rayserve_moe.parallel.sharding import DATA
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
-KV_AXES = ("data_ranks", None, "kv_heads", None)
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
 
 RowUpdate = Callable[..., RowState]
@@ -184,7 +184,8 @@ def update_rows(state: DeviceState, vector: jax.Array, *, apply: RowUpdate, conf
 
 def state_partitions(config: ModelConfig) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
-    kv, counts, rows = (cast(jax.Array, config.plan.partition(axes)) for axes in (KV_AXES, COUNT_AXES, ROW_AXES))
+    kv_axes = cache_row(config.spec, tensor_size=config.plan.tensor_size).pool_axes
+    kv, counts, rows = (cast(jax.Array, config.plan.partition(axes)) for axes in (kv_axes, COUNT_AXES, ROW_AXES))
     last_tokens = cast(jax.Array, config.plan.partition(ROW_AXES[:1]))
     return DeviceState(kv, counts, RowState(rows, rows, rows, last_tokens, AdjustmentState(rows, rows, rows)))
 

@@ -72,8 +72,9 @@ class RowState:
 class DeviceState:
     """What a device keeps from step to step; donated on the way in, returned on the way out.
 
-    `kv_pages` is [layers * pages, page, 2 * KV heads, h]; `expert_counts_ME` int32 counts tokens since it was reset.
-    Each data rank has its own: outside the sharded step, leading dimensions are those of all ranks together.
+    `kv_pages` is [layers * pages, page, *row] (`model.kv_cache.cache_row`); `expert_counts_ME` int32 counts tokens
+    since it was reset. Each data rank has its own: outside the sharded step, leading dimensions are those of all ranks
+    together.
     """
 
     kv_pages: jax.Array

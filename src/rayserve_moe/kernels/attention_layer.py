@@ -67,7 +67,7 @@ def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword
     with jax.named_scope("kv_update"):
         kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
     with jax.named_scope("paged_attention"):
-        attended_THh = _attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=(decode, prefill))
+        attended_THh = attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=(decode, prefill))
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         return jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
@@ -79,8 +79,13 @@ def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, sl
     `kv_pages` is [pages, page, 2 * G, h]. Padding tokens point into page 0 of a layer, which no sequence owns. What an
     8-bit pool cannot hold becomes its largest number.
     """
-    num_pages, page_size, num_kv, width = kv_pages.shape
-    kv_T = jnp.stack([keys_TGh, values_TGh], axis=2).reshape(-1, num_kv, width)
+    kv_T = jnp.stack([keys_TGh, values_TGh], axis=2).reshape(-1, *kv_pages.shape[2:])
+    return write_rows(kv_pages, kv_T, slots_T)
+
+
+def write_rows(kv_pages: jax.Array, kv_T: jax.Array, slots_T: jax.Array) -> jax.Array:
+    """`write_kv` of rows [T, *row] that are laid out as the pool [pages, page, *row] holds them."""
+    num_pages, page_size, *row = kv_pages.shape
     if kv_pages.dtype.itemsize == 1:
         # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
         largest = float(jnp.finfo(kv_pages.dtype).max)
@@ -88,7 +93,7 @@ def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, sl
     if len(slots_T) == 1:
         # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
         slots_T, kv_T = jnp.repeat(slots_T, 2), jnp.repeat(kv_T, 2, axis=0)
-    flat = kv_pages.reshape(num_pages * page_size, num_kv, width)
+    flat = kv_pages.reshape(num_pages * page_size, *row)
     return flat.at[slots_T].set(kv_T.astype(kv_pages.dtype), mode="promise_in_bounds").reshape(kv_pages.shape)
 
 
@@ -106,7 +111,7 @@ def _project_heads(
     return rotate(queries, rotation), rotate(keys, rotation), values
 
 
-def _attend_blocks(
+def attend_blocks(
     queries_THh: jax.Array,
     kv_pages: jax.Array,
     batch: TokenBatch,
@@ -114,7 +119,7 @@ def _attend_blocks(
     first_page: jax.Array,
     kernels: tuple[PagedAttention, PagedAttention],
 ) -> jax.Array:
-    """Attend the single tokens and the prefill blocks, each part with its kernel."""
+    """Attend the single tokens and the prefill blocks, each part with its kernel: [T, H, width of values]."""
     singles, (num_tokens, *head_shape), (decode, prefill) = batch.num_singles, queries_THh.shape, kernels
     page_table_BP = batch.page_table_BP + first_page
     parts = []
@@ -126,5 +131,5 @@ def _attend_blocks(
         queries_BQHh = queries_THh[singles:].reshape(*blocks, *head_shape)
         positions_BQ = batch.positions_T[singles:].reshape(blocks)
         attended = prefill(queries_BQHh, kv_pages, page_table_BP[singles:], positions_BQ)
-        parts.append(attended.reshape(num_tokens - singles, *head_shape))
+        parts.append(attended.reshape(num_tokens - singles, *attended.shape[2:]))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

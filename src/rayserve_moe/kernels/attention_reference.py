@@ -6,7 +6,7 @@ result and the cost of a block depend on that block alone.
 """
 
 # B query blocks   Q queries per block   H query heads   G KV heads   M queries * query heads per KV head
-# h head width   P page-table width   N pages   S key positions per span
+# h head width   v value width   P page-table width   N pages   S key positions per span
 
 from __future__ import annotations
 
@@ -63,29 +63,36 @@ def attend(
     positions_BQ: jax.Array,
     *,
     config: ScoreConfig = FULL_CAUSAL,
+    latent_width: int = 0,
 ) -> jax.Array:
     """Attend each query to the keys of its block's sequence at positions up to its own, as far as `config` lets it see.
 
-    `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in any float dtype. A query at position -1
-    is padding and gives zeros. What a page holds out of a block's sight, NaN too, is without effect. Returns
-    [B, Q, H, h] in the queries' dtype.
+    `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in any float dtype. With a `latent_width`
+    of v it is [N, page, G, h]: keys, whose first v elements are also the values. A query at position -1 is padding and
+    gives zeros. What a page holds out of a block's sight, NaN too, is without effect. Returns [B, Q, H, v] in the
+    queries' dtype (v is h without `latent_width`).
     """
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
     page_table_BP = jnp.pad(page_table_BP, ((0, 0), (0, -page_table_BP.shape[1] % pages_per_span)))
 
     def attend_one(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return _attend_block(block, kv_pages, pages_per_span=pages_per_span, config=config)
+        return _attend_block(block, kv_pages, pages_per_span=pages_per_span, config=config, latent_width=latent_width)
 
     return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, positions_BQ))
 
 
 def _attend_block(
-    block: tuple[jax.Array, jax.Array, jax.Array], kv_pages: jax.Array, *, pages_per_span: int, config: ScoreConfig
+    block: tuple[jax.Array, jax.Array, jax.Array],
+    kv_pages: jax.Array,
+    *,
+    pages_per_span: int,
+    config: ScoreConfig,
+    latent_width: int,
 ) -> jax.Array:
-    """One block: queries [Q, H, h], pages [P], positions [Q]; returns [Q, H, h]."""
+    """One block: queries [Q, H, h], pages [P], positions [Q]; returns [Q, H, v]."""
     queries_QHh, pages_P, positions_Q = block
     num_queries, num_heads, width = queries_QHh.shape
-    span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2] // 2
+    span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2] // (1 if latent_width else 2)
     group = num_heads // num_kv_heads
     queries = queries_QHh.astype(jnp.float32) * config.scale_for(width)
     queries = queries.reshape(num_queries, num_kv_heads, group, width)
@@ -96,20 +103,29 @@ def _attend_block(
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         ids = jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)
-        kv_SGh = kv_pages[ids].reshape(span, num_kv_heads, 2, width).astype(jnp.float32)
-        keys_GSh, values_GSh = kv_SGh.transpose(2, 1, 0, 3)
+        keys_GSh, values_GSv = _keys_and_values(kv_pages[ids].reshape(span, -1, width), latent_width)
         key_positions_S = i * span + jnp.arange(span)
         visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
         # A weight of zero does not silence what an earlier owner of the page left there: 0 * NaN is NaN.
-        values_GSh = jnp.where(visible.any_S[:, None], values_GSh, 0.0)
-        return _accumulate(carry, queries_GMh, keys_GSh, values_GSh, visible.each_MS, config)
+        values_GSv = jnp.where(visible.any_S[:, None], values_GSv, 0.0)
+        return _accumulate(carry, queries_GMh, keys_GSh, values_GSv, visible.each_MS, config)
 
-    rows = queries_GMh.shape[:2]
-    start = (jnp.zeros((*rows, width)), jnp.full(rows, MASKED), jnp.zeros(rows))
+    rows, value_width = queries_GMh.shape[:2], latent_width or width
+    start = (jnp.zeros((*rows, value_width)), jnp.full(rows, MASKED), jnp.zeros(rows))
     total_GMh, _, weight_GM = jax.lax.fori_loop(first_key // span, last_position // span + 1, visit_span, start)
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)
-    out = out.reshape(num_kv_heads, group, num_queries, width).transpose(2, 0, 1, 3)
-    return out.reshape(num_queries, num_heads, width).astype(queries_QHh.dtype)
+    out = out.reshape(num_kv_heads, group, num_queries, value_width).transpose(2, 0, 1, 3)
+    return out.reshape(num_queries, num_heads, value_width).astype(queries_QHh.dtype)
+
+
+def _keys_and_values(rows_SRh: jax.Array, latent_width: int) -> tuple[jax.Array, jax.Array]:
+    """Cut a span of the pool into float32 keys [G, S, h] and values [G, S, v]."""
+    if latent_width:
+        keys_GSh = rows_SRh.astype(jnp.float32).transpose(1, 0, 2)
+        return keys_GSh, keys_GSh[..., :latent_width]
+    span, num_rows, width = rows_SRh.shape
+    keys_GSh, values_GSh = rows_SRh.reshape(span, num_rows // 2, 2, width).astype(jnp.float32).transpose(2, 1, 0, 3)
+    return keys_GSh, values_GSh
 
 
 def _first_key_of_block(positions_Q: jax.Array, config: ScoreConfig) -> jax.Array | int:
@@ -138,7 +154,7 @@ def _accumulate(
     carry: tuple[jax.Array, ...],
     queries_GMh: jax.Array,
     keys_GSh: jax.Array,
-    values_GSh: jax.Array,
+    values_GSv: jax.Array,
     visible_MS: jax.Array,
     config: ScoreConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -155,5 +171,5 @@ def _accumulate(
     new_largest = jnp.maximum(largest, scores.max(-1))
     shrink = jnp.exp(largest - new_largest)
     weights = jnp.exp(scores - new_largest[..., None])
-    values = jnp.einsum("GMS,GSh->GMh", weights, values_GSh, precision=jax.lax.Precision.HIGHEST)
+    values = jnp.einsum("GMS,GSv->GMv", weights, values_GSv, precision=jax.lax.Precision.HIGHEST)
     return total * shrink[..., None] + values, new_largest, weight * shrink + weights.sum(-1)

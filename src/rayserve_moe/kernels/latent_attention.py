@@ -1,0 +1,103 @@
+"""Multi-head latent attention of one layer over a paged cache of latents (DeepSeek-V2, arXiv:2405.04434).
+
+The cache holds of a token one latent, from which the keys and values of all heads follow, and one rotated key that all
+heads share. It is never expanded: a query is multiplied into the latent space (with k_b), so that attention is that of
+one KV head whose keys are `latent | rotated` and whose values are the latents, and what it gathers is multiplied out
+(with v_b). Per query head, key and query that costs 2 C + r products, where an expanded key costs n + r + v; expanding
+costs C (n + v) for every key and head of a block. So a block gains by it only with more than C (n + v) / (2 C - n - v)
+queries, 170 with the widths of DeepSeek-V3, where blocks have 32.
+"""
+
+# T tokens   D model width   L layers   A local query heads   R query latent   C latent   r rotated width
+# n width without position   v value width   H local heads * their width
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.kernels.attention_layer import PagedAttention, TokenBatch, attend_blocks, write_rows
+from rayserve_moe.kernels.attention_reference import ScoreConfig
+from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Width n of a head's part without position, epsilon of the latents' norms, and the factor of the scores."""
+
+    nope_dim: int
+    norm_eps: float
+    score_scale: float
+
+
+def attend_latent_layer(  # noqa: PLR0913 (what differs from call to call is by keyword)
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    kv_pages: jax.Array,
+    *,
+    batch: TokenBatch,
+    rotation: Rotation,
+    layer: jax.Array,
+    eps: float,
+    config: LatentConfig,
+    decode: PagedAttention,
+    prefill: PagedAttention,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the float32 output product [T, D], a partial sum over devices, and the pool with new latents.
+
+    As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that every device holds alike; `rotation`
+    is that of r elements. Queries come from a latent of their own where `weights` have one (q_a, q_a_norm, q_b).
+    """
+    first_page = layer * (kv_pages.shape[0] // len(weights["o_LHD"]))
+    of_layer = {name: stacked[layer] for name, stacked in weights.items()}
+    latent_width = len(of_layer["v_b_LCH"])
+    with jax.named_scope("projections"):
+        latents_T1C = _latents(normed_TD, of_layer, rotation, config)
+        queries_TAC = _absorbed_queries(normed_TD, of_layer, rotation, config)
+    with jax.named_scope("kv_update"):
+        kv_pages = write_rows(kv_pages, latents_T1C, batch.kv_slots_T + first_page * kv_pages.shape[1])
+    with jax.named_scope("paged_attention"):
+        how = {"config": ScoreConfig(scale=config.score_scale), "latent_width": latent_width}
+        kernels = partial(decode, **how), partial(prefill, **how)
+        attended_TAC = attend_blocks(queries_TAC, kv_pages, batch, first_page=first_page, kernels=kernels)
+    with jax.named_scope("output_product"):
+        v_b_CAv = of_layer["v_b_LCH"].reshape(latent_width, attended_TAC.shape[1], -1)
+        values_TAv = _multiply("TAC,CAv->TAv", attended_TAC.astype(normed_TD.dtype), v_b_CAv).astype(normed_TD.dtype)
+        values_TH = values_TAv.reshape(len(normed_TD), -1)
+        return jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
+
+
+def _latents(
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
+) -> jax.Array:
+    """What the cache keeps of each token: its normed latent, and the rotated key of all heads, [T, 1, C + r]."""
+    latent_width = len(weights["v_b_LCH"])
+    projected_T1C = project(normed_TD, weights["kv_a_LDC"], weights.get("kv_a_bias_LC"))[:, None]
+    latents_T1C, keys_T1r = projected_T1C[..., :latent_width], projected_T1C[..., latent_width:]
+    latents_T1C = rms_norm(latents_T1C, weights["kv_a_norm_LC"], config.norm_eps)
+    return jnp.concatenate([latents_T1C, rotate(keys_T1r, rotation)], axis=-1)
+
+
+def _absorbed_queries(
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
+) -> jax.Array:
+    """Queries against latents and the shared rotated key, float32 [T, A, C + r]."""
+    if "q_a_LDR" in weights:
+        latents_TR = project(normed_TD, weights["q_a_LDR"], weights.get("q_a_bias_LR"))
+        queries_TH = project(rms_norm(latents_TR, weights["q_a_norm_LR"], config.norm_eps), weights["q_b_LRH"])
+    else:
+        queries_TH = project(normed_TD, weights["q_LDH"])
+    k_b_CAn = weights["k_b_LCH"].reshape(len(weights["k_b_LCH"]), -1, config.nope_dim)
+    queries_TAh = queries_TH.reshape(len(normed_TD), k_b_CAn.shape[1], -1)
+    plain_TAn, turned_TAr = queries_TAh[..., : config.nope_dim], queries_TAh[..., config.nope_dim :]
+    absorbed_TAC = _multiply("TAn,CAn->TAC", plain_TAn, k_b_CAn)
+    return jnp.concatenate([absorbed_TAC, rotate(turned_TAr, rotation).astype(jnp.float32)], axis=-1)
+
+
+def _multiply(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """A product per head, accumulated and left in float32."""
+    return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)

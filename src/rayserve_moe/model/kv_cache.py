@@ -1,0 +1,40 @@
+"""What the paged cache holds of one token in one layer: the one statement of its shape, which all who size it ask."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rayserve_moe.model.parameters import kv_repeats
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+
+class CacheRow(NamedTuple):
+    """The entry of a token in a layer: its shape over the whole tensor axis, and the logical axes of that shape."""
+
+    shape: tuple[int, int]
+    axes: tuple[str | None, str | None]
+
+    @property
+    def pool_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the pool [layers * pages, page, *shape] over all data ranks."""
+        return ("data_ranks", None, *self.axes)
+
+    def local_size(self, plan: ParallelPlan) -> int:
+        """Elements of an entry on one device."""
+        return math.prod(plan.sharding(self.axes).shard_shape(self.shape))
+
+
+def cache_row(spec: ModelSpec, *, tensor_size: int) -> CacheRow:
+    """The entry of a model's cache: [2 * KV heads, h], K and V of a head next to each other, spread with the heads.
+
+    With latent attention [1, kv_lora_rank + rope_dim], the same on all devices of the tensor axis: the latent serves
+    all heads, as key (with the rotated part) and as value.
+    """
+    attention = spec.attention
+    if attention.latent is not None:
+        return CacheRow((1, attention.latent.kv_lora_rank + attention.latent.rope_dim), (None, None))
+    return CacheRow(
+        (2 * attention.num_kv_heads * kv_repeats(spec, tensor_size), attention.head_dim), ("kv_heads", None)
+    )
