@@ -5,14 +5,15 @@ layers, experts over [MoE layers, expert slots]. Loading, initialising, sharding
 """
 
 # L layers   M MoE layers   N dense layers   D model width   H query heads   G KV heads   h head width
-# E experts   P expert slots   F expert width   I dense width   V vocabulary
+# R query latent   C latent, kept with the rotated key in kv_a   E experts   P expert slots   F expert width
+# I dense width   V vocabulary
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from rayserve_moe.model.param_spec import ParamSpec
-from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.spec import LatentSpec, ModelSpec
 
 
 def kv_repeats(spec: ModelSpec, tensor_size: int) -> int:
@@ -31,7 +32,9 @@ def parameter_specs(
     """
     tree = {
         "embedding": _embedding_specs(spec, dtype, num_devices),
-        "attention": _attention_specs(spec, dtype, kv_repeats(spec, tensor_size)),
+        "attention": _latent_specs(spec, spec.attention.latent, dtype)
+        if spec.attention.latent
+        else _attention_specs(spec, dtype, kv_repeats(spec, tensor_size)),
         "mlp_norm": {"scale": _norm(spec, "mlp_norm", dtype)},
         "experts": _expert_specs(spec, dtype, spec.router.num_experts + num_redundant),
     }
@@ -92,6 +95,47 @@ def _attention_specs(spec: ModelSpec, dtype: str, repeats: int) -> dict[str, Par
         specs["v_bias_LG"] = of_kv_heads(per_layer("v_bias", kv_width, "kv_heads", "normal"))
     if attention.output_bias:
         specs["o_bias_LD"] = per_layer("o_bias", width, "model", "normal")
+    return specs
+
+
+def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, ParamSpec]:
+    """Latent attention: what leads into latents is held by every device, what leads out of them by heads.
+
+    A file has the keys and values of a head next to each other in one tensor (role `kv_b`), we hold them apart.
+    """
+    attention, layers = spec.attention, _all_layers(spec)
+    width, cached = spec.hidden_size, latent.kv_lora_rank + latent.rope_dim
+    q_width, o_width = (attention.num_heads * size for size in (attention.head_dim, latent.value_dim))
+    q_latent = latent.q_lora_rank
+
+    def stack(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], initial: str = "normal") -> ParamSpec:
+        axes, is_matrix = ("layers", *axes), len(shape) > 1
+        return ParamSpec((len(layers), *shape), dtype, axes, role, layers, transposed=is_matrix, initial=initial)
+
+    def of_latent(first: int, size: int) -> ParamSpec:
+        both = stack("kv_b", (latent.kv_lora_rank, attention.num_heads * size), (None, "heads"))
+        return replace(both, repeat_width=size, period=latent.nope_dim + latent.value_dim, start=first)
+
+    specs = {
+        "norm_LD": _norm(spec, "attention_norm", dtype),
+        "kv_a_LDC": stack("kv_a", (width, cached), ("model", None)),
+        "kv_a_norm_LC": stack("kv_a_norm", (latent.kv_lora_rank,), (None,), "ones"),
+        "k_b_LCH": of_latent(0, latent.nope_dim),
+        "v_b_LCH": of_latent(latent.nope_dim, latent.value_dim),
+        "o_LHD": stack("o", (o_width, width), ("heads", "model")),
+    }
+    if q_latent is None:
+        specs["q_LDH"] = stack("q", (width, q_width), ("model", "heads"))
+    else:
+        specs["q_a_LDR"] = stack("q_a", (width, q_latent), ("model", None))
+        specs["q_a_norm_LR"] = stack("q_a_norm", (q_latent,), (None,), "ones")
+        specs["q_b_LRH"] = stack("q_b", (q_latent, q_width), (None, "heads"))
+    if attention.bias:
+        specs["kv_a_bias_LC"] = stack("kv_a_bias", (cached,), (None,))
+        if q_latent is not None:
+            specs["q_a_bias_LR"] = stack("q_a_bias", (q_latent,), (None,))
+    if attention.output_bias:
+        specs["o_bias_LD"] = stack("o_bias", (width,), ("model",))
     return specs
 
 
