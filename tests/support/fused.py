@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rayserve_moe.checkpoints.files import SINGLE_FILE
+from rayserve_moe.checkpoints.files import CONFIG_FILE, SINGLE_FILE
+from rayserve_moe.model.families import qwen3_moe
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 
 FUSED_RULES = {
@@ -20,12 +25,29 @@ FUSED_RULES = {
     "expert_down": "model.layers.{layer}.mlp.experts.down_proj",
 }
 
+LAYOUTS = ("fused_out_in", "fused_in_out_interleaved")
+
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
+def fused_family(layout: str) -> Any:
+    """A family like Qwen3-MoE but for where its experts lie; its architecture is `layout`."""
+    family: Any = ModuleType(layout)
+    family.ARCHITECTURE, family.CHECKPOINT_RULES = layout, FUSED_RULES
+
+    def spec_from_hf(config: dict[str, Any]) -> Any:
+        spec = qwen3_moe.spec_from_hf(config)
+        return replace(spec, experts=replace(spec.experts, layout=layout))
+
+    family.spec_from_hf = spec_from_hf
+    return family
+
+
 def fused(path: Path, directory: Path, layout: str) -> Path:
-    """Copy a Qwen3-shaped checkpoint in one file to `directory`, its experts in `layout` of `ExpertSpec`."""
+    """Copy a Qwen3-MoE checkpoint in one file to `directory`, as one of the family of `layout`."""
     copy = shutil.copytree(path, directory)
+    config = json.loads((copy / CONFIG_FILE).read_text(encoding="utf-8"))
+    (copy / CONFIG_FILE).write_text(json.dumps(config | {"architectures": [layout]}), encoding="utf-8")
     plain = load_file(copy / SINGLE_FILE)
     parts: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
     tensors = {}

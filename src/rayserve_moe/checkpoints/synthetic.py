@@ -1,4 +1,4 @@
-"""Write seeded random Qwen3-MoE checkpoints, for tests and for a first start without any download.
+"""Write seeded random checkpoints of any family, for tests and for a first start without any download.
 
 The same configuration, seed and dtype give the same bytes: each tensor is drawn from the seed and its own name.
 """
@@ -20,10 +20,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rayserve_moe.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError
-from rayserve_moe.checkpoints.names import TensorPlace, tensor_places
-from rayserve_moe.checkpoints.synthetic_tokenizer import BOS_ID, EOS_ID, MIN_VOCAB_SIZE, PAD_ID, write_tokenizer
+from rayserve_moe.checkpoints.names import tensor_places
+from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE, SPECIAL_IDS, write_tokenizer
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
-from rayserve_moe.model.families.qwen3_moe import ARCHITECTURE, CHECKPOINT_RULES, spec_from_hf
+from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 
 MARKER_FILE = "synthetic.json"
@@ -32,7 +34,7 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float
 
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """Sizes of a random model, under the names of `config.json`; then how its weights are drawn.
+    """Sizes of a random Qwen3-MoE model, under the names of `config.json`; then how its weights are drawn.
 
     Weights are normal with deviation `scale`; norms are one plus normal noise of deviation `norm_jitter`. Router
     weights of each expert are scaled by a lognormal factor of deviation `router_skew`: some are chosen far more.
@@ -58,6 +60,23 @@ class SyntheticConfig:
     scale: float = 0.02
     norm_jitter: float = 0.0
     router_skew: float = 0.0
+
+    def hf_config(self, dtype: str) -> dict[str, Any]:
+        """`config.json`."""
+        sizes = asdict(self)
+        del sizes["scale"], sizes["norm_jitter"], sizes["router_skew"]
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "dtype": dtype,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": self.scale,
+            "use_cache": True,
+            **SPECIAL_IDS,
+            **sizes,
+        }
 
 
 PRESETS = {
@@ -92,19 +111,19 @@ def ensure_checkpoint(directory: str | Path, preset: str = "tiny", *, seed: int 
 
 def write_checkpoint(
     directory: str | Path,
-    config: SyntheticConfig,
+    model: SyntheticConfig | SyntheticModel,
     *,
     seed: int = 0,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 2**30,
 ) -> Path:
-    """Write the checkpoint of `config` unless `directory` holds just that one already; return the directory.
+    """Write the checkpoint of `model` unless `directory` holds just that one already; return the directory.
 
     It is built beside and renamed, so that an interrupted call leaves no half of it. More than `max_shard_bytes` of
     tensors become an indexed set of files.
     """
-    _check(config, dtype, max_shard_bytes)
-    recipe = {"config": asdict(config), "seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    _check(model, dtype, max_shard_bytes)
+    recipe = {"config": asdict(model), "seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
     recipe = json.loads(json.dumps(recipe))
     target = Path(directory).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,21 +132,21 @@ def write_checkpoint(
             partial = target.parent / f".{target.name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            _write_json(partial / CONFIG_FILE, _hf_config(config, dtype))
-            _write_json(partial / "generation_config.json", _generation_config())
-            _write_weights(partial, config, seed=seed, dtype=dtype, max_shard_bytes=max_shard_bytes)
-            write_tokenizer(partial, config.vocab_size)
+            _write_json(partial / CONFIG_FILE, model.hf_config(dtype))
+            _write_json(partial / "generation_config.json", SPECIAL_IDS)
+            _write_weights(partial, model, seed=seed, dtype=dtype, max_shard_bytes=max_shard_bytes)
+            write_tokenizer(partial, model.vocab_size)
             _write_json(partial / MARKER_FILE, recipe)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     return target
 
 
-def _check(config: SyntheticConfig, dtype: str, max_shard_bytes: int) -> None:
+def _check(model: SyntheticConfig | SyntheticModel, dtype: str, max_shard_bytes: int) -> None:
     if dtype not in DTYPES:
         raise CheckpointError(f"synthetic checkpoints have dtype {' or '.join(DTYPES)}, not {dtype!r}")
-    if config.vocab_size < MIN_VOCAB_SIZE:
-        raise CheckpointError(f"vocab_size {config.vocab_size} is below the {MIN_VOCAB_SIZE} of the byte tokenizer")
+    if model.vocab_size < MIN_VOCAB_SIZE:
+        raise CheckpointError(f"vocab_size {model.vocab_size} is below the {MIN_VOCAB_SIZE} of the byte tokenizer")
     if max_shard_bytes <= 0:
         raise CheckpointError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
 
@@ -149,70 +168,59 @@ def _recipe_of(target: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{target}: exists, is no synthetic checkpoint, and will not be overwritten") from error
 
 
-def _hf_config(config: SyntheticConfig, dtype: str) -> dict[str, Any]:
-    sizes = asdict(config)
-    del sizes["scale"], sizes["norm_jitter"], sizes["router_skew"]
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3_moe",
-        "dtype": dtype,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": config.scale,
-        "use_cache": True,
-        **_generation_config(),
-        **sizes,
-    }
-
-
-def _generation_config() -> dict[str, Any]:
-    return {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-
-
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(directory: Path, config: SyntheticConfig, *, seed: int, dtype: str, max_shard_bytes: int) -> None:
-    tree = parameter_specs(spec_from_hf(_hf_config(config, dtype)), dtype=dtype)
-    places = {name: place for name, (place, *_) in tensor_places(tree, CHECKPOINT_RULES).items()}
-    groups = _shard_groups(places, DTYPES[dtype].itemsize, max_shard_bytes)
+def _write_weights(
+    directory: Path, model: SyntheticConfig | SyntheticModel, *, seed: int, dtype: str, max_shard_bytes: int
+) -> None:
+    config = model.hf_config(dtype)
+    family = family_of(config)
+    tree = parameter_specs(family.spec_from_hf(config), dtype=dtype)
+    specs = {name: place.spec for name, (place, *_) in tensor_places(tree, family.CHECKPOINT_RULES).items()}
+    groups = _shard_groups({name: _num_bytes(spec, dtype) for name, spec in specs.items()}, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         shard_name = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {name: _draw(name, places[name], config, seed).astype(DTYPES[dtype]) for name in names}
+        tensors = {
+            name: _draw(name, specs[name], model, seed).astype(_stored_dtype(specs[name], dtype)) for name in names
+        }
         save_file(tensors, directory / shard_name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, shard_name)
     if len(groups) > 1:
-        num_bytes = DTYPES[dtype].itemsize * sum(_num_elements(place) for place in places.values())
+        num_bytes = sum(_num_bytes(spec, dtype) for spec in specs.values())
         _write_json(directory / INDEX_FILE, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 
-def _num_elements(place: TensorPlace) -> int:
-    return int(np.prod(place.spec.file_shape))
+def _stored_dtype(spec: ParamSpec, dtype: str) -> np.dtype:
+    """The checkpoint's own, but for biases that select experts: published files hold them in float32."""
+    return DTYPES["float32" if spec.role == "selection_bias" else dtype]
 
 
-def _shard_groups(places: dict[str, TensorPlace], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+def _num_bytes(spec: ParamSpec, dtype: str) -> int:
+    return int(np.prod(spec.file_shape)) * _stored_dtype(spec, dtype).itemsize
+
+
+def _shard_groups(sizes: dict[str, int], max_shard_bytes: int) -> list[list[str]]:
     """Cut the names, in order, into runs of at most `max_shard_bytes`; a larger tensor gets a run of its own."""
     groups: list[list[str]] = [[]]
-    room = max_shard_bytes
-    for name, place in places.items():
-        num_bytes = _num_elements(place) * itemsize
-        if num_bytes > room and groups[-1]:
+    free = max_shard_bytes
+    for name, num_bytes in sizes.items():
+        if num_bytes > free and groups[-1]:
             groups.append([])
-            room = max_shard_bytes
+            free = max_shard_bytes
         groups[-1].append(name)
-        room -= num_bytes
+        free -= num_bytes
     return groups
 
 
-def _draw(name: str, place: TensorPlace, config: SyntheticConfig, seed: int) -> np.ndarray:
+def _draw(name: str, spec: ParamSpec, model: SyntheticConfig | SyntheticModel, seed: int) -> np.ndarray:
     """Draw one tensor in float32, file orientation."""
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    values = generator.standard_normal(place.spec.file_shape, dtype=np.float32)
-    if place.spec.initial == "ones":
-        return np.float32(1) + np.float32(config.norm_jitter) * values
-    if place.spec.role == "router" and config.router_skew:
-        values *= generator.lognormal(sigma=config.router_skew, size=(len(values), 1)).astype(np.float32)
-    return np.multiply(values, np.float32(config.scale), out=values)
+    values = generator.standard_normal(spec.file_shape, dtype=np.float32)
+    if spec.initial == "ones":
+        return np.float32(1) + np.float32(model.norm_jitter) * values
+    if spec.role == "router" and model.router_skew:
+        values *= generator.lognormal(sigma=model.router_skew, size=(len(values), 1)).astype(np.float32)
+    return np.multiply(values, np.float32(model.scale), out=values)

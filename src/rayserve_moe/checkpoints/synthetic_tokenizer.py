@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<s>", "</s>", "<pad>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
+SPECIAL_IDS = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 MIN_VOCAB_SIZE = 3 + 256
 
 # Prompt of turn n + answer + </s> is a prefix of the prompt of turn n + 1, as text and as ids.

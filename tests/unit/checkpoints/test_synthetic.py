@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from dataclasses import replace
@@ -13,9 +14,11 @@ from transformers import AutoConfig, AutoTokenizer
 from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.names import verify
 from rayserve_moe.checkpoints.synthetic import MARKER_FILE, PRESETS, ensure_checkpoint, write_checkpoint
+from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
-from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
+from tests.support.fused import FUSED_RULES, LAYOUTS, fused_family
 
 NUM_PARAMETERS = {"tiny": 1.9e6, "small": 114e6, "mid": 972e6}
 
@@ -27,6 +30,36 @@ def _contents(path):
 def test_the_same_recipe_gives_the_same_bytes_anywhere(tmp_path, config):
     first, second = (write_checkpoint(tmp_path / name, config, seed=3) for name in ("a", "b"))
     assert _contents(first) == _contents(second)
+
+
+def test_the_bytes_of_a_preset_are_the_same_for_ever(tmp_path):
+    """But for the tokenizer's, which the library writes that reads it."""
+    path = ensure_checkpoint(tmp_path / "tiny", "tiny")
+    digest = hashlib.sha256()
+    for name in ("config.json", "generation_config.json", "model.safetensors", MARKER_FILE):
+        digest.update((path / name).read_bytes())
+    assert digest.hexdigest() == "1566d31a8b7646c8b9705709dac3da58a18b1961bae41f44cb0e9196ece083f4"
+
+
+def test_a_model_of_any_family_is_drawn_as_its_config_describes_it(tmp_path, config):
+    """Given as data, Qwen3-MoE has the weights that its own class has."""
+    own = write_checkpoint(tmp_path / "own", config, seed=3, dtype="float32")
+    stated = SyntheticModel(config.hf_config("float32"), config.scale, config.norm_jitter)
+    given = write_checkpoint(tmp_path / "given", stated, seed=3, dtype="float32")
+    assert _contents(own)["model.safetensors"] == _contents(given)["model.safetensors"]
+    assert json.loads((own / "config.json").read_text()) == json.loads((given / "config.json").read_text())
+    assert write_checkpoint(given, stated, seed=3, dtype="float32") == given
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_of_several_parameters_is_written_once(tmp_path, config, monkeypatch, layout):
+    monkeypatch.setitem(FAMILIES, layout, fused_family(layout))
+    model = SyntheticModel(config.hf_config("bfloat16") | {"architectures": [layout]})
+    files = open_checkpoint(write_checkpoint(tmp_path / "model", model))
+    tree = parameter_specs(spec_from_config(files.config), dtype="float32")
+    verify(files, tree, rules=FUSED_RULES)
+    both = files.read("model.layers.0.mlp.experts.gate_up_proj").astype(np.float32)
+    assert both.shape == ((4, 16, 16)) and both.std() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"dtype": "float32"}])
