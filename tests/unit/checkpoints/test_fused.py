@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from safetensors.numpy import load_file, save_file
 from rayserve_moe.checkpoints.files import CheckpointError, CheckpointFiles, open_checkpoint
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters, read_region
 from rayserve_moe.checkpoints.names import tensor_places, verify
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.config.given_files import GivenFile
+from rayserve_moe.model.families import qwen3_moe
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
-from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.fused import FUSED_RULES, fused
+from tests.support.fused import FUSED_RULES, LAYOUTS, fused
 
-LAYOUTS = ["fused_out_in", "fused_in_out_interleaved"]
 MESH = jax.make_mesh((2, 2), ("rows", "columns"), devices=jax.devices()[:4])
 SLOTS = np.array([[2, 0, 3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 1, 1, 1, 1]])
 """For two MoE layers of four experts, over four devices."""
@@ -35,7 +36,7 @@ SHARDINGS = {
 
 
 def _tree(files: CheckpointFiles, layout: str = "per_expert", **sizes: int):
-    spec = spec_from_config(files.config)
+    spec = qwen3_moe.spec_from_hf(files.config)
     return parameter_specs(replace(spec, experts=replace(spec.experts, layout=layout)), dtype="float32", **sizes)
 
 
@@ -83,6 +84,28 @@ def test_of_a_fused_tensor_only_the_asked_expert_is_read(single, fused_one, monk
     assert num_read == part.nbytes * (1 if layout == "fused_out_in" else 2)
     expert = load_file(single / "model.safetensors")["model.layers.2.mlp.experts.2.up_proj.weight"]
     np.testing.assert_array_equal(part[0, 0], expert.T)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("split", ["experts", "experts and outputs"])
+def test_a_host_holds_its_share_and_a_piece_while_loading(tmp_path, config, layout, split):
+    """Also where experts have replicas: never the tensor of all experts of a layer beside that."""
+    wide = replace(config, hidden_size=128, moe_intermediate_size=128, num_experts=16)
+    plain = write_checkpoint(tmp_path / "plain", wide, dtype="float32")
+    files = open_checkpoint(fused(plain, tmp_path / "fused", layout))
+    tree = _tree(files, layout, num_redundant=4)
+    slots = np.stack([np.arange(20) % 16] * 2)
+
+    def sharding_of(spec: ParamSpec) -> NamedSharding:
+        return NamedSharding(MESH, SHARDINGS[split] if spec.num_experts else PartitionSpec())
+
+    tracemalloc.start()
+    held = load_parameters(WeightSource(files, FUSED_RULES, slots), tree, sharding_of=sharding_of, in_host_memory=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    share = sum(values.nbytes for staged in jax.tree.leaves(held) for values, _ in staged.shards)
+    of_all_experts = files.tensors["model.layers.0.mlp.experts.gate_up_proj"]
+    assert share < peak < 1.2 * share + (of_all_experts.end - of_all_experts.begin) / 16
 
 
 ROWS = np.arange(14 * 3, dtype=np.float32).reshape(14, 3)

@@ -21,10 +21,12 @@ from rayserve_moe.config.settings import (
 )
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.execution.weights import load_weights
+from rayserve_moe.model.family_table import FAMILIES
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import WeightsRefusedError
 from tests.support.broken_weights import WAYS, broken_copy
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.fused import LAYOUTS, fused, fused_family
 from tests.support.placements import random_placement
 
 PLENTY, NOTHING = 1 << 60, 0
@@ -67,6 +69,24 @@ def test_staged_weights_lie_as_loaded_ones(core_checkpoint, other_checkpoint, me
     assert_weights(runner, other_checkpoint, placement)
     assert runner.weights.maps is maps
     assert all(array.is_deleted() for array in before) == (spare == NOTHING), "both are never on a full device"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_in_one_tensor_are_staged_into_the_slots_of_a_placement(
+    core_checkpoint, other_checkpoint, tmp_path, monkeypatch, layout
+):
+    """And lie as those of a checkpoint with a tensor per expert do."""
+    monkeypatch.setitem(FAMILIES, layout, fused_family(layout))
+    served, other = (fused(path, tmp_path / path.name, layout) for path in (core_checkpoint, other_checkpoint))
+    runner = loaded(served, mesh=(2, 2), num_redundant=4)
+    placement = random_placement(runner.placement, seed=1)
+    runner.staged.read(str(other), placement.expert_of_slot)
+    runner.weights = runner.staged.take(runner.weights)
+    plain = loaded(other_checkpoint, mesh=(2, 2), num_redundant=4)
+    wanted = load_weights(plain._files, plain.config, dtype=runner.dtype, placement=placement)
+    jax.tree.map(np.testing.assert_array_equal, runner.weights.params, wanted.params)
+    with pytest.raises(WeightsRefusedError, match="experts differ"):
+        runner.staged.read(str(other_checkpoint))
 
 
 def test_the_capacity_of_slots_is_none_of_the_weights(core_checkpoint, other_checkpoint):
