@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.routing import select_top_k
 from rayserve_moe.kernels.layers import project, rms_norm, rotate, rotation_of, router_scores
+from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
@@ -81,7 +82,7 @@ def score(weights: Weights, ids_BT: jax.Array, segments_BT: jax.Array, *, spec: 
 
 def _attend(hidden_BTD: jax.Array, weights: dict[str, jax.Array], seen_BTT: jax.Array, spec: ModelSpec) -> jax.Array:
     (rows, width, _), attention = hidden_BTD.shape, spec.attention
-    rotation = rotation_of(jnp.arange(width), width=attention.head_dim, theta=spec.rope.theta)
+    rotation = rotation_of(jnp.arange(width), rope_frequencies(spec.rope, attention.head_dim))
 
     def heads_of(name: str) -> jax.Array:
         return project(hidden_BTD, weights[name]).reshape(rows, width, -1, attention.head_dim)

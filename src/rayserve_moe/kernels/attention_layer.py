@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,18 @@ class TokenBatch:
         return self.positions_T >= 0
 
 
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What is fixed about the attention of all layers when a step is compiled.
+
+    `head_dim` is h, `eps` that of the norms of queries and keys. `interleaved_rotation`: see `layers.rotate`.
+    """
+
+    head_dim: int
+    eps: float
+    interleaved_rotation: bool = False
+
+
 def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword)
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
@@ -50,7 +63,7 @@ def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword
     batch: TokenBatch,
     rotation: Rotation,
     layer: jax.Array,
-    eps: float,
+    config: AttentionConfig,
     decode: PagedAttention,
     prefill: PagedAttention,
 ) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +76,7 @@ def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword
     first_page = layer * (kv_pages.shape[0] // len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
-        queries, keys, values = _project_heads(normed_TD, of_layer, rotation, eps)
+        queries, keys, values = _project_heads(normed_TD, of_layer, rotation, config)
     with jax.named_scope("kv_update"):
         kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
     with jax.named_scope("paged_attention"):
@@ -98,17 +111,18 @@ def write_rows(kv_pages: jax.Array, kv_T: jax.Array, slots_T: jax.Array) -> jax.
 
 
 def _project_heads(
-    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, eps: float
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Project to heads, normalise and rotate queries and keys: three arrays [T, heads, h]."""
-    tokens, width = len(normed_TD), 2 * rotation.cos.shape[1]
+    tokens, width = len(normed_TD), config.head_dim
+    turn = partial(rotate, rotation=rotation, interleaved=config.interleaved_rotation)
     queries = project(normed_TD, weights["q_LDH"], weights.get("q_bias_LH")).reshape(tokens, -1, width)
     keys = project(normed_TD, weights["k_LDG"], weights.get("k_bias_LG")).reshape(tokens, -1, width)
     values = project(normed_TD, weights["v_LDG"], weights.get("v_bias_LG")).reshape(tokens, -1, width)
     if "q_norm_Lh" in weights:
-        queries = rms_norm(queries, weights["q_norm_Lh"], eps)
-        keys = rms_norm(keys, weights["k_norm_Lh"], eps)
-    return rotate(queries, rotation), rotate(keys, rotation), values
+        queries = rms_norm(queries, weights["q_norm_Lh"], config.eps)
+        keys = rms_norm(keys, weights["k_norm_Lh"], config.eps)
+    return turn(queries), turn(keys), values
 
 
 def attend_blocks(

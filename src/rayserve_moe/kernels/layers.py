@@ -1,6 +1,7 @@
 """The small operations of a decoder layer by XLA: norms, products, rotary embedding, router scores."""
 
-# T tokens   D model width   N dense layers   I dense width   h head width   E experts   V vocabulary
+# T tokens   D model width   N dense layers   I dense width   h head width   r rotated elements   E experts
+# V vocabulary
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -50,22 +52,34 @@ def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every rotary angle, float32 [T, h / 2]: the same for all layers and heads."""
+    """Cosine and sine of every rotary angle, float32 [T, r / 2]: the same for all layers and heads."""
 
     cos: jax.Array
     sin: jax.Array
 
 
-def rotation_of(positions_T: jax.Array, *, width: int, theta: float) -> Rotation:
-    """Angles of rotary embedding for heads of `width`: position * theta ** (-2 i / h)."""
-    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: float = 1.0) -> Rotation:
+    """Turn by position * frequency: `frequencies` are float32 [r / 2]; `factor` multiplies cosine and sine."""
     angles = positions_T.astype(jnp.float32)[:, None] * frequencies
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return Rotation(cos, sin) if factor == 1.0 else Rotation(cos * factor, sin * factor)
 
 
-def rotate(heads_TXh: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotary embedding in half-split pairs (i, i + h / 2), computed in float32. Su et al., arXiv:2104.09864."""
-    cos, sin = (angles_Th[:, None] for angles_Th in rotation)
-    first, second = jnp.split(heads_TXh.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(heads_TXh.dtype)
+def rotate(heads_TXh: jax.Array, rotation: Rotation, *, interleaved: bool = False) -> jax.Array:
+    """Rotary embedding (Su et al., arXiv:2104.09864) of the first r elements of each head, computed in float32.
+
+    Pairs are (i, i + r / 2), or (2 i, 2 i + 1) where `interleaved`. The other elements stay.
+    """
+    width = 2 * rotation.cos.shape[1]
+    rotated = _rotate_all(heads_TXh[..., :width], rotation, interleaved)
+    rest = heads_TXh[..., width:]
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+
+
+def _rotate_all(heads_TXr: jax.Array, rotation: Rotation, interleaved: bool) -> jax.Array:
+    cos, sin = (angles_Tr[:, None] for angles_Tr in rotation)
+    wide = heads_TXr.astype(jnp.float32)
+    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = jnp.stack(turned, axis=-1).reshape(wide.shape) if interleaved else jnp.concatenate(turned, axis=-1)
+    return joined.astype(heads_TXr.dtype)

@@ -101,9 +101,9 @@ class RopeSpec:
     """
 
     theta: float
-    rotary_dim: int | None = _only(None)
-    interleaved: bool = _only(False)
-    yarn: YarnSpec | None = _only(None)
+    rotary_dim: int | None = _any(None)
+    interleaved: bool = _any(False)
+    yarn: YarnSpec | None = _any(None)
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,12 @@ class ModelSpec:
             raise UnsupportedModelError(
                 f"{self.family}: {self.attention.num_heads} heads do not divide over "
                 f"{self.attention.num_kv_heads} KV heads"
+            )
+
+        if self.rope.rotary_dim and (self.rope.rotary_dim % 2 or self.rope.rotary_dim > self.attention.head_dim):
+            raise UnsupportedModelError(
+                f"{self.family}: rotary_dim {self.rope.rotary_dim} is no even part of heads of "
+                f"{self.attention.head_dim}"
             )
 
     @property

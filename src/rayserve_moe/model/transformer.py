@@ -23,6 +23,7 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.layers import Rotation, take_rows
 from rayserve_moe.kernels.registry import Kernels
+from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.vocabulary import look_up, score_all
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -106,7 +107,9 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
         hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=config.plan, take=take)
         hidden_TD = _scaled(hidden_TD, spec.embedding_multiplier)
     with jax.named_scope("rotation"):
-        rotation = kernels.rotation(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
+        frequencies = rope_frequencies(spec.rope, rotary_width(spec))
+        factor = spec.rope.yarn.attention_factor if spec.rope.yarn else 1.0
+        rotation = kernels.rotation(batch.positions_T, frequencies, factor=factor)
     forced = capacity = None
     if forced_MXK is not None and config.experts.selection != "balanced":
         forced = forced_MXK, jnp.any(forced_MXK >= 0)
@@ -187,7 +190,7 @@ def _attention_block(
             batch=inputs.batch,
             rotation=inputs.rotation,
             layer=layer,
-            eps=config.spec.norm_eps,
+            config=attention_config(config.spec),
         )
         out_TD = config.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
         out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD

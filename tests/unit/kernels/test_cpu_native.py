@@ -15,9 +15,12 @@ from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import PANEL, pack, pack_columns, take_columns
 from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig, multiply_in_blocks
 from rayserve_moe.kernels.layers import rms_norm, rotation_of
+from rayserve_moe.model.attention import rope_frequencies
+from rayserve_moe.model.spec import RopeSpec
 from tests.support.native import need_native_kernels
 
 TOKENS = st.integers(1, 40)
+FREQUENCIES = rope_frequencies(RopeSpec(theta=1e6), 64)
 FEW_COUNTS = st.sampled_from([1, 3, 37])
 """Counts of tokens where each is compiled anew by XLA, for what is compared with."""
 
@@ -86,13 +89,11 @@ def test_norms_and_scores_are_those_of_jax_row_by_row(num_tokens, num_experts):
 
 def test_angles_are_those_of_jax_position_by_position():
     positions = jnp.asarray([-1, 0, 1, 127, 4095, 40_000], jnp.int32)
-    expected = rotation_of(positions, width=64, theta=1e6)
-    found = calls.rotation_of(positions, width=64, theta=1e6)
+    expected = rotation_of(positions, FREQUENCIES)
+    found = calls.rotation_of(positions, FREQUENCIES)
     for ours, theirs in zip(found, expected, strict=True):
-        # Frequencies are rounded to float32 from a more exact power: at position 40,000 an angle may be off by 0.01.
-        np.testing.assert_allclose(ours, theirs, atol=1e-2)
-        np.testing.assert_allclose(ours[:4], theirs[:4], atol=5e-5)
-    alone = calls.rotation_of(positions[3:4], width=64, theta=1e6)
+        np.testing.assert_allclose(ours, theirs, atol=5e-5)
+    alone = calls.rotation_of(positions[3:4], FREQUENCIES)
     np.testing.assert_array_equal(alone[1][0], found[1][3])
 
 

@@ -14,6 +14,8 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.attention_reference import KEYS_PER_SPAN, attend
 from rayserve_moe.kernels.latent_attention import LatentConfig, attend_latent_layer
 from rayserve_moe.kernels.layers import rotation_of
+from rayserve_moe.model.attention import rope_frequencies
+from rayserve_moe.model.spec import RopeSpec
 from tests.unit.kernels.latent_cases import LatentModel, Weights
 
 PAGE, BLOCK, LAYER, THETA, LENGTH = 16, 8, 1, 100.0, KEYS_PER_SPAN + 21
@@ -41,7 +43,7 @@ def compiled(model: LatentModel):
     kernel = partial(attend_latent_layer, config=config, decode=attend, prefill=attend)
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        rotation = rotation_of(batch.positions_T, width=model.rope, theta=THETA)
+        rotation = rotation_of(batch.positions_T, rope_frequencies(RopeSpec(THETA), model.rope))
         return kernel(hidden, weights, pool, batch=batch, rotation=rotation, layer=jnp.int32(LAYER), eps=jnp.nan)
 
     return jax.jit(layer)

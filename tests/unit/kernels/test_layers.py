@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rayserve_moe.kernels.layers import gated_mlp, project, rms_norm, rotate, rotation_of
+from rayserve_moe.model.attention import rope_frequencies
+from rayserve_moe.model.spec import RopeSpec
 
 GENERATOR_SEED = 6
 
@@ -29,7 +32,7 @@ def test_rms_norm_of_zeros_is_zero():
 
 
 def turn(heads: np.ndarray, positions: Sequence[int] | np.ndarray, theta: float) -> jax.Array:
-    rotation = rotation_of(jnp.asarray(positions), width=heads.shape[-1], theta=theta)
+    rotation = rotation_of(jnp.asarray(positions), rope_frequencies(RopeSpec(theta), heads.shape[-1]))
     return rotate(jnp.asarray(heads), rotation)
 
 
@@ -43,6 +46,20 @@ def test_rotation_turns_half_split_pairs_by_position_times_frequency():
     # float32 holds an angle of 4095 to about 2e-4.
     np.testing.assert_allclose(found, expected, atol=1e-3)
     np.testing.assert_allclose(found[:3], expected[:3], atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [8, 6, 2])
+def test_interleaved_pairs_are_neighbours_and_what_lies_behind_the_rotated_part_stays(width):
+    heads, positions, theta = normal(4, 3, 8), np.array([0, 1, 7, 50]), 1e4
+    rotation = rotation_of(jnp.asarray(positions), rope_frequencies(RopeSpec(theta), width), factor=1.25)
+    angles = positions[:, None, None] * theta ** (-np.arange(width // 2) / (width // 2))
+    for interleaved in (False, True):
+        found = np.asarray(rotate(jnp.asarray(heads), rotation, interleaved=interleaved))
+        places = np.arange(width).reshape(-1, 2).T if interleaved else np.arange(width).reshape(2, -1)
+        turned = (heads[..., places[0]] + 1j * heads[..., places[1]]) * np.exp(1j * angles) * 1.25
+        expected = heads.copy()
+        expected[..., places[0]], expected[..., places[1]] = turned.real, turned.imag
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_rotation_keeps_products_by_distance():

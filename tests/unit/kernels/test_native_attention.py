@@ -15,6 +15,7 @@ from rayserve_moe.kernels.cpu_native.calls import PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import HEAD_WIDTHS, pack
 from rayserve_moe.kernels.layers import rotation_of
 from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, Kernels
+from rayserve_moe.model.attention import attention_config, rope_frequencies
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
@@ -72,9 +73,9 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
     """Output [T, D] and the pool, as one compiled program: the pool is written in place there."""
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        rotation = rotation_of(batch.positions_T, width=spec.attention.head_dim, theta=spec.rope.theta)
-        number, eps = jnp.int32(LAYER), spec.norm_eps
-        out, pool = kernels.attention(hidden, weights, pool, batch=batch, rotation=rotation, layer=number, eps=eps)
+        rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, spec.attention.head_dim))
+        fixed = {"layer": jnp.int32(LAYER), "config": attention_config(spec)}
+        out, pool = kernels.attention(hidden, weights, pool, batch=batch, rotation=rotation, **fixed)
         return out.astype(hidden.dtype), pool
 
     out, pool = jax.jit(layer)(hidden, weights, pool_of(spec), batch)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionConfig, TokenBatch
 from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
 from rayserve_moe.kernels.layers import Rotation
 
@@ -43,10 +43,10 @@ def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(f"{PREFIX}scores", shape)(hidden_TD, router_DE)
 
 
-def rotation_of(positions_T: jax.Array, *, width: int, theta: float) -> Rotation:
+def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: float = 1.0) -> Rotation:
     """Cosine and sine of `layers.rotation_of`, float32 [T, h / 2] each."""
-    frequencies = (theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
-    shape = jax.ShapeDtypeStruct((len(positions_T), width // 2), jnp.float32)
+    assert factor == 1.0, "the native kernel knows no factor of cosine and sine"
+    shape = jax.ShapeDtypeStruct((len(positions_T), len(frequencies)), jnp.float32)
     cos_Th, sin_Th = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))(positions_T, frequencies)
     return Rotation(cos_Th, sin_Th)
 
@@ -119,12 +119,13 @@ def attend_layer(  # noqa: PLR0913 (the signature of the reference)
     batch: TokenBatch,
     rotation: Rotation,
     layer: jax.Array,
-    eps: float,
+    config: AttentionConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """`attention_layer.attend_layer` with packed projections: float32 [T, D], and the pool, written in place.
 
     It rounds where that does.
     """
+    assert config == AttentionConfig(config.head_dim, config.eps), f"the native kernel does not know {config}"
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
     assert rotation.cos.shape == rotation.sin.shape == (len(normed_TD), kv_pages.shape[3] // 2), "whole heads rotate"
@@ -148,6 +149,6 @@ def attend_layer(  # noqa: PLR0913 (the signature of the reference)
         jnp.asarray(layer, jnp.int32),
         kv_pages,
         num_singles=np.int64(batch.num_singles),
-        eps=np.float32(eps),
+        eps=np.float32(config.eps),
     )
     return out_TD, kv_pages
