@@ -57,7 +57,7 @@ def expected(checkpoint: Path, other_checkpoint: Path) -> tuple[ModelCard, dict[
         for path in (checkpoint, other_checkpoint):
             assert engine.update_weights_from_disk(path, weight_version="0").success
             answers[path] = complete(engine.loop, engine.tokenizer)
-        return engine.loop._card, answers
+        return engine.loop.card, answers
 
 
 @pytest.fixture(scope="module")

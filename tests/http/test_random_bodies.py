@@ -50,7 +50,7 @@ def operations(engine):
 
 @pytest.fixture
 def short_context(engine, monkeypatch):
-    monkeypatch.setattr(engine.loop, "_card", dataclasses.replace(engine.loop.card, max_model_len=CONTEXT))
+    monkeypatch.setattr(engine.loop.control, "card", dataclasses.replace(engine.loop.card, max_model_len=CONTEXT))
     yield
     engine.loop.control.resume().result()
     assert_idle(engine)

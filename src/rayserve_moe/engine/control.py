@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.step_cycle import NO_ROWS, Executor, ExecutorFailure, StepCycle
-from rayserve_moe.requests import FinishReason, RequestError, WeightsRefusedError
+from rayserve_moe.requests import FinishReason, ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 
@@ -54,22 +54,23 @@ class WeightOutcome:
 class EngineControl:
     """Commands that take effect between two steps, from any thread. Updates of weights run one at a time.
 
-    A pause lets the step in flight finish. New requests wait until `resume`.
+    A pause lets the step in flight finish. New requests wait until `resume`. `card` is the model being served.
     """
 
     def __init__(
-        self, cycle: StepCycle, executor: Executor, *, outputs: OutputDispatch, commands: CommandQueue
+        self,
+        cycle: StepCycle,
+        executor: Executor,
+        *,
+        outputs: OutputDispatch,
+        commands: CommandQueue,
+        card: ModelCard,
     ) -> None:
         self._cycle, self._executor, self._outputs, self._commands = cycle, executor, outputs, commands
         self._updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._mode: str | None = None
         self.num_updates = 0
-        self.model_path: str | None = None
-
-    @property
-    def weight_version(self) -> str:
-        """Version of the weights of the next step."""
-        return self._cycle.scheduler.weight_version
+        self.card = card
 
     @property
     def is_paused(self) -> bool:
@@ -132,7 +133,7 @@ class EngineControl:
             self._executor.stage_weights(order.model_path, expert_of_slot)
             return self._commands.call(partial(self._swap, order)).result()
         except WeightsRefusedError as refusal:
-            return WeightOutcome(False, str(refusal), self.weight_version)
+            return WeightOutcome(False, str(refusal), self.card.weight_version)
         except ExecutorFailure as failure:
             self._commands.post(partial(_fail, failure))
             raise EngineStoppedError("a host was lost while it read new weights") from failure
@@ -149,14 +150,14 @@ class EngineControl:
         version = self._following_version() if order.weight_version is None else order.weight_version
         self._cycle.take_staged_weights(version)
         self.num_updates += 1
-        self.model_path = order.model_path
+        self.card = replace(self.card, weight_version=version, path=order.model_path)
         num_paused = len(there) if self._cycle.is_paused else 0
         gap_s = time.perf_counter() - started
         return WeightOutcome(True, "the new weights serve", version, num_paused, gap_s)
 
     def _following_version(self) -> str:
         """The number after the last version, or, where that is no number, how many updates there have been."""
-        last = self.weight_version
+        last = self.card.weight_version
         return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
 
     def _hold_experts(self) -> np.ndarray | None:

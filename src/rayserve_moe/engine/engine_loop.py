@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import secrets
@@ -52,7 +51,6 @@ class EngineLoop:
         settings: Settings,
         planner_for: Callable[[PlanningConfig], Planner] = LocalPlanner,
     ) -> None:
-        self._card = card
         self._executor, self._settings = executor, settings
         self._commands = CommandQueue()
         self._step_started_at: float | None = None
@@ -70,7 +68,7 @@ class EngineLoop:
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
         self.request_metrics = self._outputs.metrics
-        self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands)
+        self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands, card=card)
         planning = planning_config(settings.balancing, settings.experts)
         self.eplb_control = EplbControl(
             self.eplb,
@@ -84,8 +82,7 @@ class EngineLoop:
     @property
     def card(self) -> ModelCard:
         """The model being served, as it is now."""
-        path = self.control.model_path or self._card.path
-        return dataclasses.replace(self._card, weight_version=self.control.weight_version, path=path)
+        return self.control.card
 
     def submit(self, request: GenerationRequest, sink: Sink) -> list[Sequence]:
         """Queue a request; `sink` gets its updates from the engine thread and must not block.
@@ -93,7 +90,7 @@ class EngineLoop:
         Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
         what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
         """
-        check_request(request, self._card, longest=self._longest)
+        check_request(request, self.card, longest=self._longest)
         most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.parallel.data_parallel_size)
         with self._commands.lock:
             self._commands.check_open()
@@ -102,7 +99,7 @@ class EngineLoop:
                 raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
-            sequences = _sequences_of(request, self._card)
+            sequences = _sequences_of(request, self.card)
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self._cycle.scheduler.add(sequences))
         return sequences
