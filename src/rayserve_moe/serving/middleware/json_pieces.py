@@ -33,112 +33,103 @@ class JsonFault(ValueError):
     """A text that is not strict JSON, or over a bound. The message never quotes it."""
 
 
+def parse_in_pieces(text: bytes) -> object:
+    """Parse one value: UTF-8, finite numbers, no name twice in an object, no lone surrogates. JsonFault otherwise.
+
+    It is scanned from mark to mark; what is left of the outermost container is parsed at the end.
+    """
+    containers = [_Container(text, start=-1, closing=0)]
+    at = num_strings = num_containers = 0
+    while mark := _MARK.search(text, at):
+        start, kind, inner = mark.start(), text[mark.start()], containers[-1]
+        if start - inner.piece_start > PIECE_BYTES and len(containers) > 1:
+            inner.cut(at, start)
+        at = start + 1
+        if kind == _QUOTE:
+            num_strings += 1
+            at = _end_of_string(text, at, num_strings)
+        elif kind in _CLOSING:
+            num_containers += 1
+            _check_nesting(num_containers, depth=len(containers))
+            containers.append(_Container(text, start=start, closing=_CLOSING[kind]))
+        elif kind == inner.closing:
+            containers.pop().close(start, outer=containers[-1])
+        else:
+            raise JsonFault("NaN and Infinity are not JSON numbers" if kind in b"NI" else "brackets do not match")
+    if len(containers) > 1:
+        raise JsonFault("it ends inside of a list or an object")
+    return containers[0].parsed(len(text))
+
+
+def _end_of_string(text: bytes, at: int, num_strings: int) -> int:
+    if num_strings > MAX_STRINGS:
+        raise JsonFault(f"it holds more than {MAX_STRINGS} strings, names of fields among them")
+    while (part := _STRING_PART.match(text, at)) and part.end() > at:
+        at = part.end()
+    if text[at : at + 1] != b'"':
+        raise JsonFault("a string in it does not end")
+    return at + 1
+
+
+def _check_nesting(num_containers: int, *, depth: int) -> None:
+    if num_containers > MAX_CONTAINERS:
+        raise JsonFault(f"it holds more than {MAX_CONTAINERS} lists and objects")
+    if depth > MAX_DEPTH:
+        raise JsonFault("it is nested too deeply")
+
+
 class _Container:
     """An open container, or the whole text: `[parsed into taken | before, with placeholders | from piece_start on]`."""
 
-    __slots__ = ("before", "closing", "piece_start", "start", "taken", "values")
+    __slots__ = ("before", "closing", "piece_start", "start", "taken", "text", "values")
 
-    def __init__(self, start: int, closing: int) -> None:
-        self.start, self.closing = start, closing
+    def __init__(self, text: bytes, *, start: int, closing: int) -> None:
+        self.text, self.start, self.closing = text, start, closing
         self.piece_start = start + 1
         self.before: tuple[bytes, ...] = ()
         self.values: tuple[object, ...] = ()
         self.taken: Any = None
 
-
-def parse_in_pieces(text: bytes) -> object:
-    """Parse one value: UTF-8, finite numbers, no name twice in an object, no lone surrogates. JsonFault otherwise."""
-    return _Parsing(text).value()
-
-
-class _Parsing:
-    """The scan of one text; `_open` are the containers around the current position, outermost first."""
-
-    def __init__(self, text: bytes) -> None:
-        self._text = text
-        self._open = [_Container(-1, 0)]
-        self._num_strings = self._num_containers = 0
-
-    def value(self) -> object:
-        """Scan from mark to mark, then parse the rest of the outermost container."""
-        at = 0
-        while mark := _MARK.search(self._text, at):
-            start, kind = mark.start(), self._text[mark.start()]
-            if start - self._open[-1].piece_start > PIECE_BYTES and len(self._open) > 1:
-                self._cut(at, start)
-            at = start + 1
-            if kind == _QUOTE:
-                at = self._end_of_string(at)
-            elif kind in _CLOSING:
-                self._enter(start, _CLOSING[kind])
-            elif kind == self._open[-1].closing:
-                self._leave(start)
-            else:
-                raise JsonFault("NaN and Infinity are not JSON numbers" if kind in b"NI" else "brackets do not match")
-        (whole, *unclosed) = self._open
-        if unclosed:
-            raise JsonFault("it ends inside of a list or an object")
-        return self._parsed(whole, len(self._text))
-
-    def _end_of_string(self, at: int) -> int:
-        self._num_strings += 1
-        if self._num_strings > MAX_STRINGS:
-            raise JsonFault(f"it holds more than {MAX_STRINGS} strings, names of fields among them")
-        while (part := _STRING_PART.match(self._text, at)) and part.end() > at:
-            at = part.end()
-        if self._text[at : at + 1] != b'"':
-            raise JsonFault("a string in it does not end")
-        return at + 1
-
-    def _enter(self, start: int, closing: int) -> None:
-        self._num_containers += 1
-        if self._num_containers > MAX_CONTAINERS:
-            raise JsonFault(f"it holds more than {MAX_CONTAINERS} lists and objects")
-        if len(self._open) > MAX_DEPTH:
-            raise JsonFault("it is nested too deeply")
-        self._open.append(_Container(start, closing))
-
-    def _leave(self, end: int) -> None:
-        """Close the innermost container; where it was cut, a placeholder replaces it in the outer one."""
-        inner, outer = self._open.pop(), self._open[-1]
-        if inner.taken is None and not inner.before:
-            return
-        self._take(inner, end)
-        outer.before += (self._text[outer.piece_start : inner.start], _PLACEHOLDER)
-        outer.values += (inner.taken,)
-        outer.piece_start = end + 1
-
-    def _cut(self, start: int, stop: int) -> None:
-        """Parse pieces of the innermost container: between two marks, `[start, stop)`, all commas are its own."""
-        inner = self._open[-1]
-        while stop - inner.piece_start > PIECE_BYTES:
-            comma = self._text.find(b",", max(start, inner.piece_start + PIECE_BYTES), stop)
+    def cut(self, start: int, stop: int) -> None:
+        """Parse pieces: between two marks, `[start, stop)`, all commas are its own."""
+        while stop - self.piece_start > PIECE_BYTES:
+            comma = self.text.find(b",", max(start, self.piece_start + PIECE_BYTES), stop)
             if comma < 0:
                 return
-            self._take(inner, comma)
-            inner.piece_start = comma + 1
+            self._take(comma)
+            self.piece_start = comma + 1
 
-    def _take(self, inner: _Container, end: int) -> None:
-        """Parse the rest of a container up to `end`, and join it with its earlier pieces."""
-        piece = self._parsed(inner, end)
+    def close(self, end: int, *, outer: _Container) -> None:
+        """End at `end`; where it was cut, a placeholder replaces it in the outer one."""
+        if self.taken is None and not self.before:
+            return
+        self._take(end)
+        outer.before += (self.text[outer.piece_start : self.start], _PLACEHOLDER)
+        outer.values += (self.taken,)
+        outer.piece_start = end + 1
+
+    def parsed(self, end: int) -> Any:
+        """Parse what is not taken yet, up to `end`."""
+        opening, closing = b"", b""
+        if self.closing:
+            opening, closing = self.text[self.start : self.start + 1], bytes([self.closing])
+        raw = b"".join((opening, *self.before, self.text[self.piece_start : end], closing))
+        return _parse_piece(raw, iter(self.values))
+
+    def _take(self, end: int) -> None:
+        """Parse up to `end`, and join it with the pieces before."""
+        piece = self.parsed(end)
         if not piece:
             raise JsonFault("a value is missing between two commas")
-        if inner.taken is None:
-            inner.taken = piece
+        if self.taken is None:
+            self.taken = piece
         elif isinstance(piece, list):
-            inner.taken.extend(piece)
-        elif inner.taken.keys().isdisjoint(piece):
-            inner.taken.update(piece)
+            self.taken.extend(piece)
+        elif self.taken.keys().isdisjoint(piece):
+            self.taken.update(piece)
         else:
             raise JsonFault("an object in it has the same key twice")
-        inner.before = inner.values = ()
-
-    def _parsed(self, inner: _Container, end: int) -> Any:
-        opening, closing = b"", b""
-        if inner.closing:
-            opening, closing = self._text[inner.start : inner.start + 1], bytes([inner.closing])
-        raw = b"".join((opening, *inner.before, self._text[inner.piece_start : end], closing))
-        return _parse_piece(raw, iter(inner.values))
+        self.before = self.values = ()
 
 
 def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
