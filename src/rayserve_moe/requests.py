@@ -119,9 +119,12 @@ class FinishReason:
     message: str | None = None
 
 
+LENGTH = FinishReason("length")
+
+
 @dataclass(frozen=True)
 class RoutingLayout:
-    """What a routing row of this model looks like: layers that route, experts, picks per token."""
+    """What a routing row of this model looks like: layers that route, experts, assignments per token."""
 
     num_hidden_layers: int
     layer_ids: tuple[int, ...]
@@ -130,7 +133,7 @@ class RoutingLayout:
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """Shape of one stored row: MoE layers only, by picks."""
+        """Shape of one stored row: MoE layers only, by assignments."""
         return len(self.layer_ids), self.top_k
 
     @property

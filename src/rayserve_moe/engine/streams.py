@@ -74,7 +74,7 @@ class GenerationStream:
             completed = [
                 update.choice_index
                 for update in updates
-                if update.finish is None and self._texts[update.choice_index].has_matched
+                if update.finish is None and self._texts[update.choice_index].matched is not None
             ]
         self._arrived.extend(updates)
         self._notify()

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason, GenerationRequest
+from rayserve_moe.requests import LENGTH, FinishReason, GenerationRequest
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import PlanBuilder, Schedule
@@ -130,7 +130,7 @@ class Scheduler:
             if row == NO_ROW or self.table.generations[row] != generation:
                 continue
             if sequence.limit == sequence.num_prompt_tokens and row not in failed:
-                endings.append((row, FinishReason("length")))
+                endings.append((row, LENGTH))
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
             self._release_followers(sequence)

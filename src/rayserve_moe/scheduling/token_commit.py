@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason, TopLogprobs
+from rayserve_moe.requests import LENGTH, FinishReason, TopLogprobs
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW
@@ -46,7 +46,7 @@ def commit_tokens(
         over |= (table.stop_ids[rows] == ids[:, None]).any(axis=1)
     for i in np.flatnonzero(over).tolist():
         is_stop = ids[i] in table.stop_ids[rows[i]]
-        reason = FinishReason("stop", matched=int(ids[i])) if is_stop else FinishReason("length")
+        reason = FinishReason("stop", matched=int(ids[i])) if is_stop else LENGTH
         endings.append((int(rows[i]), reason))
     return rows, endings
 

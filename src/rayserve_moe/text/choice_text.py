@@ -26,11 +26,6 @@ class StopStringScanner:
         self._begun = [0] * len(self._stops)
         self.matched: str | None = None
 
-    @property
-    def watches(self) -> bool:
-        """Whether there is a stop string to look for."""
-        return bool(self._stops)
-
     def push(self, piece: str, *, may_end: bool = True) -> str:
         """Take the next piece; return what is certain to precede any stop string. After a match, nothing.
 
@@ -97,15 +92,15 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, num_prompt_tokens: int) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
         keeps = "rest" if sampling.no_stop_trim else "stop" if sampling.include_stop_str_in_output else None
-        self._scanner = StopStringScanner(sampling.stop, keeps=keeps)
+        self._scanner = StopStringScanner(sampling.stop, keeps=keeps) if sampling.stop else None
         self._keeps_stops, self._stops_after = keeps is not None, sampling.stop_strings_after
         self._num_prompt_tokens = num_prompt_tokens
         self._num_kept = 0
 
     @property
-    def has_matched(self) -> bool:
-        """Whether a stop string was found; the engine may still be generating."""
-        return self._scanner.matched is not None
+    def matched(self) -> str | None:
+        """The stop string that was found; the engine may still be generating."""
+        return None if self._scanner is None else self._scanner.matched
 
     def feed(self, update: ChoiceResult) -> ChoiceResult:
         """Add the text to an update of the engine, cut it at the first stop string, and return it.
@@ -118,17 +113,17 @@ class ChoiceText:
         self._num_kept += num_kept
         if update.finish is not None:
             update.text += self._end_text()
-        if self._scanner.matched is not None:
+        if self.matched is not None:
             self._cut(update, num_kept)
         return update
 
     def _take(self, update: ChoiceResult) -> tuple[str, int]:
         """Add the update's tokens up to a stop string; return their text and how many were kept."""
-        if self._scanner.matched is not None:
+        if self.matched is not None:
             return "", 0
         drops_last = _ends_at_token(update.finish) and not self._keeps_stops
         silent = len(update.token_ids) - drops_last
-        if not self._scanner.watches:
+        if self._scanner is None:
             return self._detokenizer.extend(update.token_ids[:silent]), len(update.token_ids)
         pieces: list[str] = []
         for position, token_id in enumerate(update.token_ids[:silent]):
@@ -140,10 +135,12 @@ class ChoiceText:
 
     def _end_text(self) -> str:
         """Release the unfinished character and the held text, unless a stop string has ended it all."""
-        if self._scanner.matched is not None:
+        if self.matched is not None:
             return ""
-        may_end = self._num_kept > self._stops_after
-        return self._scanner.push(self._detokenizer.flush(), may_end=may_end) + self._scanner.flush()
+        rest = self._detokenizer.flush()
+        if self._scanner is None:
+            return rest
+        return self._scanner.push(rest, may_end=self._num_kept > self._stops_after) + self._scanner.flush()
 
     def _cut(self, update: ChoiceResult, num_kept: int) -> None:
         """Drop what was generated after the stop string, and name it as the reason; an error stays an error."""
@@ -154,7 +151,7 @@ class ChoiceText:
         if update.routing is not None:
             update.routing = _until(update.routing, self._num_prompt_tokens + self._num_kept - 1)
         if update.finish is not None and update.finish.kind != "error":
-            update.finish = FinishReason("stop", matched=self._scanner.matched)
+            update.finish = FinishReason("stop", matched=self.matched)
 
 
 def _until(routing: RoutedExperts, end: int) -> RoutedExperts:

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams
+from rayserve_moe.requests import LENGTH, ChoiceResult, FinishReason, RoutedExperts, SamplingParams
 from rayserve_moe.text.choice_text import ChoiceText, StopStringScanner
 
-LENGTH = FinishReason("length")
 # A narrow alphabet, so that stop strings are met, begun and missed often; é and € span several tokens.
 LETTERS = st.sampled_from("abé€")
 STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3).map(tuple)
@@ -170,7 +169,7 @@ def test_a_match_is_known_from_its_last_token_on_and_later_tokens_are_ignored(to
     matched, deltas = [], []
     for update in [*updates, ChoiceResult("r", 0, finish=LENGTH)]:
         deltas.append(choice.feed(update))
-        matched.append(choice.has_matched)
+        matched.append(choice.matched is not None)
     num_before = len("one STOP") - 1
     assert matched == [False] * num_before + [True] * (len(deltas) - num_before)
     assert _ids(deltas) == ids[: len("one STOP")] and _text(deltas) == "one "
