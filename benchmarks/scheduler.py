@@ -25,7 +25,7 @@ from rayserve_moe.execution.row_updates import update_vectors
 from rayserve_moe.requests import GenerationRequest, RoutingLayout, SamplingParams
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult, StepTimes
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPT_TOKENS, PAGE_SIZE, WARM_STEPS = 32, 16, 20
@@ -48,17 +48,17 @@ class InstantDevices:
         elif plan.num_chunks:
             self._packer.pack(plan, with_changes=False)
             list(update_vectors(plan, rows_per_rank=self._num_rows))
-        times = StepTimes(pack_s=time.perf_counter() - started)
-        before, self._before = self._before, self._answer(plan, times) if plan.num_chunks else None
+        pack_s = time.perf_counter() - started
+        before, self._before = self._before, self._answer(plan, pack_s) if plan.num_chunks else None
         return before
 
-    def _answer(self, plan: StepPlan, times: StepTimes) -> StepResult:
+    def _answer(self, plan: StepPlan, pack_s: float) -> StepResult:
         count = int(np.count_nonzero(plan.chunk_samples))
         routing = None
         if self._with_routing and plan.wants_routing:
-            routing = RoutingRows(plan.step_id, np.zeros((plan.num_tokens, *LAYOUT.row_shape), LAYOUT.dtype))
+            routing = np.zeros((plan.num_tokens, *LAYOUT.row_shape), LAYOUT.dtype)
         ids, logprobs = np.full(count, 7, np.int32), np.zeros(count, np.float32)
-        return StepResult(plan.step_id, ids, logprobs, np.ones(count, np.bool_), routing, times)
+        return StepResult(plan.step_id, ids, logprobs, np.ones(count, np.bool_), routing, pack_s)
 
 
 def microseconds_per_step(num_sequences: int, *, num_steps: int, with_routing: bool) -> dict[str, float]:

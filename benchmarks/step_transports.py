@@ -26,7 +26,7 @@ from benchmarks.engine_runs import in_turn
 from benchmarks.table import tables
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.cluster.step_transport import TRANSPORTS, CompiledGraph, StepTransport
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 LAYERS, TOP_K = 48, 8
 WAITING_S = 0.002
@@ -46,7 +46,7 @@ class AnsweringHost:
         if self._seconds:
             time.sleep(self._seconds)
         num_tokens = plan.num_tokens
-        routing = RoutingRows(plan.step_id, np.zeros((num_tokens, LAYERS, TOP_K), np.uint8))
+        routing = np.zeros((num_tokens, LAYERS, TOP_K), np.uint8)
         logprobs = np.zeros(num_tokens, np.float32)
         return StepResult(plan.step_id, plan.token_ids, logprobs, np.ones(num_tokens, bool), routing)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayserve_moe.engine.step_cycle import ExecutorFailure
 from rayserve_moe.requests import ModelCard, RoutingLayout, WeightsRefusedError
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RoutingRows, StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StartReport, StepPlan, StepResult
 
 VOCABULARY = 1000
 REFUSED_PATH, LOST_PATH = "/refused", "/lost"
@@ -93,7 +93,7 @@ class CountingExecutor:
             self._last_tokens[row] = (last + 1) % VOCABULARY
             ids.append(self._last_tokens[row])
         count = len(ids)
-        routing = RoutingRows(plan.step_id, _rows(plan)) if plan.wants_routing else None
+        routing = _rows(plan) if plan.wants_routing else None
         sampled = np.asarray(ids, np.int32), np.full(count, -0.5), np.ones(count, bool)
         return StepResult(plan.step_id, *sampled, routing, tally=self.tally)
 

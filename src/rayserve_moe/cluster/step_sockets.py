@@ -37,12 +37,10 @@ from rayserve_moe.scheduling.step_plan import (
     NO_PAGE_CHANGES,
     BlockWork,
     PageTableChanges,
-    RoutingRows,
     RowAdjustment,
     RowSampling,
     StepPlan,
     StepResult,
-    StepTimes,
     TokenScores,
 )
 
@@ -178,8 +176,6 @@ RECORDS = (
     RowAdjustment,
     BlockWork,
     StepResult,
-    RoutingRows,
-    StepTimes,
     TokenScores,
 )
 NOTHING = (NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK)

@@ -13,7 +13,7 @@ from rayserve_moe.requests import RoutedExperts, RoutingLayout
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Preemption
 from rayserve_moe.scheduling.sequence import KnownRows, Sequence
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 SOURCES = ("computed", "cached", "recomputed")
 NO_VERSION = -1
@@ -78,14 +78,14 @@ class RoutingCapture:
         kept = self._kept_rows(plan, table) if self._has_kept else []
         self._submitted.append(_Pending(plan.step_id, slots, stamps, kept, len(self._versions) - 1))
 
-    def absorb(self, routing: RoutingRows | None) -> None:
+    def absorb(self, result: StepResult) -> None:
         """Store the rows that came with the oldest result outstanding. Rows that never come stay missing."""
-        if routing is None:
+        if result.routing is None:
             return
         while self._submitted:
             pending = self._submitted.popleft()
-            if pending.step_id == routing.step_id:
-                self._store.write(pending.slots, pending.stamps, rows=routing.rows, versions=pending.version)
+            if pending.step_id == result.step_id:
+                self._store.write(pending.slots, pending.stamps, rows=result.routing, versions=pending.version)
                 for slots, stamps, rows, versions in pending.kept:
                     self._store.write(slots, stamps, rows=rows, versions=versions)
                 return

@@ -180,7 +180,7 @@ class StepCycle:
         finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
         self._clock.transport_s += returned - submitted
         if result is not None and self._capture is not None:
-            self._capture.absorb(result.routing)
+            self._capture.absorb(result)
         self._retain_finally()
         if finished is None:
             return NO_ROWS, []
@@ -228,9 +228,9 @@ class StepCycle:
         clock.steps += 1
         clock.tokens_computed += finished.plan.num_tokens
         clock.tokens_sampled += len(finished.sampling_rows)
-        clock.pack_s += result.times.pack_s
-        clock.device_s += result.times.device_s
-        clock.transport_s -= result.times.pack_s + result.times.device_s
+        clock.pack_s += result.pack_s
+        clock.device_s += result.device_s
+        clock.transport_s -= result.pack_s + result.device_s
         clock.commit_s += commit_s
         if result.tally is not None:
             self.tally = result.tally if self.tally is None else self.tally + result.tally

@@ -49,7 +49,7 @@ from rayserve_moe.execution.weights import first_placement, load_weights, model_
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, StepTimes
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,10 @@ class HostRunner:
         started = time.perf_counter()
         output = step.output()
         output.sampled_N3S.block_until_ready()
-        times = StepTimes(step.pack_s, time.perf_counter() - started)
-        result = step_result(step.step_id, output, packed=step.packed, wanted=step.wanted, times=times)
-        return result if self._mover is None else replace(result, failed_fetch=self._mover.failed_fetch)
+        device_s = time.perf_counter() - started
+        result = step_result(step.step_id, output, packed=step.packed, wanted=step.wanted)
+        failed_fetch = None if self._mover is None else self._mover.failed_fetch
+        return replace(result, pack_s=step.pack_s, device_s=device_s, failed_fetch=failed_fetch)
 
     def _run_each_once(self) -> None:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""

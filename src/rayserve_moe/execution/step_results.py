@@ -10,7 +10,7 @@ import numpy as np
 from rayserve_moe.execution.pack import PackedStep
 from rayserve_moe.execution.step_types import StepOutput
 from rayserve_moe.requests import TopLogprobs
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult, StepTimes, TokenScores
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult, TokenScores
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,20 @@ def start_copies(output: StepOutput, wanted: WantedOutputs) -> None:
             array.copy_to_host_async()
 
 
-def step_result(
-    step_id: int, output: StepOutput, *, packed: PackedStep, wanted: WantedOutputs, times: StepTimes
-) -> StepResult:
+def step_result(step_id: int, output: StepOutput, *, packed: PackedStep, wanted: WantedOutputs) -> StepResult:
     """Wait for the copies, and put what they hold into the plan's order."""
     sampled = np.asarray(output.sampled_N3S).transpose(1, 0, 2).reshape(3, -1)
     ids, logprob_bits, ranks = sampled[:, packed.sample_places]
     routing = None
     if wanted.routing and output.topk_ids_MTK is not None:
         rows_NMK = np.asarray(output.topk_ids_MTK)[:, packed.token_places].transpose(1, 0, 2)
-        routing = RoutingRows(step_id, np.ascontiguousarray(rows_NMK))
+        routing = np.ascontiguousarray(rows_NMK)
     return StepResult(
         step_id,
         ids,
         logprob_bits.view(np.float32),
         ranks,
         routing,
-        times,
         top=_top(output.top_N2SJ, packed.sample_places) if wanted.top else None,
         scores=_scores(output, packed, wanted) if wanted.scores else None,
         expert_counts=None if output.expert_counts_ME is None else np.asarray(output.expert_counts_ME),

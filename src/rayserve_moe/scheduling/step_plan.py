@@ -164,14 +164,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class RoutingRows:
-    """Routing of the step `step_id`: [num_tokens, MoE layers, k], tokens in the order of that step's plan."""
-
-    step_id: int
-    rows: np.ndarray
-
-
-@dataclass(frozen=True)
 class TokenScores:
     """Log-probs float32 [N] and ranks int32 [N] of a plan's `score_targets`, and the likeliest tokens, if wanted."""
 
@@ -181,19 +173,12 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Seconds the host of rank 0 spent on one step."""
-
-    pack_s: float = 0.0
-    device_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What a step sampled, one entry per sampling chunk of its plan, in the order of the plan.
 
-    `token_ids` int32, `logprobs` float32, `ranks` int32: 0 where logits were not finite. `routing` holds the rows of
-    all its tokens, where some were wanted, `top` the likeliest tokens of its samples, `scores` what was scored.
+    `token_ids` int32, `logprobs` float32, `ranks` int32: 0 where logits were not finite. `routing` [num_tokens, MoE
+    layers, k] holds the rows of all its tokens, in the order of the plan, where some were wanted, `top` the likeliest
+    tokens of its samples, `scores` what was scored. The host of rank 0 spent `pack_s` and `device_s` on the step.
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
     They wrap around: take differences. `tally` int64 [4] is set where slots have a capacity: how many assignments its
     tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
@@ -204,8 +189,9 @@ class StepResult:
     token_ids: np.ndarray
     logprobs: np.ndarray
     ranks: np.ndarray
-    routing: RoutingRows | None = None
-    times: StepTimes = StepTimes()
+    routing: np.ndarray | None = None
+    pack_s: float = 0.0
+    device_s: float = 0.0
     top: TopLogprobs | None = None
     scores: TokenScores | None = None
     expert_counts: np.ndarray | None = None

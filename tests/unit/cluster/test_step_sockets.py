@@ -14,7 +14,7 @@ import pytest
 from rayserve_moe.cluster import handshake
 from rayserve_moe.cluster.handshake import HANDSHAKE_S, MOST_UNPROVEN, accept_proven
 from rayserve_moe.cluster.step_sockets import Address, HostLostError, Sockets, listen_for_steps
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 HOST, KEY = "127.0.0.1", b"k" * 32
 LARGE = 4 * 1024 * 1024
@@ -29,7 +29,7 @@ def plan_of(step_id: int, num_tokens: int) -> StepPlan:
 
 def answer_to(plan: StepPlan) -> StepResult:
     """A result that holds all of its plan."""
-    rows = RoutingRows(plan.step_id, plan.token_ids.view(np.uint8).reshape(-1, 2, 2))
+    rows = plan.token_ids.view(np.uint8).reshape(-1, 2, 2)
     return StepResult(plan.step_id, plan.token_ids, plan.token_ids.astype(np.float32), plan.token_ids >= 0, rows)
 
 
@@ -57,7 +57,7 @@ def test_every_host_gets_the_plan_and_the_first_one_answers(num_tokens: int) -> 
         assert result is not None and result.step_id == step_id
         assert result.routing is not None
         np.testing.assert_array_equal(result.token_ids, plan.token_ids)
-        np.testing.assert_array_equal(result.routing.rows.reshape(-1).view(np.int32), plan.token_ids)
+        np.testing.assert_array_equal(result.routing.reshape(-1).view(np.int32), plan.token_ids)
     for plans in seen:
         assert [plan.step_id for plan in plans] == [0, 1, 2]
         np.testing.assert_array_equal(plans[2].token_ids, plan.token_ids)

@@ -13,7 +13,7 @@ import pytest
 from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.cluster.step_transport import _owned
 from rayserve_moe.requests import TopLogprobs
-from rayserve_moe.scheduling.step_plan import RoutingRows, StepResult, StepTimes, TokenScores
+from rayserve_moe.scheduling.step_plan import StepResult, TokenScores
 
 
 def likeliest(count: int) -> TopLogprobs:
@@ -25,8 +25,9 @@ WHOLE = StepResult(
     token_ids=np.arange(4, dtype=np.int32),
     logprobs=np.full(4, -0.25, np.float32),
     ranks=np.ones(4, np.int32),
-    routing=RoutingRows(7, np.arange(24, dtype=np.uint8).reshape(4, 3, 2)),
-    times=StepTimes(0.1, 0.2),
+    routing=np.arange(24, dtype=np.uint8).reshape(4, 3, 2),
+    pack_s=0.1,
+    device_s=0.2,
     top=likeliest(4),
     scores=TokenScores(np.full(2, -0.125, np.float32), np.ones(2, np.int32), likeliest(2)),
     expert_counts=np.arange(6, dtype=np.int32).reshape(2, 3),

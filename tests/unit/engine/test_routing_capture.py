@@ -10,6 +10,7 @@ from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.replay.routing_store import RoutingStore
 from rayserve_moe.requests import RoutedExperts
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.scheduling.step_plan import StepResult
 from tests.support.counting import ROUTING, CountingExecutor
 from tests.support.scheduling import ABORT, choices, one, scheduler
 
@@ -227,7 +228,7 @@ def test_rows_that_never_come_are_missing():
     captured.scheduler.add([sequence])
     schedule = captured.scheduler.schedule()
     captured.capture.submit(schedule.plan, captured.scheduler.table)
-    captured.capture.absorb(None)
+    captured.capture.absorb(StepResult(schedule.plan.step_id, *[np.zeros(0)] * 3))
     assert captured.abort(sequence).missing == ((0, 9),)
 
 
