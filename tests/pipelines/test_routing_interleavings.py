@@ -113,7 +113,7 @@ class Interleaving:
         if sequence.finish != ABORTED or sequence.num_outputs:
             assert routing.missing == (), "a choice with outputs lacks rows, whatever state it ended in"
             assert len(routing.rows) == sequence.num_tokens - bool(sequence.num_outputs)
-        self._reference.check(sequence.tokens(0, sequence.num_tokens).tolist(), routing, self._tally)
+        self._reference.check(sequence.token_ids[: sequence.num_tokens].tolist(), routing, self._tally)
 
 
 @pytest.fixture(scope="module")

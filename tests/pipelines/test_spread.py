@@ -184,4 +184,4 @@ def test_a_prompt_goes_where_it_is_cached(spreads: Spreads):
         found = finish(cycle, again, spreads.card, turns_between=2)
         assert {sequence.data_rank for sequence in found} == {before.data_rank}
         assert [sequence.num_cached for sequence in found] == [4 * PAGE_SIZE, *[5 * PAGE_SIZE] * 3]
-        np.testing.assert_array_equal(found[0].tokens(0, before.num_tokens), before.tokens(0, before.num_tokens))
+        np.testing.assert_array_equal(found[0].token_ids[: before.num_tokens], before.token_ids[: before.num_tokens])

@@ -141,15 +141,15 @@ class Interleaving:
         self._cycle.scheduler.check_integrity()
         for sequence in ended:
             first, last = sequence.num_prompt_tokens, sequence.num_tokens
-            ids, logprobs = (values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs))
+            ids, logprobs = (values[first:last].tolist() for values in (sequence.token_ids, sequence.logprobs))
             ranges = list(labelled_ranges(sequence.weight_versions, last))
             routing = sequence.final_routing
             assert routing is not None
             assert not routing.missing or (sequence.finish == ABORTED and not sequence.num_outputs)
             oldest = self._versions[self._born[sequence.request.request_id] :]
             assert {version for *_, version in routing.weight_version} <= set(oldest), "rows of weights before its time"
-            self._said.append(sequence.tokens(0, last).copy())
-            self._reference.check_outputs(sequence.tokens(0, first).tolist(), Labelled(ids, logprobs, ranges, routing))
+            self._said.append(sequence.token_ids[:last].copy())
+            self._reference.check_outputs(sequence.token_ids[:first].tolist(), Labelled(ids, logprobs, ranges, routing))
 
 
 def serve_first_weights(runner: HostRunner, path: Path, eplb: EplbSteps | None) -> None:

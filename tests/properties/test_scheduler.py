@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def go_on_with_a_conversation(self, which, num_new):
         ended = [choice for choice in self.choices if choice.finish is not None]
         before = ended[which % len(ended)]
-        prompt = [*before.tokens(0, before.num_tokens), 1, 2, 3]
+        prompt = [*before.token_ids[: before.num_tokens], 1, 2, 3]
         self._submit(prompt, num_new, 1, True, before.request.cache_salt)
 
     @precondition(lambda self: self.is_busy)
@@ -208,10 +208,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_tokens(self, sequence: Sequence) -> None:
         known = self.pasts[sequence].tokens[: sequence.num_tokens]
-        assert sequence.tokens(0, sequence.num_tokens).tolist() == known
+        assert sequence.token_ids[: sequence.num_tokens].tolist() == known
         first = sequence.num_prompt_tokens
         expected = np.asarray(known[first:]) / VOCABULARY
-        np.testing.assert_allclose(sequence.logprobs(first, sequence.num_tokens), expected, rtol=1e-6)
+        np.testing.assert_allclose(sequence.logprobs[first : sequence.num_tokens], expected, rtol=1e-6)
 
     def _check_cached(self, rank) -> None:
         """All that later requests could find holds what they will take it for."""

@@ -179,9 +179,8 @@ def _take_over(outcomes: Outcomes, ended: Iterable[Sequence]) -> None:
     for sequence in ended:
         outcome = outcomes[sequence.request.request_id, sequence.choice_index]
         first, last = sequence.num_prompt_tokens, sequence.num_tokens
-        outcome.ids, outcome.logprobs = (
-            values(first, last).tolist() for values in (sequence.tokens, sequence.logprobs)
-        )
+        outcome.ids = sequence.token_ids[first:last].tolist()
+        outcome.logprobs = sequence.logprobs[first:last].tolist()
         outcome.finish, outcome.routing = sequence.finish, sequence.final_routing
         outcome.num_cached = sequence.num_cached
         outcome.top = top_of(sequence, first, stop=last)

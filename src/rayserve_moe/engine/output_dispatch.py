@@ -137,13 +137,13 @@ def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResul
     return ChoiceResult(
         sequence.request.request_id,
         sequence.choice_index,
-        token_ids=sequence.tokens(first, last).tolist(),
-        logprobs=sequence.logprobs(first, last).tolist(),
+        token_ids=sequence.token_ids[first:last].tolist(),
+        logprobs=sequence.logprobs[first:last].tolist(),
         routing=routing,
         num_cached_tokens=sequence.num_cached,
         top=top_of(sequence, first, stop=last),
         weight_versions=sequence.weight_versions,
-        ranks=sequence.state.ranks[first:last].tolist(),
+        ranks=sequence.ranks[first:last].tolist(),
     )
 
 

@@ -28,7 +28,7 @@ class DataRank:
         self.free_rows = list(reversed(rows))
         self.running: list[Sequence] = []
         self.prefilling: list[Sequence] = []
-        self._table = table
+        self.table = table
         self._decoding: np.ndarray | None = None
         self._num_flushes = 0
 
@@ -58,11 +58,11 @@ class DataRank:
     def admit(self, sequence: Sequence, prefix: CachedPrefix) -> None:
         """Make a sequence the youngest running one; it starts after its cached prefix, whose lock it takes over."""
         row = self.free_rows.pop()
-        self._table.take(row, sequence)
+        self.table.take(row, sequence)
         sequence.data_rank, sequence.prefix, sequence.num_flushes = self.index, prefix, self._num_flushes
         self.allocator.share(prefix.page_ids)
-        self._table.extend(row, prefix.page_ids, generations=self.allocator.generations[prefix.page_ids])
-        self._table.num_computed[row] = prefix.num_tokens
+        self.table.extend(row, prefix.page_ids, generations=self.allocator.generations[prefix.page_ids])
+        self.table.num_computed[row] = prefix.num_tokens
         self.running.append(sequence)
         self.prefilling.append(sequence)
 
@@ -74,7 +74,7 @@ class DataRank:
     def dismiss(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row; it keeps its pages."""
         self.free_rows.append(sequence.row)
-        self._table.leave(sequence)
+        self.table.leave(sequence)
         self.running.remove(sequence)
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
@@ -93,11 +93,11 @@ class DataRank:
 
         What was computed before a flush is not cached after it, nor what lies beyond `num_cacheable`.
         """
-        num_pages = min(min(num_tokens, sequence.num_cacheable) // self._table.page_size, len(sequence.pages))
+        num_pages = min(min(num_tokens, sequence.num_cacheable) // self.table.page_size, len(sequence.pages))
         assert sequence.prefix is not None, "only a sequence that was admitted has computed pages"
         if num_pages <= len(sequence.prefix.page_ids) or sequence.num_flushes != self._num_flushes:
             return
-        token_ids = sequence.tokens(0, num_pages * self._table.page_size)
+        token_ids = sequence.token_ids[: num_pages * self.table.page_size]
         longer = self.tree.insert(sequence.namespace, token_ids, page_ids=sequence.pages[:num_pages])
         self.tree.lock(longer)
         self.tree.unlock(sequence.prefix)
@@ -130,4 +130,4 @@ class DataRank:
         count, scoring = sequence.num_tokens - 1, sequence.scoring
         if scoring is not None and not scoring.is_complete:
             count = min(count, scoring.frontier)
-        return sequence.tokens(0, count)
+        return sequence.token_ids[:count]

@@ -80,7 +80,7 @@ class PlanBuilder:
         """
         start = sequence.num_computed
         chunk = (np.array([value]) for value in (sequence.row, start, length))
-        token_ids = sequence.tokens(start, start + length).copy()
+        token_ids = sequence.token_ids[start : start + length].copy()
         demand = chunk_demand(sequence, start, stop=start + length)
         self._has_demands |= demand is not None
         self._chunks.append(_Chunks(sequence.data_rank, *chunk, token_ids, np.array([samples]), demand))
@@ -202,8 +202,8 @@ def _adjustment(sequence: Sequence) -> RowAdjustment:
     biases = [*sampling.logit_bias, *withheld]
     return RowAdjustment(
         sequence.row,
-        prompt_ids=sequence.tokens(0, num_prompt).copy() if counts else NO_IDS,
-        output_ids=sequence.tokens(num_prompt, sequence.num_tokens).copy() if counts else NO_IDS,
+        prompt_ids=sequence.token_ids[:num_prompt].copy() if counts else NO_IDS,
+        output_ids=sequence.token_ids[num_prompt : sequence.num_tokens].copy() if counts else NO_IDS,
         bias_ids=np.asarray([token_id for token_id, _ in biases], np.int32),
         bias_values=np.asarray([value for _, value in biases], np.float32),
     )

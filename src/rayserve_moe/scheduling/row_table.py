@@ -13,11 +13,13 @@ from rayserve_moe.scheduling.sequence import (
     NUM_TOKENS,
     TARGET,
     Sequence,
-    SequenceState,
 )
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
 
 NO_TOKEN = -1
+BY_POSITION = ("token_ids", "logprobs", "ranks")
+BY_PAGE = ("page_ids", "page_generations")
+"""Arrays of a sequence that are views of its row while it has one."""
 
 
 class RowTable:
@@ -64,44 +66,30 @@ class RowTable:
     def take(self, row: int, sequence: Sequence) -> None:
         """Move a waiting sequence into a free row."""
         assert self.sequences[row] is None and sequence.row == NO_ROW, f"row {row} is taken"
-        old = sequence.state
-        self._counters[:, row] = old.counters
-        for name in ("token_ids", "logprobs", "ranks", "page_ids", "page_generations"):
-            values = getattr(old, name)
-            getattr(self, name)[row, : len(values)] = values
+        self._counters[:, row] = sequence.counters
+        sequence.counters = self._counters[:, row]
+        for name in (*BY_POSITION, *BY_PAGE):
+            values, view = getattr(sequence, name), getattr(self, name)[row]
+            view[: len(values)] = values
+            setattr(sequence, name, view)
         self._keep_stop_ids(row, sequence.stop_token_ids)
         self.wants_routing[row] = sequence.request.return_routed_experts
         self.num_with_stop_ids += bool(sequence.stop_token_ids)
         self.num_wanting_routing += sequence.request.return_routed_experts
         self.num_top[row] = sequence.num_top
         self.num_wanting_top += sequence.num_top > 0
-        self.capacities[row] = old.counters[NUM_PAGES] * self.page_size
+        self.capacities[row] = sequence.counters[NUM_PAGES] * self.page_size
         self.is_incremental[row] = sequence.request.incremental
         self.published_at[row] = -np.inf
         self.accepted_at[row], self.token_at[row] = sequence.accepted_at, sequence.token_at
         self.sequences[row], sequence.row = sequence, row
-        sequence.state = SequenceState(
-            self._counters[:, row],
-            self.token_ids[row],
-            self.logprobs[row],
-            self.ranks[row],
-            self.page_ids[row],
-            self.page_generations[row],
-        )
 
     def leave(self, sequence: Sequence) -> None:
         """Move a sequence out of its row; tokens still on their way are given up."""
-        row, views = sequence.row, sequence.state
-        counters = views.counters.copy()
-        tokens, pages = slice(0, counters[NUM_TOKENS]), slice(0, counters[NUM_PAGES])
-        sequence.state = SequenceState(
-            counters,
-            views.token_ids[tokens].copy(),
-            views.logprobs[tokens].copy(),
-            views.ranks[tokens].copy(),
-            views.page_ids[pages].copy(),
-            views.page_generations[pages].copy(),
-        )
+        row, sequence.counters = sequence.row, sequence.counters.copy()
+        for names, counter in ((BY_POSITION, NUM_TOKENS), (BY_PAGE, NUM_PAGES)):
+            for name in names:
+                setattr(sequence, name, getattr(sequence, name)[: sequence.counters[counter]].copy())
         self.sequences[row], sequence.row = None, NO_ROW
         sequence.token_at = float(self.token_at[row])
         self.generations[row] += 1

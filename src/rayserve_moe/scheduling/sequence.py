@@ -15,24 +15,9 @@ from rayserve_moe.scheduling.prefix_tree import CachedPrefix
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
-"""Places in `SequenceState.counters`."""
+"""Places in `Sequence.counters`."""
 
 NUM_COUNTERS = 5
-
-
-class SequenceState(NamedTuple):
-    """The state of a sequence in arrays, so that a step can process all running sequences at once.
-
-    While a sequence runs these are views of its row in the `RowTable`. `counters` int64 [NUM_COUNTERS]; `token_ids`
-    int32, `logprobs` float32 and `ranks` int32 by position; `page_ids` int32, `page_generations` int64 by page index.
-    """
-
-    counters: np.ndarray
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    page_ids: np.ndarray
-    page_generations: np.ndarray
 
 
 class KnownRows(NamedTuple):
@@ -68,6 +53,10 @@ class Sequence:
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
     way. A sequence samples when the last of its tokens is computed.
+
+    `counters` int64 [NUM_COUNTERS], `token_ids` int32, `logprobs` float32 and `ranks` int32 by position, `page_ids`
+    int32 and `page_generations` int64 by page index are views of its row in the `RowTable` while it runs, so that a
+    step can process all running sequences at once. They may be longer than what is known.
     """
 
     def __init__(
@@ -111,28 +100,25 @@ class Sequence:
         self.final_routing: RoutedExperts | None = None
         self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
         self.scoring: PromptScoring | None = None
-        counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
-        self.state = SequenceState(
-            counters,
-            token_ids=np.asarray(request.prompt_ids, np.int32),
-            logprobs=np.zeros(prompt_len, np.float32),
-            ranks=np.zeros(prompt_len, np.int32),
-            page_ids=np.zeros(0, np.int32),
-            page_generations=np.zeros(0, np.int64),
-        )
+        self.counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
+        self.token_ids = np.asarray(request.prompt_ids, np.int32)
+        self.logprobs = np.zeros(prompt_len, np.float32)
+        self.ranks = np.zeros(prompt_len, np.int32)
+        self.page_ids = np.zeros(0, np.int32)
+        self.page_generations = np.zeros(0, np.int64)
 
     @property
     def num_tokens(self) -> int:
-        return int(self.state.counters[NUM_TOKENS])
+        return int(self.counters[NUM_TOKENS])
 
     @property
     def num_computed(self) -> int:
-        return int(self.state.counters[NUM_COMPUTED])
+        return int(self.counters[NUM_COMPUTED])
 
     @property
     def limit(self) -> int:
         """Prompt tokens and all that may be generated."""
-        return int(self.state.counters[LIMIT])
+        return int(self.counters[LIMIT])
 
     @property
     def num_outputs(self) -> int:
@@ -141,12 +127,7 @@ class Sequence:
     @property
     def pages(self) -> np.ndarray:
         """Pages held, int32, by page index."""
-        return self.state.page_ids[: self.state.counters[NUM_PAGES]]
-
-    @property
-    def page_generations(self) -> np.ndarray:
-        """Allocation each held page belongs to, int64."""
-        return self.state.page_generations[: self.state.counters[NUM_PAGES]]
+        return self.page_ids[: self.counters[NUM_PAGES]]
 
     def note_start(self, num_cached: int) -> None:
         """Note that it starts to run after `num_cached` cached tokens, for the first time or once more."""
@@ -159,19 +140,11 @@ class Sequence:
         ranges = ((num_known, num_cached, "cached"), again)
         self.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
 
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Token ids at positions `[start, stop)`, int32."""
-        return self.state.token_ids[start:stop]
-
-    def logprobs(self, start: int, stop: int) -> np.ndarray:
-        """Log-probs of the sampled tokens at positions `[start, stop)`, float32."""
-        return self.state.logprobs[start:stop]
-
     def let_go(self) -> np.ndarray:
         """Drop all pages and with them everything computed; returns the pages for release."""
         pages = self.pages.copy()
-        self.state.counters[NUM_PAGES] = 0
-        self.state.counters[NUM_COMPUTED] = 0
+        self.counters[NUM_PAGES] = 0
+        self.counters[NUM_COMPUTED] = 0
         return pages
 
 

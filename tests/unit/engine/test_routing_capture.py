@@ -129,7 +129,7 @@ def test_rows_of_sampled_tokens_stay_those_of_the_first_run():
 
 def test_others_find_the_rows_of_the_first_run_too():
     captured, sequence = computed_twice()
-    (later,) = captured.finish([wanting("later", sequence.tokens(0, 17).tolist(), num_new=1)])
+    (later,) = captured.finish([wanting("later", sequence.token_ids[:17].tolist(), num_new=1)])
     assert steps(later)[9:13] == [1, 2, 3, 4]
 
 
@@ -252,7 +252,7 @@ def test_every_row_names_the_weights_it_was_computed_under():
     routing = captured.of(sequence)
     assert routing.missing == () and routing.weight_version == ((0, 12, "v"), (12, 20, "w"))
     assert [step < 4 for step in steps(routing)] == [True] * 12 + [False] * 8
-    (later,) = captured.finish([wanting("later", sequence.tokens(0, 17).tolist(), num_new=2)])
+    (later,) = captured.finish([wanting("later", sequence.token_ids[:17].tolist(), num_new=2)])
     assert later.weight_version == ((0, 12, "v"), (12, 18, "w")), "cached rows keep theirs"
 
 
@@ -291,7 +291,7 @@ def test_pages_whose_rows_are_of_older_weights_than_their_keys_are_found_by_nobo
         captured.scheduler.preempt(sequence)
     captured.finish()
     assert captured.of(sequence).weight_version[1] == (9, 14, "v"), "the rows of outputs go with their log-probs"
-    (later,) = captured.finish([wanting("later", sequence.tokens(0, 17).tolist(), num_new=1)])
+    (later,) = captured.finish([wanting("later", sequence.token_ids[:17].tolist(), num_new=1)])
     assert later.source[0] == (0, 8, "cached") and later.missing == ()
     assert later.weight_version == ((0, 17, "w"),)
 

@@ -58,7 +58,7 @@ def test_what_comes_out_does_not_depend_on_overlap(num_pages: int):
         for group in groups:
             cycle.scheduler.add(group)
         finish(cycle)
-        outcomes.append([(s.tokens(0, s.num_tokens).tolist(), s.finish) for group in groups for s in group])
+        outcomes.append([(s.token_ids[: s.num_tokens].tolist(), s.finish) for group in groups for s in group])
         assert (cycle.scheduler.num_preemptions > 0) == (num_pages == 9)
     assert outcomes[0] == outcomes[1]
     for tokens, _ in outcomes[0]:
@@ -73,10 +73,10 @@ def test_an_abort_takes_the_tokens_that_are_known_and_drops_the_one_on_its_way()
     for _ in range(4):
         cycle.run()
     assert cycle.end(gone, ABORT) is gone
-    assert gone.tokens(1, gone.num_tokens).tolist() == [8, 9, 10]
+    assert gone.token_ids[1 : gone.num_tokens].tolist() == [8, 9, 10]
     assert len(gone.pages) == 0
     finish(cycle)
-    assert gone.num_outputs == 3 and stays.tokens(1, stays.num_tokens).tolist() == list(range(71, 80))
+    assert gone.num_outputs == 3 and stays.token_ids[1 : stays.num_tokens].tolist() == list(range(71, 80))
 
 
 def test_work_is_left_until_the_last_result_is_in():

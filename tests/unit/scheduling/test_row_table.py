@@ -32,8 +32,8 @@ def test_a_sequence_shows_what_its_row_holds_and_takes_it_along(table: RowTable)
     table.num_tokens[1], table.num_computed[1] = 4, 3
     for _ in ("in its row", "out of it"):
         assert (sequence.num_tokens, sequence.num_computed, sequence.limit) == (4, 3, 7)
-        assert sequence.tokens(0, 4).tolist() == [11, 12, 13, 99] and sequence.logprobs(3, 4).tolist() == [-0.25]
-        assert sequence.pages.tolist() == [7, 5] and sequence.page_generations.tolist() == [70, 50]
+        assert sequence.token_ids[:4].tolist() == [11, 12, 13, 99] and sequence.logprobs[3:4].tolist() == [-0.25]
+        assert sequence.pages.tolist() == [7, 5] and sequence.page_generations[:2].tolist() == [70, 50]
         if sequence.row != NO_ROW:
             table.leave(sequence)
     assert sequence.row == NO_ROW and table.sequences == [None] * 3
@@ -47,7 +47,7 @@ def test_the_next_owner_of_a_row_changes_nothing_of_the_one_before(table: RowTab
     table.take(0, second)
     table.extend(0, np.array([4, 5], np.int32), generations=np.array([1, 2]))
     table.num_tokens[0] = 2
-    assert first.tokens(0, first.num_tokens).tolist() == [11, 12, 13] and first.pages.tolist() == [3]
+    assert first.token_ids[: first.num_tokens].tolist() == [11, 12, 13] and first.pages.tolist() == [3]
     assert second.num_computed == 0 and table.capacities[0] == 2 * PAGE_SIZE
 
 

@@ -57,7 +57,7 @@ def test_a_sequence_goes_on_from_the_token_that_is_on_its_way():
     assert [schedule.plan.token_ids.tolist() for schedule in ahead[1:4]] == [[LAST_SAMPLED]] * 3
     for i, schedule in enumerate(ahead[:4]):
         _, ended = target.commit(schedule, result_of(schedule, 40 + i))
-    assert ended == [sequence] and sequence.tokens(5, 9).tolist() == [40, 41, 42, 43]
+    assert ended == [sequence] and sequence.token_ids[5:9].tolist() == [40, 41, 42, 43]
 
 
 def test_nothing_is_computed_beyond_the_last_token_that_is_wanted():
@@ -113,7 +113,7 @@ def test_the_token_of_a_preempted_sequence_is_dropped_and_sampled_again():
     assert len(target.commit(in_flight, result_of(in_flight, 77))[0]) == 0
     assert sequence.num_outputs == 0
     target.commit(again, result_of(again, 78))
-    assert sequence.tokens(5, 6).tolist() == [78]
+    assert sequence.token_ids[5:6].tolist() == [78]
 
 
 def test_choices_do_not_wait_for_a_first_one_that_was_ended():
@@ -172,7 +172,7 @@ def test_a_stop_token_ends_and_is_kept_and_the_one_after_it_is_dropped():
     rows, ended = target.commit(extra, result_of(extra))
     assert len(rows) == 0 and ended == []
     assert sequence.finish == FinishReason("stop", matched=STOP_TOKEN_ID)
-    assert sequence.tokens(3, sequence.num_tokens).tolist() == [STOP_TOKEN_ID]
+    assert sequence.token_ids[3 : sequence.num_tokens].tolist() == [STOP_TOKEN_ID]
     assert not target.has_work and target.ranks[0].tree.num_cached_pages == 3
     target.flush()
     assert all_pages_are_free(target)
@@ -190,7 +190,7 @@ def test_the_next_owner_of_a_row_is_not_given_the_token_too_many():
     assert second.row == int(extra.plan.chunk_rows[0])
     assert len(target.commit(extra, result_of(extra, 88))[0]) == 0
     target.commit(takes_over, result_of(takes_over, 44))
-    assert second.tokens(2, second.num_tokens).tolist() == [44]
+    assert second.token_ids[2 : second.num_tokens].tolist() == [44]
 
 
 def test_routing_is_wanted_where_anyone_in_the_step_asks():

@@ -158,7 +158,7 @@ def test_an_answer_is_found_by_the_next_turn_of_its_conversation():
     first = one("first", 10, num_new=7)
     target.add([first])
     turns.finish()
-    conversation = first.tokens(0, first.num_tokens).tolist()
+    conversation = first.token_ids[: first.num_tokens].tolist()
     second = one("second", [*conversation, 60, 61, 62])
     target.add([second])
     turns.turn()
@@ -197,7 +197,7 @@ def test_what_runs_goes_on_after_a_flush_but_is_not_found():
     assert late.num_cached == 0
     turns.finish()
     assert sequence.num_outputs == 20
-    assert found(target, sequence.tokens(0, 30)) == 12, "of the prompt that was computed since, and no more"
+    assert found(target, sequence.token_ids[:30]) == 12, "of the prompt that was computed since, and no more"
 
 
 def test_a_prompt_in_flight_is_not_cached_by_the_result_after_a_flush():
