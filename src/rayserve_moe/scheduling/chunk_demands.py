@@ -106,12 +106,13 @@ def demand_of(
     return demand if len(demand.targets) or demand.forced_rows is not None else None
 
 
-def block_work_of(demands: list[tuple[ChunkDemand | None, int, int]]) -> BlockWork:
-    """Join the extra work of a plan's chunks; each entry also has the numbers of chunks and tokens it stands for."""
+def block_work_of(demands: list[tuple[ChunkDemand | None, np.ndarray, np.ndarray]]) -> BlockWork:
+    """Join the extra work of a plan's chunks; each entry also has the rows of the chunks it stands for, and their
+    tokens."""
     chunks, score_tokens, targets = [], [np.zeros(0, np.intp)], [NO_TARGETS]
     forced_tokens, forced_rows = [np.zeros(0, np.intp)], []
     first_chunk = first_token = 0
-    for demand, num_chunks, num_tokens in demands:
+    for demand, rows_of_chunks, token_ids in demands:
         if demand is not None:
             chunks.append(first_chunk)
             score_tokens.append(first_token + demand.scored_from - demand.start + np.arange(len(demand.targets)))
@@ -120,7 +121,7 @@ def block_work_of(demands: list[tuple[ChunkDemand | None, int, int]]) -> BlockWo
             rows = demand.forced_rows
             forced_tokens.append(first_token + demand.forced_from - demand.start + np.arange(len(rows)))
             forced_rows.append(rows)
-        first_chunk, first_token = first_chunk + num_chunks, first_token + num_tokens
+        first_chunk, first_token = first_chunk + len(rows_of_chunks), first_token + len(token_ids)
     return BlockWork(
         np.asarray(chunks, np.intp),
         np.concatenate(score_tokens),

@@ -9,17 +9,20 @@ from itertools import islice
 
 import numpy as np
 
+from rayserve_moe.scheduling.chunk_demands import ChunkDemand
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.plan_builder import PlanBuilder
-from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
+from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, PageTableChanges
 
 CANDIDATES = 8
 """Waiting sequences, from the front, that are compared."""
 
 MAX_PASSED_OVER = 16
 """Times that others may be admitted before the sequence at the front."""
+
+
+PARTS = ("rows", "starts", "lengths", "token_ids", "samples", "demands", "pages", "new_sequences", "completed")
+"""What a step is made of: lists of `RankStep`."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,27 @@ class StepLimits:
 
 
 class RankStep:
-    """Adds a rank's chunks to a plan: first `go_on`, then any number of `admit`.
+    """Collects what a rank computes in one step: first `go_on`, then any number of `admit`.
 
-    Where pages run out, `preempt` is called with the rank's youngest sequence.
+    Where pages run out, `preempt` is called with the rank's youngest sequence. `rows`, `starts`, `lengths`, `token_ids`
+    and `samples` are as in StepPlan, to be joined: one entry for all sequences that decode, and one for each chunk of a
+    prompt, whose extra work stands in `demands`. `new_sequences` have just taken their rows; `completed` is as in
+    Schedule.
     """
 
-    def __init__(
-        self,
-        rank: DataRank,
-        builder: PlanBuilder,
-        *,
-        table: RowTable,
-        limits: StepLimits,
-        preempt: Callable[[Sequence], None],
-    ) -> None:
+    def __init__(self, rank: DataRank, *, limits: StepLimits, preempt: Callable[[Sequence], None]) -> None:
         self.rank = rank
-        self._builder, self._table, self._limits, self._preempt = builder, table, limits, preempt
+        self.rows: list[np.ndarray] = []
+        self.starts: list[np.ndarray] = []
+        self.lengths: list[np.ndarray] = []
+        self.token_ids: list[np.ndarray] = []
+        self.samples: list[np.ndarray] = []
+        self.demands: list[ChunkDemand | None] = []
+        self.has_demands = False
+        self.pages: list[PageTableChanges] = []
+        self.new_sequences: list[Sequence] = []
+        self.completed: list[tuple[Sequence, int]] = []
+        self._limits, self._preempt = limits, preempt
         self._budget = limits.step_tokens
 
     @property
@@ -65,8 +73,14 @@ class RankStep:
         """Whether the token budget of the step is spent."""
         return self._budget < PREFILL_BLOCK_TOKENS
 
+    def extend(self, other: RankStep) -> None:
+        """Append what a rank after this one computes."""
+        for name in PARTS:
+            getattr(self, name).extend(getattr(other, name))
+        self.has_demands |= other.has_demands
+
     def go_on(self) -> None:
-        """Add the running sequences: one token of each that decodes, then prompts, oldest first.
+        """Add the running sequences: chunks of prompts, oldest first, then one token of each that decodes.
 
         A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.
         """
@@ -76,8 +90,10 @@ class RankStep:
         if len(self.rank.running) != num_running:
             rows, starts = self._active_rows()
         if len(rows):
-            self._builder.add_singles(self.rank.index, rows, starts=starts)
-            self._table.num_computed[rows] = starts + 1
+            table, count = self.rank.table, len(rows)
+            lengths, token_ids = table.singles[:, :count]
+            self._add(rows, starts, lengths=lengths, token_ids=token_ids, samples=table.all_true[:count])
+            table.num_computed[rows] = starts + 1
 
     def admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""
@@ -90,7 +106,8 @@ class RankStep:
             return False
         self.rank.admit(sequence, prefix)
         sequence.note_start(cached)
-        self._builder.add_row(sequence)
+        self.new_sequences.append(sequence)
+        self._add_pages(sequence, first=0)
         grown = self._grow(sequence, length)
         assert grown, "capacity was checked before admission"
         self._add_chunk(sequence, length)
@@ -98,7 +115,7 @@ class RankStep:
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Give every decoding sequence the page its next token needs; returns what `_active_rows` does."""
-        rank, table = self.rank, self._table
+        rank, table = self.rank, self.rank.table
         while True:
             rows, starts = self._active_rows()
             is_full = starts >= table.capacities[rows]
@@ -108,13 +125,13 @@ class RankStep:
             pages = rank.take_pages(len(short))
             if pages is not None:
                 indices = table.add_pages(short, pages, generations=rank.allocator.generations[pages])
-                self._builder.add_page_each(short, indices, page_ids=pages)
+                self.pages.append(PageTableChanges(short, indices, pages))
                 return rows, starts
             self._preempt(rank.running[-1])
 
     def _active_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Decoding rows that still have a token to compute, and its position. One token each: the last."""
-        table, rows = self._table, self.rank.decoding_rows
+        table, rows = self.rank.table, self.rank.decoding_rows
         starts = table.num_computed[rows]
         is_active = starts < table.targets[rows]
         if np.count_nonzero(is_active) == len(rows):
@@ -128,11 +145,21 @@ class RankStep:
                 self._add_chunk(sequence, length)
 
     def _add_chunk(self, sequence: Sequence, length: int) -> None:
-        start = sequence.num_computed
-        is_last = start + length == sequence.num_tokens
-        samples = is_last and sequence.num_tokens < sequence.limit
-        self._builder.add_chunk(sequence, length, samples=samples, completes=is_last)
-        self._table.num_computed[sequence.row] += length
+        """Compute the next `length` known tokens of `sequence`; after the last of them, sample if it may go on."""
+        table, row, start = self.rank.table, sequence.row, sequence.num_computed
+        stop = start + length
+        is_last = stop == sequence.num_tokens
+        self._add(
+            np.array([row]),
+            np.array([start]),
+            lengths=np.array([length]),
+            token_ids=sequence.token_ids[start:stop].copy(),
+            samples=np.array([is_last and stop < sequence.limit]),
+            demand=chunk_demand(sequence, start, stop=stop),
+        )
+        if is_last:
+            self.completed.append((sequence, int(table.generations[row])))
+        table.num_computed[row] = stop
         if length > 1 or chunk_demand(sequence, start, stop=start + 1) is not None:
             self._budget -= -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS
 
@@ -153,9 +180,34 @@ class RankStep:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._table.extend(sequence.row, pages, generations=rank.allocator.generations[pages])
-        self._builder.add_pages(sequence, first=held)
+        rank.table.extend(sequence.row, pages, generations=rank.allocator.generations[pages])
+        self._add_pages(sequence, first=held)
         return True
+
+    def _add_pages(self, sequence: Sequence, *, first: int) -> None:
+        """Add the pages of its row from index `first` on."""
+        pages = sequence.pages[first:]
+        if len(pages):
+            rows = np.full(len(pages), sequence.row)
+            self.pages.append(PageTableChanges(rows, np.arange(first, first + len(pages)), pages.copy()))
+
+    def _add(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        *,
+        lengths: np.ndarray,
+        token_ids: np.ndarray,
+        samples: np.ndarray,
+        demand: ChunkDemand | None = None,
+    ) -> None:
+        self.rows.append(rows)
+        self.starts.append(starts)
+        self.lengths.append(lengths)
+        self.token_ids.append(token_ids)
+        self.samples.append(samples)
+        self.demands.append(demand)
+        self.has_demands |= demand is not None
 
 
 def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequence], int]) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from rayserve_moe.requests import LENGTH, FinishReason, GenerationRequest
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.plan_builder import PlanBuilder, Schedule
+from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, note_weights
@@ -97,18 +97,15 @@ class Scheduler:
 
         `captures_all` requests the routing of the step even where none of its sequences wants it.
         """
-        builder = PlanBuilder(self._next_step_id, self.table)
-        self._next_step_id += 1
         num_preemptions = self.num_preemptions
-        steps = [
-            RankStep(rank, builder, table=self.table, limits=self._limits, preempt=self.preempt) for rank in self.ranks
-        ]
+        steps = [RankStep(rank, limits=self._limits, preempt=self.preempt) for rank in self.ranks]
         for step in steps:
             step.go_on()
         if self.num_preemptions == num_preemptions:
             while self._admit_next(steps):
                 pass
-        schedule = builder.build(captures_all=captures_all)
+        schedule = build_schedule(self._next_step_id, steps, table=self.table, captures_all=captures_all)
+        self._next_step_id += 1
         for sequence, _ in schedule.completed:
             self.ranks[sequence.data_rank].start_decoding(sequence)
         return schedule

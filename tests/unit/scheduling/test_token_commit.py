@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.requests import FinishReason
-from rayserve_moe.scheduling.plan_builder import PlanBuilder, Schedule
+from rayserve_moe.scheduling.data_rank import DataRank
+from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
+from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
@@ -22,20 +24,21 @@ def table() -> RowTable:
 
 
 def running(table: RowTable, *, num_new: int = 8) -> list[Sequence]:
-    """A sequence in every row, longer from row to row, its prompt computed and one token sampled."""
+    """A sequence in every row, longer from row to row, of which all but the last token is computed."""
     sequences = [one(f"r{row}", 3 + row, num_new=num_new) for row in range(NUM_ROWS)]
     for row, sequence in enumerate(sequences):
         table.take(row, sequence)
-        table.num_computed[row] = sequence.num_prompt_tokens
+        table.num_computed[row] = sequence.num_prompt_tokens - 1
     return sequences
 
 
 def decode(table: RowTable, *rows: int) -> Schedule:
     """A step that goes on with `rows`."""
-    builder = PlanBuilder(0, table)
-    places = np.asarray(rows)
-    builder.add_singles(0, places, starts=table.num_computed[places])
-    return builder.build(captures_all=False)
+    rank = DataRank(0, range(NUM_ROWS), num_pages=100, table=table)
+    rank.running += [table.sequences[row] for row in rows]
+    step = RankStep(rank, limits=StepLimits(NUM_ROWS, 64, 64, 4, 100, 40), preempt=lambda _: pytest.fail("no pages"))
+    step.go_on()
+    return build_schedule(0, [step], table=table, captures_all=False)
 
 
 def test_each_row_gets_its_own_token_where_it_ends(table: RowTable):
@@ -95,7 +98,6 @@ def test_a_stop_id_outranks_the_length(table: RowTable):
 
 
 def test_nothing_sampled_is_nothing_committed(table: RowTable):
-    builder = PlanBuilder(0, table)
-    schedule = builder.build(captures_all=False)
+    schedule = decode(table)
     rows, endings = commit_tokens(table, schedule, result=result_of(schedule))
     assert len(rows) == 0 and endings == []
