@@ -149,7 +149,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         wanted = np.append(self._tokens(run), np.arange(self.page_size - 1, dtype=np.int32))
         assert self.tree.match_length(namespace, wanted) == length * self.page_size
         prefix = self.tree.match(namespace, wanted)
-        assert prefix.num_tokens == length * self.page_size
+        assert prefix.num_pages == length
         self._expect_pages(prefix, namespace, run[:length])
         self._use(namespace, run[:length])
         return prefix
@@ -174,7 +174,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     def _progress(self, holder: Holder, progress: int) -> None:
         """Cache what a holder has computed by now, unless it started before its namespace was cleared."""
         if holder.num_clears == self.num_clears[holder.namespace]:
-            least = len(holder.prefix.page_ids)
+            least = holder.prefix.num_pages
             self._insert(holder, min(max(progress, least), len(holder.letters)))
 
     def _insert(self, holder: Holder, num_pages: int) -> None:
@@ -214,7 +214,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             (holder.namespace, holder.letters[:n])
             for holder in self.holders
             if holder.num_clears == self.num_clears[holder.namespace]
-            for n in range(1, len(holder.prefix.page_ids) + 1)
+            for n in range(1, holder.prefix.num_pages + 1)
         }
 
     def _expect_pages(self, prefix: CachedPrefix, namespace, run) -> None:
@@ -239,15 +239,15 @@ TestPrefixTree.settings = settings(max_examples=100, stateful_step_count=40)
         (lambda tree, leaf: setattr(leaf, "num_locks", 1), "locks are miscounted"),
         (lambda tree, leaf: setattr(leaf, "parent", tree._root), "not where its parent has it"),
         (lambda tree, leaf: setattr(leaf, "run", leaf.run[:-4]), "tokens and pages"),
-        (lambda tree, leaf: setattr(leaf, "end", 9), "ends elsewhere"),
+        (lambda tree, leaf: setattr(leaf, "num_pages", 9), "ends elsewhere"),
         (lambda tree, leaf: setattr(leaf, "run", leaf.run[::-1]), "goes by another page"),
         (lambda tree, leaf: setattr(leaf, "last_used", 99), "without the way to it"),
         (lambda tree, leaf: setattr(leaf, "is_queued", False), "lost its place"),
         (lambda tree, leaf: tree._queue._heap.clear(), "lost its place"),
         (lambda tree, leaf: setattr(tree._queue.pop(), "is_queued", False), "a leaf is not queued"),
         (lambda tree, leaf: tree._queue._heap.append(tree._queue._heap[0]), "queued twice"),
-        (lambda tree, leaf: setattr(leaf, "page_ids", leaf.parent.page_ids), "cached pages are miscounted"),
-        (lambda tree, leaf: tree._allocator.release(leaf.page_ids), "without a reference"),
+        (lambda tree, leaf: setattr(leaf, "own_page_ids", leaf.parent.own_page_ids), "cached pages are miscounted"),
+        (lambda tree, leaf: tree._allocator.release(leaf.own_page_ids), "without a reference"),
     ],
 )
 def test_the_check_after_every_rule_finds_what_is_wrong(damage, complaint):
@@ -258,6 +258,6 @@ def test_the_check_after_every_rule_finds_what_is_wrong(damage, complaint):
         tree.insert("", np.array([5, 6][:length]), page_ids=page_ids[:length])
     allocator.release(page_ids)
     tree.check_integrity()
-    damage(tree, tree.match("", np.array([5, 6])).node)
+    damage(tree, tree.match("", np.array([5, 6])))
     with pytest.raises(AssertionError, match=complaint):
         tree.check_integrity()

@@ -60,9 +60,10 @@ class DataRank:
         row = self.free_rows.pop()
         self.table.take(row, sequence)
         sequence.data_rank, sequence.prefix, sequence.num_flushes = self.index, prefix, self._num_flushes
-        self.allocator.share(prefix.page_ids)
-        self.table.extend(row, prefix.page_ids, generations=self.allocator.generations[prefix.page_ids])
-        self.table.num_computed[row] = prefix.num_tokens
+        page_ids = prefix.page_ids
+        self.allocator.share(page_ids)
+        self.table.extend(row, page_ids, generations=self.allocator.generations[page_ids])
+        self.table.num_computed[row] = len(page_ids) * self.table.page_size
         self.running.append(sequence)
         self.prefilling.append(sequence)
 
@@ -95,7 +96,7 @@ class DataRank:
         """
         num_pages = min(min(num_tokens, sequence.num_cacheable) // self.table.page_size, len(sequence.pages))
         assert sequence.prefix is not None, "only a sequence that was admitted has computed pages"
-        if num_pages <= len(sequence.prefix.page_ids) or sequence.num_flushes != self._num_flushes:
+        if num_pages <= sequence.prefix.num_pages or sequence.num_flushes != self._num_flushes:
             return
         token_ids = sequence.token_ids[: num_pages * self.table.page_size]
         longer = self.tree.insert(sequence.namespace, token_ids, page_ids=sequence.pages[:num_pages])

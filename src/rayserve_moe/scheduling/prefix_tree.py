@@ -18,52 +18,49 @@ TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
-    """One edge of the tree: a run of whole pages that continues what `parent` holds. A root has no parent and no run.
+class CachedPrefix:
+    """A cached run of whole pages, as the node of the tree where it ends; sure to stay only while locked.
 
-    `run` is the int32 token ids as bytes, so that a prompt is matched by comparing memory.
-    `key` is the node's place among its parent's children. `end` counts pages from the root to the end of the run.
-    `num_locks` counts the locks on this node and below, `num_own_locks` those that end here.
+    The node adds `own_page_ids` int32 with the tokens `run` to what `parent` holds; a root has no parent and adds
+    nothing. `run` is the int32 token ids as bytes, so that a prompt is matched by comparing memory. `key` is the node's
+    place among its parent's children. `num_pages` are those from the root on, below 0 once it was evicted. `num_locks`
+    counts the locks on this node and below, `num_own_locks` those that end here.
     """
 
     key: Any = None
-    parent: _Node | None = None
+    parent: CachedPrefix | None = None
     run: bytes = b""
-    page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    end: int = 0
+    own_page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    num_pages: int = 0
     last_used: int = 0
-    children: dict[Any, _Node] = field(default_factory=dict)
+    children: dict[Any, CachedPrefix] = field(default_factory=dict)
     num_locks: int = 0
     num_own_locks: int = 0
     is_queued: bool = False
 
     @property
+    def page_ids(self) -> np.ndarray:
+        """All its pages in the order of the tokens, int32 [num_pages]."""
+        return _pages_of(reversed(list(self.path_up())))
+
+    @property
     def is_evictable(self) -> bool:
         return not self.children and not self.num_locks and self.parent is not None
 
-    def path_up(self) -> Iterator[_Node]:
+    def path_up(self) -> Iterator[CachedPrefix]:
         """This node and all above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
-    def below(self) -> Iterator[_Node]:
+    def below(self) -> Iterator[CachedPrefix]:
         """All nodes under this one, each after its parent."""
         stack = list(self.children.values())
         while stack:
             node = stack.pop()
             yield node
             stack += node.children.values()
-
-
-@dataclass(frozen=True, eq=False)
-class CachedPrefix:
-    """A cached run of whole pages, `page_ids` int32 [n] in the order of the tokens; sure to stay only while locked."""
-
-    page_ids: np.ndarray
-    num_tokens: int
-    node: _Node = field(repr=False)
 
 
 class PrefixTree:
@@ -80,8 +77,8 @@ class PrefixTree:
         self._allocator = allocator
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._root = _Node()
-        self._cleared = _Node()  # above the paths that were cleared while they were locked
+        self._root = CachedPrefix()
+        self._cleared = CachedPrefix()  # above the paths that were cleared while they were locked
         self._queue = _LeafQueue()
         self._clock = 0
         self.num_cached_pages = 0
@@ -94,7 +91,7 @@ class PrefixTree:
     def match_length(self, namespace: Hashable, token_ids: np.ndarray) -> int:
         """How many tokens `match` would find, without marking anything as used."""
         node, num_pages = self._find(namespace, token_ids)
-        return (node.end - len(node.page_ids) + num_pages) * self._page_size
+        return (node.num_pages - len(node.own_page_ids) + num_pages) * self._page_size
 
     def insert(self, namespace: Hashable, token_ids: np.ndarray, *, page_ids: np.ndarray) -> CachedPrefix:
         """Cache `token_ids` int32 [n * page_size], whose keys and values lie in `page_ids` int32 [n]; used now.
@@ -104,12 +101,12 @@ class PrefixTree:
         """
         assert len(token_ids) == len(page_ids) * self._page_size, "only whole pages can be cached"
         node = self._end_at(namespace, token_ids)
-        added = np.array(page_ids[node.end :], np.int32)
+        added = np.array(page_ids[node.num_pages :], np.int32)
         if len(added):
             self._allocator.share(added)
-            run = np.asarray(token_ids[node.end * self._page_size :], np.int32).tobytes()
+            run = np.asarray(token_ids[node.num_pages * self._page_size :], np.int32).tobytes()
             key = run[: self._page_bytes] if node.parent else (namespace, run[: self._page_bytes])
-            node.children[key] = _Node(key, node, run, added, node.end + len(added))
+            node.children[key] = CachedPrefix(key, node, run, added, node.num_pages + len(added))
             node = node.children[key]
             self.num_cached_pages += len(added)
             self.num_evictable += len(added)
@@ -117,48 +114,47 @@ class PrefixTree:
 
     def lock(self, prefix: CachedPrefix) -> None:
         """Keep everything on the way to the end of `prefix` until as many calls of `unlock`."""
-        node = _end_of(prefix)
-        node.num_own_locks += 1
-        for passed in node.path_up():
+        assert prefix.num_pages >= 0, "the prefix was evicted"
+        prefix.num_own_locks += 1
+        for passed in prefix.path_up():
             if passed.num_locks == 0:
-                self.num_evictable -= len(passed.page_ids)
+                self.num_evictable -= len(passed.own_page_ids)
             passed.num_locks += 1
 
     def unlock(self, prefix: CachedPrefix) -> None:
         """Take back one `lock`; pages that were cleared meanwhile go with their last lock."""
-        node = _end_of(prefix)
-        assert node.num_own_locks > 0, "a prefix is unlocked more often than it was locked"
-        node.num_own_locks -= 1
-        path = list(node.path_up())
+        assert prefix.num_own_locks > 0, "a prefix is unlocked more often than it was locked"
+        prefix.num_own_locks -= 1
+        path = list(prefix.path_up())
         for passed in path:
             passed.num_locks -= 1
         idle = [passed for passed in path if passed.num_locks == 0]
         if path and path[-1].parent is self._cleared:
             self._drop(idle)
         else:
-            self.num_evictable += sum(len(passed.page_ids) for passed in idle)
-            self._queue.add(node)
+            self.num_evictable += sum(len(passed.own_page_ids) for passed in idle)
+            self._queue.add(prefix)
 
     def evict(self, num_pages: int) -> int:
         """Drop what was used least recently until `num_pages` became free, or all that can; returns how many did."""
         num_free = self._allocator.num_free
         while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self._queue.pop()):
-            self._shorten(leaf, min(missing, len(leaf.page_ids)))
+            self._shorten(leaf, min(missing, len(leaf.own_page_ids)))
         return self._allocator.num_free - num_free
 
     def clear(self, namespace: Hashable = None) -> None:
         """Remove a namespace, or all of them for None. Locked pages are freed by their last unlock."""
         tops = [node for key, node in self._root.children.items() if namespace is None or key[0] == namespace]
-        unlocked: list[_Node] = []
+        unlocked: list[CachedPrefix] = []
         for top in tops:
             del self._root.children[top.key]
             # A key of its own: the same prefix may come here again while this one still waits.
             top.key, top.parent = object(), self._cleared
             self._cleared.children[top.key] = top
             for node in (top, *top.below()):
-                self.num_cached_pages -= len(node.page_ids)
+                self.num_cached_pages -= len(node.own_page_ids)
                 if node.num_locks == 0:
-                    self.num_evictable -= len(node.page_ids)
+                    self.num_evictable -= len(node.own_page_ids)
                     unlocked.append(node)
         if tops:
             self._drop(unlocked)
@@ -174,8 +170,8 @@ class PrefixTree:
         for node in (*cached, *waiting):
             above, num_locks_below = node.parent, sum(child.num_locks for child in node.children.values())
             assert above is not None and above.children.get(node.key) is node, "a node is not where its parent has it"
-            assert len(node.run) == len(node.page_ids) * self._page_bytes > 0, "tokens and pages of a node differ"
-            assert node.end == above.end + len(node.page_ids), "a node ends elsewhere"
+            assert len(node.run) == len(node.own_page_ids) * self._page_bytes > 0, "tokens and pages of a node differ"
+            assert node.num_pages == above.num_pages + len(node.own_page_ids), "a node ends elsewhere"
             assert above.parent is None or node.key == node.run[: self._page_bytes], "a node goes by another page"
             assert above.parent is None or node.last_used <= above.last_used, "a node was used without the way to it"
             assert node.num_locks == node.num_own_locks + num_locks_below, "locks are miscounted"
@@ -187,7 +183,7 @@ class PrefixTree:
         assert NULL_PAGE not in held and self._allocator.references(held).all(), "a page is held without a reference"
         self._queue.check_integrity(cached)
 
-    def _find(self, namespace: Hashable, token_ids: np.ndarray) -> tuple[_Node, int]:
+    def _find(self, namespace: Hashable, token_ids: np.ndarray) -> tuple[CachedPrefix, int]:
         """The node in which the longest cached start of `token_ids` ends, and how many of its pages belong to it."""
         run = np.asarray(token_ids, np.int32).tobytes()
         node, place, width = self._root, 0, self._page_bytes
@@ -198,72 +194,72 @@ class PrefixTree:
                 return node, _num_common_tokens(run[place:], node.run) // self._page_size
             place += len(node.run)
             child = node.children.get(run[place : place + width])
-        return node, len(node.page_ids)
+        return node, len(node.own_page_ids)
 
-    def _end_at(self, namespace: Hashable, token_ids: np.ndarray) -> _Node:
-        """The node that ends where the longest cached start of `token_ids` ends, split in two if need be.
+    def _end_at(self, namespace: Hashable, token_ids: np.ndarray) -> CachedPrefix:
+        """The node that ends where the longest cached start of `token_ids` ends, split off if need be."""
+        node, num_pages = self._find(namespace, token_ids)
+        return node if num_pages == len(node.own_page_ids) else self._split(node, num_pages)
+
+    def _split(self, node: CachedPrefix, num_pages: int) -> CachedPrefix:
+        """Move the first `num_pages` pages of a node into one above it, and return that.
 
         The lower half stays the end of every prefix that knows it, so that locks are taken back along the same way.
         """
-        node, num_pages = self._find(namespace, token_ids)
-        above, cut, rest = node.parent, num_pages * self._page_bytes, len(node.page_ids) - num_pages
-        if not rest or above is None:
-            return node
-        pages = node.page_ids[:num_pages].copy()
-        head = _Node(node.key, above, node.run[:cut], pages, node.end - rest, num_locks=node.num_locks)
+        above, cut, pages = node.parent, num_pages * self._page_bytes, node.own_page_ids
+        assert above is not None and num_pages < len(pages), "there is nothing to split"
+        end = node.num_pages - len(pages) + num_pages
+        head = CachedPrefix(node.key, above, node.run[:cut], pages[:num_pages].copy(), end, node.last_used)
+        head.num_locks = node.num_locks
         above.children[head.key] = head
-        node.run, node.page_ids = node.run[cut:], node.page_ids[num_pages:].copy()
+        node.run, node.own_page_ids = node.run[cut:], pages[num_pages:].copy()
         node.key, node.parent = node.run[: self._page_bytes], head
         head.children[node.key] = node
         return head
 
-    def _use(self, node: _Node) -> CachedPrefix:
+    def _use(self, node: CachedPrefix) -> CachedPrefix:
         """Mark everything on the way to `node` as used now."""
         self._clock += 1
-        path = list(node.path_up())
-        for passed in path:
+        for passed in node.path_up():
             passed.last_used = self._clock
         self._queue.add(node)
-        return CachedPrefix(_pages_of(reversed(path)), node.end * self._page_size, node)
+        return node
 
-    def _shorten(self, leaf: _Node, count: int) -> None:
-        """Free the last `count` pages of an unlocked leaf, and remove the leaf with its last one."""
-        kept, above = len(leaf.page_ids) - count, leaf.parent
+    def _shorten(self, leaf: CachedPrefix, count: int) -> None:
+        """Free the last `count` pages of an unlocked leaf."""
+        kept = len(leaf.own_page_ids) - count
+        above = self._split(leaf, kept) if kept else leaf.parent
+        assert above is not None, "a root is no leaf"
         self.num_cached_pages -= count
         self.num_evictable -= count
-        if kept:
-            self._allocator.release(leaf.page_ids[kept:])
-            leaf.page_ids, leaf.run = leaf.page_ids[:kept].copy(), leaf.run[: kept * self._page_bytes]
-            leaf.end -= count
-        else:
-            self._drop([leaf])
-        self._queue.add(leaf if kept or above is None else above)
+        self._drop([leaf])
+        self._queue.add(above)
 
-    def _drop(self, nodes: list[_Node]) -> None:
+    def _drop(self, nodes: list[CachedPrefix]) -> None:
         """Remove nodes together with all below them, and free their pages."""
         self._allocator.release(_pages_of(nodes))
         for node in nodes:
             assert node.parent is not None, "a node is dropped twice"
             del node.parent.children[node.key]
-            node.parent, node.end = None, -1
+            node.parent, node.num_pages = None, -1
 
 
 class _LeafQueue:
     """Leaves by their last use, as a heap with lazy deletion: an entry is checked when it is popped."""
 
-    def __init__(self, nodes: Iterable[_Node] = ()) -> None:
-        self._heap: list[tuple[int, int, _Node]] = []  # last use when queued, tie-break, node
+    def __init__(self, nodes: Iterable[CachedPrefix] = ()) -> None:
+        self._heap: list[tuple[int, int, CachedPrefix]] = []  # last use when queued, tie-break, node
         for node in nodes:
             node.is_queued = False
             self.add(node)
 
-    def add(self, node: _Node) -> None:
+    def add(self, node: CachedPrefix) -> None:
         """Queue a node where it can be evicted, once."""
         if node.is_evictable and not node.is_queued:
             node.is_queued = True
             heappush(self._heap, (node.last_used, id(node), node))
 
-    def pop(self) -> _Node | None:
+    def pop(self) -> CachedPrefix | None:
         """Take out the evictable leaf that was used least recently, if there is one."""
         while self._heap:
             last_used, _, node = heappop(self._heap)
@@ -273,7 +269,7 @@ class _LeafQueue:
             self.add(node)
         return None
 
-    def check_integrity(self, cached: list[_Node]) -> None:
+    def check_integrity(self, cached: list[CachedPrefix]) -> None:
         """Assert that each evictable node of `cached` is queued, once, and by no later time than its last use."""
         queued = {node for _, _, node in self._heap}
         assert len(queued) == len(self._heap) and queued <= set(cached), "a node is queued twice, or after its end"
@@ -288,10 +284,5 @@ def _num_common_tokens(run: bytes, other: bytes) -> int:
     return int(differs.argmax()) if differs.any() else len(differs)
 
 
-def _end_of(prefix: CachedPrefix) -> _Node:
-    assert prefix.node.end == len(prefix.page_ids), "the prefix was evicted"
-    return prefix.node
-
-
-def _pages_of(nodes: Iterable[_Node]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, np.int32), *(node.page_ids for node in nodes)])
+def _pages_of(nodes: Iterable[CachedPrefix]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int32), *(node.own_page_ids for node in nodes)])

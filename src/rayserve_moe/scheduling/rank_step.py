@@ -98,14 +98,14 @@ class RankStep:
     def admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""
         prefix = self.rank.lock_prefix(sequence)
-        num_tokens, cached = sequence.num_tokens, prefix.num_tokens
-        length = self._chunk_length(sequence, cached)
-        missing = -(-num_tokens // self._limits.page_size) - len(prefix.page_ids)
+        num_cached = prefix.num_pages * self._limits.page_size
+        length = self._chunk_length(sequence, num_cached)
+        missing = -(-sequence.num_tokens // self._limits.page_size) - prefix.num_pages
         if length == 0 or self.rank.num_available < missing:
             self.rank.tree.unlock(prefix)
             return False
         self.rank.admit(sequence, prefix)
-        sequence.note_start(cached)
+        sequence.note_start(num_cached)
         self.new_sequences.append(sequence)
         self._add_pages(sequence, first=0)
         grown = self._grow(sequence, length)

@@ -43,7 +43,7 @@ class Cache:
 
     def lock(self, letters: str) -> CachedPrefix:
         prefix = self.match(letters)
-        assert prefix.num_tokens == len(letters) * PAGE
+        assert prefix.num_pages == len(letters)
         self.tree.lock(prefix)
         self.check()
         return prefix
@@ -70,7 +70,7 @@ def cache():
 
 def test_the_empty_prefix_is_a_prefix(cache):
     prefix = cache.match("ABC")
-    assert prefix.num_tokens == 0 and prefix.page_ids.shape == (0,) and prefix.page_ids.dtype == np.int32
+    assert prefix.num_pages == 0 and prefix.page_ids.shape == (0,) and prefix.page_ids.dtype == np.int32
     assert len(cache.put("")) == 0 and cache.tree.num_cached_pages == 0
     cache.tree.lock(prefix)
     cache.put("A")
@@ -86,7 +86,7 @@ def test_a_match_is_the_longest_run_of_whole_pages(cache):
         assert cache.cached(letters) == [num_pages]
         prefix = cache.match(letters)
         np.testing.assert_array_equal(prefix.page_ids, page_ids[:num_pages])
-        assert prefix.num_tokens == num_pages * PAGE
+        assert prefix.num_pages == num_pages
 
 
 @pytest.mark.parametrize("length", range(7))
@@ -95,7 +95,7 @@ def test_a_part_of_a_page_never_counts(cache, length, dtype):
     cache.put("ABC")
     prompt = tokens("ABC")[:length].astype(dtype)
     assert cache.tree.match_length("", prompt) == length // PAGE * PAGE
-    assert cache.tree.match("", prompt).num_tokens == length // PAGE * PAGE
+    assert cache.tree.match("", prompt).num_pages == length // PAGE
 
 
 def test_where_a_run_is_cached_already_the_tree_keeps_its_own_pages(cache):
