@@ -69,12 +69,12 @@ def timed(skew: float, factor: float, *, repeats: int) -> dict[str, Any]:
 
 
 def balance(skew: float, *, draws: int) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Hottest over mean rank load and share of picks kept, of every draw, by mode and factor."""
+    """Hottest over mean rank load and share of assignments kept, of every draw, by mode and factor."""
     placement = planned(skew)
     table = priorities(placement)
     device_index = np.arange(TOKENS, dtype=np.int32) * RANKS // TOKENS
     select = jax.jit(partial(balanced_expert_selection, device_index=device_index, **SIZES))
-    by_room = jax.jit(partial(_slots_by_room, table, device_index))
+    by_capacity = jax.jit(partial(_slots_by_capacity, table, device_index))
     lowest = np.array([np.flatnonzero(placement.expert_of_slot[0] == expert)[0] for expert in range(EXPERTS)])
     by_shares = jax.jit(partial(_slots_by_shares, placement))
     modes: dict[str, dict[str, list[dict[str, float]]]] = {}
@@ -84,9 +84,9 @@ def balance(skew: float, *, draws: int) -> dict[str, dict[str, list[dict[str, fl
         shares = np.asarray(by_shares(ids))
         for factor in FACTORS:
             slots, _, kept = (np.asarray(array) for array in select(scores, table, np.float32(factor)))
-            room = np.asarray(by_room(ids, np.float32(factor)))
+            capacity = np.asarray(by_capacity(ids, np.float32(factor)))
             of_modes = dict(
-                zip(MODES, ((lowest[ids], 1.0), (shares, 1.0), (room, 1.0), (slots, float(kept))), strict=True)
+                zip(MODES, ((lowest[ids], 1.0), (shares, 1.0), (capacity, 1.0), (slots, float(kept))), strict=True)
             )
             for mode, (chosen, share) in of_modes.items():
                 point = {
@@ -143,7 +143,7 @@ def _slots_by_shares(placement: ExpertPlacement, ids: jax.Array) -> jax.Array:
     return jax.vmap(choose)(by_rank, jax.numpy.arange(RANKS)).reshape(TOKENS, TOP_K)
 
 
-def _slots_by_room(table: np.ndarray, device_index: np.ndarray, ids: jax.Array, factor: jax.Array) -> jax.Array:
+def _slots_by_capacity(table: np.ndarray, device_index: np.ndarray, ids: jax.Array, factor: jax.Array) -> jax.Array:
     valid = jax.numpy.ones(TOKENS, bool)
     order = order_of_table(jax.numpy.asarray(table), device_index, num_experts=EXPERTS, num_slots=SLOTS)
     capacity = capacity_of(factor, valid, **SIZES)

@@ -77,7 +77,7 @@ def _selection(measured: Mapping[str, Any]) -> dict[str, Chart]:
             f"Rank loads, popularities {skew}", factor, "hottest rank / mean rank", lines("imbalance"), log_y=True
         ),
         "kept": Chart(
-            f"Picks kept, popularities {skew}", factor, "share of the top 8 that is kept", lines("kept_share")
+            f"Assignments kept, popularities {skew}", factor, "share of the top 8 that is kept", lines("kept_share")
         ),
     }
 

@@ -4,7 +4,7 @@
 
 Every token chooses its experts evenly at random. Counted is what leaves a device for another one: rows that hold a
 token or a result, and what is said about them. The reference is top-k rows of bfloat16 out and back per token, as if
-every expert lay elsewhere. What the operations have room for is given beside it as the shapes of their operands.
+every expert lay elsewhere. The capacity of the operations is given beside it as the shapes of their operands.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from benchmarks.workloads import Workload
 SIDE_TITLES = {
     "plain": "as it starts: overlap on, server without routing",
     "no_overlap": "overlap off",
-    "routing_unasked": "server with routing, nobody asks",
+    "routing_unasked": "server with routing, unrequested",
     "routing_returned": "server with routing, returned to everybody",
 }
 SIDE_RATIOS = {
@@ -43,7 +43,7 @@ SIDE_RATIOS = {
 }
 DELTA_TITLES = {
     "off": "server without routing",
-    "unasked": "server with routing, nobody asks",
+    "unasked": "server with routing, unrequested",
     "delta": "each turn returns the rows that are new",
     "whole": "each turn returns all rows",
 }

@@ -14,7 +14,7 @@ TIME_TARGETS = {"1.0": (5.0, None), "2.0": (3.0, 10.0)}
 
 
 def balanced_selection(measured: Mapping[str, Any]) -> str:
-    """Times by skew and factor, then rank loads and picks kept by skew, factor and mode."""
+    """Times by skew and factor, then rank loads and assignments kept by skew, factor and mode."""
     before = f"{measured['cores']} cores; load average of the machine before the start: {measured['load_before']}."
     return "\n\n".join((_times(measured["times"]), *map(_balance, measured["balance"].items()), before))
 
@@ -54,4 +54,4 @@ def _balance(of_skew: tuple[str, Mapping[str, Any]]) -> str:
         for factor in factors
     ]
     loads = [f"hottest / mean rank, {mode}" for mode in MODES]
-    return markdown_table([f"{skew}: factor", *loads, "picks kept, balanced", "unfilled, balanced"], rows)
+    return markdown_table([f"{skew}: factor", *loads, "kept share, balanced", "unfilled, balanced"], rows)

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_compile_check(commands.add_parser("compile-check", help="compile a model's programs for a TPU topology"))
     rollout = commands.add_parser("rollout", help="sample the prompts of a file into Parquet shards")
     batch_job.add_arguments(rollout)
-    start.add_arguments(commands.add_parser("serve", help="serve a config on this machine, until told to stop"))
+    start.add_arguments(commands.add_parser("serve", help="serve a config on this machine, until it is stopped"))
     options = parser.parse_args(arguments)
     run = {"compile-check": _compile_check, "rollout": batch_job.run, "serve": start.run}[options.command]
     try:

@@ -72,9 +72,9 @@ def build_request(
     The limit of new tokens defaults to the dialect's, or to what the context still holds. Routing is returned where it
     is streamed, and by default where the server captures it. RequestError for a first row after the end of the prompt.
     """
-    room = max(1, card.max_model_len - len(prompt_ids))
+    num_left = max(1, card.max_model_len - len(prompt_ids))
     params = _named(_SAMPLING, given)
-    params.setdefault("max_new_tokens", min(DEFAULT_NEW_TOKENS[dialect], room))
+    params.setdefault("max_new_tokens", min(DEFAULT_NEW_TOKENS[dialect], num_left))
     sampling = SamplingParams(**params)
     options = _named(_OPTIONS, given)
     if options.get("routed_experts_start", 0) > len(prompt_ids):

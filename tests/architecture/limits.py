@@ -55,7 +55,7 @@ FILLER_NAME = re.compile(r"^_?(ctx|misc|common|\w+_v\d+)$")
 FILLER_MODULE = re.compile(r"^_?(utils?|helpers?|common|misc|base|managers?|handlers?|mixins?|info)$")
 PRIVATE_WORDS = (
     r"telling|companions?|patien(?:t|ce)|inbox|brought|seats?|besieg\w+|strangers?|somebody|anybody|going on"
-    r"|takes? leave|house|rooms"
+    r"|takes? leave|house|rooms?|picks?|told|nobody"
 )
 NOT_PLAIN = re.compile(rf"(?<![`\w])(?:{PRIVATE_WORDS})\b(?![`_(])", re.IGNORECASE)
 """Metaphors that the field has words for, in docstrings and comments."""

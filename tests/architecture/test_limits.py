@@ -69,6 +69,7 @@ VIOLATIONS = [
     ("plain_english", "a.py", '"""Returns a row; strangers\\nget none."""'),
     ("plain_english", "a.py", 'class Queue:\n    x = 1\n    """Takes a\n    seat."""'),
     ("plain_english", "a.py", "x = 1  # what somebody holds"),
+    ("plain_english", "a.py", "x = 1  # no room for further picks"),
 ]
 
 ALLOWED = [

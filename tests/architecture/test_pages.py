@@ -12,7 +12,9 @@ from rayserve_moe.config.settings import Settings
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import UnsupportedModelError
 from tests.architecture import endpoints_page, picture_page, settings_page
+from tests.architecture.limits import NOT_PLAIN
 
+ROOT = settings_page.PAGE.parents[1]
 PAGES = {"settings": settings_page, "endpoints": endpoints_page, "picture": picture_page}
 
 
@@ -21,6 +23,13 @@ def test_a_generated_page_is_the_one_that_the_code_says(name):
     """`python -m tests.architecture.<name>_page` writes it anew."""
     module = PAGES[name]
     assert module.PAGE.read_text(encoding="utf-8") == module.page()
+
+
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"], ids=lambda p: p.name)
+def test_a_page_uses_the_words_of_the_field(page):
+    """Names in backticks aside."""
+    text = re.sub(r"`[^`]*`", "", page.read_text(encoding="utf-8"))
+    assert [found[0] for found in NOT_PLAIN.finditer(text)] == []
 
 
 def test_every_setting_says_what_it_is():

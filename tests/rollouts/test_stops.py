@@ -1,4 +1,4 @@
-"""The job as a process that is killed, told to stop, or kept out."""
+"""The job as a process that is killed, stopped by a signal, or kept out."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def test_a_job_that_is_told_to_stop_keeps_what_has_come(url: str, many: Path, tm
             pass
         process.send_signal(signal.SIGTERM)
         printed, _ = process.communicate(timeout=600)
-    assert process.returncode == 3 and "told to stop" in printed
+    assert process.returncode == 3 and "stopped by a signal" in printed
     assert summary_in(out)["samples_written"] == len(samples_in(out)) < NUM_PROMPTS * NUM_SAMPLES

@@ -60,14 +60,14 @@ class GroupExecutor:
         self.workers = [self._start_worker(self._reservation, host_id) for host_id in range(num_hosts)]
         deadline = time.monotonic() + self._cluster.start_timeout_s
 
-        def told(refs: Any) -> Any:
+        def results_of(refs: Any) -> Any:
             return get(refs, timeout_s=deadline - time.monotonic(), given_up=self._given_up)
 
-        coordinator = told(self.workers[0].coordinator_address.remote())
-        num_pages = min(told([worker.load.remote(coordinator) for worker in self.workers]))
-        told([worker.prepare.remote(num_pages) for worker in self.workers])
+        coordinator = results_of(self.workers[0].coordinator_address.remote())
+        num_pages = min(results_of([worker.load.remote(coordinator) for worker in self.workers]))
+        results_of([worker.prepare.remote(num_pages) for worker in self.workers])
         # A host whose peers compile for longer than a collective waits cannot meet them in one: all compile first.
-        reports = told([worker.warm_up.remote() for worker in self.workers])
+        reports = results_of([worker.warm_up.remote() for worker in self.workers])
         self._transport = TRANSPORTS[derive.transport(self._cluster)](
             self.workers, timeout_s=self._cluster.step_timeout_s
         )
@@ -83,8 +83,8 @@ class GroupExecutor:
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         timeout_s = self._settings.updates.staging_timeout_s
         try:
-            told = self._staged(model_path, expert_of_slot, deadline=time.monotonic() + timeout_s)
-            refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(told) if refusal]
+            outcomes = self._staged(model_path, expert_of_slot, deadline=time.monotonic() + timeout_s)
+            refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(outcomes) if refusal]
             if refusals:
                 self._drop_staged()
                 raise WeightsRefusedError(refusals[0])
@@ -100,11 +100,11 @@ class GroupExecutor:
     def _staged(self, model_path: str, expert_of_slot: np.ndarray | None, *, deadline: float) -> list[str]:
         """Have every host read; returns why each of them cannot use the weights. GetTimeoutError after the deadline."""
 
-        def told(calls: list[ray.ObjectRef]) -> list[str | None]:
+        def results_of(calls: list[ray.ObjectRef]) -> list[str | None]:
             return ray.get(calls, timeout=max(0.0, deadline - time.monotonic()))
 
-        told([worker.begin_staging.remote(model_path, expert_of_slot) for worker in self.workers])
-        while None in (outcomes := told([worker.staging_outcome.remote() for worker in self.workers])):
+        results_of([worker.begin_staging.remote(model_path, expert_of_slot) for worker in self.workers])
+        while None in (outcomes := results_of([worker.staging_outcome.remote() for worker in self.workers])):
             time.sleep(POLL_S)
         return [outcome for outcome in outcomes if outcome is not None]
 

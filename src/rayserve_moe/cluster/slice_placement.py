@@ -99,7 +99,7 @@ def _reserve_cpu(cluster: ClusterSettings, num_hosts: int, given_up: threading.E
             get(group.ready(), timeout_s=cluster.start_timeout_s, given_up=given_up)
         except GetTimeoutError as error:
             waited_for = f"{num_hosts} hosts with {resources} each within {cluster.start_timeout_s} s"
-            raise TimeoutError(f"the cluster had no room for {waited_for}") from error
+            raise TimeoutError(f"the cluster had no capacity for {waited_for}") from error
         undo.pop_all()
     return SliceReservation(group, resources, tuple((i, {}) for i in range(num_hosts)))
 

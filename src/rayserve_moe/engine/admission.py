@@ -105,7 +105,9 @@ def _check_forced_routing(forced: RoutedExperts, layout: RoutingLayout, *, promp
     if forced.missing:
         raise RequestError("no row may be missing", name)
     if rows.ndim != 3 or rows.shape[1:] != layout.row_shape or not np.issubdtype(rows.dtype, np.integer):
-        raise RequestError(f"rows must be whole numbers of shape {list(layout.row_shape)}: MoE layers, picks", name)
+        raise RequestError(
+            f"rows must be whole numbers of shape {list(layout.row_shape)}: MoE layers, experts per token", name
+        )
     if forced.start < 0 or len(rows) not in (prompt_len - forced.start, prompt_len - 1 - forced.start):
         raise RequestError("there must be a row for every prompt token from the start on; the last may lack one", name)
     if len(rows) and (rows.min() < 0 or rows.max() >= layout.num_experts):

@@ -122,12 +122,12 @@ def prompt_logprobs_of(
     scores: PromptScores | None, prompt_ids: Sequence[int], *, num_top: int
 ) -> list[list[TokenLogprob] | None]:
     """The same per prompt token; None for the first, which nothing precedes, and for those that were not computed."""
-    told: list[list[TokenLogprob] | None] = [None] * len(prompt_ids)
+    found: list[list[TokenLogprob] | None] = [None] * len(prompt_ids)
     if scores is not None:
         first, last = scores.start + 1, scores.start + 1 + len(scores.logprobs)
         own = map(TokenLogprob, prompt_ids[first:last], scores.logprobs.tolist(), scores.ranks.tolist())
-        told[first:last] = _with_likeliest(own, scores.top, num_top)
-    return told
+        found[first:last] = _with_likeliest(own, scores.top, num_top)
+    return found
 
 
 def _with_likeliest(own: Iterable[TokenLogprob], top: TopLogprobs | None, num_top: int) -> list[list[TokenLogprob]]:

@@ -16,7 +16,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class CommandQueue:
-    """Queues commands until the engine thread runs them. While `lock` is held nobody else can add any."""
+    """Queues commands until the engine thread runs them. While `lock` is held no other thread can add any."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -96,7 +96,7 @@ def _check_ours(status: os.stat_result, path: Path) -> None:
     is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     if not is_plain or status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
         raise PermissionError(
-            f"{path} must belong to user {os.geteuid()} and be writable for nobody else: programs in it are run "
+            f"{path} must belong to user {os.geteuid()} and be writable for no other user: programs in it are run "
             f"(it is {stat.filemode(status.st_mode)} of user {status.st_uid})"
         )
 

@@ -121,11 +121,11 @@ class OutputWriter:
     ) -> list[TokenLogprobs | None] | None:
         if scores is None or num_top is None:
             return None
-        told = prompt_logprobs_of(scores, request.prompt_ids.tolist(), num_top=num_top)
-        return [None if tokens is None else self._by_id(tokens) for tokens in told]
+        scored = prompt_logprobs_of(scores, request.prompt_ids.tolist(), num_top=num_top)
+        return [None if tokens is None else self._by_id(tokens) for tokens in scored]
 
-    def _by_id(self, told: Sequence[TokenLogprob]) -> TokenLogprobs:
-        return {token.token_id: Logprob(token.logprob, token.rank, self._text(token.token_id)) for token in told}
+    def _by_id(self, tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
+        return {token.token_id: Logprob(token.logprob, token.rank, self._text(token.token_id)) for token in tokens}
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.token_text(token_id)

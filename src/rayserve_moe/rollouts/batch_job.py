@@ -130,7 +130,7 @@ async def _run(
                 with frozen():
                     await driver.run(read_rows(options.prompts))
     except asyncio.CancelledError:
-        return tally, INTERRUPTED, "told to stop"
+        return tally, INTERRUPTED, "stopped by a signal"
     except (Unusable, RayTaskError, RayActorError, OSError) as error:
         return tally, GIVEN_UP, str(error)
     return tally, COMPLETE, None

@@ -160,8 +160,8 @@ def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:
     """The likeliest tokens where those at positions `[start, stop)` were sampled; None where they are not wanted."""
     if not (count := sequence.num_top):
         return None
-    told = sequence.top_of_outputs[start - sequence.num_prompt_tokens : stop - sequence.num_prompt_tokens]
-    ids, logprobs = ([entry[i] for entry in told] for i in (0, 1))
+    entries = sequence.top_of_outputs[start - sequence.num_prompt_tokens : stop - sequence.num_prompt_tokens]
+    ids, logprobs = ([entry[i] for entry in entries] for i in (0, 1))
     return TopLogprobs(
         np.asarray(ids, np.int32).reshape(-1, count), np.asarray(logprobs, np.float32).reshape(-1, count)
     )

@@ -59,7 +59,7 @@ def test_a_file_under_another_name_is_not_that_program(tmp_path: Path) -> None:
 def test_a_directory_that_others_can_write_to_is_refused(mode: int, tmp_path: Path) -> None:
     files_in(tmp_path)
     (tmp_path / "programs").chmod(mode)
-    with pytest.raises(PermissionError, match=r"programs must belong to user .* writable for nobody else"):
+    with pytest.raises(PermissionError, match=r"programs must belong to user .* writable for no other user"):
         files_in(tmp_path)
 
 

@@ -25,9 +25,9 @@ def note_ignored(request: Request, names: Sequence[str]) -> None:
 
 def listed(names: Sequence[str]) -> str:
     """Return the header's value: names in percent-encoded ASCII and cut to a length, then how many more there are."""
-    told = [quote(name[:_LONGEST_NAME], safe="")[:_LONGEST_NAME] for name in names[:_MAX_LISTED]]
-    more = len(names) - len(told)
-    return ", ".join([*told, f"+{more}"] if more else told)
+    quoted = [quote(name[:_LONGEST_NAME], safe="")[:_LONGEST_NAME] for name in names[:_MAX_LISTED]]
+    more = len(names) - len(quoted)
+    return ", ".join([*quoted, f"+{more}"] if more else quoted)
 
 
 def list_ignored_fields(app: ASGIApp) -> ASGIApp:

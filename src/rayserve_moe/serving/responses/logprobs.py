@@ -32,8 +32,8 @@ class CompletionLogprobs:
             self._echo_pending = False
             prompt_ids = self._request.prompt_ids.tolist()
             detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
-            told = prompt_logprobs_of(delta.prompt_scores, prompt_ids, num_top=num_top)
-            self._add(written, zip(prompt_ids, told, strict=True), detokenizer)
+            scored = prompt_logprobs_of(delta.prompt_scores, prompt_ids, num_top=num_top)
+            self._add(written, zip(prompt_ids, scored, strict=True), detokenizer)
             self._offset += len(detokenizer.flush())
         self._add(
             written, zip(delta.token_ids, output_logprobs(delta, num_top=num_top), strict=True), self._detokenizer
@@ -46,17 +46,17 @@ class CompletionLogprobs:
         entries: Iterable[tuple[int, list[TokenLogprob] | None]],
         detokenizer: IncrementalDetokenizer,
     ) -> None:
-        for token_id, told in entries:
+        for token_id, likeliest in entries:
             token = self._tokenizer.token_text(token_id)
             written["tokens"].append(token)
-            written["token_logprobs"].append(told and told[0].logprob)
-            written["top_logprobs"].append(told and self._by_text(told))
+            written["token_logprobs"].append(likeliest and likeliest[0].logprob)
+            written["top_logprobs"].append(likeliest and self._by_text(likeliest))
             written["text_offset"].append(self._advance(len(token), detokenizer.push(token_id)))
 
-    def _by_text(self, told: Sequence[TokenLogprob]) -> dict[str, float]:
+    def _by_text(self, tokens: Sequence[TokenLogprob]) -> dict[str, float]:
         """Log-probs by text: the highest of tokens with the same text."""
         by_text: dict[str, float] = {}
-        for token in told:
+        for token in tokens:
             text = self._tokenizer.token_text(token.token_id)
             by_text[text] = max(token.logprob, by_text.get(text, token.logprob))
         return by_text
@@ -71,9 +71,9 @@ class CompletionLogprobs:
 def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int) -> dict:
     """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself."""
 
-    def entry(told: TokenLogprob) -> dict:
-        text, spelled = tokenizer.token_text(told.token_id), tokenizer.token_bytes(told.token_id)
-        return {"token": text, "logprob": told.logprob, "bytes": list(spelled)}
+    def entry(token: TokenLogprob) -> dict:
+        text, spelled = tokenizer.token_text(token.token_id), tokenizer.token_bytes(token.token_id)
+        return {"token": text, "logprob": token.logprob, "bytes": list(spelled)}
 
     return {"content": _content(delta, entry, num_top), "refusal": None}
 
@@ -81,17 +81,17 @@ def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int) ->
 def token_logprobs(delta: ChoiceResult, *, num_logprobs: int) -> dict:
     """Return the object of a choice of `/inference/v1/generate`: more than one asks for the likeliest tokens too."""
 
-    def entry(told: TokenLogprob) -> dict:
-        name = f"token_id:{told.token_id}"
-        return {"token": name, "token_id": told.token_id, "logprob": told.logprob, "rank": told.rank}
+    def entry(token: TokenLogprob) -> dict:
+        name = f"token_id:{token.token_id}"
+        return {"token": name, "token_id": token.token_id, "logprob": token.logprob, "rank": token.rank}
 
     return {"content": _content(delta, entry, num_logprobs if num_logprobs > 1 else 0)}
 
 
 def _content(delta: ChoiceResult, entry: Callable[[TokenLogprob], dict], num_top: int) -> list[dict]:
     return [
-        {**entry(told[0]), "top_logprobs": list(map(entry, told[:num_top]))}
-        for told in output_logprobs(delta, num_top=num_top)
+        {**entry(tokens[0]), "top_logprobs": list(map(entry, tokens[:num_top]))}
+        for tokens in output_logprobs(delta, num_top=num_top)
     ]
 
 

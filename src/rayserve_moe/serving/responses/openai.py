@@ -121,8 +121,8 @@ class OpenAIWriter:
                 found[request_id] = found.get(request_id) or rows
         if not found:
             return {}
-        told = {self._request_of_choice[choice["index"]].request_id: None for choice in choices}
-        each = list((told | found).values())
+        written = {self._request_of_choice[choice["index"]].request_id: None for choice in choices}
+        each = list((written | found).values())
         return {_PROMPT_ROWS: each[0] if len(each) == 1 else each}
 
 

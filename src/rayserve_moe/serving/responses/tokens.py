@@ -83,10 +83,10 @@ class TokenWriter:
             return {}
         prompt_ids = self._request_of_choice[0].prompt_ids.tolist()
         scores = next((result.prompt_scores for result in results if result.prompt_scores is not None), None)
-        told = prompt_logprobs_of(scores, prompt_ids, num_top=num_top)
-        return {"prompt_logprobs": [None if tokens is None else _by_id(tokens) for tokens in told]}
+        scored = prompt_logprobs_of(scores, prompt_ids, num_top=num_top)
+        return {"prompt_logprobs": [None if tokens is None else _by_id(tokens) for tokens in scored]}
 
 
-def _by_id(told: Sequence[TokenLogprob]) -> dict[str, dict]:
+def _by_id(tokens: Sequence[TokenLogprob]) -> dict[str, dict]:
     """The entry of one position; clients read the first value of it as the token's own."""
-    return {str(token.token_id): {"logprob": token.logprob, "rank": token.rank} for token in told}
+    return {str(token.token_id): {"logprob": token.logprob, "rank": token.rank} for token in tokens}

@@ -80,7 +80,7 @@ def private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise StartError(f"{path} must be a folder of yours that nobody else can enter (mode 700)")
+        raise StartError(f"{path} must be a folder of yours that no other user can enter (mode 700)")
     return path
 
 

@@ -30,10 +30,10 @@ def test_a_folder_that_others_could_enter_is_refused(short):
     assert path.stat().st_mode & 0o777 == 0o700
     assert private_folder(path) == path
     path.chmod(0o750)
-    with pytest.raises(StartError, match="nobody else can enter"):
+    with pytest.raises(StartError, match="no other user can enter"):
         private_folder(path)
     (short / "link").symlink_to(short)
-    with pytest.raises(StartError, match="nobody else can enter"):
+    with pytest.raises(StartError, match="no other user can enter"):
         private_folder(short / "link")
     with pytest.raises(StartError, match="set RAY_TMPDIR"):
         private_folder(short / ("b" * 40))
