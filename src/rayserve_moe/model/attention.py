@@ -1,4 +1,4 @@
-"""What the attention kernels are told of a model: the frequencies of its rotary embedding, and their configuration."""
+"""What the attention kernels take from a model: the frequencies of its rotary embedding, and their configuration."""
 
 # h rotated elements of a head
 
