@@ -80,17 +80,17 @@ def step_cost(config: ModelConfig, *, dtype: str) -> StepCost:
     """What steps of a model cost on the devices it lies on."""
     spec, plan = config.spec, config.plan
     tree = parameter_specs(spec, dtype=dtype)
-    elements = {
-        group: {name: math.prod(param.shape) for name, param in params.items()} for group, params in tree.items()
-    }
-    experts = elements["experts"]
-    router = experts.pop("router_MDE")
+    params = [param for group in tree.keys() - {"embedding", "mlp_norm"} for param in tree[group].values()]
+    of_slots, of_all = (
+        sum(math.prod(param.shape) for param in params if bool(param.num_experts) == in_slots)
+        for in_slots in (True, False)
+    )
     return StepCost(
         device_of(plan.mesh.devices.flat[0], num_devices=plan.mesh.size, kernels=config.kernels.name),
         spec.num_layers,
-        dense_weights=sum(elements["attention"].values()) + sum(elements.get("dense", {}).values()) + router,
+        dense_weights=of_all,
         head_weights=spec.vocab_size * spec.hidden_size,
-        expert_weights=sum(experts.values()) / spec.router.num_experts,
+        expert_weights=of_slots / spec.router.num_experts,
         num_experts=spec.router.num_experts,
         top_k=spec.router.top_k,
         itemsize=jnp.dtype(dtype).itemsize,
