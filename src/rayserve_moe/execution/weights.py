@@ -17,6 +17,7 @@ from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.registry import KERNELS, Kernels
+from rayserve_moe.model.attention import kernels_for
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
@@ -29,7 +30,8 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 def model_config(
     spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings, kernels: Kernels | None = None
 ) -> ModelConfig:
-    """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread.
+    """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
+    UnsupportedModelError an attention that the kernels lack.
 
     Without `kernels`, with those of the platform.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
@@ -48,7 +50,7 @@ def model_config(
         router.num_experts,
         router.top_k,
         router.renormalize,
-        kernels or KERNELS[platform_of(plan.mesh)],
+        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)]),
         plan,
         num_redundant=num_redundant,
         backend=experts.backend,

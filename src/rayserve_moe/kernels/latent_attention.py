@@ -27,11 +27,16 @@ from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Width n of a head's part without position, epsilon of the latents' norms, and the factor of the scores."""
+    """What is fixed about the attention of all layers when a step is compiled.
+
+    `nope_dim` is the width n of a head's part without position, `norm_eps` that of the latents' norms, `score_scale`
+    the factor of the scores. `interleaved_rotation`: see `layers.rotate`.
+    """
 
     nope_dim: int
     norm_eps: float
     score_scale: float
+    interleaved_rotation: bool = False
 
 
 def attend_latent_layer(  # noqa: PLR0913 (what differs from call to call is by keyword)
@@ -42,7 +47,6 @@ def attend_latent_layer(  # noqa: PLR0913 (what differs from call to call is by 
     batch: TokenBatch,
     rotation: Rotation,
     layer: jax.Array,
-    eps: float,
     config: LatentConfig,
     decode: PagedAttention,
     prefill: PagedAttention,
@@ -79,7 +83,8 @@ def _latents(
     projected_T1C = project(normed_TD, weights["kv_a_LDC"], weights.get("kv_a_bias_LC"))[:, None]
     latents_T1C, keys_T1r = projected_T1C[..., :latent_width], projected_T1C[..., latent_width:]
     latents_T1C = rms_norm(latents_T1C, weights["kv_a_norm_LC"], config.norm_eps)
-    return jnp.concatenate([latents_T1C, rotate(keys_T1r, rotation)], axis=-1)
+    keys_T1r = rotate(keys_T1r, rotation, interleaved=config.interleaved_rotation)
+    return jnp.concatenate([latents_T1C, keys_T1r], axis=-1)
 
 
 def _absorbed_queries(
@@ -94,8 +99,9 @@ def _absorbed_queries(
     k_b_CAn = weights["k_b_LCH"].reshape(len(weights["k_b_LCH"]), -1, config.nope_dim)
     queries_TAh = queries_TH.reshape(len(normed_TD), k_b_CAn.shape[1], -1)
     plain_TAn, turned_TAr = queries_TAh[..., : config.nope_dim], queries_TAh[..., config.nope_dim :]
+    turned_TAr = rotate(turned_TAr, rotation, interleaved=config.interleaved_rotation)
     absorbed_TAC = _multiply("TAn,CAn->TAC", plain_TAn, k_b_CAn)
-    return jnp.concatenate([absorbed_TAC, rotate(turned_TAr, rotation).astype(jnp.float32)], axis=-1)
+    return jnp.concatenate([absorbed_TAC, turned_TAr.astype(jnp.float32)], axis=-1)
 
 
 def _multiply(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:

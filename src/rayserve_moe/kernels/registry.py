@@ -16,6 +16,7 @@ from rayserve_moe.kernels import attention_ragged, attention_reference, expert_p
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
+from rayserve_moe.kernels.latent_attention import attend_latent_layer
 
 Kernel = Callable[..., jax.Array]
 
@@ -85,6 +86,11 @@ CPU_NATIVE = Kernels(
     dtype="bfloat16",
 )
 """C++ for bfloat16 on a CPU that multiplies it (`cpu_native`)."""
+
+LATENT_ATTENTION: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "cpu": partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend),
+}
+"""What takes the place of `attention` where a model's is latent, by the name of the table."""
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
 """By name; the one that has the name of a platform is the platform's own."""

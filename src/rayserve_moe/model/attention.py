@@ -1,22 +1,41 @@
-"""What the attention kernels take from a model: the frequencies of its rotary embedding, and their configuration."""
+"""Which attention a model gets of a table of kernels, and what it takes: its configuration, and frequencies."""
 
 # h rotated elements of a head
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionConfig
-from rayserve_moe.model.spec import ModelSpec, RopeSpec, YarnSpec
+from rayserve_moe.kernels.latent_attention import LatentConfig
+from rayserve_moe.kernels.registry import LATENT_ATTENTION, Kernels
+from rayserve_moe.model.spec import ModelSpec, RopeSpec, UnsupportedModelError, YarnSpec
 
 LEAST_RAMP = 0.001
 """Width of a ramp whose ends meet, in dimensions: that of the implementation in transformers."""
 
 
-def attention_config(spec: ModelSpec) -> AttentionConfig:
-    """What is fixed about the attention of all layers."""
+def kernels_for(spec: ModelSpec, kernels: Kernels) -> Kernels:
+    """The kernels with the attention of a model as theirs. UnsupportedModelError where they have none of its kind."""
+    if spec.attention.latent is None:
+        return kernels
+    if kernels.name not in LATENT_ATTENTION:
+        raise UnsupportedModelError(
+            f"{spec.family}.attention.latent: the {kernels.name} kernels have no multi-head latent attention "
+            f"(only {', '.join(LATENT_ATTENTION)})"
+        )
+    return replace(kernels, attention=LATENT_ATTENTION[kernels.name])
+
+
+def attention_config(spec: ModelSpec) -> AttentionConfig | LatentConfig:
+    """What is fixed about the attention of all layers, for the attention that `kernels_for` chooses."""
+    attention, latent = spec.attention, spec.attention.latent
+    if latent is not None:
+        scale = attention.head_dim**-0.5 if attention.score_scale is None else attention.score_scale
+        return LatentConfig(latent.nope_dim, latent.norm_eps, scale, spec.rope.interleaved)
     return AttentionConfig(
         head_dim=spec.attention.head_dim, eps=spec.norm_eps, interleaved_rotation=spec.rope.interleaved
     )

@@ -67,7 +67,7 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    latent: LatentSpec | None = _only(None)
+    latent: LatentSpec | None = _any(None)
     bias: bool = False
     output_bias: bool = False
     qk_norm: str = _only("none", "head")
@@ -182,6 +182,7 @@ class ModelSpec:
             raise UnsupportedModelError(
                 f"{self.family}: top_k {self.router.top_k} exceeds {self.router.num_experts} experts"
             )
+        _refuse_beside_latent(self.family, self.attention)
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.family}: {self.attention.num_heads} heads do not divide over "
@@ -203,6 +204,14 @@ class ModelSpec:
     def routing_layout(self) -> RoutingLayout:
         """How the routing rows of this model are shaped."""
         return RoutingLayout(self.num_layers, self.moe_layer_ids, self.router.num_experts, self.router.top_k)
+
+
+def _refuse_beside_latent(family: str, attention: AttentionSpec) -> None:
+    """Latent attention knows biases and a scale of scores, and none of the other knobs of attention."""
+    for knob in fields(attention) if attention.latent else ():
+        value, path = getattr(attention, knob.name), f"{family}.attention.{knob.name}"
+        if "plain" in knob.metadata and knob.name not in ("latent", "score_scale") and value != knob.metadata["plain"]:
+            raise UnsupportedModelError(f"{path} = {value!r} is not computed beside latent attention")
 
 
 def _refuse_what_is_not_computed(path: str, spec: Any) -> None:

@@ -22,6 +22,7 @@ class LatentModel:
     value: int = 12
     bias: bool = False
     score_scale: float | None = None
+    interleaved: bool = False
     num_layers: int = 2
     norm_eps: float = 1e-3
     seed: int = field(default=5, repr=False)
@@ -54,7 +55,7 @@ class LatentModel:
             for name, shape in shapes.items()
         }
 
-    def dense(self, hidden_TD: np.ndarray, weights: Weights, *, layer: int, theta: float, interleaved: bool = False):
+    def dense(self, hidden_TD: np.ndarray, weights: Weights, *, layer: int, theta: float) -> np.ndarray:
         """Output products [T, D] of the tokens of one sequence, from its first one on."""
         w = {name: array[layer].astype(np.float64) for name, array in weights.items()}
         x, num_tokens = hidden_TD.astype(np.float64), len(hidden_TD)
@@ -63,24 +64,26 @@ class LatentModel:
         else:
             queries = self._norm(x @ w["q_a_LDR"] + w.get("q_a_bias_LR", 0), w["q_a_norm_LR"]) @ w["q_b_LRH"]
         queries = queries.reshape(num_tokens, self.heads, -1)
-        turn = {"theta": theta, "interleaved": interleaved}
-        latents, shared = np.split(self.cached(hidden_TD, weights, layer=layer, **turn), [self.kv_lora], axis=1)
+        latents, shared = np.split(self.cached(hidden_TD, weights, layer=layer, theta=theta), [self.kv_lora], axis=1)
         plain = (latents @ w["k_b_LCH"]).reshape(num_tokens, self.heads, self.nope)
         values = (latents @ w["v_b_LCH"]).reshape(num_tokens, self.heads, self.value)
         keys = np.concatenate([plain, np.repeat(shared[:, None], self.heads, axis=1)], axis=-1)
-        queries = np.concatenate([queries[..., : self.nope], turned(queries[..., self.nope :], **turn)], axis=-1)
+        queries = np.concatenate(
+            [queries[..., : self.nope], turned(queries[..., self.nope :], theta=theta, interleaved=self.interleaved)],
+            axis=-1,
+        )
         scores = np.einsum("thd,shd->hts", queries, keys) * self.scale
         scores[:, np.triu(np.ones((num_tokens, num_tokens), bool), 1)] = -np.inf
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         return np.einsum("hts,shv->thv", shares, values).reshape(num_tokens, -1) @ w["o_LHD"]
 
-    def cached(self, hidden_TD: np.ndarray, weights: Weights, *, layer: int, theta: float, interleaved: bool = False):
+    def cached(self, hidden_TD: np.ndarray, weights: Weights, *, layer: int, theta: float) -> np.ndarray:
         """Normed latents and rotated keys [T, C + r]."""
         w = {name: array[layer].astype(np.float64) for name, array in weights.items()}
         compressed = hidden_TD.astype(np.float64) @ w["kv_a_LDC"] + w.get("kv_a_bias_LC", 0)
         latents = self._norm(compressed[:, : self.kv_lora], w["kv_a_norm_LC"])
-        keys = turned(compressed[:, None, self.kv_lora :], theta=theta, interleaved=interleaved)[:, 0]
+        keys = turned(compressed[:, None, self.kv_lora :], theta=theta, interleaved=self.interleaved)[:, 0]
         return np.concatenate([latents, keys], axis=1)
 
     def _norm(self, rows: np.ndarray, scale: np.ndarray) -> np.ndarray:

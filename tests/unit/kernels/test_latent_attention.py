@@ -14,8 +14,6 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.attention_reference import KEYS_PER_SPAN, attend
 from rayserve_moe.kernels.latent_attention import LatentConfig, attend_latent_layer
 from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.model.attention import rope_frequencies
-from rayserve_moe.model.spec import RopeSpec
 from tests.unit.kernels.latent_cases import LatentModel, Weights
 
 PAGE, BLOCK, LAYER, THETA, LENGTH = 16, 8, 1, 100.0, KEYS_PER_SPAN + 21
@@ -27,7 +25,7 @@ Chunks = list[int]
 MODELS = {
     "queries of a latent": LatentModel(),
     "queries of the hidden state": LatentModel(q_lora=None),
-    "biases and a scale": LatentModel(bias=True, score_scale=0.45),
+    "biases, a scale, and pairs of neighbours": LatentModel(bias=True, score_scale=0.45, interleaved=True),
     "one head, wide values": LatentModel(heads=1, value=24, nope=4),
 }
 CUTS: dict[str, Chunks] = {
@@ -39,12 +37,13 @@ CUTS: dict[str, Chunks] = {
 
 @cache
 def compiled(model: LatentModel):
-    config = LatentConfig(model.nope, model.norm_eps, model.scale)
+    config = LatentConfig(model.nope, model.norm_eps, model.scale, model.interleaved)
+    frequencies = (THETA ** (-np.arange(0, model.rope, 2) / model.rope)).astype(np.float32)
     kernel = partial(attend_latent_layer, config=config, decode=attend, prefill=attend)
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        rotation = rotation_of(batch.positions_T, rope_frequencies(RopeSpec(THETA), model.rope))
-        return kernel(hidden, weights, pool, batch=batch, rotation=rotation, layer=jnp.int32(LAYER), eps=jnp.nan)
+        rotation = rotation_of(batch.positions_T, frequencies)
+        return kernel(hidden, weights, pool, batch=batch, rotation=rotation, layer=jnp.int32(LAYER))
 
     return jax.jit(layer)
 

@@ -1,0 +1,95 @@
+"""A model with latent attention: its parameters, its cache, and the kernels that have its attention."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings, SettingsError
+from rayserve_moe.execution.device_state import allocate_state
+from rayserve_moe.execution.memory import page_bytes
+from rayserve_moe.execution.native_kernels import choose_kernels
+from rayserve_moe.execution.weights import model_config
+from rayserve_moe.kernels.registry import CPU_NATIVE, LATENT_ATTENTION, TPU
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.spec import AttentionSpec, LatentSpec, ModelSpec, UnsupportedModelError
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.sharding import MESH_AXES_OF
+from tests.support.checkpoints import CORE_CONFIG
+
+WIDTHS = LatentSpec(q_lora_rank=20, kv_lora_rank=16, nope_dim=8, rope_dim=4, value_dim=10)
+ATTENTION = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=12, latent=WIDTHS)
+
+
+def spec_with(widths: LatentSpec = WIDTHS, **changes: object) -> ModelSpec:
+    return replace(spec_from_hf(asdict(CORE_CONFIG)), attention=replace(ATTENTION, latent=widths, **changes))
+
+
+def parameters_with(*, tensor_size: int = 1, widths: LatentSpec = WIDTHS, **changes: object) -> dict[str, ParamSpec]:
+    return parameter_specs(spec_with(widths, **changes), dtype="float32", tensor_size=tensor_size)["attention"]
+
+
+def test_keys_and_values_of_a_head_stand_next_to_each_other_in_one_tensor_of_the_file():
+    found = parameters_with()
+    keys, values = found["k_b_LCH"], found["v_b_LCH"]
+    assert keys.role == values.role == "kv_b" and keys.file_shape == values.file_shape == (4 * 18, 16)
+    of_heads = np.arange(4 * 18).reshape(4, 18)
+    np.testing.assert_array_equal(keys.columns_in_file(0, 32), of_heads[:, :8].ravel())
+    np.testing.assert_array_equal(values.columns_in_file(0, 40), of_heads[:, 8:].ravel())
+
+
+def test_queries_have_a_latent_of_their_own_or_come_from_the_hidden_state():
+    of_latent, direct = parameters_with(bias=True), parameters_with(bias=True, widths=replace(WIDTHS, q_lora_rank=None))
+    assert of_latent["q_a_LDR"].file_shape == (20, 32) and of_latent["q_b_LRH"].file_shape == (48, 20)
+    assert direct["q_LDH"].file_shape == (48, 32)
+    only = {"q_a_LDR", "q_a_norm_LR", "q_a_bias_LR", "q_b_LRH"}
+    assert of_latent.keys() - direct.keys() == only and direct.keys() - of_latent.keys() == {"q_LDH"}
+    assert {"kv_a_bias_LC", "o_bias_LD"} & parameters_with(output_bias=True).keys() == {"o_bias_LD"}
+
+
+def test_latents_are_whole_on_every_device_and_heads_are_spread():
+    found = parameters_with(tensor_size=2, bias=True, output_bias=True)
+    assert found == parameters_with(bias=True, output_bias=True), "nothing is repeated"
+    spread = {name for name, p in found.items() if any(MESH_AXES_OF[axis] for axis in p.axes)}
+    assert spread == {"q_b_LRH", "k_b_LCH", "v_b_LCH", "o_LHD"}
+    assert all(len(p.axes) == len(p.shape) for p in found.values())
+
+
+@pytest.mark.parametrize(("data_size", "tensor_size"), [(1, 1), (1, 4), (2, 2)])
+def test_a_token_takes_one_latent_and_one_rotated_key_on_each_device(data_size, tensor_size):
+    plan, spec = plan_for(jax.devices()[: data_size * tensor_size], data_size=data_size), spec_with()
+    assert page_bytes(spec, page_size=16, dtype="bfloat16", plan=plan) == spec.num_layers * 16 * (16 + 4) * 2
+    config = model_config(spec, plan, experts=ExpertSettings())
+    state = allocate_state(config, num_pages=3, page_size=16, dtype="bfloat16", num_rows=2, pages_per_row=2)
+    assert state.kv_pages.shape == (data_size * spec.num_layers * 3, 16, 1, 20)
+    assert {shard.data.nbytes for shard in state.kv_pages.addressable_shards} == {
+        3 * page_bytes(spec, page_size=16, dtype="bfloat16", plan=plan)
+    }
+
+
+def test_kernels_without_latent_attention_refuse_it_by_name():
+    plan = plan_for(jax.devices()[:1])
+    for kernels in (TPU, CPU_NATIVE):
+        with pytest.raises(UnsupportedModelError, match=rf"attention\.latent: the {kernels.name} kernels have no"):
+            model_config(spec_with(), plan, experts=ExpertSettings(), kernels=kernels)
+    found = model_config(spec_with(), plan, experts=ExpertSettings()).kernels
+    assert found.name == "cpu" and found.attention is LATENT_ATTENTION["cpu"]
+
+
+def test_native_kernels_leave_it_to_xla_and_refuse_it_by_name_where_they_are_asked_for():
+    model, plan = ModelSettings(dtype="bfloat16"), plan_for(jax.devices()[:1])
+    chosen = choose_kernels(spec_with(), plan, model=model, compiling=CompileSettings(cpu_kernels="auto"))
+    assert chosen.name == "cpu"
+    with pytest.raises(SettingsError, match=r"do not know qwen3_moe\.attention\.latent = LatentSpec\("):
+        choose_kernels(spec_with(), plan, model=model, compiling=CompileSettings(cpu_kernels="native"))
+
+
+@pytest.mark.parametrize(("knob", "value"), [("qk_norm", "head")])
+def test_a_knob_that_latent_attention_does_not_know_is_refused(knob, value):
+    with pytest.raises(UnsupportedModelError, match=rf"attention\.{knob} = .* is not computed beside latent attention"):
+        spec_with(**{knob: value})
