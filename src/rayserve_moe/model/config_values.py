@@ -1,4 +1,4 @@
-"""Numbers out of a `config.json`: of the right type, and no larger than any model has them."""
+"""Values out of a `config.json`: of the right type, and no larger than any model has them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,29 @@ MOST = {
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 24,
     "decoder_sparse_step": 512,
+    "first_k_dense_replace": 512,
+    "sliding_window": 1 << 24,
+    "n_routed_experts": 2048,
+    "n_shared_experts": 256,
+    "num_shared_experts": 256,
+    "shared_expert_intermediate_size": 1 << 20,
+    "n_group": 2048,
+    "topk_group": 2048,
+    "q_lora_rank": 1 << 17,
+    "kv_lora_rank": 1 << 17,
+    "qk_nope_head_dim": 4096,
+    "qk_rope_head_dim": 4096,
+    "v_head_dim": 4096,
+    "moe_num_experts": 2048,
+    "moe_num_shared_experts": 256,
+    "moe_k": 256,
+    "moe_layer_interval": 512,
+    "moe_layer_start_index": 512,
+    "moe_topk": 256,
+    "max_window_layers": 512,
+    "rotary_dim": 4096,
+    "moe_layer_end_index": 512,
+    "original_max_position_embeddings": 1 << 24,
 }
 """Largest value of each integer: several times what published models have."""
 MOST_NUMBER = 1e12
@@ -45,6 +68,29 @@ def number_of(config: Mapping[str, Any], key: str, default: float) -> float:
             f"config.json: {key} must be a positive number up to {MOST_NUMBER:g}, found {reprlib.repr(value)}"
         )
     return float(value)
+
+
+def count_of(config: Mapping[str, Any], key: str, default: int) -> int:
+    """The integer under `key`, zero or more, or `default` where there is none; UnsupportedModelError otherwise."""
+    return 0 if type(config.get(key)) is int and config[key] == 0 else integer_of(config, key, default)
+
+
+def flag_of(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """The truth value under `key`, or `default` where there is none; UnsupportedModelError for anything else."""
+    value = config.get(key)
+    if value not in (None, True, False):
+        raise UnsupportedModelError(f"config.json: {key} must be true or false, found {reprlib.repr(value)}")
+    return default if value is None else bool(value)
+
+
+def refuse_other_values(config: Mapping[str, Any], family: str, **supported: tuple[Any, ...]) -> None:
+    """Raise UnsupportedModelError for a key whose value is none of those `supported`; one that is absent passes."""
+    for key, values in supported.items():
+        value = config.get(key)
+        if value is not None and value not in values:
+            raise UnsupportedModelError(
+                f"config.json: {key} = {reprlib.repr(value)} is not supported for {family} (only {values[0]!r})"
+            )
 
 
 def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

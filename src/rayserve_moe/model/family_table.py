@@ -1,4 +1,4 @@
-"""The table of model families: the architecture a `config.json` names, and the module that describes it."""
+"""From the architecture that a `config.json` names to the family that describes it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from rayserve_moe.model.families import qwen3_moe
+from rayserve_moe.model import families
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 
-FAMILIES: dict[str, ModuleType] = {qwen3_moe.ARCHITECTURE: qwen3_moe}
+FAMILIES: dict[str, ModuleType] = {
+    module.ARCHITECTURE: module for module in vars(families).values() if isinstance(module, ModuleType)
+}
 
 
 def family_of(config: Mapping[str, Any]) -> ModuleType:

@@ -56,7 +56,7 @@ REFUSED = {
         "architectures = .*LlamaForCausalLM.*Qwen3MoeForCausalLM",
     ),
     "no architecture": ({"architectures": None}, r"architectures = \[\]"),
-    "rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+    "rope": ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "rope_type = 'llama3'"),
     "old rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     "partial rope": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -1,0 +1,15 @@
+"""The table of model families, a line each: a module describes the models of its ARCHITECTURE."""
+
+from rayserve_moe.model.families import deepseek_v2 as deepseek_v2
+from rayserve_moe.model.families import deepseek_v3 as deepseek_v3
+from rayserve_moe.model.families import ernie4_5_moe as ernie4_5_moe
+from rayserve_moe.model.families import glm4_moe as glm4_moe
+from rayserve_moe.model.families import glm4_moe_lite as glm4_moe_lite
+from rayserve_moe.model.families import gpt_oss as gpt_oss
+from rayserve_moe.model.families import granitemoe as granitemoe
+from rayserve_moe.model.families import hunyuan_v1_moe as hunyuan_v1_moe
+from rayserve_moe.model.families import minimax_m2 as minimax_m2
+from rayserve_moe.model.families import mixtral as mixtral
+from rayserve_moe.model.families import olmoe as olmoe
+from rayserve_moe.model.families import qwen2_moe as qwen2_moe
+from rayserve_moe.model.families import qwen3_moe as qwen3_moe

@@ -1,0 +1,141 @@
+"""Parts of a ModelSpec that several families spell alike in their `config.json`."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from rayserve_moe.model.config_rope import score_scale_of
+from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
+from rayserve_moe.model.spec import AttentionSpec, LatentSpec, RouterSpec, UnsupportedModelError
+
+
+def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int, tied: bool = False) -> dict[str, Any]:
+    """Read the fields of a ModelSpec that every family has: sizes, norms, the head and the dtype of files.
+
+    `norm_eps`, `max_positions` and `tied` are the defaults of the family.
+    """
+    return {
+        "vocab_size": integer_of(config, "vocab_size"),
+        "hidden_size": integer_of(config, "hidden_size"),
+        "num_layers": integer_of(config, "num_hidden_layers"),
+        "norm_eps": number_of(config, "rms_norm_eps", norm_eps),
+        "tie_embeddings": flag_of(config, "tie_word_embeddings", tied),
+        "max_position_embeddings": integer_of(config, "max_position_embeddings", max_positions),
+        "checkpoint_dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    }
+
+
+def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[str, Any]:
+    """Read the heads of grouped-query attention; `head_dim` is the default, None for an equal share of the width."""
+    heads = integer_of(config, "num_attention_heads")
+    share = integer_of(config, "hidden_size") // heads
+    return {
+        "num_heads": heads,
+        "num_kv_heads": integer_of(config, "num_key_value_heads", heads),
+        "head_dim": integer_of(config, "head_dim", head_dim or share),
+    }
+
+
+def latent_attention_of(config: Mapping[str, Any]) -> AttentionSpec:
+    """Read multi-head latent attention; `q_lora_rank` null projects queries from the hidden state.
+
+    The latents' norms have the epsilon of their class, 1e-6, whatever `rms_norm_eps` is.
+    """
+    nope_dim, rope_dim = integer_of(config, "qk_nope_head_dim"), integer_of(config, "qk_rope_head_dim")
+    direct = config.get("q_lora_rank", 0) is None
+    bias = flag_of(config, "attention_bias")
+    return AttentionSpec(
+        num_heads=integer_of(config, "num_attention_heads"),
+        num_kv_heads=1,
+        head_dim=nope_dim + rope_dim,
+        latent=LatentSpec(
+            q_lora_rank=None if direct else integer_of(config, "q_lora_rank"),
+            kv_lora_rank=integer_of(config, "kv_lora_rank"),
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            value_dim=integer_of(config, "v_head_dim"),
+        ),
+        bias=bias,
+        output_bias=bias,
+        score_scale=score_scale_of(config, nope_dim + rope_dim),
+    )
+
+
+def biased_sigmoid_router_of(
+    config: Mapping[str, Any], *, scale: float, groups: tuple[int, int] = (1, 1), experts: str = "n_routed_experts"
+) -> RouterSpec:
+    """Read a router of sigmoid scores, chosen with a bias and within groups (DeepSeek-V3, arXiv:2412.19437).
+
+    `scale` and `groups`, their number and how many are kept, are the defaults; `experts` is the key of their number.
+    """
+    num_groups, kept = integer_of(config, "n_group", groups[0]), integer_of(config, "topk_group", groups[1])
+    return grouped(
+        RouterSpec(
+            num_experts=integer_of(config, experts if config.get(experts) is not None else "num_local_experts"),
+            top_k=integer_of(config, "num_experts_per_tok"),
+            renormalize=flag_of(config, "norm_topk_prob", True),
+            score="sigmoid",
+            selection_bias=True,
+            num_groups=num_groups,
+            groups_kept=kept,
+            group_score="top2_sum" if num_groups > 1 else "max",
+            scale=number_of(config, "routed_scaling_factor", scale),
+        )
+    )
+
+
+def grouped(router: RouterSpec) -> RouterSpec:
+    """Return `router`; UnsupportedModelError where its groups are unequal, or those kept hold fewer than top_k."""
+    size, rest = divmod(router.num_experts, router.num_groups)
+    if rest or not 1 <= router.groups_kept <= router.num_groups or router.groups_kept * size < router.top_k:
+        raise UnsupportedModelError(
+            f"config.json: n_group = {router.num_groups} with topk_group = {router.groups_kept} does not fit "
+            f"{router.num_experts} experts of which {router.top_k} are chosen"
+        )
+    return router
+
+
+def first_layers_dense(config: Mapping[str, Any], *, default: int) -> tuple[int, ...]:
+    """Layers without experts: by `mlp_layer_types` where given, else the first `first_k_dense_replace`."""
+    num_layers = integer_of(config, "num_hidden_layers")
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return tuple(range(min(num_layers, count_of(config, "first_k_dense_replace", default))))
+    return tuple(i for i, kind in enumerate(_layer_types(config, "mlp_layer_types", "sparse dense")) if kind == "dense")
+
+
+def layers_between_dense(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without experts: those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list | tuple) or any(type(layer) is not int for layer in listed):
+        raise UnsupportedModelError(f"config.json: mlp_only_layers must be a list of layers: {reprlib.repr(listed)}")
+    dense, every = set(listed), integer_of(config, "decoder_sparse_step", 1)
+    return tuple(i for i in range(integer_of(config, "num_hidden_layers")) if i in dense or (i + 1) % every != 0)
+
+
+def windows_of(config: Mapping[str, Any], *, default: int, sliding: tuple[int, ...]) -> tuple[int, ...]:
+    """How many positions each layer sees, 0 for all of them, empty where all do.
+
+    The layers of type `sliding_attention` in `layer_types` see `sliding_window` (or `default`) positions; where no
+    types are given, those that `sliding` lists.
+    """
+    window, num_layers = integer_of(config, "sliding_window", default), integer_of(config, "num_hidden_layers")
+    if config.get("layer_types") is not None:
+        types = _layer_types(config, "layer_types", "full_attention sliding_attention")
+        sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    return tuple(window if i in sliding else 0 for i in range(num_layers)) if sliding else ()
+
+
+def _layer_types(config: Mapping[str, Any], key: str, known: str) -> list[str]:
+    types, num_layers = config[key], integer_of(config, "num_hidden_layers")
+    if (
+        not isinstance(types, list | tuple)
+        or len(types) < num_layers
+        or any(kind not in known.split() for kind in types)
+    ):
+        raise UnsupportedModelError(
+            f"config.json: {key} must give each layer one of {known.split()}, found {reprlib.repr(types)}"
+        )
+    return list(types[:num_layers])

@@ -1,0 +1,103 @@
+"""The rotary embedding out of a `config.json`, in the old spelling of its keys and in the new one."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from rayserve_moe.model.config_values import flag_of, integer_of, number_of, object_of, refuse_other_values
+from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
+
+
+def rope_of(
+    config: Mapping[str, Any],
+    family: str,
+    *,
+    theta: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    alpha_dim: int | None = None,
+) -> RopeSpec:
+    """Read `rope_parameters`, or `rope_scaling` beside `rope_theta`; `theta` is the default of the family.
+
+    With `alpha_dim`, the rotary width, a scaling of type `dynamic` that has a fixed `alpha` is the larger theta that it
+    stands for. UnsupportedModelError names another type, and a partial rotation where no `rotary_dim` was read.
+    """
+    rope = _parameters(config)
+    found = number_of(rope, "rope_theta", number_of(config, "rope_theta", theta))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "dynamic" and alpha_dim and rope.get("alpha"):
+        found *= number_of(rope, "alpha", 1.0) ** (alpha_dim / (alpha_dim - 2))
+        kind = "default"
+    refuse_other_values({"rope_type": kind}, family, rope_type=("default", "yarn"))
+    if rotary_dim is None:
+        refuse_other_values({"partial_rotary_factor": _partial(config)}, family, partial_rotary_factor=(1.0,))
+    yarn = _yarn(config, rope) if kind == "yarn" else None
+    return RopeSpec(found, rotary_dim=rotary_dim, interleaved=interleaved, yarn=yarn)
+
+
+def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: float = 1.0) -> int | None:
+    """How many elements of a head are rotated, by `partial_rotary_factor` or its default; None for all of them."""
+    factor = number_of({"partial_rotary_factor": _partial(config)}, "partial_rotary_factor", default)
+    width = int(head_dim * factor)
+    if width % 2 or not 2 <= width <= head_dim:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor = {factor} rotates {width} of {head_dim} elements, not an even number"
+        )
+    return None if width == head_dim else width
+
+
+def score_scale_of(config: Mapping[str, Any], head_dim: int) -> float | None:
+    """The scale of attention scores that `mscale_all_dim` of a yarn scaling asks for; None for head_dim ** -0.5."""
+    rope = _parameters(config)
+    if (rope.get("rope_type") or rope.get("type") or "default") == "default" or not rope.get("mscale_all_dim"):
+        return None
+    grown = _mscale(_factor(config, rope), number_of(rope, "mscale_all_dim", 1.0))
+    return head_dim**-0.5 * grown * grown
+
+
+def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = object_of(config, "rope_scaling") or object_of(config, "rope_parameters")
+    nested = [key for key, value in found.items() if isinstance(value, Mapping)]
+    if nested:
+        raise UnsupportedModelError(f"config.json: rope_parameters per layer type ({nested[0]!r}) are not supported")
+    return found
+
+
+def _partial(config: Mapping[str, Any]) -> Any:
+    found = _parameters(config).get("partial_rotary_factor")
+    return config.get("partial_rotary_factor") if found is None else found
+
+
+def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any]) -> YarnSpec:
+    factor = _factor(config, rope)
+    mscale, mscale_all = (number_of(rope, key, 0.0) if rope.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    grown = _mscale(factor, mscale) / _mscale(factor, mscale_all) if mscale and mscale_all else _mscale(factor, 1.0)
+    return YarnSpec(
+        factor=factor,
+        original_length=_original_length(config, rope),
+        beta_fast=number_of(rope, "beta_fast", 32.0),
+        beta_slow=number_of(rope, "beta_slow", 1.0),
+        truncate=flag_of(rope, "truncate", True),
+        attention_factor=number_of(rope, "attention_factor", grown),
+    )
+
+
+def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    key = "original_max_position_embeddings"
+    return integer_of(config if config.get(key) else rope, key, integer_of(config, "max_position_embeddings"))
+
+
+def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    if rope.get("factor") is None:
+        return integer_of(config, "max_position_embeddings") / _original_length(config, rope)
+    factor = number_of(rope, "factor", 1.0)
+    if factor < 1:
+        raise UnsupportedModelError(f"config.json: factor = {reprlib.repr(factor)} of a yarn scaling is less than 1")
+    return factor
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

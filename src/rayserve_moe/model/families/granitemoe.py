@@ -1,0 +1,52 @@
+"""Granite MoE: multipliers of embeddings, residuals, scores and logits, and experts fused in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_rope import rope_of
+from rayserve_moe.model.config_values import flag_of, integer_of, number_of, refuse_other_values
+from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.tensor_names import ATTENTION, DECODER
+
+ARCHITECTURE = "GraniteMoeForCausalLM"
+
+_MOE = "model.layers.{layer}.block_sparse_moe."
+CHECKPOINT_RULES = {
+    **DECODER,
+    **ATTENTION,
+    "router": _MOE + "router.layer.weight",
+    "expert_gate": _MOE + "input_linear.weight",
+    "expert_up": _MOE + "input_linear.weight",
+    "expert_down": _MOE + "output_linear.weight",
+}
+
+
+def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    refuse_other_values(config, "granitemoe", hidden_act=("silu",))
+    bias = flag_of(config, "attention_bias")
+    return ModelSpec(
+        family="granitemoe",
+        **outline_of(config, norm_eps=1e-6, max_positions=2048),
+        dense_layer_ids=(),
+        dense_intermediate_size=0,
+        attention=AttentionSpec(
+            **heads_of(config),
+            bias=bias,
+            output_bias=bias,
+            score_scale=number_of(config, "attention_multiplier", 1.0),
+        ),
+        rope=rope_of(config, "granitemoe"),
+        router=RouterSpec(
+            num_experts=integer_of(config, "num_local_experts"),
+            top_k=integer_of(config, "num_experts_per_tok"),
+            renormalize=True,
+        ),
+        experts=ExpertSpec(integer_of(config, "intermediate_size"), layout="fused_out_in"),
+        embedding_multiplier=number_of(config, "embedding_multiplier", 1.0),
+        residual_multiplier=number_of(config, "residual_multiplier", 1.0),
+        logits_divisor=number_of(config, "logits_scaling", 1.0),
+    )

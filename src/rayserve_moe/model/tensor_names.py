@@ -1,0 +1,61 @@
+"""Names of tensors that several families share, by role: parts of their CHECKPOINT_RULES."""
+
+from __future__ import annotations
+
+_LAYER = "model.layers.{layer}."
+_ATTENTION = _LAYER + "self_attn."
+_MLP = _LAYER + "mlp."
+
+
+def _weights(prefix: str, **tensors: str) -> dict[str, str]:
+    return {role: f"{prefix}{name}.weight" for role, name in tensors.items()}
+
+
+DECODER = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    **_weights(_LAYER, attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
+}
+"""Embedding, norms and head."""
+
+ATTENTION = {
+    **_weights(_ATTENTION, q="q_proj", k="k_proj", v="v_proj", o="o_proj", q_norm="q_norm", k_norm="k_norm"),
+    "q_bias": _ATTENTION + "q_proj.bias",
+    "k_bias": _ATTENTION + "k_proj.bias",
+    "v_bias": _ATTENTION + "v_proj.bias",
+    "o_bias": _ATTENTION + "o_proj.bias",
+}
+"""Grouped-query attention."""
+
+LATENT_ATTENTION = {
+    **_weights(_ATTENTION, q="q_proj", q_a="q_a_proj", q_a_norm="q_a_layernorm", q_b="q_b_proj", o="o_proj"),
+    **_weights(_ATTENTION, kv_a="kv_a_proj_with_mqa", kv_a_norm="kv_a_layernorm", kv_b="kv_b_proj"),
+    "q_a_bias": _ATTENTION + "q_a_proj.bias",
+    "kv_a_bias": _ATTENTION + "kv_a_proj_with_mqa.bias",
+    "o_bias": _ATTENTION + "o_proj.bias",
+}
+"""Multi-head latent attention."""
+
+DENSE_MLP = _weights(_MLP, dense_gate="gate_proj", dense_up="up_proj", dense_down="down_proj")
+"""The MLP of a layer without experts."""
+
+EXPERTS = {
+    "router": _MLP + "gate.weight",
+    **_weights(_MLP + "experts.{expert}.", expert_gate="gate_proj", expert_up="up_proj", expert_down="down_proj"),
+}
+"""A router, and experts of one tensor each for gate, up and down."""
+
+SHARED_EXPERTS = _weights(
+    _MLP + "shared_experts.", shared_gate="gate_proj", shared_up="up_proj", shared_down="down_proj"
+)
+"""One expert that every token takes."""
+
+SELECTION_BIAS = {"selection_bias": _MLP + "gate.e_score_correction_bias"}
+"""What is added to an expert's score to choose, not to weigh."""
+
+BLOCK_SPARSE_EXPERTS = {
+    "router": _LAYER + "block_sparse_moe.gate.weight",
+    **_weights(_LAYER + "block_sparse_moe.experts.{expert}.", expert_gate="w1", expert_up="w3", expert_down="w2"),
+}
+"""The same in other words."""

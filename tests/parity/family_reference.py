@@ -1,0 +1,91 @@
+"""The Hugging Face implementation of any family in float32: random checkpoints, logits, greedy ids, routing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.family_cases import FamilyCase
+
+_ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the reference computed for one sequence of T tokens; M MoE layers, E experts, V vocabulary.
+
+    `logits` float32 [T, V], `router_logits` float32 [T, M, E] before scores are taken, `chosen` [T, M, k] in any order.
+    """
+
+    logits: np.ndarray
+    router_logits: np.ndarray
+    chosen: np.ndarray
+
+
+class FamilyReference:
+    """A random model of a case, with every norm, bias, sink and selection bias away from its initial value."""
+
+    def __init__(self, case: FamilyCase) -> None:
+        config = AutoConfig.for_model(case.family, **copy.deepcopy(case.config))
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+        _perturb(self.model, torch.Generator().manual_seed(case.variant + 1))
+
+    def save(self, directory: Path) -> Path:
+        """Write the checkpoint in the published names."""
+        self.model.save_pretrained(directory)
+        return directory
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> Scored:
+        """Run all positions of one sequence at once."""
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def keep(_router: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
+            seen.append((outputs[0].float(), outputs[2]))
+
+        hooks = [
+            module.register_forward_hook(keep)
+            for module in self.model.modules()
+            if type(module).__name__.endswith(_ROUTERS)
+        ]
+        try:
+            logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].numpy()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert seen and len(seen) == len(hooks), "every router ran once"
+        return Scored(
+            logits, np.stack([found[0].numpy() for found in seen], 1), np.stack([found[1].numpy() for found in seen], 1)
+        )
+
+    @torch.no_grad()
+    def greedy(self, prompt: Sequence[int], *, count: int) -> list[int]:
+        """Continue `prompt` by `count` greedy tokens."""
+        ids = torch.tensor([list(prompt)])
+        answer = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=-1
+        )
+        return answer[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def _perturb(model: PreTrainedModel, generator: torch.Generator) -> None:
+    arrays = dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name.endswith("bias")
+    }
+    for name, array in arrays.items():
+        drawn = torch.randn(array.shape, generator=generator)
+        if "norm" in name.rsplit(".", 2)[-2]:
+            array.copy_(1 + 0.2 * drawn)
+        elif name.endswith(("bias", "sinks", "_bias")):
+            array.copy_((0.1 if "correction" in name else 0.3) * drawn)
+        else:
+            array.copy_(0.12 * drawn)

@@ -1,0 +1,136 @@
+"""Every family reads what transformers writes for it, in either spelling of keys, and refuses what is not computed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from rayserve_moe.model import families
+from rayserve_moe.model import spec as spec_module
+from rayserve_moe.model.family_table import FAMILIES, spec_from_config
+from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase
+
+
+@pytest.fixture(autouse=True)
+def _described_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a config does not depend on which knobs this build computes."""
+    monkeypatch.setattr(spec_module, "_refuse_what_is_not_computed", lambda _path, _spec: None)
+
+
+def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
+    """The `config.json` that transformers writes."""
+    written = AutoConfig.for_model(case.family, **copy.deepcopy(case.config)).to_diff_dict()
+    return {**written, "architectures": [getattr(families, case.family).ARCHITECTURE], **changes}
+
+
+def spec_of(name: str, **changes: Any) -> ModelSpec:
+    case = next(case for case in FAMILY_CASES if case.name == name)
+    return spec_from_config(config_of(case, **changes))
+
+
+def knob(spec: Any, path: str) -> Any:
+    for part in path.split("."):
+        spec = getattr(spec, part)
+    return spec
+
+
+def test_every_family_has_its_row():
+    assert sorted(module.__name__.rsplit(".", 1)[1] for module in FAMILIES.values()) == sorted(FAMILY_CONFIGS)
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES, ids=lambda case: case.name)
+def test_sizes_are_those_of_the_config(case: FamilyCase):
+    spec = spec_from_config(config_of(case))
+    assert spec.family == case.family
+    assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (128, 64, case.config["num_hidden_layers"])
+    assert spec.tie_embeddings == case.config.get("tie_word_embeddings", case.family == "ernie4_5_moe")
+
+
+KNOBS = {
+    "qwen2_moe-0": {"attention.bias": True, "attention.output_bias": False, "experts.shared": "sigmoid_gated"},
+    "qwen2_moe-1": {"dense_layer_ids": (0, 2), "attention.bias": False},
+    "qwen2_moe-2": {"attention.windows": (12, 0, 12), "experts.shared_size": 32},
+    "mixtral-0": {"router.renormalize": True, "rope.theta": 1e6, "norm_eps": 1e-5, "attention.windows": ()},
+    "mixtral-1": {"attention.windows": (12, 12, 12)},
+    "mixtral-2": {"attention.head_dim": 24},
+    "olmoe-0": {"attention.qk_norm": "full", "attention.clip_qkv": 0.6, "router.renormalize": False},
+    "deepseek_v2-0": {"router.num_groups": 4, "router.groups_kept": 2, "router.group_score": "max"},
+    "deepseek_v2-1": {"attention.latent.q_lora_rank": None, "router.num_groups": 1, "dense_layer_ids": ()},
+    "deepseek_v3-0": {"router.score": "sigmoid", "router.group_score": "top2_sum", "router.scale": 2.5},
+    "deepseek_v3-1": {"attention.latent.q_lora_rank": None, "attention.num_kv_heads": 1, "attention.head_dim": 24},
+    "deepseek_v3-2": {"rope.interleaved": False, "router.renormalize": False, "dense_layer_ids": (0, 1)},
+    "glm4_moe-0": {"rope.rotary_dim": 8, "attention.qk_norm": "head", "attention.output_bias": False},
+    "glm4_moe-1": {"attention.qk_norm": "none", "experts.shared_size": 32},
+    "glm4_moe_lite-1": {"dense_layer_ids": (1,), "router.scale": 1.8},
+    "glm4_moe_lite-2": {"norm_eps": 1e-3, "attention.latent.norm_eps": 1e-6, "attention.output_bias": True},
+    "gpt_oss-0": {"attention.windows": (12, 0, 12), "attention.sinks": True, "rope.yarn.truncate": False},
+    "gpt_oss-1": {"attention.windows": (0, 20, 20), "attention.bias": False, "rope.theta": 150000.0},
+    "gpt_oss-2": {"rope.yarn.truncate": True, "rope.yarn.original_length": 64},
+    "minimax_m2-0": {"rope.rotary_dim": 8, "attention.qk_norm": "full", "rope.theta": 5e6},
+    "minimax_m2-2": {"rope.rotary_dim": None},
+    "ernie4_5_moe-0": {"rope.interleaved": True, "dense_layer_ids": (0,), "tie_embeddings": True},
+    "ernie4_5_moe-1": {"dense_layer_ids": (0, 2), "experts.shared": "none"},
+    "ernie4_5_moe-2": {"dense_layer_ids": (2,), "router.renormalize_floor": 0.6},
+    "hunyuan_v1_moe-0": {"attention.qk_norm_after_rope": True, "experts.shared_size": 32},
+    "hunyuan_v1_moe-1": {"rope.theta": 1e4 * 1000 ** (32 / 30)},
+    "hunyuan_v1_moe-2": {"router.top_k": 3},
+    "granitemoe-0": {"embedding_multiplier": 3.0, "logits_divisor": 2.0, "attention.score_scale": 0.1},
+    "granitemoe-2": {"attention.score_scale": 1.0, "experts.layout": "fused_out_in"},
+}
+
+
+@pytest.mark.parametrize(("name", "wanted"), KNOBS.items(), ids=KNOBS.keys())
+def test_knobs_are_those_of_the_config_and_of_the_class_where_it_is_silent(name: str, wanted: dict[str, Any]):
+    spec = spec_of(name)
+    for path, value in wanted.items():
+        assert knob(spec, path) == (pytest.approx(value) if isinstance(value, float) else value), path
+
+
+def test_a_pair_of_mscales_goes_into_the_rotation_and_into_the_scores():
+    spec = spec_of("deepseek_v3-1")
+    grown = [1 + 0.1 * weight * math.log(4) for weight in (0.7, 1.2)]
+    assert spec.rope.yarn is not None
+    assert spec.rope.yarn.attention_factor == pytest.approx(grown[0] / grown[1])
+    assert spec.attention.score_scale == pytest.approx(24**-0.5 * grown[1] ** 2)
+
+
+def test_published_spellings_are_those_of_today():
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
+    old = {"rope_parameters": None, "rope_theta": 5e4, "rope_scaling": {"type": "yarn", **yarn}}
+    new = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, **yarn}}
+    assert spec_of("deepseek_v3-0", **old) == spec_of("deepseek_v3-0", **new)
+    assert spec_of("minimax_m2-0", rope_parameters=None, rope_theta=5e6, rotary_dim=8) == spec_of("minimax_m2-0")
+    assert spec_of("glm4_moe-0", rope_parameters=None, partial_rotary_factor=0.5) == spec_of("glm4_moe-0")
+    assert spec_of("hunyuan_v1_moe-0", moe_topk=[3] * 3, num_shared_expert=[1] * 3) == spec_of("hunyuan_v1_moe-0")
+
+
+REFUSED = {
+    "linear rope": ("mixtral-0", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+    "rope per layer type": ("mixtral-0", {"rope_scaling": {"full_attention": {}}}, "per layer type .*full_attention"),
+    "shrinking yarn": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor = 0.5"),
+    "odd rotation": ("glm4_moe-0", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor = 0.2"),
+    "dynamic rope": ("hunyuan_v1_moe-0", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+    "score": ("deepseek_v3-0", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    "method": ("deepseek_v2-0", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+    "renormalized": ("deepseek_v2-0", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+    "unequal groups": ("deepseek_v3-0", {"n_group": 3}, "n_group = 3 with topk_group = 2"),
+    "few groups": ("deepseek_v3-0", {"n_group": 8, "topk_group": 1}, "n_group = 8 with topk_group = 1"),
+    "layer types": ("glm4_moe_lite-1", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must give each layer"),
+    "limit": ("gpt_oss-0", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0"),
+    "biased MLP": ("ernie4_5_moe-0", {"use_bias": True}, "use_bias = True"),
+    "experts per layer": ("hunyuan_v1_moe-0", {"moe_topk": [1, 2, 2]}, "moe_topk must be"),
+    "unlike widths": ("hunyuan_v1_moe-0", {"moe_intermediate_size": [16] * 3}, "moe_intermediate_size = 16"),
+    "no norms": ("minimax_m2-0", {"use_qk_norm": False}, "use_qk_norm = False"),
+    "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_computed_is_refused_by_key_and_value(name: str, changes: dict[str, Any], message: str):
+    with pytest.raises(UnsupportedModelError, match=message):
+        spec_of(name, **changes)
