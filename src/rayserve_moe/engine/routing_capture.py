@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -17,20 +17,6 @@ from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 SOURCES = ("computed", "cached", "recomputed")
 NO_VERSION = -1
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """Where the rows of a submitted step belong, and sampled rows that outrank what it recomputes.
-
-    `version` is that of the weights the step runs under.
-    """
-
-    step_id: int
-    slots: np.ndarray
-    stamps: np.ndarray
-    kept: list[tuple[np.ndarray, ...]]
-    version: int
 
 
 class RoutingCapture:
@@ -50,7 +36,7 @@ class RoutingCapture:
         self._store = RoutingStore(layout, num_slots=num_data_ranks * self._slots_per_rank)
         self._num_data_ranks = num_data_ranks
         self._versions = [weight_version]
-        self._submitted: deque[_Pending] = deque()
+        self._submitted: dict[int, Callable[[np.ndarray], None]] = {}  # by step: stores its rows where they belong
         self._has_kept = False
 
     @property
@@ -76,19 +62,14 @@ class RoutingCapture:
         if self._num_data_ranks > 1:
             slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
         kept = self._kept_rows(plan, table) if self._has_kept else []
-        self._submitted.append(_Pending(plan.step_id, slots, stamps, kept, len(self._versions) - 1))
+        under = len(self._versions) - 1
+        self._submitted[plan.step_id] = partial(self._store_rows, slots=slots, stamps=stamps, version=under, kept=kept)
 
     def absorb(self, result: StepResult) -> None:
-        """Store the rows that came with the oldest result outstanding. Rows that never come stay missing."""
-        if result.routing is None:
-            return
-        while self._submitted:
-            pending = self._submitted.popleft()
-            if pending.step_id == result.step_id:
-                self._store.write(pending.slots, pending.stamps, rows=result.routing, versions=pending.version)
-                for slots, stamps, rows, versions in pending.kept:
-                    self._store.write(slots, stamps, rows=rows, versions=versions)
-                return
+        """Store the rows that came with the result of a step. Rows that never come stay missing."""
+        store_rows = self._submitted.pop(result.step_id, None)
+        if store_rows is not None and result.routing is not None:
+            store_rows(result.routing)
 
     def retain(self, preemption: Preemption) -> None:
         """Keep with a sequence that lost its pages the rows that its client wants and does not have, and all of its
@@ -117,6 +98,20 @@ class RoutingCapture:
                 if version != NO_VERSION
             ),
         )
+
+    def _store_rows(
+        self,
+        rows: np.ndarray,
+        *,
+        slots: np.ndarray,
+        stamps: np.ndarray,
+        version: int,
+        kept: list[tuple[np.ndarray, ...]],
+    ) -> None:
+        """Store the rows of a step that ran under `version`, then those that were kept, which outrank them."""
+        self._store.write(slots, stamps, rows=rows, versions=version)
+        for kept_slots, kept_stamps, kept_rows, versions in kept:
+            self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions)
 
     def _known_rows(self, sequence: Sequence, held: Sequence | Preemption, start: int) -> KnownRows:
         """Rows from position `start` on: those in the pages that are or were held, and those kept before."""
