@@ -29,27 +29,6 @@ def native_answer(
     e2e_latency_s: float,
     return_logprob: bool = False,
 ) -> dict:
-    """Return the `/generate` object of one choice with its routing in the sglang dialect, so far as it is known.
-
-    While the choice runs there is no routing, unless it is streamed.
-    """
-    answer = native_fields(request, result, card=card, e2e_latency_s=e2e_latency_s, return_logprob=return_logprob)
-    is_due = result.finish is not None or result.routing is not None
-    if request.return_routed_experts and is_due:
-        start = request.routed_experts_start
-        answer["meta_info"].update(routing_fields(result.routing, card.routing, start=start))
-        answer["meta_info"]["routed_experts_start_len"] = start
-    return answer
-
-
-def native_fields(
-    request: GenerationRequest,
-    result: ChoiceResult,
-    *,
-    card: ModelCard,
-    e2e_latency_s: float,
-    return_logprob: bool = False,
-) -> dict:
     """Return the `/generate` object of one choice without routing; while it runs, `finish_reason` is None."""
     versions = weight_version_ranges(request, result)
     meta_info = {
@@ -66,6 +45,17 @@ def native_fields(
     if return_logprob:
         meta_info |= _native_logprobs(request, result)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
+
+
+def native_routing(request: GenerationRequest, result: ChoiceResult, *, layout: RoutingLayout) -> dict:
+    """Return the routing of one choice in the sglang dialect for its `meta_info`, so far as it is known.
+
+    While the choice runs there is none, unless it is streamed.
+    """
+    if not request.return_routed_experts or (result.finish is None and result.routing is None):
+        return {}
+    start = request.routed_experts_start
+    return {**routing_fields(result.routing, layout, start=start), "routed_experts_start_len": start}
 
 
 def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> tuple[tuple[int, int, str], ...]:

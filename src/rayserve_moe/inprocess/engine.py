@@ -9,7 +9,7 @@ from typing import Any, Self
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.engine.answers import native_answer
+from rayserve_moe.engine.answers import native_answer, native_routing
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.execution.card import describe_model
@@ -148,10 +148,13 @@ class Engine:
         return [self._answer(running, index, keywords=keywords) for index in range(len(running.results))]
 
     def _answer(self, running: RunningRequest, index: int, *, keywords: Mapping[str, Any]) -> Answer:
-        return native_answer(
-            running.request,
-            running.results[index],
+        request, result = running.request, running.results[index]
+        answer = native_answer(
+            request,
+            result,
             card=self.card,
             e2e_latency_s=running.elapsed_s,
             return_logprob=bool(keywords.get("return_logprob")),
         )
+        answer["meta_info"] |= native_routing(request, result, layout=self.card.routing)
+        return answer

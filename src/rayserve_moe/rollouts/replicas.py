@@ -19,7 +19,7 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.cluster.slice_placement import GivenUpError
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.engine.answers import native_fields
+from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineBusyError
 from rayserve_moe.inprocess.running import RunningRequest
@@ -92,7 +92,7 @@ class LocalReplica:
         asked, elapsed_s = running.request, running.elapsed_s
         return [
             rollout_of(
-                native_fields(asked, result, card=loop.card, e2e_latency_s=elapsed_s, return_logprob=True),
+                native_answer(asked, result, card=loop.card, e2e_latency_s=elapsed_s, return_logprob=True),
                 request,
                 index=index,
                 routing=result.routing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import native_fields
+from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.requests import ChoiceResult, ModelCard
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.responses.routing import RoutingWriter
@@ -37,7 +37,7 @@ class NativeWriter:
         """No event follows the last choice."""
 
     def _answer(self, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> dict:
-        answer = native_fields(
+        answer = native_answer(
             self._streams.request_of_choice[choice],
             so_far,
             card=self._card,
