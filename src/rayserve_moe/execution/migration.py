@@ -119,38 +119,27 @@ def fetch(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, confi
         )
 
     weights, staged = (_partitions(config, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
-    return jax.shard_map(
-        on_device,
-        mesh=config.plan.mesh,
-        in_specs=(weights, staged, PartitionSpec()),
-        out_specs=staged,
-        check_vma=False,
-    )(held.weights, staging, vector)
+    inputs = (weights, staged, PartitionSpec())
+    run = jax.shard_map(on_device, mesh=config.plan.mesh, in_specs=inputs, out_specs=staged, check_vma=False)
+    return run(held.weights, staging, vector)
 
 
 def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, config: ModelConfig) -> ExpertState:
     """Swap the layer that `swap_vector` says; returns all weights and maps."""
 
     def on_device(held: ExpertState, staging: ExpertWeights, vector: jax.Array) -> ExpertState:
+        swapped = _swapped(vector, held.maps)
         weights, maps = swap_layer(
-            _flat(held.weights),
-            held.maps,
-            staging=staging,
-            swapped=_swapped(vector, held.maps),
-            config=config.experts,
+            _flat(held.weights), held.maps, staging=staging, swapped=swapped, config=config.experts
         )
         pairs = zip(weights, held.weights, strict=True)
         return ExpertState(ExpertWeights(*(flat.reshape(before.shape) for flat, before in pairs)), maps)
 
     weights, staged = (_partitions(config, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
     parts = ExpertState(weights, cast(PlacementArrays, PartitionSpec()))
-    return jax.shard_map(
-        on_device,
-        mesh=config.plan.mesh,
-        in_specs=(parts, staged, PartitionSpec()),
-        out_specs=parts,
-        check_vma=False,
-    )(held, staging, vector)
+    inputs = (parts, staged, PartitionSpec())
+    run = jax.shard_map(on_device, mesh=config.plan.mesh, in_specs=inputs, out_specs=parts, check_vma=False)
+    return run(held, staging, vector)
 
 
 @jax.named_scope("expert_counts")
