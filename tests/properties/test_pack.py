@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.config.settings import SchedulerSettings
-from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.buckets import choose_shape, step_shapes
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import apply_update, update_vectors
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import RowState, StepShape
+from rayserve_moe.execution.step_types import DeviceState, StepShape
 from rayserve_moe.scheduling.step_plan import (
     LAST_SAMPLED,
     NUM_FLOATS,
@@ -26,6 +25,7 @@ from rayserve_moe.scheduling.step_plan import (
     RowSampling,
     StepPlan,
 )
+from tests.support.rows import state_of_rows
 
 LONGEST = 96
 PAGE_SIZES = {3: 4, 7: 48}
@@ -43,10 +43,15 @@ class Rows:
     integers: np.ndarray
     last_tokens: np.ndarray
 
-    def state(self, rank: int, rows_per_rank: int) -> RowState:
+    def state(self, rank: int, rows_per_rank: int) -> DeviceState:
         own = slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
-        arrays = (a[own] for a in (self.page_table, self.floats, self.integers, self.last_tokens))
-        return RowState(*arrays, AdjustmentState(*np.zeros((3, rows_per_rank, 1), np.int32)))
+        return state_of_rows(
+            rows_per_rank,
+            page_table_RP=self.page_table[own],
+            sampling_floats_RF=self.floats[own],
+            sampling_integers_RI=self.integers[own],
+            last_tokens_R=self.last_tokens[own],
+        )
 
     def apply(self, plan: StepPlan) -> None:
         self.page_table[plan.pages.rows, plan.pages.indices] = plan.pages.page_ids

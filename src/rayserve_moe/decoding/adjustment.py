@@ -8,7 +8,7 @@ So a step reads and writes the words it needs, however long the sequence is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -55,12 +55,10 @@ def adjust(logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, p
 
 
 @jax.named_scope("row_update")
-def note_samples(
-    state: AdjustmentState, ids_S: jax.Array, *, rows_S: jax.Array, penalties: Penalties
-) -> AdjustmentState:
+def note_samples(seen_RV: jax.Array, ids_S: jax.Array, *, rows_S: jax.Array, penalties: Penalties) -> jax.Array:
     """Count the tokens that rows have sampled."""
-    counted_S = jnp.where(penalties.is_adjusted_S, rows_S, state.seen_RV.shape[0])
-    return replace(state, seen_RV=state.seen_RV.at[counted_S, ids_S].add(1, mode="drop"))
+    counted_S = jnp.where(penalties.is_adjusted_S, rows_S, seen_RV.shape[0])
+    return seen_RV.at[counted_S, ids_S].add(1, mode="drop")
 
 
 def note_known(seen_V: jax.Array, ids_N: jax.Array, *, num_prompt: jax.Array, num_known: jax.Array) -> jax.Array:

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.pack import PackedBlocks
 from rayserve_moe.execution.row_updates import MAX_BIASES
 from rayserve_moe.execution.step import COUNT_AXES, ROW_AXES
-from rayserve_moe.execution.step_types import BlockInputs, DeviceState, RowState, StepShape
+from rayserve_moe.execution.step_types import BlockInputs, DeviceState, StepShape
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
@@ -33,17 +32,13 @@ def allocate_state(
     return DeviceState(
         kv_pages=zeros((spec.num_layers * num_pages, page_size, *row.shape), dtype, row.pool_axes),
         expert_counts_ME=zeros((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
-        rows=RowState(
-            page_table_RP=zeros((num_rows, pages_per_row), jnp.int32, ROW_AXES),
-            sampling_floats_RF=zeros((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
-            sampling_integers_RI=zeros((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
-            last_tokens_R=zeros((num_rows,), jnp.int32, ROW_AXES[:1]),
-            adjustments=AdjustmentState(
-                seen_RV=zeros((num_rows, spec.vocab_size), jnp.int32, ROW_AXES),
-                bias_ids_RB=zeros((num_rows, MAX_BIASES), jnp.int32, ROW_AXES),
-                bias_values_RB=zeros((num_rows, MAX_BIASES), jnp.float32, ROW_AXES),
-            ),
-        ),
+        page_table_RP=zeros((num_rows, pages_per_row), jnp.int32, ROW_AXES),
+        sampling_floats_RF=zeros((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
+        sampling_integers_RI=zeros((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
+        last_tokens_R=zeros((num_rows,), jnp.int32, ROW_AXES[:1]),
+        seen_RV=zeros((num_rows, spec.vocab_size), jnp.int32, ROW_AXES),
+        bias_ids_RB=zeros((num_rows, MAX_BIASES), jnp.int32, ROW_AXES),
+        bias_values_RB=zeros((num_rows, MAX_BIASES), jnp.float32, ROW_AXES),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -43,7 +43,7 @@ from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepConfig
-from rayserve_moe.execution.step_results import WantedOutputs, start_copies, step_result, wanted_outputs
+from rayserve_moe.execution.step_results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.weights import first_placement, load_weights, model_config, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
@@ -65,20 +65,6 @@ class RunnerSettings:
     balancing: BalancingSettings = field(default_factory=BalancingSettings)
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A step that was launched and not collected.
-
-    It keeps nothing of its plan: that may lie in the buffer of a channel, which the next plan needs.
-    """
-
-    step_id: int
-    wanted: WantedOutputs
-    packed: PackedStep
-    output: Launched
-    pack_s: float
 
 
 class HostRunner:
@@ -113,7 +99,7 @@ class HostRunner:
         )
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
-        self._in_flight: _InFlight | None = None
+        self._in_flight: Callable[[], StepResult] | None = None  # waits for the result of the step launched last
         self.staged = StagedWeights(
             self.config, dtype=self.dtype, first_placement=self.placement, roots=settings.updates.weight_roots
         )
@@ -207,22 +193,22 @@ class HostRunner:
             self.weights = self.staged.take(self.weights)
             return None
         before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
-        return self._collect(before) if before is not None else None
+        return before() if before is not None else None
 
     def move_experts(self, piece: MigrationPiece) -> None:
         """Run a piece of a migration that goes with no step. Call while idle."""
         self._move(vectors_of(piece))
 
-    def _launch_step(self, plan: StepPlan) -> _InFlight:
+    def _launch_step(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launch a step; returns a call that waits for its result. Nothing of the plan is kept: a channel reuses it."""
         started = time.perf_counter()
         fits = self._packer.fits(plan)
         packed = self._packer.pack(plan, with_changes=fits)
         updates = [] if fits else list(self._updates(plan))
-        wanted = wanted_outputs(plan)
         moves = None if plan.migration is None else vectors_of(plan.migration)
+        run = partial(self._run, packed, updates, wanted=wanted_outputs(plan), moves=moves)
         pack_s = time.perf_counter() - started
-        output = self._launch(partial(self._run, packed, updates, wanted=wanted, moves=moves))
-        return _InFlight(plan.step_id, wanted, packed, output, pack_s)
+        return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s)
 
     def _updates(self, plan: StepPlan) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
         """Programs that go ahead of a step, with their vectors."""
@@ -238,7 +224,7 @@ class HostRunner:
         packed: PackedStep,
         updates: list[tuple[CompiledUpdate, np.ndarray]],
         *,
-        wanted: WantedOutputs,
+        wanted: frozenset[str],
         moves: MigrationVectors | None,
     ) -> StepOutput:
         state, shape = self.state, packed.shape
@@ -248,11 +234,11 @@ class HostRunner:
             state = update(state, vector)
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
         self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
-        if wanted.expert_counts:
-            counts_ME = self.programs.read_counts(self._state.expert_counts_ME)
-            output = replace(output, expert_counts_ME=counts_ME)
+        if "expert_counts_ME" in wanted:
+            output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
+        output = only_wanted(output, wanted)
         if self._copies_to_host:
-            start_copies(output, wanted)
+            start_copies(output)
         return output
 
     def _move(self, vectors: MigrationVectors) -> None:
@@ -260,14 +246,13 @@ class HostRunner:
         assert self._mover is not None and programs is not None, "placements do not change in this server"
         self.weights = self._mover.move(self.weights, vectors, programs=programs)
 
-    def _collect(self, step: _InFlight) -> StepResult:
+    def _collect(self, launched: Launched, *, packed: PackedStep, pack_s: float) -> StepResult:
         started = time.perf_counter()
-        output = step.output()
+        output = launched()
         output.sampled_N3S.block_until_ready()
         device_s = time.perf_counter() - started
-        result = step_result(step.step_id, output, packed=step.packed, wanted=step.wanted)
         failed_fetch = None if self._mover is None else self._mover.failed_fetch
-        return replace(result, pack_s=step.pack_s, device_s=device_s, failed_fetch=failed_fetch)
+        return step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
 
     def _run_each_once(self) -> None:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from rayserve_moe.execution.buckets import choose_shape
 from rayserve_moe.execution.step_input import InputLayout, Sections
 from rayserve_moe.execution.step_types import StepShape
-from rayserve_moe.scheduling.step_plan import BlockWork, StepPlan
+from rayserve_moe.scheduling.step_plan import BlockWork, PageTableChanges, StepPlan
 
 
 @dataclass(frozen=True)
@@ -28,30 +27,19 @@ class PackedBlocks:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """A step ready to run, and the way back.
+    """A step ready to run, and the way back. It shares no memory with its plan.
 
     `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
     ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
     is what is asked of tokens in prefill blocks, where something is.
     """
 
+    step_id: int
     shape: StepShape
     vectors: np.ndarray
     token_places: np.ndarray
     sample_places: np.ndarray
     blocks: PackedBlocks | None = None
-
-
-@dataclass(frozen=True)
-class _RankPart:
-    """Which chunks, tokens, samples of a plan are those of one data rank, and how many blocks each chunk takes."""
-
-    rank: int
-    chunks: slice
-    tokens: slice
-    samples: slice
-    num_singles: int
-    blocks_of_chunk: np.ndarray
 
 
 class Packer:
@@ -81,108 +69,86 @@ class Packer:
         """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
         if self._num_ranks == 1 and not plan.has_blocks:
             return self._pack_singles(plan, with_changes=with_changes)
-        parts = list(self._parts(plan))
-        num_blocks = [int(part.blocks_of_chunk.sum()) for part in parts]
-        shape = choose_shape(
-            tuple(self.layouts), num_singles=max(p.num_singles for p in parts), num_blocks=max(num_blocks)
-        )
-        layout = self.layouts[shape]
+        ranks, rows = np.divmod(plan.chunk_rows, self._rows_per_rank)
+        starts, lengths, block = plan.chunk_starts, plan.chunk_lengths, self._block_tokens
+        takes_blocks = lengths > 1
+        takes_blocks[plan.block_work.chunks] = True
+        blocks = np.where(takes_blocks, -(-lengths // block), 0)
+        singles_before, num_singles = self._on_ranks(~takes_blocks, ranks)
+        blocks_before, num_blocks = self._on_ranks(blocks, ranks)
+        samples_before, _ = self._on_ranks(plan.chunk_samples, ranks)
+        shape = choose_shape(tuple(self.layouts), num_singles=max(num_singles), num_blocks=max(num_blocks))
+        layout, at = self.layouts[shape], self.layouts[shape].slices
         vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
-        token_places, sample_places = [], []
-        for part, vector in zip(parts, vectors, strict=True):
-            sections = layout.sections(vector)
-            places = self._fill(sections, plan, part, shape)
-            token_places.append(places + part.rank * shape.num_tokens)
-            num_samples = part.samples.stop - part.samples.start
-            sample_places.append(np.arange(num_samples) + part.rank * shape.num_singles)
-            if with_changes:
-                self._fill_changes(sections, plan, part.rank)
-        all_places = np.concatenate(token_places)
-        blocks = _pack_blocks(plan.block_work, all_places, shape, self._num_ranks)
-        return PackedStep(shape, vectors, all_places, np.concatenate(sample_places), blocks)
+
+        singles = np.flatnonzero(~takes_blocks)
+        of_singles = ranks[singles], singles_before[singles]
+        vectors[:, at.single_rows][of_singles] = rows[singles]
+        vectors[:, at.single_positions][of_singles] = starts[singles]
+        chunks, index = np.repeat(np.arange(len(blocks)), blocks), _offsets(blocks)
+        of_blocks = ranks[chunks], blocks_before[chunks] + index
+        vectors[:, at.block_rows][of_blocks] = rows[chunks]
+        vectors[:, at.block_starts][of_blocks] = starts[chunks] + index * block
+        vectors[:, at.block_counts][of_blocks] = np.minimum(lengths[chunks] - index * block, block)
+
+        places = np.where(takes_blocks, shape.num_singles + blocks_before * block, singles_before)
+        token_places = np.repeat(ranks * shape.num_tokens + places, lengths) + _offsets(lengths)
+        ids = np.zeros((self._num_ranks, shape.num_tokens), np.int32)
+        ids.reshape(-1)[token_places] = plan.token_ids
+        vectors[:, at.single_ids], vectors[:, at.block_ids] = np.split(ids, [shape.num_singles], axis=1)
+
+        chunks = np.flatnonzero(plan.chunk_samples)
+        of_samples = ranks[chunks], samples_before[chunks]
+        vectors[:, at.sample_places][of_samples] = (places + lengths - 1)[chunks]
+        vectors[:, at.sample_rows][of_samples] = rows[chunks]
+        if with_changes:
+            self._fill_changes(vectors, plan.pages, at=at)
+        sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
+        asked = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
+        return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, asked)
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """The common case, decoding on one rank: what `pack` does, in few calls."""
         count, rows = plan.num_chunks, plan.chunk_rows
         layout = next(layout for layout in self._decode_layouts if layout.shape.num_singles >= count)
         vector, at, places = layout.padding.copy(), layout.slices, self._places[:count]
+        num_samples = np.count_nonzero(plan.chunk_samples)
+        samples = places if num_samples == count else np.flatnonzero(plan.chunk_samples)
         for section, values in (
             (at.single_rows, rows),
             (at.single_positions, plan.chunk_starts),
             (at.single_ids, plan.token_ids),
+            (at.sample_places, samples),
+            (at.sample_rows, rows[samples]),
         ):
-            vector[section.start : section.start + count] = values
-        num_samples = np.count_nonzero(plan.chunk_samples)
-        samples = places if num_samples == count else np.flatnonzero(plan.chunk_samples)
-        vector[at.sample_places.start : at.sample_places.start + num_samples] = samples
-        vector[at.sample_rows.start : at.sample_rows.start + num_samples] = rows[samples]
-        if with_changes and len(plan.pages.rows):
-            self._fill_changes(layout.sections(vector), plan, 0)
-        return PackedStep(layout.shape, vector[None], places, self._places[:num_samples])
+            vector[section.start : section.start + len(values)] = values
+        vectors = vector[None]
+        if with_changes:
+            self._fill_changes(vectors, plan.pages, at=at)
+        return PackedStep(plan.step_id, layout.shape, vectors, places, self._places[:num_samples])
 
-    def _parts(self, plan: StepPlan) -> list[_RankPart]:
-        """Cut a plan into its ranks' parts."""
-        borders = np.searchsorted(plan.chunk_rows // self._rows_per_rank, np.arange(self._num_ranks + 1))
-        tokens_before = np.concatenate([[0], np.cumsum(plan.chunk_lengths)])
-        samples_before = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
-        takes_blocks = plan.chunk_lengths > 1
-        takes_blocks[plan.block_work.chunks] = True
-        parts = []
-        for rank, (first, last) in enumerate(pairwise(borders.tolist())):
-            lengths = plan.chunk_lengths[first:last]
-            blocks = np.where(takes_blocks[first:last], -(-lengths // self._block_tokens), 0)
-            spans = (slice(int(before[first]), int(before[last])) for before in (tokens_before, samples_before))
-            parts.append(_RankPart(rank, slice(first, last), *spans, int((blocks == 0).sum()), blocks))
-        return parts
+    def _on_ranks(self, counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of what chunks count: over those before each chunk on its rank, and over all chunks of each rank."""
+        totals = np.concatenate([[0], np.cumsum(counts)])
+        borders = totals[np.searchsorted(ranks, np.arange(self._num_ranks + 1))]
+        return totals[:-1] - borders[ranks], np.diff(borders)
 
-    def _fill(self, sections: Sections[np.ndarray], plan: StepPlan, part: _RankPart, shape: StepShape) -> np.ndarray:
-        """Write one rank's chunks into its vector; returns the places of its tokens, int [tokens]."""
-        rows = plan.chunk_rows[part.chunks] - part.rank * self._rows_per_rank
-        token_ids, lengths = plan.token_ids[part.tokens], plan.chunk_lengths[part.chunks]
-        samples = plan.chunk_samples[part.chunks]
-        chunk_places = self._fill_chunks(sections, plan, part, rows)
-        offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        token_places = np.repeat(chunk_places, lengths) + offsets
-        is_in_block = token_places >= shape.num_singles
-        sections.single_ids[token_places[~is_in_block]] = token_ids[~is_in_block]
-        sections.block_ids[token_places[is_in_block] - shape.num_singles] = token_ids[is_in_block]
-        last_places = chunk_places + lengths - 1
-        num_samples = part.samples.stop - part.samples.start
-        sections.sample_places[:num_samples] = last_places[samples]
-        sections.sample_rows[:num_samples] = rows[samples]
-        return token_places
-
-    def _fill_chunks(
-        self, sections: Sections[np.ndarray], plan: StepPlan, part: _RankPart, rows: np.ndarray
-    ) -> np.ndarray:
-        """Describe single tokens and blocks; returns the place of each chunk's first token."""
-        blocks, block = part.blocks_of_chunk, self._block_tokens
-        starts, lengths = plan.chunk_starts[part.chunks], plan.chunk_lengths[part.chunks]
-        is_single = blocks == 0
-        sections.single_rows[: part.num_singles] = rows[is_single]
-        sections.single_positions[: part.num_singles] = starts[is_single]
-        num_blocks, first_block = int(blocks.sum()), np.cumsum(blocks) - blocks
-        block_in_chunk = np.arange(num_blocks) - np.repeat(first_block, blocks)
-        sections.block_rows[:num_blocks] = np.repeat(rows, blocks)
-        sections.block_starts[:num_blocks] = np.repeat(starts, blocks) + block_in_chunk * block
-        sections.block_counts[:num_blocks] = np.minimum(np.repeat(lengths, blocks) - block_in_chunk * block, block)
-        singles_before = np.cumsum(is_single) - 1
-        return np.where(is_single, singles_before, len(sections.single_rows) + first_block * block)
-
-    def _fill_changes(self, sections: Sections[np.ndarray], plan: StepPlan, rank: int) -> None:
-        pages = plan.pages
+    def _fill_changes(self, vectors: np.ndarray, pages: PageTableChanges, *, at: Sections) -> None:
         if len(pages.rows) == 0:
             return
-        rows = pages.rows - rank * self._rows_per_rank
-        if self._num_ranks > 1:
-            here = (rows >= 0) & (rows < self._rows_per_rank)
-            rows, indices, page_ids = rows[here], pages.indices[here], pages.page_ids[here]
-        else:
-            indices, page_ids = pages.indices, pages.page_ids
-        count = len(rows)
-        sections.change_rows[:count] = rows
-        sections.change_indices[:count] = indices
-        sections.change_pages[:count] = page_ids
+        for rank, vector in enumerate(vectors):
+            rows, indices, page_ids = pages.rows, pages.indices, pages.page_ids
+            if self._num_ranks > 1:
+                here = rows // self._rows_per_rank == rank
+                rows, indices, page_ids = rows[here] - rank * self._rows_per_rank, indices[here], page_ids[here]
+            vector[at.change_rows][: len(rows)] = rows
+            vector[at.change_indices][: len(rows)] = indices
+            vector[at.change_pages][: len(rows)] = page_ids
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """Of the elements of runs of these lengths, how far each is into its run."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _pack_blocks(work: BlockWork, token_places: np.ndarray, shape: StepShape, num_ranks: int) -> PackedBlocks | None:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.decoding.sampling import likeliest, ranks_of
-from rayserve_moe.execution.step_types import PromptScoreOutput
 from rayserve_moe.model.transformer import ModelConfig, Parameters, logits_of
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
@@ -20,18 +19,19 @@ GROUP_TOKENS = 128
 @jax.named_scope("prompt_scores")
 def score_prompts(
     params: Parameters, hidden_XD: jax.Array, *, targets_NX: jax.Array, wants_top_X: jax.Array, config: ModelConfig
-) -> PromptScoreOutput:
-    """Log-probs and ranks of this data rank's targets (-1: none), likeliest tokens where a token wants them; N is 1.
+) -> tuple[jax.Array, jax.Array]:
+    """Scores [N, 2, X] of this data rank's targets (-1: none), and likeliest tokens [N, 2, X, J] of those that want
+    them, as `StepOutput` has them; N is 1.
 
     They are log_softmax(logits) of the model itself: temperature 1, no penalty, no bias. Where no data rank has a
     target the head does not run: all devices have to agree on that, so they decide by the targets of all ranks.
     """
     num_tokens, num_top = len(hidden_XD), min(MAX_TOP_LOGPROBS, config.spec.vocab_size)
 
-    def nothing() -> PromptScoreOutput:
-        return PromptScoreOutput(*(jnp.zeros((1, 2, num_tokens, *of), jnp.int32) for of in ((), (num_top,))))
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((1, 2, num_tokens), jnp.int32), jnp.zeros((1, 2, num_tokens, num_top), jnp.int32)
 
-    def score() -> PromptScoreOutput:
+    def score() -> tuple[jax.Array, jax.Array]:
         size = min(GROUP_TOKENS, num_tokens)
         padding = -num_tokens % size
         is_any_G = jnp.any(_padded(targets_NX.T, padding, -1).reshape(-1, size * len(targets_NX)) >= 0, axis=1)
@@ -41,7 +41,7 @@ def score_prompts(
         found_GPW, top_GPWJ = jax.lax.map(visit, (is_any_G, hidden_GWD, mine_GW, wants_top_GW))
         found_PX = found_GPW.transpose(1, 0, 2).reshape(2, -1)
         top_PXJ = top_GPWJ.transpose(1, 0, 2, 3).reshape(2, -1, num_top)
-        return PromptScoreOutput(found_PX[None, :, :num_tokens], top_PXJ[None, :, :num_tokens])
+        return found_PX[None, :, :num_tokens], top_PXJ[None, :, :num_tokens]
 
     def visit(group: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         is_any, hidden_WD, targets_W, wants_top_W = group

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.decoding.adjustment import note_known
-from rayserve_moe.execution.step_types import RowState
+from rayserve_moe.execution.step_types import DeviceState
 from rayserve_moe.request_fields import MAX_LOGIT_BIASES
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS, NUM_FLOATS, NUM_INTEGERS, RowAdjustment, StepPlan
 
@@ -67,20 +67,20 @@ def empty_vector() -> np.ndarray:
     return vector
 
 
-def apply_update(rows: RowState, vector: jax.Array, *, data_rank: jax.Array) -> RowState:
+def apply_update(state: DeviceState, vector: jax.Array, *, data_rank: jax.Array) -> DeviceState:
     """On one device: take over the changes that are this data rank's."""
     entries_U4 = vector[: MAX_ENTRIES * ENTRY_FIELDS].reshape(MAX_ENTRIES, ENTRY_FIELDS)
     new_VX = vector[MAX_ENTRIES * ENTRY_FIELDS :].reshape(MAX_NEW_ROWS, ROW_FIELDS)
-    nowhere = rows.last_tokens_R.shape[0]
+    nowhere = state.last_tokens_R.shape[0]
     rows_U = jnp.where(entries_U4[:, 0] == data_rank, entries_U4[:, 1], nowhere)
     rows_V = jnp.where(new_VX[:, 0] == data_rank, new_VX[:, 1], nowhere)
     floats_VF = jax.lax.bitcast_convert_type(new_VX[:, 2 : 2 + NUM_FLOATS], jnp.float32)
     integers_VI = jax.lax.bitcast_convert_type(new_VX[:, 2 + NUM_FLOATS :], jnp.uint32)
     return replace(
-        rows,
-        page_table_RP=rows.page_table_RP.at[rows_U, entries_U4[:, 2]].set(entries_U4[:, 3], mode="drop"),
-        sampling_floats_RF=rows.sampling_floats_RF.at[rows_V].set(floats_VF, mode="drop"),
-        sampling_integers_RI=rows.sampling_integers_RI.at[rows_V].set(integers_VI, mode="drop"),
+        state,
+        page_table_RP=state.page_table_RP.at[rows_U, entries_U4[:, 2]].set(entries_U4[:, 3], mode="drop"),
+        sampling_floats_RF=state.sampling_floats_RF.at[rows_V].set(floats_VF, mode="drop"),
+        sampling_integers_RI=state.sampling_integers_RI.at[rows_V].set(integers_VI, mode="drop"),
     )
 
 
@@ -107,10 +107,9 @@ def no_adjustment() -> np.ndarray:
     return vector
 
 
-def apply_adjustment(rows: RowState, vector: jax.Array, *, data_rank: jax.Array) -> RowState:
+def apply_adjustment(state: DeviceState, vector: jax.Array, *, data_rank: jax.Array) -> DeviceState:
     """On one device: take over what adjusts a row, if the row is this data rank's."""
     rank, row, is_first, num_prompt, num_known, num_biases = vector[:HEADER_FIELDS]
-    state = rows.adjustments
     num_rows, vocab_size = state.seen_RV.shape
     before_V = jnp.where(is_first > 0, 0, state.seen_RV.at[row].get(mode="clip"))
     ids_N = vector[HEADER_FIELDS : HEADER_FIELDS + MAX_IDS]
@@ -119,10 +118,9 @@ def apply_adjustment(rows: RowState, vector: jax.Array, *, data_rank: jax.Array)
     ids_B = jnp.where(jnp.arange(MAX_BIASES) < num_biases, ids_B, vocab_size)
     mine = jnp.where(rank == data_rank, row, num_rows)
     values_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)
-    adjustments = replace(
+    return replace(
         state,
         seen_RV=state.seen_RV.at[mine].set(seen_V, mode="drop"),
         bias_ids_RB=state.bias_ids_RB.at[mine].set(ids_B, mode="drop"),
         bias_values_RB=state.bias_values_RB.at[mine].set(values_B, mode="drop"),
     )
-    return replace(rows, adjustments=adjustments)

@@ -14,18 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rayserve_moe.decoding.adjustment import AdjustmentState, adjust, note_samples
+from rayserve_moe.decoding.adjustment import adjust, note_samples
 from rayserve_moe.decoding.sampling import Sampled, TopTokens, sample
 from rayserve_moe.execution.prompt_scores import score_prompts
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import (
-    BlockInputs,
-    DeviceState,
-    ModelWeights,
-    PromptScoreOutput,
-    RowState,
-    StepOutput,
-)
+from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepOutput
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.kv_cache import cache_row
@@ -36,8 +29,8 @@ from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
 
-RowUpdate = Callable[..., RowState]
-"""Takes a data rank's RowState, a vector of changes, and `data_rank`."""
+RowUpdate = Callable[..., DeviceState]
+"""Takes a data rank's DeviceState, a vector of changes, and `data_rank`."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +63,8 @@ def run_step(
         weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
     ) -> tuple[DeviceState, Any]:
         vector_W = vectors_NW[plan.data_rank()]
-        rows = replace(state.rows, page_table_RP=change_pages(state.rows, vector_W, layout=layout))
-        step = unpack(vector_W, rows, layout=layout, page_size=config.page_size)
+        state = replace(state, page_table_RP=change_pages(state, vector_W, layout=layout))
+        step = unpack(vector_W, state, layout=layout, page_size=config.page_size)
         out, logits_SV = step_logits(
             weights,
             state.kv_pages,
@@ -80,14 +73,14 @@ def run_step(
             forced_MXK=blocks and blocks.forced_NMXK[0],
             config=config.model,
         )
+        state = replace(state, kv_pages=out.kv_pages)
         if not config.samples:
-            return replace(state, kv_pages=out.kv_pages, rows=rows), logits_SV
-        sampled, rows = _sampled(logits_SV, rows, step)
-        counts_ME = state.expert_counts_ME + out.expert_counts_ME
-        state = DeviceState(out.kv_pages, counts_ME, rows)
-        scores = _scores(weights, out, step, blocks, config.model)
+            return state, logits_SV
+        sampled, state = _sampled(logits_SV, state, step)
+        state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
+        scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
         tally_14 = None if out.tally_4 is None else out.tally_4[None]
-        local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], scores, tally_N4=tally_14)
+        local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], *scores, tally_N4=tally_14)
         output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
         return state, replace(output, topk_ids_MTK=_captured_routing(out, config))
 
@@ -133,14 +126,14 @@ def step_logits(
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 
 
-def _sampled(logits_SV: jax.Array, rows: RowState, step: DeviceInput) -> tuple[Sampled, RowState]:
-    """Sample, and record in the rows what they have sampled."""
+def _sampled(logits_SV: jax.Array, state: DeviceState, step: DeviceInput) -> tuple[Sampled, DeviceState]:
+    """Sample, and record of the rows what they have sampled."""
     of_rows = {"rows_S": step.sample_rows_S, "penalties": step.penalties}
-    adjusted_SV = adjust(logits_SV, rows.adjustments, **of_rows)
+    adjusted_SV = adjust(logits_SV, state, **of_rows)
     sampled = sample(adjusted_SV, step.sampling, most_top=MAX_TOP_LOGPROBS)
-    last_tokens_R = rows.last_tokens_R.at[step.sample_rows_S].set(sampled.ids_S, mode="drop")
-    adjustments = note_samples(rows.adjustments, sampled.ids_S, **of_rows)
-    return sampled, replace(rows, last_tokens_R=last_tokens_R, adjustments=adjustments)
+    last_tokens_R = state.last_tokens_R.at[step.sample_rows_S].set(sampled.ids_S, mode="drop")
+    seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
+    return sampled, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
 
 
 def _sampled_bits(sampled: Sampled) -> jax.Array:
@@ -155,11 +148,9 @@ def _top_bits(top: TopTokens) -> jax.Array:
 
 
 def _scores(
-    weights: ModelWeights, out: ForwardOutput, step: DeviceInput, blocks: BlockInputs | None, config: ModelConfig
-) -> PromptScoreOutput | None:
-    """Scores of the tokens in prefill blocks, where the shape has any."""
-    if blocks is None:
-        return None
+    weights: ModelWeights, out: ForwardOutput, step: DeviceInput, blocks: BlockInputs, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Scores of the tokens in prefill blocks, and the likeliest tokens there."""
     hidden_XD = out.hidden_TD[step.batch.num_singles :]
     wants_top_X = jnp.repeat(step.block_wants_top_B, len(hidden_XD) // len(step.block_wants_top_B))
     return score_prompts(
@@ -171,23 +162,23 @@ def update_rows(state: DeviceState, vector: jax.Array, *, apply: RowUpdate, conf
     """Apply changes of rows (`apply_update`, `apply_adjustment`) on every device of the mesh."""
     plan = config.model.plan
 
-    def on_device(rows: RowState, vector: jax.Array) -> RowState:
+    def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
         with jax.named_scope("row_update"):
-            return apply(rows, vector, data_rank=plan.data_rank())
+            return apply(state, vector, data_rank=plan.data_rank())
 
-    parts = state_partitions(config.model).rows
-    rows = jax.shard_map(
-        on_device, mesh=plan.mesh, in_specs=(parts, PartitionSpec()), out_specs=parts, check_vma=False
-    )(state.rows, vector)
-    return replace(state, rows=rows)
+    parts = state_partitions(config.model)
+    inputs = (parts, PartitionSpec())
+    return jax.shard_map(on_device, mesh=plan.mesh, in_specs=inputs, out_specs=parts, check_vma=False)(state, vector)
 
 
 def state_partitions(config: ModelConfig) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
     kv_axes = cache_row(config.spec, tensor_size=config.plan.tensor_size).pool_axes
-    kv, counts, rows = (cast(jax.Array, config.plan.partition(axes)) for axes in (kv_axes, COUNT_AXES, ROW_AXES))
-    last_tokens = cast(jax.Array, config.plan.partition(ROW_AXES[:1]))
-    return DeviceState(kv, counts, RowState(rows, rows, rows, last_tokens, AdjustmentState(rows, rows, rows)))
+    kv, counts, rows, last_tokens = (
+        cast(jax.Array, config.plan.partition(axes)) for axes in (kv_axes, COUNT_AXES, ROW_AXES, ROW_AXES[:1])
+    )
+    adjustments = (rows, rows, rows)
+    return DeviceState(*adjustments, kv, counts, rows, rows, rows, last_tokens)
 
 
 def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockInputs | None:

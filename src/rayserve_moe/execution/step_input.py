@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,12 @@ import numpy as np
 
 from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
-from rayserve_moe.execution.step_types import RowState, StepShape
+from rayserve_moe.execution.step_types import DeviceState, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RowFloats, RowIntegers
 
-T = TypeVar("T")
 
-
-class Sections(NamedTuple, Generic[T]):
+class Sections(NamedTuple):
     """The int32 sections of the vector, in its order; of lengths S, S, S, B, B, B, B * Q, S, S, C, C, C.
 
     A single token has a row, a position (-1: padding) and an id; a block a row, the position of its first token and
@@ -31,18 +29,18 @@ class Sections(NamedTuple, Generic[T]):
     page table a row, an index and a page. Rows are the data rank's own; a row that does not exist marks padding.
     """
 
-    single_rows: T
-    single_positions: T
-    single_ids: T
-    block_rows: T
-    block_starts: T
-    block_counts: T
-    block_ids: T
-    sample_places: T
-    sample_rows: T
-    change_rows: T
-    change_indices: T
-    change_pages: T
+    single_rows: slice
+    single_positions: slice
+    single_ids: slice
+    block_rows: slice
+    block_starts: slice
+    block_counts: slice
+    block_ids: slice
+    sample_places: slice
+    sample_rows: slice
+    change_rows: slice
+    change_indices: slice
+    change_pages: slice
 
 
 class DeviceInput(NamedTuple):
@@ -67,7 +65,7 @@ class InputLayout:
     num_rows: int
 
     @cached_property
-    def slices(self) -> Sections[slice]:
+    def slices(self) -> Sections:
         singles, blocks = self.shape.num_singles, self.shape.num_blocks
         changes = self.num_changes
         sizes = (*[singles] * 3, *[blocks] * 3, blocks * self.shape.block_tokens, *[singles] * 2, *[changes] * 3)
@@ -88,22 +86,18 @@ class InputLayout:
         vector[self.slices.change_rows] = self.num_rows
         return vector
 
-    def sections(self, vector: np.ndarray) -> Sections[np.ndarray]:
-        """Views of all sections of one rank's vector."""
-        return Sections(*(vector[part] for part in self.slices))
-
 
 @jax.named_scope("row_update")
-def change_pages(rows: RowState, vector_W: jax.Array, *, layout: InputLayout) -> jax.Array:
+def change_pages(state: DeviceState, vector_W: jax.Array, *, layout: InputLayout) -> jax.Array:
     """On one device: the page table with the changes that came with a step."""
     at = layout.slices
     entries = (vector_W[at.change_rows], vector_W[at.change_indices])
-    return rows.page_table_RP.at[entries].set(vector_W[at.change_pages], mode="drop")
+    return state.page_table_RP.at[entries].set(vector_W[at.change_pages], mode="drop")
 
 
 @jax.named_scope("unpack")
-def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_size: int) -> DeviceInput:
-    """On one device: the step that `vector_W` and the rows describe; the page table is up to date already."""
+def unpack(vector_W: jax.Array, state: DeviceState, *, layout: InputLayout, page_size: int) -> DeviceInput:
+    """On one device: the step that `vector_W` and its rows describe; the page table is up to date already."""
     at, shape = layout.slices, layout.shape
     block_rows = vector_W[at.block_rows]
     offsets_BQ = jnp.broadcast_to(jnp.arange(shape.block_tokens), (shape.num_blocks, shape.block_tokens))
@@ -111,8 +105,8 @@ def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_siz
     block_positions = jnp.where(is_real_BQ, vector_W[at.block_starts][:, None] + offsets_BQ, -1).reshape(-1)
     positions_T = jnp.concatenate([vector_W[at.single_positions], block_positions])
     single_rows, single_ids = vector_W[at.single_rows], vector_W[at.single_ids]
-    single_ids = jnp.where(single_ids == LAST_SAMPLED, rows.last_tokens_R[single_rows], single_ids)
-    page_table_BP = rows.page_table_RP[jnp.concatenate([single_rows, block_rows])]
+    single_ids = jnp.where(single_ids == LAST_SAMPLED, state.last_tokens_R[single_rows], single_ids)
+    page_table_BP = state.page_table_RP[jnp.concatenate([single_rows, block_rows])]
     block_of_T = jnp.concatenate(
         [
             jnp.arange(shape.num_singles),
@@ -124,16 +118,16 @@ def unpack(vector_W: jax.Array, rows: RowState, *, layout: InputLayout, page_siz
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
     batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, num_singles=shape.num_singles)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
-    sampling, penalties = _sampling(rows, rows_S, positions_T[places_S] + 1)
-    block_wants_top_B = RowIntegers(*rows.sampling_integers_RI[block_rows].T).num_top > 0
+    sampling, penalties = _sampling(state, rows_S, positions_T[places_S] + 1)
+    block_wants_top_B = RowIntegers(*state.sampling_integers_RI[block_rows].T).num_top > 0
     return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B)
 
 
-def _sampling(rows: RowState, rows_S: jax.Array, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:
+def _sampling(state: DeviceState, rows_S: jax.Array, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:
     """How each sample is drawn, and by what it is adjusted; padding is greedy and adjusts nothing."""
-    is_real_S = rows_S < rows.last_tokens_R.shape[0]
-    floats = RowFloats(*jnp.where(is_real_S[:, None], rows.sampling_floats_RF[rows_S], jnp.array(RowFloats())).T)
-    integers = RowIntegers(*jnp.where(is_real_S[:, None], rows.sampling_integers_RI[rows_S], 0).T)
+    is_real_S = rows_S < state.last_tokens_R.shape[0]
+    floats = RowFloats(*jnp.where(is_real_S[:, None], state.sampling_floats_RF[rows_S], jnp.array(RowFloats())).T)
+    integers = RowIntegers(*jnp.where(is_real_S[:, None], state.sampling_integers_RI[rows_S], 0).T)
     sampling = SamplingBatch(
         temperature_S=floats.temperature,
         top_p_S=floats.top_p,

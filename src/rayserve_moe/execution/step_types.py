@@ -53,33 +53,21 @@ class ExpertState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class RowState:
-    """What a data rank remembers of its rows, so that only changes travel.
-
-    Page ids int32; sampling parameters float32 and uint32 in the columns of `RowSampling`; the token sampled last,
-    int32; what adjusts logits.
-    """
-
-    page_table_RP: jax.Array
-    sampling_floats_RF: jax.Array
-    sampling_integers_RI: jax.Array
-    last_tokens_R: jax.Array
-    adjustments: AdjustmentState
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DeviceState:
+class DeviceState(AdjustmentState):
     """What a device keeps from step to step; donated on the way in, returned on the way out.
 
     `kv_pages` is [layers * pages, page, *row] (`model.kv_cache.cache_row`); `expert_counts_ME` int32 counts tokens
-    since it was reset. Each data rank has its own: outside the sharded step, leading dimensions are those of all ranks
-    together.
+    since it was reset. The rest is remembered of rows, so that only changes travel: page ids int32; sampling parameters
+    float32 and uint32 in the columns of `RowSampling`; the token sampled last, int32. Each data rank has its own:
+    outside the sharded step, leading dimensions are those of all ranks together.
     """
 
     kv_pages: jax.Array
     expert_counts_ME: jax.Array
-    rows: RowState
+    page_table_RP: jax.Array
+    sampling_floats_RF: jax.Array
+    sampling_integers_RI: jax.Array
+    last_tokens_R: jax.Array
 
 
 class BlockInputs(NamedTuple):
@@ -92,13 +80,6 @@ class BlockInputs(NamedTuple):
     targets_NX: jax.Array
 
 
-class PromptScoreOutput(NamedTuple):
-    """Of the targets the bits of log-probs, and ranks; of the likeliest tokens there ids, and the bits of log-probs."""
-
-    found_N2X: jax.Array
-    top_N2XJ: jax.Array
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
@@ -107,13 +88,15 @@ class StepOutput:
     `sampled_N3S` int32: token ids, the bits of their float32 log-probs, their ranks (0 where logits were not finite).
     `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
     does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
-    `scores` are there in shapes with prefill blocks, and `expert_counts_ME` of all data ranks after steps that want it.
+    Shapes with prefill blocks have `scores_N2X`: bits of the log-probs of targets, and ranks; and `score_top_N2XJ`: the
+    likeliest tokens there, as in `top_N2SJ`. `expert_counts_ME` of all data ranks is there after steps that want it.
     `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`).
     """
 
     sampled_N3S: jax.Array
-    topk_ids_MTK: jax.Array | None
-    top_N2SJ: jax.Array
-    scores: PromptScoreOutput | None
+    topk_ids_MTK: jax.Array | None = None
+    top_N2SJ: jax.Array | None = None
+    scores_N2X: jax.Array | None = None
+    score_top_N2XJ: jax.Array | None = None
     expert_counts_ME: jax.Array | None = None
     tally_N4: jax.Array | None = None

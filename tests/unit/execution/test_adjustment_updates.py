@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState
+from rayserve_moe.decoding.adjustment import PROMPT_MARK
 from rayserve_moe.execution.row_updates import (
     ADJUSTMENT_SIZE,
     MAX_BIASES,
@@ -17,22 +18,17 @@ from rayserve_moe.execution.row_updates import (
     apply_adjustment,
     no_adjustment,
 )
-from rayserve_moe.execution.step_types import RowState
-from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS, RowAdjustment
+from rayserve_moe.execution.step_types import DeviceState
+from rayserve_moe.scheduling.step_plan import RowAdjustment
+from tests.support.rows import state_of_rows
 
 NUM_ROWS, VOCABULARY = 3, 50
 compiled = jax.jit(apply_adjustment)
 
 
-def rows() -> RowState:
+def rows() -> DeviceState:
     """A rank's rows, full of what their owners before have left."""
-    stale = AdjustmentState(
-        np.full((NUM_ROWS, VOCABULARY), PROMPT_MARK + 3, np.int32),
-        np.ones((NUM_ROWS, MAX_BIASES), np.int32),
-        np.ones((NUM_ROWS, MAX_BIASES), np.float32),
-    )
-    floats, integers = np.zeros((NUM_ROWS, NUM_FLOATS), np.float32), np.zeros((NUM_ROWS, NUM_INTEGERS), np.uint32)
-    return RowState(np.zeros((NUM_ROWS, 2), np.int32), floats, integers, np.zeros(NUM_ROWS, np.int32), stale)
+    return state_of_rows(NUM_ROWS, seen_RV=np.full((NUM_ROWS, VOCABULARY), PROMPT_MARK + 3, np.int32))
 
 
 def adjustment(row: int, num_prompt: int, num_outputs: int, *, num_biases: int = 2) -> RowAdjustment:
@@ -42,12 +38,12 @@ def adjustment(row: int, num_prompt: int, num_outputs: int, *, num_biases: int =
     return RowAdjustment(row, prompt, outputs, bias_ids, np.linspace(-1, 1, num_biases, dtype=np.float32))
 
 
-def applied(told: RowAdjustment, *, data_rank: int) -> AdjustmentState:
+def applied(told: RowAdjustment, *, data_rank: int) -> DeviceState:
     state = rows()
     for vector in adjustment_vectors(told, rows_per_rank=NUM_ROWS):
         assert vector.shape == (ADJUSTMENT_SIZE,) and vector.dtype == np.int32
         state = compiled(state, vector, data_rank=data_rank)
-    return jax.tree.map(np.asarray, state.adjustments)
+    return jax.tree.map(np.asarray, state)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +59,15 @@ def test_a_row_knows_its_tokens_and_nothing_else(num_prompt: int, num_outputs: i
     np.testing.assert_array_equal(found.bias_ids_RB[1, :2], told.bias_ids)
     np.testing.assert_array_equal(found.bias_values_RB[1, :2], told.bias_values)
     assert (found.bias_ids_RB[1, 2:] == VOCABULARY).all(), "no word has the id of a bias that is none"
-    others = [0, 2]
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[others], b[others]), found, rows().adjustments)
+    before, adjusting = rows(), ("seen_RV", "bias_ids_RB", "bias_values_RB")
+    for name in adjusting:
+        np.testing.assert_array_equal(getattr(found, name)[[0, 2]], getattr(before, name)[[0, 2]])
+    of_rows = {name: getattr(before, name) for name in adjusting}
+    jax.tree.map(np.testing.assert_array_equal, replace(found, **of_rows), before)
 
 
 def test_other_ranks_and_padding_change_nothing():
-    jax.tree.map(np.testing.assert_array_equal, applied(adjustment(4, 5, 5), data_rank=0), rows().adjustments)
+    jax.tree.map(np.testing.assert_array_equal, applied(adjustment(4, 5, 5), data_rank=0), rows())
     state = compiled(rows(), no_adjustment(), data_rank=0)
     jax.tree.map(np.testing.assert_array_equal, state, rows())
 

@@ -6,10 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import RowState, StepShape
-from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
+from rayserve_moe.execution.step_types import DeviceState, StepShape
+from tests.support.rows import state_of_rows
 
 NUM_ROWS = 3
 PAGE_SIZE = 4
@@ -19,20 +18,17 @@ changed = jax.jit(change_pages, static_argnames="layout")
 unpacked = jax.jit(unpack, static_argnames=("layout", "page_size"))
 
 
-def rows() -> RowState:
+def rows() -> DeviceState:
     page_table = np.arange(100, 100 + NUM_ROWS * 5, dtype=np.int32).reshape(NUM_ROWS, 5)
-    floats = np.full((NUM_ROWS, NUM_FLOATS), 0.5, np.float32)
-    integers = np.full((NUM_ROWS, NUM_INTEGERS), 9, np.uint32)
-    adjustments = AdjustmentState(np.ones((NUM_ROWS, 7), np.int32), *np.zeros((2, NUM_ROWS, 3), np.int32))
-    return RowState(page_table, floats, integers, np.full(NUM_ROWS, 77, np.int32), adjustments)
+    return state_of_rows(NUM_ROWS, page_table_RP=page_table, last_tokens_R=np.full(NUM_ROWS, 77, np.int32))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_sections_fill_the_vector_without_a_gap(shape: StepShape):
     layout = InputLayout(shape, NUM_ROWS)
-    sections = layout.sections(np.arange(len(layout.padding)))
-    np.testing.assert_array_equal(np.concatenate(sections), np.arange(len(layout.padding)))
-    assert len(sections.single_ids) == 3 and len(sections.block_ids) == shape.num_blocks * 8
+    at, places = layout.slices, np.arange(len(layout.padding))
+    np.testing.assert_array_equal(np.concatenate([places[section] for section in at]), places)
+    assert len(places[at.single_ids]) == 3 and len(places[at.block_ids]) == shape.num_blocks * 8
 
 
 def test_only_steps_without_prompts_carry_changes():
@@ -57,9 +53,8 @@ def test_padding_changes_nothing_reads_nothing_and_is_greedy(shape: StepShape):
 
 def test_changes_reach_the_rows_they_name():
     layout = InputLayout(SHAPES[0], NUM_ROWS)
-    vector = layout.padding.copy()
-    sections = layout.sections(vector)
-    sections.change_rows[:2], sections.change_indices[:2], sections.change_pages[:2] = [2, 0], [1, 4], [7, 8]
+    vector, at = layout.padding.copy(), layout.slices
+    vector[at.change_rows][:2], vector[at.change_indices][:2], vector[at.change_pages][:2] = [2, 0], [1, 4], [7, 8]
     expected = rows().page_table_RP.copy()
     expected[2, 1], expected[0, 4] = 7, 8
     np.testing.assert_array_equal(changed(rows(), vector, layout=layout), expected)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any, cast
 
-import jax
+import numpy as np
 import pytest
 
-from rayserve_moe.execution.step_results import WantedOutputs, start_copies
-from rayserve_moe.execution.step_types import PromptScoreOutput, StepOutput
+from rayserve_moe.execution.step_results import only_wanted, start_copies, wanted_outputs
+from rayserve_moe.execution.step_types import StepOutput
+from rayserve_moe.scheduling.step_plan import BlockWork, StepPlan
 
-NOTHING = WantedOutputs(routing=False, top=False, scores=False, score_top=False, expert_counts=False)
+ALWAYS = {"sampled_N3S", "tally_N4"}
+SCORED = BlockWork(chunks=np.array([0]), score_tokens=np.array([1]), score_targets=np.array([7]))
 
 
 class Watched:
@@ -24,25 +26,32 @@ class Watched:
         self.num_copies += 1
 
 
-def copied(wanted: WantedOutputs) -> set[str]:
-    names = ("sampled", "routing", "top", "scores", "score_top", "expert_counts", "tally")
-    arrays = {name: Watched() for name in names}
-    of: Any = cast(dict[str, jax.Array], arrays)
-    scores = PromptScoreOutput(of["scores"], of["score_top"])
-    output = StepOutput(of["sampled"], of["routing"], of["top"], scores, of["expert_counts"], of["tally"])
-    start_copies(output, wanted)
+def copied(plan: StepPlan) -> set[str]:
+    arrays = {field.name: Watched() for field in fields(StepOutput)}
+    start_copies(only_wanted(StepOutput(**cast(Any, arrays)), wanted_outputs(plan)))
     assert all(array.num_copies <= 1 for array in arrays.values())
     return {name for name, array in arrays.items() if array.num_copies}
 
 
-@pytest.mark.parametrize("name", ["routing", "top", "scores", "score_top", "expert_counts"])
-def test_what_is_wanted_is_copied_beside_the_samples(name: str) -> None:
-    assert copied(NOTHING) == {"sampled", "tally"}
-    assert copied(replace(NOTHING, **{name: True})) == {"sampled", "tally", name}
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ({}, set()),
+        ({"wants_routing": True}, {"topk_ids_MTK"}),
+        ({"wants_top": True}, {"top_N2SJ"}),
+        ({"block_work": SCORED}, {"scores_N2X"}),
+        ({"block_work": SCORED, "wants_score_top": True}, {"scores_N2X", "score_top_N2XJ"}),
+        ({"wants_score_top": True}, set()),
+        ({"wants_expert_counts": True}, {"expert_counts_ME"}),
+    ],
+)
+def test_what_a_plan_wants_is_copied_beside_the_samples(wanted: dict[str, Any], names: set[str]) -> None:
+    assert copied(StepPlan(0, **wanted)) == ALWAYS | names
 
 
 def test_what_a_step_does_not_bring_is_not_copied() -> None:
     sampled = Watched()
-    output = StepOutput(cast(Any, sampled), None, cast(Any, Watched()), None)
-    start_copies(output, WantedOutputs(routing=True, top=False, scores=True, score_top=True, expert_counts=True))
+    output = StepOutput(cast(Any, sampled), top_N2SJ=cast(Any, Watched()))
+    plan = StepPlan(0, wants_routing=True, block_work=SCORED, wants_score_top=True, wants_expert_counts=True)
+    start_copies(only_wanted(output, wanted_outputs(plan)))
     assert sampled.num_copies == 1
