@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import secrets
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 from rayserve_moe.serving.start.environment import environment_of
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
+from tests.support.compiling import DEVICES, QUICK_FLAGS
 from tests.support.ports import reserve_ports
 
 PORTS, RESERVATION = reserve_ports()
@@ -26,7 +28,7 @@ os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cp
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "XLA_FLAGS": f"{DEVICES} {QUICK_FLAGS}",
 }
 write_launcher(
     Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]),
@@ -53,11 +55,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what computes the core model: XLA in float32, or the native kernels in bfloat16",
     )
 
+    parser.addoption("--optimized", action="store_true", help="compile every program as for users, not quickly")
     parser.addoption(
         "--part",
         metavar="I/N",
         help="run the tests of every Nth file only, from file I on in the order of their paths: N runs make the whole",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any program is compiled."""
+    if config.getoption("--optimized"):
+        os.environ["XLA_FLAGS"] = DEVICES
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,6 +92,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := item.get_closest_marker("float32"):
             item.add_marker(pytest.mark.skip(reason=f"float32 only: {marker.args[0]}"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for garbage seldom, and never among what was imported: tracing makes many objects and few circles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

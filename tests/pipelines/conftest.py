@@ -18,6 +18,7 @@ from tests.support.engines import CORE
 from tests.support.native import NativeReference
 from tests.support.outcomes import Outcomes
 from tests.support.router_reference import RouterReference
+from tests.support.runners import optimized
 from tests.support.workload import mixed_workload
 
 EngineFactory = Callable[..., Engine]
@@ -68,8 +69,9 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineFactory) -> Engine:
-    """One device, two decode buckets, two prefill buckets."""
-    return engine_with(max_step_tokens=256, precompile_bs_paddings=[1, 16])
+    """One device, two decode buckets, two prefill buckets, compiled as for users: its bits are what all is held to."""
+    with optimized():
+        return engine_with(max_step_tokens=256, precompile_bs_paddings=[1, 16], compile_cache="off")
 
 
 @pytest.fixture(scope="session")

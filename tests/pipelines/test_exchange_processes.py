@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.support.compiling import flags_of_children
 from tests.support.ports import free_port
 
 NUM_PROCESSES = 2
@@ -16,7 +17,7 @@ NUM_PROCESSES = 2
 @pytest.fixture
 def environment() -> dict[str, str]:
     """Without the devices that this test process emulates for itself."""
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return os.environ | {"XLA_FLAGS": flags_of_children()}
 
 
 @pytest.mark.parametrize("program", ["ragged_cases", pytest.param("expert_cases", marks=pytest.mark.slow)])

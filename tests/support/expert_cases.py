@@ -22,6 +22,7 @@ from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.registry import KERNELS
 from rayserve_moe.parallel.mesh import join_hosts, leave_hosts, use_cpu_devices
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
+from tests.support.compiling import OPTIMIZED, QUICK
 
 NUM_LAYERS = 2
 
@@ -88,10 +89,6 @@ class MoeResult:
     tally: np.ndarray | None = None
 
 
-QUICK = {"xla_backend_optimization_level": 0}
-"""Compiles in half the time."""
-
-
 class MoeRun:
     """One compiled layer: call it with tokens and a placement, again with others of the same shape.
 
@@ -124,7 +121,7 @@ class MoeRun:
         self._parts = (split, whole, split, slots, whole, whole, whole)
         self.compiled = jax.jit(
             jax.shard_map(self._on_device, mesh=plan.mesh, in_specs=self._parts, out_specs=split, check_vma=False),
-            compiler_options=None if optimized else QUICK,
+            compiler_options=OPTIMIZED if optimized else QUICK,
         )
 
     def __call__(self, placement: ExpertPlacement | None = None, **changes) -> MoeResult:

@@ -17,10 +17,11 @@ import yaml
 from rayserve_moe.serving.start.ports import BLOCK_SIZE
 from rayserve_moe.serving.start.processes import Process, all_processes, descendants
 from rayserve_moe.serving.start.state import Plan
+from tests.support.compiling import flags_of_children
 
 SERVED_WITHIN_S = 600.0
 ENDS_WITHIN_S = 120.0
-OF_TESTS = ("RAY_", "XLA_FLAGS")
+OF_TESTS = "RAY_"
 """Variables of the test process that users do not have."""
 
 
@@ -36,6 +37,7 @@ class StartedServer:
         config.write_text(yaml.safe_dump(serve_config(settings, host=host, port=port)), encoding="utf-8")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_TESTS)}
         environment |= {
+            "XLA_FLAGS": flags_of_children(),
             "RAY_TMPDIR": str(folder),
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "XDG_CACHE_HOME": str(folder / "cache"),
