@@ -21,7 +21,7 @@ from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
 from rayserve_moe.config.settings import ClusterSettings, ModelSettings, ParallelSettings, Settings
 from rayserve_moe.rollouts.replica_pool import num_replicas_for
 
-SETTINGS = ClusterSettings(tpu_topology="2x4", tpu_version="v6e", tpu_chips_per_host=4, start_timeout_s=60.0)
+SETTINGS = ClusterSettings(tpu_topology="2x4", tpu_version="v6e", tpu_chips_per_host=4, start_timeout_s=600.0)
 HOSTS = (("alpha", 1), ("beta", 0), ("alpha", 0), ("beta", 1))
 """Slice and number of each host, in an order in which neither slices nor numbers are neighbours."""
 
@@ -72,7 +72,7 @@ def free_resources() -> dict[str, float]:
     return {name: available.get(name, 0.0) for name in ("TPU", "TPU-v6e-8-head")}
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 300.0) -> bool:
     """Ray reports what is free with a delay."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -98,6 +98,7 @@ def replicas_of(num_slices: int) -> int:
 
 def tell_all() -> dict[str, Any]:
     """One slice, then no room for two more, everything given back, then both."""
+    wait_for(lambda: free_resources()["TPU"] == len(HOSTS) * CHIPS)
     told: dict[str, Any] = {"at the start": free_resources(), "replicas": [replicas_of(1), replicas_of(2)]}
     one = reserve_slice(SETTINGS, num_hosts=2)
     told["one slice"] = probe_hosts(one, 2)
