@@ -39,16 +39,17 @@ check: $(READY)
 test: $(READY)
 	$(BIN)/pytest $(SHARED) -m "not slow and not parity"
 
+# Everything, compiled as for users: `test` compiles most programs quickly.
 test-all: $(READY)
-	$(BIN)/pytest $(SHARED) -m "not parity"
-	$(BIN)/pytest --cpu-kernels native tests/pipelines
+	$(BIN)/pytest $(SHARED) --optimized -m "not parity"
+	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
 # The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
 test-native: $(READY)
 	$(BIN)/pytest $(SHARED) --cpu-kernels native -m "not slow" tests/pipelines
 
 test-part: $(READY)
-	$(BIN)/pytest $(SHARED) -m "slow and not parity" --part $(PART)
+	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
 
 parity: $(TORCH)
 	$(BIN)/pytest -m parity tests/parity

@@ -13,14 +13,15 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.kernels.registry import CPU_NATIVE
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
-from tests.support.drive import run_alone
-from tests.support.engines import CORE
+from tests.support.drive import Way, run_alone
+from tests.support.engines import CORE, ONE_BUCKET
 from tests.support.native import NativeReference
 from tests.support.outcomes import Outcomes
 from tests.support.router_reference import RouterReference
 from tests.support.runners import optimized
 from tests.support.workload import mixed_workload
 
+ON_TWO_RANKS = Way(step_tokens=64, chunk_tokens=64)
 EngineFactory = Callable[..., Engine]
 ReferenceFactory = Callable[[Path], RouterReference]
 
@@ -72,6 +73,12 @@ def engine(engine_with: EngineFactory) -> Engine:
     """One device, two decode buckets, two prefill buckets, compiled as for users: its bits are what all is held to."""
     with optimized():
         return engine_with(max_step_tokens=256, precompile_bs_paddings=[1, 16], compile_cache="off")
+
+
+@pytest.fixture(scope="session")
+def two_ranks(engine_with: EngineFactory) -> Engine:
+    """Two data ranks of one device each, which are driven `ON_TWO_RANKS`."""
+    return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2)
 
 
 @pytest.fixture(scope="session")

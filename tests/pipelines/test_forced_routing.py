@@ -9,10 +9,9 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.requests import GenerationRequest
-from tests.pipelines.conftest import EngineFactory
+from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.asking import forcing, other_rows
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same, assert_same_scores
 from tests.support.workload import draw_prompt, mixed_workload, request_for
 
@@ -100,11 +99,9 @@ def test_forced_outcomes_do_not_depend_on_scheduling(engine: Engine, free: Outco
     assert_all_same({key: outcomes[key] for key in forced}, forced)
 
 
-def test_forced_outcomes_do_not_depend_on_data_ranks(engine_with: EngineFactory, free: Outcomes, forced: Outcomes):
-    spread = engine_with(devices_per_host=2, data_parallel_size=2, **ONE_BUCKET)
-    requests = forced_requests(free, spread.card.routing.num_experts)
-    way = Way(step_tokens=64, chunk_tokens=64)
-    assert_all_same(run_together(spread.runner, spread.card, requests, way=way), forced)
+def test_forced_outcomes_do_not_depend_on_data_ranks(two_ranks: Engine, free: Outcomes, forced: Outcomes):
+    requests = forced_requests(free, two_ranks.card.routing.num_experts)
+    assert_all_same(run_together(two_ranks.runner, two_ranks.card, requests, way=ON_TWO_RANKS), forced)
 
 
 def test_nobody_finds_what_was_computed_under_forced_routing(engine: Engine, free: Outcomes, forced: Outcomes):

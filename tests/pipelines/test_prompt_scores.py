@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import EngineFactory
+from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.asking import log_softmax, scoring_requests
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.engines import ONE_BUCKET
 from tests.support.logits import prompt_logits_of
 from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same_scores
 from tests.support.workload import draw_prompt, mixed_workload, request_for
@@ -61,10 +60,8 @@ def test_scores_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way
     assert_all_same({key: outcomes[key] for key in alone}, alone)
 
 
-def test_scores_do_not_depend_on_data_ranks(engine_with: EngineFactory, alone: Outcomes):
-    spread = engine_with(devices_per_host=2, data_parallel_size=2, **ONE_BUCKET)
-    way = Way(step_tokens=64, chunk_tokens=64)
-    assert_all_same(run_together(spread.runner, spread.card, scoring_requests(), way=way), alone)
+def test_scores_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):
+    assert_all_same(run_together(two_ranks.runner, two_ranks.card, scoring_requests(), way=ON_TWO_RANKS), alone)
 
 
 def test_a_prompt_that_was_sampled_scores_as_it_was_sampled(engine: Engine):

@@ -16,7 +16,6 @@ from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest,
 from tests.pipelines.conftest import ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcome, Outcomes
 from tests.support.router_reference import RouterReference, Tally
 from tests.support.workload import draw_prompt, engine_arguments, mixed_workload, request_for
@@ -105,11 +104,6 @@ def test_an_isolated_run_chooses_what_plain_numpy_chooses(uncached: Outcomes, re
 @pytest.mark.parametrize("name", WAYS)
 def test_the_way_does_not_show(name: str, engine: Engine, uncached: Outcomes):
     assert_same_routing(WAYS[name](engine, workload()), uncached)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(engine_with: Callable[..., Engine]) -> Engine:
-    return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2)
 
 
 STEP = {"step_tokens": 64, "chunk_tokens": 64}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,9 +116,9 @@ class Interleaving:
 
 
 @pytest.fixture(scope="module")
-def engines(engine: Engine, engine_with: Callable[..., Engine]) -> dict[int, Engine]:
+def engines(engine: Engine, two_ranks: Engine) -> dict[int, Engine]:
     """By the number of data ranks, of one device each."""
-    return {1: engine, 2: engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2)}
+    return {1: engine, 2: two_ranks}
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,16 @@ class Captured:
         for _ in range(count):
             self.routing |= {sequence: sequence.final_routing for sequence in self.cycle.run()[1]}
 
+    def begin(self, sequence: Sequence, num_turns: int) -> None:
+        """Add one more sequence, and turn."""
+        self.scheduler.add([sequence])
+        self.turn(num_turns)
+
+    def lose(self, sequence: Sequence) -> None:
+        """Preempt a sequence, whose pages go too."""
+        self.scheduler.preempt(sequence)
+        self.scheduler.flush()
+
     def finish(self, *groups: list[Sequence]) -> list[RoutedExperts]:
         """Run requests to their end; returns the routing of all their choices."""
         for group in groups:
@@ -100,8 +110,7 @@ def test_cached_rows_are_those_of_whoever_computed_them():
 @pytest.mark.parametrize("caches_prefixes", [True, False])
 def test_whoever_asks_finds_rows_of_requests_that_did_not(caches_prefixes: bool):
     captured = Captured(caches_prefixes=caches_prefixes)
-    captured.scheduler.add([one("not asking", 21, num_new=1)])
-    captured.turn(3)
+    captured.begin(one("not asking", 21, num_new=1), 3)
     (routing,) = captured.finish([wanting("asking", 21, num_new=1)])
     assert positions(routing) == list(range(21)) and routing.missing == ()
     assert (routing.source[0][2] == "cached") == caches_prefixes
@@ -110,10 +119,8 @@ def test_whoever_asks_finds_rows_of_requests_that_did_not(caches_prefixes: bool)
 def computed_twice() -> tuple[Captured, Sequence]:
     """A sequence that is preempted after six steps, computed anew from its first token, and run to its end."""
     captured, sequence = Captured(), wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
-    captured.scheduler.preempt(sequence)
-    captured.scheduler.flush()
+    captured.begin(sequence, 6)
+    captured.lose(sequence)
     captured.finish()
     return captured, sequence
 
@@ -136,8 +143,7 @@ def test_others_find_the_rows_of_the_first_run_too():
 def test_a_preemption_that_loses_nothing_shows_nowhere():
     captured = Captured()
     sequence = wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
+    captured.begin(sequence, 6)
     captured.scheduler.preempt(sequence)
     captured.finish()
     assert captured.of(sequence).source == ((0, 20, "computed"),)
@@ -156,8 +162,7 @@ def test_choices_share_the_rows_of_their_prompt():
 def test_an_abort_misses_what_is_still_on_its_way(num_turns: int, num_known: int):
     captured = Captured(chunk_tokens=8)
     sequence = wanting("a", 20, num_new=30)
-    captured.scheduler.add([sequence])
-    captured.turn(num_turns)
+    captured.begin(sequence, num_turns)
     routing = captured.abort(sequence)
     count = max(sequence.num_tokens - 1, min(8 * num_turns, 20))
     assert len(routing.rows) == count
@@ -170,8 +175,7 @@ def test_an_abort_misses_what_is_still_on_its_way(num_turns: int, num_known: int
 def test_an_abort_while_it_waits_reports_what_was_kept():
     captured = Captured()
     sequence = wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
+    captured.begin(sequence, 6)
     captured.scheduler.preempt(sequence)
     blocker = [one(f"b{i}", [300 + i], num_new=40) for i in range(4)]
     captured.scheduler.waiting.clear()
@@ -189,8 +193,7 @@ def test_rows_that_were_on_their_way_at_a_preemption_are_kept_once_they_are_in(o
     """Nine pages are too few for two prompts of twenty and what follows them: the younger one gives its pages back."""
     captured = Captured(overlaps=overlaps, num_pages=10, chunk_tokens=8, step_tokens=32)
     old, young = wanting("old", 12, num_new=20), wanting("young", [300 + i for i in range(20)], num_new=2)
-    captured.scheduler.add([old])
-    captured.turn(4)
+    captured.begin(old, 4)
     captured.scheduler.add([young])
     while not captured.scheduler.num_preemptions:
         captured.turn()
@@ -202,11 +205,9 @@ def test_rows_that_were_on_their_way_at_a_preemption_are_kept_once_they_are_in(o
 def test_rows_of_a_prompt_stand_in_until_it_is_computed_anew():
     captured = Captured(chunk_tokens=8)
     sequence = wanting("a", 20, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
+    captured.begin(sequence, 6)
     for _ in range(2):
-        captured.scheduler.preempt(sequence)
-        captured.scheduler.flush()
+        captured.lose(sequence)
         captured.turn(2)
     routing = captured.abort(sequence)
     assert positions(routing) == list(range(sequence.num_tokens - 1)) and routing.missing == ()
@@ -235,8 +236,7 @@ def test_rows_that_never_come_are_missing():
 def test_a_store_of_overwritten_pages_is_missing_and_not_wrong():
     captured = Captured()
     sequence = wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(3)
+    captured.begin(sequence, 3)
     sequence.page_generations[1] += 1000
     assert captured.abort(sequence).missing == ((4, 8),)
 
@@ -244,8 +244,7 @@ def test_a_store_of_overwritten_pages_is_missing_and_not_wrong():
 def test_every_row_names_the_weights_it_was_computed_under():
     captured = Captured()
     sequence = wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(4)
+    captured.begin(sequence, 4)
     captured.capture.set_weight_version("w")
     assert captured.capture.weight_version == "w"
     captured.finish()
@@ -259,10 +258,8 @@ def test_every_row_names_the_weights_it_was_computed_under():
 def test_kept_rows_keep_their_version():
     captured = Captured()
     sequence = wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
-    captured.scheduler.preempt(sequence)
-    captured.scheduler.flush()
+    captured.begin(sequence, 6)
+    captured.lose(sequence)
     captured.turn(0)
     captured.capture.set_weight_version("w")
     captured.finish()
@@ -283,8 +280,7 @@ def changed(captured: Captured, *, retracts: bool) -> None:
 @pytest.mark.parametrize("retracts", [True, False])
 def test_pages_whose_rows_are_of_older_weights_than_their_keys_are_found_by_nobody(retracts: bool):
     captured, sequence = Captured(), wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
+    captured.begin(sequence, 6)
     changed(captured, retracts=retracts)
     captured.turn(2)
     if not retracts:
@@ -351,8 +347,7 @@ def test_a_corrupted_store_is_missing_rows_and_never_wrong(seed: int):
 def test_pieces_start_where_they_are_asked_to():
     captured = Captured()
     sequence = wanting("a", 9, num_new=12)
-    captured.scheduler.add([sequence])
-    captured.turn(6)
+    captured.begin(sequence, 6)
     for start in range(14):
         routing = captured.capture.gather(sequence, start=start)
         assert routing.start == start and positions(routing) == list(range(start, sequence.num_tokens - 1))
