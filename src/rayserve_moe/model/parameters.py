@@ -95,7 +95,19 @@ def _attention_specs(spec: ModelSpec, dtype: str, repeats: int) -> dict[str, Par
         specs["v_bias_LG"] = of_kv_heads(per_layer("v_bias", kv_width, "kv_heads", "normal"))
     if attention.output_bias:
         specs["o_bias_LD"] = per_layer("o_bias", width, "model", "normal")
-    return specs
+    return specs | (_cut_out_of_one(specs, spec) if attention.fused_qkv else {})
+
+
+def _cut_out_of_one(specs: dict[str, ParamSpec], spec: ModelSpec) -> dict[str, ParamSpec]:
+    """Parameters of q, k and v whose columns follow each other in one tensor of the file."""
+    attention = spec.attention
+    q_width, kv_width = (count * attention.head_dim for count in (attention.num_heads, attention.num_kv_heads))
+    starts = {"q_": 0, "k_": q_width, "v_": q_width + kv_width}
+    return {
+        name: replace(found, start=starts[name[:2]], file_columns=q_width + 2 * kv_width)
+        for name, found in specs.items()
+        if name[:2] in starts and "norm" not in name
+    }
 
 
 def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, ParamSpec]:

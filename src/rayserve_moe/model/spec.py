@@ -61,7 +61,8 @@ class AttentionSpec:
     v (of the two down projections with `latent`), `output_bias` that of o. `qk_norm`: `none`, `head` (per head) or
     `full` (the whole projection). `clip_qkv` bounds q, k and v after the norm. `sinks`: one logit per query head, in
     the denominator of the softmax alone. `windows` gives the number of positions that each layer sees, its own
-    included, 0 for all of them (empty: all everywhere). `score_scale` None stands for head_dim ** -0.5.
+    included, 0 for all of them (empty: all everywhere). `score_scale` None stands for head_dim ** -0.5. `fused_qkv`:
+    files hold q, k and v of a layer as rows of one tensor, in this order.
     """
 
     num_heads: int
@@ -76,6 +77,7 @@ class AttentionSpec:
     sinks: bool = _only(False)
     windows: tuple[int, ...] = _only(())
     score_scale: float | None = _only(None)
+    fused_qkv: bool = _of_files(False, True)
 
 
 @dataclass(frozen=True)
