@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from tests.support.family_cases import FamilyCase
 
 _ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
@@ -39,9 +40,16 @@ class FamilyReference:
         _perturb(self.model, torch.Generator().manual_seed(case.variant + 1))
 
     def save(self, directory: Path) -> Path:
-        """Write the checkpoint in the published names."""
+        """Write the checkpoint in the published names, with a tokenizer."""
         self.model.save_pretrained(directory)
+        write_tokenizer(directory, self.model.config.vocab_size)
         return directory
+
+    def selection_bias(self) -> np.ndarray:
+        """What is added to scores to choose, float32 [M, E]; [0] where nothing is."""
+        arrays = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        found = [array for name, array in arrays.items() if name.endswith("e_score_correction_bias")]
+        return np.stack([array.detach().numpy().reshape(-1) for array in found]) if found else np.zeros(1, np.float32)
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Scored:

@@ -16,6 +16,7 @@ _SIZES = {
     "eos_token_id": 2,
 }
 _LATENT = {
+    "num_key_value_heads": 4,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
@@ -89,7 +90,7 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
     "glm4_moe_lite": (
         {**_LATENT, "q_lora_rank": 20, "n_shared_experts": 1, "num_key_value_heads": 4},
         {
-            **_LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2,
+            **_LATENT, "q_lora_rank": None, "n_group": 4, "topk_group": 2,
             "mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": _MSCALE,
         },
         {

@@ -1,0 +1,118 @@
+"""Compare an engine over any family's checkpoint with the Hugging Face implementation: logits, greedy ids, routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe import Engine, extract_routed_experts_from_meta_info
+from rayserve_moe.model.spec import ModelSpec, RouterSpec
+from tests.parity.family_reference import FamilyReference, Scored
+from tests.support.logits import prompt_logits_of
+
+NUM_NEW_TOKENS = 64
+PROMPT_LENGTHS = (1, 6, 30, 47)
+MAX_RELATIVE_DIFFERENCE = 1e-5
+"""Of float32 logits, by the largest of them."""
+TIE_GAP = 1e-5
+
+ENGINE: dict[str, Any] = {
+    "enable_return_routed_experts": True,
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "num_pages": 64,
+    "max_step_tokens": 32,
+    "precompile_bs_paddings": [4],
+}
+"""Fewer tokens per step than the longest prompts, so that prompts are cut into chunks and mix with decoding."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the reference answers: prompts, greedy ids after each, and what it computed for all but the last id."""
+
+    prompts: list[list[int]]
+    greedy_ids: list[list[int]]
+    scored: list[Scored]
+    selection_bias: np.ndarray
+
+    @property
+    def size(self) -> float:
+        """The largest logit."""
+        return max(float(np.abs(one.logits).max()) for one in self.scored)
+
+
+def reference_of(reference: FamilyReference, *, seed: int) -> Reference:
+    """Run the reference over prompts of PROMPT_LENGTHS."""
+    generator = np.random.default_rng([seed, 78])
+    prompts = [generator.integers(3, reference.model.config.vocab_size, size).tolist() for size in PROMPT_LENGTHS]
+    greedy_ids = [reference.greedy(prompt, count=NUM_NEW_TOKENS) for prompt in prompts]
+    scored = [reference.score([*prompt, *ids[:-1]]) for prompt, ids in zip(prompts, greedy_ids, strict=True)]
+    return Reference(prompts, greedy_ids, scored, reference.selection_bias())
+
+
+def logit_difference(engine: Engine, reference: Reference) -> float:
+    """The largest difference of any logit, by the largest logit. One device."""
+    logits_of = prompt_logits_of(engine.runner, longest=max(PROMPT_LENGTHS) + NUM_NEW_TOKENS)
+    sequences = [[*p, *ids[:-1]] for p, ids in zip(reference.prompts, reference.greedy_ids, strict=True)]
+    pairs = zip(sequences, reference.scored, strict=True)
+    return max(float(np.abs(logits_of(ids) - one.logits).max()) for ids, one in pairs) / reference.size
+
+
+def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Greedy continuations of all prompts in one batch, with routing and log-probs."""
+    sampling = {"max_new_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    return engine.generate(
+        input_ids=[list(prompt) for prompt in prompts],
+        sampling_params=sampling,
+        return_routed_experts=True,
+        return_logprob=True,
+    )
+
+
+def assert_same_answers(answers: list[dict[str, Any]], reference: Reference) -> None:
+    """Ids are equal, and log-probs follow from logits that differ by MAX_RELATIVE_DIFFERENCE."""
+    assert [answer["output_ids"] for answer in answers] == reference.greedy_ids
+    for answer, one in zip(answers, reference.scored, strict=True):
+        logits = one.logits[-NUM_NEW_TOKENS:].astype(np.float64)
+        wanted = logits.max(-1) - np.logaddexp.reduce(logits, axis=-1)
+        found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2 * MAX_RELATIVE_DIFFERENCE * reference.size)
+
+
+def differing_rows(answers: list[dict[str, Any]], reference: Reference, spec: ModelSpec) -> tuple[int, int]:
+    """How many routing rows hold other experts than the reference's, and of how many; AssertionError where no tie."""
+    num_differing = num_rows = 0
+    for answer, one in zip(answers, reference.scored, strict=True):
+        flat = extract_routed_experts_from_meta_info(answer)
+        rows = flat.reshape(len(one.logits), spec.num_layers, spec.router.top_k)
+        assert not np.delete(rows, spec.moe_layer_ids, axis=1).any(), "dense layers are filled with zeros"
+        found = np.sort(rows[:, list(spec.moe_layer_ids)], axis=-1)
+        differs = (found != np.sort(one.chosen, axis=-1)).any(-1)
+        gaps = selection_gaps(one.router_logits, reference.selection_bias, spec.router)
+        assert not (differs & (gaps >= TIE_GAP)).any(), f"{differs.sum()} of {differs.size} router rows differ"
+        num_differing, num_rows = num_differing + int(differs.sum()), num_rows + differs.size
+    return num_differing, num_rows
+
+
+def selection_gaps(logits_TME: np.ndarray, bias_ME: np.ndarray, router: RouterSpec) -> np.ndarray:
+    """How far from another choice each row is [T, M]: by the last expert chosen, or the last group kept."""
+    logits = logits_TME.astype(np.float64)
+    exponents = np.exp(logits - logits.max(-1, keepdims=True))
+    scores = 1 / (1 + np.exp(-logits)) if router.score == "sigmoid" else exponents / exponents.sum(-1, keepdims=True)
+    scores = scores + (bias_ME if router.selection_bias else 0)
+    gaps = np.full(scores.shape[:-1], np.inf)
+    if router.num_groups > router.groups_kept:
+        groups = np.sort(scores.reshape(*scores.shape[:-1], router.num_groups, -1), axis=-1)
+        of_group = groups[..., -2:].sum(-1) if router.group_score == "top2_sum" else groups[..., -1]
+        ranked = -np.sort(-of_group, axis=-1)
+        gaps = ranked[..., router.groups_kept - 1] - ranked[..., router.groups_kept]
+        is_kept = of_group >= ranked[..., router.groups_kept - 1, None]
+        scores = np.where(np.repeat(is_kept, groups.shape[-1], axis=-1), scores, -np.inf)
+    ranked = -np.sort(-scores, axis=-1)
+    if router.top_k == router.num_experts:
+        return gaps
+    return np.minimum(gaps, ranked[..., router.top_k - 1] - ranked[..., router.top_k])

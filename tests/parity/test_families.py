@@ -1,0 +1,65 @@
+"""Every family, served in float32, against the Hugging Face implementation run here and now; needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayserve_moe import Engine
+from tests.support.family_cases import FAMILY_CASES, FamilyCase
+
+comparison = pytest.importorskip("tests.parity.family_comparison", reason="the live comparison needs torch")
+live = pytest.importorskip("tests.parity.family_reference", reason="the live comparison needs torch: `make parity`")
+
+pytestmark = pytest.mark.parity
+
+CASES = [pytest.param(case, id=case.name, marks=() if case.variant == 0 else pytest.mark.slow) for case in FAMILY_CASES]
+MESH: dict[str, Any] = {"devices_per_host": 4, "data_parallel_size": 2}
+
+
+class Served:
+    """A case's checkpoint, what the reference says of it, and engines over it by their settings."""
+
+    def __init__(self, case: FamilyCase, directory: Path, *, running: ExitStack) -> None:
+        model = live.FamilyReference(case)
+        self.path = model.save(directory)
+        self.reference = comparison.reference_of(model, seed=case.variant)
+        self._running, self._engines = running, {}
+
+    def engine(self, **settings: Any) -> Engine:
+        """The engine with these settings, started once."""
+        key = repr(settings)
+        if key not in self._engines:
+            engine = Engine(str(self.path), **comparison.ENGINE, **settings)
+            self._engines[key] = self._running.enter_context(engine)
+        return self._engines[key]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with ExitStack() as running:
+        yield Served(request.param, tmp_path_factory.mktemp("family"), running=running)
+
+
+def test_logits_are_those_of_the_reference(served: Served):
+    assert comparison.logit_difference(served.engine(), served.reference) <= comparison.MAX_RELATIVE_DIFFERENCE
+
+
+def test_greedy_ids_and_routing_are_those_of_the_reference(served: Served):
+    answers = comparison.answers_of(served.engine(), served.reference.prompts)
+    comparison.assert_same_answers(answers, served.reference)
+    num_differing, num_rows = comparison.differing_rows(answers, served.reference, served.engine().runner.config.spec)
+    assert num_differing <= 1e-3 * num_rows
+
+
+@pytest.mark.slow
+def test_four_devices_answer_as_the_reference(served: Served):
+    spread = served.engine(**MESH)
+    answers = comparison.answers_of(spread, served.reference.prompts)
+    comparison.assert_same_answers(answers, served.reference)
+    num_differing, num_rows = comparison.differing_rows(answers, served.reference, spread.runner.config.spec)
+    assert num_differing <= 1e-3 * num_rows
