@@ -24,7 +24,7 @@ class LatentModel:
     score_scale: float | None = None
     interleaved: bool = False
     num_layers: int = 2
-    norm_eps: float = 1e-3
+    norm_eps: float = 0.1
     seed: int = field(default=5, repr=False)
 
     @property

@@ -106,9 +106,16 @@ def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token_in_its_own_la
     assert np.isnan(rows[LENGTH:]).all()
 
 
-@pytest.mark.parametrize("cut", ["one prompt", "a prompt, then decoding"])
-def test_devices_with_some_of_the_heads_add_up_to_all_of_them_and_hold_the_same_cache(cut):
+@pytest.mark.parametrize("change", [{"norm_eps": 1e-6}, {"score_scale": 0.4}, {"interleaved": True}], ids=str)
+def test_what_is_configured_shows_in_what_outputs_are_held_to(change):
     model = MODELS["queries of a latent"]
+    hidden, weights = drawn(model), model.weights()
+    expected, changed = (m.dense(hidden, weights, layer=LAYER, theta=THETA) for m in (model, replace(model, **change)))
+    assert np.abs(changed - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+def test_devices_with_some_of_the_heads_add_up_to_all_of_them_and_hold_the_same_cache():
+    model, cut = MODELS["queries of a latent"], "a prompt, then decoding"
     hidden, weights = drawn(model), model.weights()
     whole, pool = run(model, weights, hidden, CUTS[cut])
     part = replace(model, heads=model.heads // 2)
