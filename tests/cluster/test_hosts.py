@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +121,25 @@ def loop_over(
     return EngineLoop(executor, card, settings=wanted)
 
 
+@contextmanager
+def running(executor: OverTransport, card: ModelCard, **changes: Any) -> Iterator[EngineLoop]:
+    """A loop that is shut down in the end."""
+    loop = loop_over(executor, card, **changes)
+    try:
+        yield loop
+    finally:
+        loop.shutdown()
+
+
+def transport_to(group: GroupExecutor, name: str) -> StepTransport:
+    return TRANSPORTS[name](group.workers, timeout_s=60.0)
+
+
+def assert_nothing_was_compiled(group: GroupExecutor) -> None:
+    """Since the start of its two hosts."""
+    assert ray.get([worker.num_compilations_since_start.remote() for worker in group.workers]) == [0, 0]
+
+
 def complete(
     loop: EngineLoop, tokenizer: Tokenizer, *, which: Sequence[int] = range(len(PROMPTS)), returns_routing: bool = True
 ) -> list[ChoiceResult]:
@@ -162,12 +182,8 @@ def test_two_hosts_answer_as_one_process(
 ) -> None:
     executor, num_pages = group
     card, wanted = expected
-    transport = TRANSPORTS[name](executor.workers, timeout_s=60.0)
-    loop = loop_over(OverTransport(transport, num_pages), card)
-    try:
+    with running(OverTransport(transport_to(executor, name), num_pages), card) as loop:
         assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
-    finally:
-        loop.shutdown()
 
 
 def test_a_compiled_graph_answers_as_one_process_and_is_gone_when_idle(
@@ -180,15 +196,12 @@ def test_a_compiled_graph_answers_as_one_process_and_is_gone_when_idle(
     while not transport.is_compiled:
         assert time.monotonic() < deadline, "the graph was never compiled"
         transport.execute(StepPlan(0))
-    loop = loop_over(OverTransport(transport, num_pages), card)
-    try:
+    with running(OverTransport(transport, num_pages), card) as loop:
         assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
         while transport.is_compiled:
             assert time.monotonic() < deadline, "the graph outlives the work"
             time.sleep(0.05)
         assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
-    finally:
-        loop.shutdown()
 
 
 @pytest.mark.slow
@@ -200,14 +213,9 @@ def test_two_data_ranks_on_two_hosts_answer_as_one_process(
     card, wanted = expected
     with two_hosts(checkpoint, data_parallel_size=2, expert_backend=backend) as (executor, num_pages):
         for name in TRANSPORTS:
-            transport = TRANSPORTS[name](executor.workers, timeout_s=60.0)
-            loop = loop_over(OverTransport(transport, num_pages), card, num_data_ranks=2)
-            try:
+            with running(OverTransport(transport_to(executor, name), num_pages), card, num_data_ranks=2) as loop:
                 assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
-            finally:
-                loop.shutdown()
-        counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
-        assert counts == [0, 0]
+        assert_nothing_was_compiled(executor)
 
 
 @pytest.mark.slow
@@ -220,17 +228,11 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
     changes = {"enable_eplb": True, "eplb_slots_per_step": 1, "num_redundant_experts": 4, "expert_backend": backend}
     with two_hosts(checkpoint, data_parallel_size=2, **changes) as (executor, num_pages):
         for name in TRANSPORTS:
-            over = OverTransport(
-                TRANSPORTS[name](executor.workers, timeout_s=60.0),
-                num_pages,
-                num_expert_ranks=4,
-                num_redundant_experts=4,
-            )
-            loop = loop_over(over, card, num_data_ranks=2, balancing=balancing)
-            assert loop.eplb is not None
-            migration = loop.eplb.migration
-            start = migration.placement
-            try:
+            over = OverTransport(transport_to(executor, name), num_pages, num_expert_ranks=4, num_redundant_experts=4)
+            with running(over, card, num_data_ranks=2, balancing=balancing) as loop:
+                assert loop.eplb is not None
+                migration = loop.eplb.migration
+                start = migration.placement
                 for seed in range(3):
                     loop.eplb.head_for(random_placement(start, seed))
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
@@ -240,10 +242,7 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
                 while migration.progress.version < 4 or not migration.progress.is_done:
                     assert time.monotonic() < deadline, "experts never arrive"
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
-            finally:
-                loop.shutdown()
-        counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
-        assert counts == [0, 0]
+        assert_nothing_was_compiled(executor)
 
 
 @pytest.mark.slow
@@ -268,13 +267,9 @@ def test_experts_with_limited_room_choose_over_two_hosts_as_in_one_process(rayle
         card, (wanted, share) = engine.card, answers(engine.loop)
     assert 0 < share < 1, "room was never short"
     with two_hosts(checkpoint, **limited) as (executor, num_pages):
-        transport = TRANSPORTS["sockets"](executor.workers, timeout_s=60.0)
-        over = OverTransport(transport, num_pages, num_expert_ranks=4, num_redundant_experts=4)
-        loop = loop_over(over, card, num_data_ranks=2)
-        try:
+        over = OverTransport(transport_to(executor, "sockets"), num_pages, num_expert_ranks=4, num_redundant_experts=4)
+        with running(over, card, num_data_ranks=2) as loop:
             found, share_of_hosts = answers(loop)
-        finally:
-            loop.shutdown()
     assert share_of_hosts == share
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -282,9 +277,7 @@ def test_experts_with_limited_room_choose_over_two_hosts_as_in_one_process(rayle
 
 
 def test_no_host_compiles_after_the_start(group: tuple[GroupExecutor, int]) -> None:
-    executor, _ = group
-    counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
-    assert counts == [0, 0]
+    assert_nothing_was_compiled(group[0])
 
 
 def test_no_host_collects_what_it_has_loaded(group: tuple[GroupExecutor, int]) -> None:
@@ -313,29 +306,23 @@ def test_a_lost_host_ends_requests_with_an_error_and_the_engine_says_so(
     loop.shutdown()
 
 
-def restarted(
-    checkpoint: Path, programs: Path, expected: tuple[ModelCard, list[ChoiceResult]]
-) -> tuple[StartReport, list[int]]:
-    """Start a group anew, which answers as one process; returns its report, and what its hosts compiled afterwards."""
+def restarted(checkpoint: Path, programs: Path, expected: tuple[ModelCard, list[ChoiceResult]]) -> StartReport:
+    """Start a group anew, which answers as one process and compiles nothing more; returns its report."""
     card, wanted = expected
     with starting_hosts(checkpoint, compile_cache=programs) as executor:
         report = executor.start()
-        loop = loop_over(OverTransport(executor, report.num_pages), card)
-        try:
+        with running(OverTransport(executor, report.num_pages), card) as loop:
             assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
-            counts = ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers])
-        finally:
-            loop.shutdown()
-    return report, counts
+            assert_nothing_was_compiled(executor)
+    return report
 
 
 def test_the_next_group_finds_the_programs_of_every_host_and_answers_as_one_process(
     group: object, expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path, programs: Path
 ) -> None:
     """After a host was lost, too."""
-    report, counts = restarted(checkpoint, programs, expected)
+    report = restarted(checkpoint, programs, expected)
     assert report.num_programs_found == report.num_programs > 0
-    assert counts == [0, 0]
 
 
 @pytest.mark.slow
@@ -344,7 +331,7 @@ def test_a_host_that_lacks_a_program_compiles_it_while_the_others_wait(
 ) -> None:
     largest = max((programs / "executables" / "1-of-2").iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:1000])
-    report, counts = restarted(checkpoint, programs, expected)
-    assert report.num_programs_found == report.num_programs - 1 and counts == [0, 0]
-    report, _ = restarted(checkpoint, programs, expected)
+    report = restarted(checkpoint, programs, expected)
+    assert report.num_programs_found == report.num_programs - 1
+    report = restarted(checkpoint, programs, expected)
     assert report.num_programs_found == report.num_programs

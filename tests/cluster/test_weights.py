@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,15 @@ from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
-from tests.cluster.test_hosts import OverTransport, assert_same, complete, loop_over, two_hosts
+from tests.cluster.test_hosts import (
+    OverTransport,
+    assert_nothing_was_compiled,
+    assert_same,
+    complete,
+    running,
+    transport_to,
+    two_hosts,
+)
 from tests.support.broken_weights import WAYS, broken_copy
 
 LONG = SamplingParams(max_new_tokens=90, temperature=0.0, ignore_eos=True)
@@ -37,7 +45,7 @@ class OverGroup(OverTransport):
     """A running group under another transport, or its own."""
 
     def __init__(self, group: GroupExecutor, transport: str, num_pages: int) -> None:
-        super().__init__(TRANSPORTS[transport](group.workers, timeout_s=60.0), num_pages)
+        super().__init__(transport_to(group, transport), num_pages)
         self._group = group
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
@@ -66,14 +74,11 @@ def group(raylets: int, checkpoint: Path) -> Iterator[tuple[GroupExecutor, int]]
         yield running
 
 
-@contextmanager
-def running_loop(group: tuple[GroupExecutor, int], card: ModelCard, transport: str) -> Iterator[EngineLoop]:
+def running_loop(
+    group: tuple[GroupExecutor, int], card: ModelCard, transport: str
+) -> AbstractContextManager[EngineLoop]:
     executor, num_pages = group
-    loop = loop_over(OverGroup(executor, transport, num_pages), card)
-    try:
-        yield loop
-    finally:
-        loop.shutdown()
+    return running(OverGroup(executor, transport, num_pages), card)
 
 
 def long_request(name: str) -> GenerationRequest:
@@ -104,8 +109,7 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
             assert versions[-1] == loop.card.weight_version == f"version {number}" and len(versions) == 2
             assert result.routing is not None and result.routing.weight_version[-1][2] == versions[-1]
             assert_same(complete(loop, tokenizer), answers[path])
-    executor, _ = group
-    assert ray.get([worker.num_compilations_since_start.remote() for worker in executor.workers]) == [0, 0]
+    assert_nothing_was_compiled(group[0])
 
 
 def test_a_host_that_cannot_use_the_weights_keeps_all_from_changing(
@@ -120,16 +124,12 @@ def test_a_host_that_cannot_use_the_weights_keeps_all_from_changing(
         assert not outcome.success and "truncated" in outcome.message and "marker" not in outcome.message
         assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
     first, second = executor.workers
-    try:
-        ray.get([first.begin_staging.remote(str(other_checkpoint), None)])
-        only_second = GroupOfPaths(executor, [str(other_checkpoint), str(broken)])
-        loop = loop_over(only_second, card)
+    ray.get([first.begin_staging.remote(str(other_checkpoint), None)])
+    with running(GroupOfPaths(executor, [str(other_checkpoint), str(broken)]), card) as loop:
         outcome = loop.control.update_weights(WeightOrder(str(broken))).result(60)
         assert not outcome.success and "host 1" in outcome.message
         assert ray.get([worker.__ray_call__.remote(_has_staged) for worker in (first, second)]) == [False, False]
         assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
-    finally:
-        loop.shutdown()
 
 
 def _has_staged(worker: object) -> bool:
