@@ -19,6 +19,7 @@ SAMPLED = [
     ("qwen3-30b-a3b", ServedSetting("v5e:2x4", tp=4, expert_backend="replicated", batch=64, page_size=16)),
     ("qwen3-235b-a22b", ServedSetting("v5p:2x4x4", redundant_experts=32, expert_backend="all_to_all")),
 ]
+"""The first one's chip, model and exchange are in `test_balanced_selection` too, whose step has more in it."""
 WHOLE = [
     ("qwen3-30b-a3b", ServedSetting("v5e:4x4")),
     ("qwen3-30b-a3b", ServedSetting("tpu7x:2x2x1", tp=2, kv_dtype="float8_e4m3fn")),
@@ -58,7 +59,9 @@ def forward(model: str, setting: ServedSetting, name: str) -> ProgramReport:
     return program
 
 
-@pytest.mark.parametrize(("model", "setting"), SAMPLED, ids=name_of)
+@pytest.mark.parametrize(
+    ("model", "setting"), [pytest.param(*SAMPLED[0], marks=pytest.mark.slow), *SAMPLED[1:]], ids=name_of
+)
 def test_two_layers_decode_without_copies(model, setting):
     program = forward(model, setting, "decode_forward")
     assert_sound(program)

@@ -131,22 +131,26 @@ def tally() -> Tally:
     return Tally()
 
 
-@pytest.mark.parametrize("num_data_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-@settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+@pytest.mark.parametrize(
+    ("num_data_ranks", "num_examples"),
+    [(2, 40), *(pytest.param(ranks, 150, marks=pytest.mark.slow) for ranks in (1, 2))],
 )
-@given(events=EVENTS, way=WAYS)
 def test_every_row_is_that_of_an_isolated_run_or_reported_missing(
-    engines: dict[int, Engine], reference: RouterReference, tally: Tally, num_data_ranks, events, way
+    engines: dict[int, Engine], reference: RouterReference, tally: Tally, num_data_ranks: int, num_examples: int
 ):
     engine = engines[num_data_ranks]
-    if num_data_ranks > 1:
-        way = replace(way, num_rows=ROWS_OF_A_RANK)
-    interleaving = Interleaving(cycle_for(engine.runner, engine.card, way), engine, reference, tally)
-    for name, *arguments in events:
-        getattr(interleaving, name)(*arguments)
-    interleaving.finish()
+
+    @settings(max_examples=num_examples, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @given(events=EVENTS, way=WAYS)
+    def check(events: list[tuple], way: Way) -> None:
+        if num_data_ranks > 1:
+            way = replace(way, num_rows=ROWS_OF_A_RANK)
+        interleaving = Interleaving(cycle_for(engine.runner, engine.card, way), engine, reference, tally)
+        for name, *arguments in events:
+            getattr(interleaving, name)(*arguments)
+        interleaving.finish()
+
+    check()
 
 
 def test_ties_excuse_hardly_anything(tally: Tally):

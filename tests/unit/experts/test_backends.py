@@ -29,7 +29,7 @@ CASE = MoeCase(num_tokens=37, width=128, inner=48)
 
 @cache
 def compiled(backend: str, mesh: tuple[int, int] = (2, 2), num_redundant: int = 8, **config) -> MoeRun:
-    plan, optimized = plan_of(*mesh), mesh == (2, 2)
+    plan, optimized = plan_of(*mesh), mesh == (2, 2) and backend != "replicated"
     return MoeRun(CASE, plan, backend=backend, num_redundant=num_redundant, optimized=optimized, **config)
 
 
