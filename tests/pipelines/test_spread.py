@@ -19,6 +19,7 @@ from tests.support.checkpoints import CORE_CONFIG, PAGE_SIZE
 from tests.support.drive import Way, choices_of, cycle_for, run_alone, run_together
 from tests.support.expert_cases import shuffled
 from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.placements import SIZES, Spread
 from tests.support.runners import TWO_SHAPES, WAY, card_of, new_runner
 from tests.support.workload import draw_prompt, mixed_workload, request_for
 
@@ -27,20 +28,6 @@ CONFIG = replace(CORE_CONFIG, num_attention_heads=8)
 
 NUM_REDUNDANT = 8
 """A step holds one block of a prompt: so there is one shape with prompts to compile, and one without."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """One way to lay the model out."""
-
-    data: int
-    tensor: int
-    backend: str = "auto"
-    num_redundant: int = 0
-    shuffled: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.data}x{self.tensor}-{self.backend}-R{self.num_redundant}{'-shuffled' * self.shuffled}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,6 @@ def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
     return Spreads(runner, card, alone)
 
 
-SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
 MATRIX = [
     Spread(*sizes, backend, num_redundant, is_shuffled)
     for sizes, backend, num_redundant, is_shuffled in itertools.product(

@@ -1,10 +1,34 @@
-"""Placements to move experts to."""
+"""Ways to lay a model out, and placements to move its experts to."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement, placement_from
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Data ranks by tensor ranks, and how experts lie over all of them."""
+
+    data: int
+    tensor: int
+    backend: str = "auto"
+    num_redundant: int = 0
+    shuffled: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.tensor
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.tensor}-{self.backend}-R{self.num_redundant}{'-shuffled' * self.shuffled}"
+
+
+SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
+"""Data by tensor ranks: either alone and both, up to the eight devices of the test process."""
 
 
 def random_placement(like: ExpertPlacement, seed: int) -> ExpertPlacement:

@@ -11,8 +11,8 @@ import pytest
 from rayserve_moe.balancing.placement import placement_from
 from rayserve_moe.experts.backends import EXPERT_BACKENDS
 from tests.support.expert_cases import MoeCase, MoeRun, all_to, dense, placements_for, plan_of
+from tests.support.placements import SIZES
 
-MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
 SAMPLED = [
     ("local", (1, 1), 8),
     ("replicated", (2, 2), 8),
@@ -35,7 +35,7 @@ def compiled(backend: str, mesh: tuple[int, int] = (2, 2), num_redundant: int = 
 
 def matrix():
     for backend in EXPERT_BACKENDS:
-        for mesh in MESHES:
+        for mesh in SIZES:
             for num_redundant in (0, 8, 16):
                 if backend == "local" and mesh != (1, 1):
                     continue

@@ -16,6 +16,7 @@ from rayserve_moe.kernels.layers import router_scores
 from rayserve_moe.kernels.registry import CPU
 from tests.support.balanced_oracle import Selected, balanced_oracle, oracle_capacity, ranked
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of, sums_of
+from tests.support.placements import SIZES
 
 CASE = MoeCase(num_tokens=22, width=128, inner=16)
 LAYER = 1
@@ -27,7 +28,7 @@ SAMPLED = [
 
 def matrix():
     for backend in ("local", "replicated", "all_to_all", "fused"):
-        for mesh in [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]:
+        for mesh in SIZES:
             for num_redundant in (0, 8, 16):
                 for scope in ("global", "data_rank"):
                     if backend == "local" and mesh != (1, 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from rayserve_moe.model.transformer import ModelConfig, forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.placements import SIZES, Spread
 
 # A vocabulary that no number of devices divides, and heads for eight of them.
 CONFIG = replace(CORE_CONFIG, vocab_size=509, num_attention_heads=8)
@@ -48,30 +49,9 @@ class RankResult(NamedTuple):
     kv_pages: np.ndarray
 
 
-@dataclass(frozen=True)
-class Spread:
-    """One way to lay the model out."""
-
-    data: int
-    tensor: int
-    backend: str = "auto"
-    num_redundant: int = 0
-    shuffled: bool = False
-
-    @property
-    def num_devices(self) -> int:
-        return self.data * self.tensor
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        if not self.shuffled:
-            return identity_placement(
-                NUM_MOE_LAYERS, NUM_EXPERTS, ep_size=self.num_devices, num_redundant=self.num_redundant
-            )
-        return shuffled_placement(self.num_devices, self.num_redundant)
-
-    def __str__(self) -> str:
-        return f"{self.data}x{self.tensor}-{self.backend}-R{self.num_redundant}{'-shuffled' * self.shuffled}"
+def placement_of(spread: Spread) -> ExpertPlacement:
+    sizes = {"ep_size": spread.num_devices, "num_redundant": spread.num_redundant}
+    return shuffled_placement(**sizes) if spread.shuffled else identity_placement(NUM_MOE_LAYERS, NUM_EXPERTS, **sizes)
 
 
 def shuffled_placement(ep_size: int, num_redundant: int) -> ExpertPlacement:
@@ -104,12 +84,12 @@ class Model:
             num_redundant=spread.num_redundant,
         )
         self.params = load_parameters(
-            WeightSource(files, CHECKPOINT_RULES, spread.placement.expert_of_slot),
+            WeightSource(files, CHECKPOINT_RULES, placement_of(spread).expert_of_slot),
             tree,
             sharding_of=lambda param: plan.sharding(param.axes),
         )
         plain = spread.num_redundant == 0 and not spread.shuffled
-        self._maps = None if plain else placement_arrays(spread.placement)
+        self._maps = None if plain else placement_arrays(placement_of(spread))
         heads = CONFIG.num_key_value_heads * kv_repeats(spec, plan.tensor_size)
         pool = (spread.data * NUM_LAYERS * NUM_PAGES, PAGE, 2 * heads, CONFIG.head_dim)
         self.empty_pool = jnp.zeros(pool, device=plan.sharding(KV_AXES))
@@ -212,7 +192,6 @@ def assert_same(found: RankResult, expected: RankResult, batch: TokenBatch) -> N
     np.testing.assert_array_equal(found.counts_ME, expected.counts_ME)
 
 
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
 BACKENDS = ["replicated", "all_to_all", "fused"]
 SAMPLE = [
     Spread(1, 8),
@@ -221,7 +200,7 @@ SAMPLE = [
 ]
 MATRIX = [
     Spread(*layout, backend, num_redundant, shuffled)
-    for layout in LAYOUTS
+    for layout in SIZES
     for backend in BACKENDS
     for num_redundant, shuffled in ((0, False), (0, True), (layout[0] * layout[1], True))
 ]
