@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_layer import write_kv
 from rayserve_moe.kernels.attention_ragged import attend_decode, attend_prefill
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.kv_pool import write_kv
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 

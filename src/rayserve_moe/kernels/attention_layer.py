@@ -11,8 +11,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
+from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.attention_heads import project_heads
+from rayserve_moe.kernels.attention_reference import ScoreConfig
+from rayserve_moe.kernels.kv_pool import write_kv
+from rayserve_moe.kernels.layers import Rotation
 
 PagedAttention = Callable[..., jax.Array]
 """The signature of `attention_reference.attend`."""
@@ -43,18 +48,6 @@ class TokenBatch:
         return self.positions_T >= 0
 
 
-@dataclass(frozen=True)
-class AttentionConfig:
-    """What is fixed about the attention of all layers when a step is compiled.
-
-    `head_dim` is h, `eps` that of the norms of queries and keys. `interleaved_rotation`: see `layers.rotate`.
-    """
-
-    head_dim: int
-    eps: float
-    interleaved_rotation: bool = False
-
-
 def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword)
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
@@ -69,60 +62,39 @@ def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
-    `weights` are those of all layers under the names of `model.parameters`; norms of heads and biases may be absent,
-    and the output's bias is the caller's to add. `kv_pages` is [L * pages, page, 2 * G, h]: page p of layer l lies at
+    `weights` are those of all layers under the names of `model.parameters`; norms, biases and sinks may be absent, and
+    the output's bias is the caller's to add. `kv_pages` is [L * pages, page, 2 * G, h]: page p of layer l lies at
     l * pages + p. `decode` attends the single tokens, `prefill` the blocks.
     """
     first_page = layer * (kv_pages.shape[0] // len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
-        queries, keys, values = _project_heads(normed_TD, of_layer, rotation, config)
+        queries, keys, values = project_heads(normed_TD, of_layer, rotation=rotation, config=config)
     with jax.named_scope("kv_update"):
         kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
     with jax.named_scope("paged_attention"):
-        attended_THh = attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=(decode, prefill))
+
+        def attend(scores: ScoreConfig) -> jax.Array:
+            how = {"config": scores, "sinks_H": of_layer.get("sinks_LA")}
+            kernels = partial(decode, **how), partial(prefill, **how)
+            return attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=kernels)
+
+        attended_THh = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         return jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
 
 
-def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
-    """Put K and V of each token at its slot (page * page_size + offset); returns the updated pool.
-
-    `kv_pages` is [pages, page, 2 * G, h]. Padding tokens point into page 0 of a layer, which no sequence owns. What an
-    8-bit pool cannot hold becomes its largest number.
-    """
-    kv_T = jnp.stack([keys_TGh, values_TGh], axis=2).reshape(-1, *kv_pages.shape[2:])
-    return write_rows(kv_pages, kv_T, slots_T)
-
-
-def write_rows(kv_pages: jax.Array, kv_T: jax.Array, slots_T: jax.Array) -> jax.Array:
-    """`write_kv` of rows [T, *row] that are laid out as the pool [pages, page, *row] holds them."""
-    num_pages, page_size, *row = kv_pages.shape
-    if kv_pages.dtype.itemsize == 1:
-        # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
-        largest = float(jnp.finfo(kv_pages.dtype).max)
-        kv_T = jnp.clip(kv_T, -largest, largest)
-    if len(slots_T) == 1:
-        # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
-        slots_T, kv_T = jnp.repeat(slots_T, 2), jnp.repeat(kv_T, 2, axis=0)
-    flat = kv_pages.reshape(num_pages * page_size, *row)
-    return flat.at[slots_T].set(kv_T.astype(kv_pages.dtype), mode="promise_in_bounds").reshape(kv_pages.shape)
-
-
-def _project_heads(
-    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: AttentionConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Project to heads, normalise and rotate queries and keys: three arrays [T, heads, h]."""
-    tokens, width = len(normed_TD), config.head_dim
-    turn = partial(rotate, rotation=rotation, interleaved=config.interleaved_rotation)
-    queries = project(normed_TD, weights["q_LDH"], weights.get("q_bias_LH")).reshape(tokens, -1, width)
-    keys = project(normed_TD, weights["k_LDG"], weights.get("k_bias_LG")).reshape(tokens, -1, width)
-    values = project(normed_TD, weights["v_LDG"], weights.get("v_bias_LG")).reshape(tokens, -1, width)
-    if "q_norm_Lh" in weights:
-        queries = rms_norm(queries, weights["q_norm_Lh"], config.eps)
-        keys = rms_norm(keys, weights["k_norm_Lh"], config.eps)
-    return turn(queries), turn(keys), values
+def _attend_by_window(
+    attend: Callable[[ScoreConfig], jax.Array], layer: jax.Array, config: AttentionConfig
+) -> jax.Array:
+    """Attend with the window of a layer; one program serves all layers, so that they need not be unrolled."""
+    windows = sorted(set(config.windows or (0,)))
+    scores = [ScoreConfig(window, config.score_scale) for window in windows]
+    if len(scores) == 1:
+        return attend(scores[0])
+    which_L = np.array([windows.index(window) for window in config.windows], np.int32)
+    return jax.lax.switch(jnp.asarray(which_L)[layer], [partial(attend, score) for score in scores])
 
 
 def attend_blocks(

@@ -64,19 +64,22 @@ class Runs(NamedTuple):
     num_1: jax.Array
 
 
-def attend(
+def attend(  # noqa: PLR0913 (what differs from call to call is by keyword)
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
     page_table_BP: jax.Array,
     positions_BQ: jax.Array,
     *,
     config: ScoreConfig = FULL_CAUSAL,
+    sinks_H: jax.Array | None = None,
     choose_blocks: Callable[..., KernelBlocks],
 ) -> jax.Array:
     """Attend as `attention_reference.attend` does, in blocks that `choose_blocks` cuts for these shapes and this chip.
 
-    ValueError for what the kernel cannot do (see `attend_runs`), and for a chip without block sizes.
+    ValueError for what the kernel cannot do (sinks, and see `attend_runs`), and for a chip without block sizes.
     """
+    if sinks_H is not None:
+        raise ValueError("jax's ragged paged attention has no sinks")
     (_, num_queries, num_heads, width), (_, page_size, num_kv, _) = queries_BQHh.shape, kv_pages.shape
     kv_size = kv_pages.dtype.itemsize
     shape = AttentionShape(num_heads, num_kv // 2, width, page_size, page_table_BP.shape[1], kv_size)

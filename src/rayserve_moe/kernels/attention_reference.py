@@ -11,10 +11,13 @@ result and the cost of a block depend on that block alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rayserve_moe.kernels.kv_pool import read_wide
 
 KEYS_PER_SPAN = 128
 MASKED = -1e30
@@ -56,27 +59,31 @@ class _Visible(NamedTuple):
     any_S: jax.Array
 
 
-def attend(
+def attend(  # noqa: PLR0913 (what differs from call to call is by keyword)
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
     page_table_BP: jax.Array,
     positions_BQ: jax.Array,
     *,
     config: ScoreConfig = FULL_CAUSAL,
+    sinks_H: jax.Array | None = None,
     latent_width: int = 0,
 ) -> jax.Array:
     """Attend each query to the keys of its block's sequence at positions up to its own, as far as `config` lets it see.
 
-    `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in any float dtype. With a `latent_width`
-    of v it is [N, page, G, h]: keys, whose first v elements are also the values. A query at position -1 is padding and
-    gives zeros. What a page holds out of a block's sight, NaN too, is without effect. Returns [B, Q, H, v] in the
-    queries' dtype (v is h without `latent_width`).
+    `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in a dtype of `kv_pool`. With a
+    `latent_width` of v it is [N, page, G, h]: keys, whose first v elements are also the values. A query at position -1
+    is padding and gives zeros. What a page holds out of a block's sight, NaN too, is without effect. `sinks_H` are
+    scores, one of each head, in the denominator of its softmax alone. Returns [B, Q, H, v] in the queries' dtype (v is
+    h without `latent_width`).
     """
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
     page_table_BP = jnp.pad(page_table_BP, ((0, 0), (0, -page_table_BP.shape[1] % pages_per_span)))
 
+    attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, latent_width=latent_width)
+
     def attend_one(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return _attend_block(block, kv_pages, pages_per_span=pages_per_span, config=config, latent_width=latent_width)
+        return attend_block(block, kv_pages, pages_per_span=pages_per_span)
 
     return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, positions_BQ))
 
@@ -87,6 +94,7 @@ def _attend_block(
     *,
     pages_per_span: int,
     config: ScoreConfig,
+    sinks_H: jax.Array | None,
     latent_width: int,
 ) -> jax.Array:
     """One block: queries [Q, H, h], pages [P], positions [Q]; returns [Q, H, v]."""
@@ -110,8 +118,8 @@ def _attend_block(
         values_GSv = jnp.where(visible.any_S[:, None], values_GSv, 0.0)
         return _accumulate(carry, queries_GMh, keys_GSh, values_GSv, visible.each_MS, config)
 
-    rows, value_width = queries_GMh.shape[:2], latent_width or width
-    start = (jnp.zeros((*rows, value_width)), jnp.full(rows, MASKED), jnp.zeros(rows))
+    value_width = latent_width or width
+    start = _start((*queries_GMh.shape[:2], value_width), sinks_H)
     total_GMh, _, weight_GM = jax.lax.fori_loop(first_key // span, last_position // span + 1, visit_span, start)
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)
     out = out.reshape(num_kv_heads, group, num_queries, value_width).transpose(2, 0, 1, 3)
@@ -121,11 +129,26 @@ def _attend_block(
 def _keys_and_values(rows_SRh: jax.Array, latent_width: int) -> tuple[jax.Array, jax.Array]:
     """Cut a span of the pool into float32 keys [G, S, h] and values [G, S, v]."""
     if latent_width:
-        keys_GSh = rows_SRh.astype(jnp.float32).transpose(1, 0, 2)
+        keys_GSh = read_wide(rows_SRh).transpose(1, 0, 2)
         return keys_GSh, keys_GSh[..., :latent_width]
     span, num_rows, width = rows_SRh.shape
-    keys_GSh, values_GSh = rows_SRh.reshape(span, num_rows // 2, 2, width).astype(jnp.float32).transpose(2, 1, 0, 3)
+    keys_GSh, values_GSh = read_wide(rows_SRh).reshape(span, num_rows // 2, 2, width).transpose(2, 1, 0, 3)
     return keys_GSh, values_GSh
+
+
+def _start(shape_GMv: tuple[int, int, int], sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `_accumulate` carries ahead of the first span: nothing seen, or the sink of each head.
+
+    A sink is a key that every query sees and whose value is zero (gpt-oss, arXiv:2508.10925; StreamingLLM,
+    arXiv:2309.17453). After one key of score s the largest score is s, the sum of weights exp(s - s) = 1, and the total
+    its value: zero.
+    """
+    num_kv_heads, num_rows, _ = shape_GMv
+    if sinks_H is None:
+        return jnp.zeros(shape_GMv), jnp.full(shape_GMv[:2], MASKED), jnp.zeros(shape_GMv[:2])
+    sinks_Gg = sinks_H.astype(jnp.float32).reshape(num_kv_heads, -1)
+    largest_GM = jnp.repeat(sinks_Gg, num_rows // sinks_Gg.shape[1], axis=1)
+    return jnp.zeros(shape_GMv), largest_GM, jnp.ones(shape_GMv[:2])
 
 
 def _first_key_of_block(positions_Q: jax.Array, config: ScoreConfig) -> jax.Array | int:

@@ -20,8 +20,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.attention_layer import PagedAttention, TokenBatch, attend_blocks, write_rows
+from rayserve_moe.kernels.attention_layer import PagedAttention, TokenBatch, attend_blocks
 from rayserve_moe.kernels.attention_reference import ScoreConfig
+from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
 
 

@@ -31,7 +31,8 @@ class Kernels:
     `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table that is also the head.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
-    the head multiplies with). `dtype` is the only one that the kernels compute in; empty: any.
+    the head multiplies with). `dtype` is the only one that the kernels compute in; empty: any. `lacks` names the
+    knobs of a model's attention that its kernels compute at their plain values alone.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Kernels:
     tied_rows: Kernel
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
     dtype: str = ""
+    lacks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """The name: programs on disk are found by it, so it holds no address of a function."""
@@ -70,6 +72,7 @@ TPU = replace(
     attention=partial(attend_layer, decode=attention_ragged.attend_decode, prefill=attention_ragged.attend_prefill),
     expert_results=expert_products.multiply_by_ragged_dot,
     expert_sums=partial(expert_products.sum_results, multiply=expert_products.multiply_by_ragged_dot),
+    lacks=("sinks",),
 )
 CPU_NATIVE = Kernels(
     "cpu_native",

@@ -9,17 +9,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from rayserve_moe.kernels.attention_layer import AttentionConfig
+from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.registry import LATENT_ATTENTION, Kernels
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, UnsupportedModelError, YarnSpec
+from rayserve_moe.parallel.sharding import ParallelPlan
 
 LEAST_RAMP = 0.001
 """Width of a ramp whose ends meet, in dimensions: that of the implementation in transformers."""
 
 
 def kernels_for(spec: ModelSpec, kernels: Kernels) -> Kernels:
-    """The kernels with the attention of a model as theirs. UnsupportedModelError where they have none of its kind."""
+    """The kernels with the attention of a model as theirs.
+
+    UnsupportedModelError where they have none of its kind, or one that lacks a knob of it.
+    """
+    for knob in kernels.lacks:
+        if value := getattr(spec.attention, knob):
+            path = f"{spec.family}.attention.{knob}"
+            raise UnsupportedModelError(f"{path} = {value!r} is not computed by the {kernels.name} kernels")
     if spec.attention.latent is None:
         return kernels
     if kernels.name not in LATENT_ATTENTION:
@@ -30,14 +38,24 @@ def kernels_for(spec: ModelSpec, kernels: Kernels) -> Kernels:
     return replace(kernels, attention=LATENT_ATTENTION[kernels.name])
 
 
-def attention_config(spec: ModelSpec) -> AttentionConfig | LatentConfig:
-    """What is fixed about the attention of all layers, for the attention that `kernels_for` chooses."""
+def attention_config(spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig | LatentConfig:
+    """What is fixed about the attention of all layers, for the attention that `kernels_for` chooses.
+
+    `plan` says how heads lie over devices; None: all on one.
+    """
     attention, latent = spec.attention, spec.attention.latent
     if latent is not None:
         scale = attention.head_dim**-0.5 if attention.score_scale is None else attention.score_scale
         return LatentConfig(latent.nope_dim, latent.norm_eps, scale, spec.rope.interleaved)
     return AttentionConfig(
-        head_dim=spec.attention.head_dim, eps=spec.norm_eps, interleaved_rotation=spec.rope.interleaved
+        head_dim=attention.head_dim,
+        eps=spec.norm_eps,
+        plan=plan,
+        interleaved_rotation=spec.rope.interleaved,
+        norms_after_rotation=attention.qk_norm_after_rope,
+        clip=attention.clip_qkv,
+        score_scale=attention.score_scale,
+        windows=attention.windows,
     )
 
 

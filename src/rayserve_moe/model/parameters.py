@@ -89,6 +89,11 @@ def _attention_specs(spec: ModelSpec, dtype: str, repeats: int) -> dict[str, Par
     if attention.qk_norm == "head":
         specs["q_norm_Lh"] = per_layer("q_norm", attention.head_dim, "head_dim", "ones")
         specs["k_norm_Lh"] = per_layer("k_norm", attention.head_dim, "head_dim", "ones")
+    if attention.qk_norm == "full":
+        specs["q_norm_LH"] = per_layer("q_norm", q_width, "heads", "ones")
+        specs["k_norm_LG"] = of_kv_heads(per_layer("k_norm", kv_width, "kv_heads", "ones"))
+    if attention.sinks:
+        specs["sinks_LA"] = per_layer("sinks", attention.num_heads, "heads", "normal")
     if attention.bias:
         specs["q_bias_LH"] = per_layer("q_bias", q_width, "heads", "normal")
         specs["k_bias_LG"] = of_kv_heads(per_layer("k_bias", kv_width, "kv_heads", "normal"))

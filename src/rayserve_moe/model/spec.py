@@ -71,12 +71,12 @@ class AttentionSpec:
     latent: LatentSpec | None = _any(None)
     bias: bool = False
     output_bias: bool = False
-    qk_norm: str = _only("none", "head")
-    qk_norm_after_rope: bool = _only(False)
-    clip_qkv: float | None = _only(None)
-    sinks: bool = _only(False)
-    windows: tuple[int, ...] = _only(())
-    score_scale: float | None = _only(None)
+    qk_norm: str = _only("none", "head", "full")
+    qk_norm_after_rope: bool = _any(False)
+    clip_qkv: float | None = _any(None)
+    sinks: bool = _any(False)
+    windows: tuple[int, ...] = _any(())
+    score_scale: float | None = _any(None)
     fused_qkv: bool = _of_files(False, True)
 
 
@@ -190,12 +190,7 @@ class ModelSpec:
                 f"{self.family}: {self.attention.num_heads} heads do not divide over "
                 f"{self.attention.num_kv_heads} KV heads"
             )
-
-        if self.rope.rotary_dim and (self.rope.rotary_dim % 2 or self.rope.rotary_dim > self.attention.head_dim):
-            raise UnsupportedModelError(
-                f"{self.family}: rotary_dim {self.rope.rotary_dim} is no even part of heads of "
-                f"{self.attention.head_dim}"
-            )
+        _refuse_unfit_positions(self)
 
     @property
     def moe_layer_ids(self) -> tuple[int, ...]:
@@ -214,6 +209,14 @@ def _refuse_beside_latent(family: str, attention: AttentionSpec) -> None:
         value, path = getattr(attention, knob.name), f"{family}.attention.{knob.name}"
         if "plain" in knob.metadata and knob.name not in ("latent", "score_scale") and value != knob.metadata["plain"]:
             raise UnsupportedModelError(f"{path} = {value!r} is not computed beside latent attention")
+
+
+def _refuse_unfit_positions(spec: ModelSpec) -> None:
+    rotary_dim, head_dim, windows = spec.rope.rotary_dim, spec.attention.head_dim, spec.attention.windows
+    if rotary_dim and (rotary_dim % 2 or rotary_dim > head_dim):
+        raise UnsupportedModelError(f"{spec.family}: rotary_dim {rotary_dim} is no even part of heads of {head_dim}")
+    if windows and (len(windows) != spec.num_layers or min(windows) < 0):
+        raise UnsupportedModelError(f"{spec.family}: windows {windows} are no positions for {spec.num_layers} layers")
 
 
 def _refuse_what_is_not_computed(path: str, spec: Any) -> None:

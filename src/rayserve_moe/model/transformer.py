@@ -190,7 +190,7 @@ def _attention_block(
             batch=inputs.batch,
             rotation=inputs.rotation,
             layer=layer,
-            config=attention_config(config.spec),
+            config=attention_config(config.spec, config.plan),
         )
         out_TD = config.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
         out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD

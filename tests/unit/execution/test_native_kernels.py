@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import stat
 from dataclasses import asdict, replace
@@ -150,13 +151,14 @@ def test_models_they_cannot_do_are_left_to_xla(spec, dtype, reason, caplog):
         chosen("native", spec, dtype=dtype)
 
 
-def test_a_knob_they_do_not_know_is_left_to_xla(monkeypatch):
-    spec = spec_with()
-    odd = replace(spec.attention)
-    object.__setattr__(odd, "windows", (128,))
-    object.__setattr__(spec, "attention", odd)
+@pytest.mark.parametrize(
+    "knob", [{"windows": (128, 0, 128, 0)}, {"sinks": True}, {"qk_norm": "full"}, {"clip_qkv": 8.0}]
+)
+def test_a_knob_they_do_not_know_is_left_to_xla(knob):
+    spec, ((name, value),) = spec_with(), knob.items()
+    spec = replace(spec, attention=replace(spec.attention, **knob))
     assert chosen("auto", spec) is CPU
-    with pytest.raises(SettingsError, match=r"do not know qwen3_moe\.attention\.windows = \(128,\)"):
+    with pytest.raises(SettingsError, match=re.escape(f"do not know qwen3_moe.attention.{name} = {value!r}")):
         chosen("native", spec)
 
 

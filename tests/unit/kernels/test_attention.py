@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from rayserve_moe.kernels.attention_layer import write_kv
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, KEYS_PER_SPAN, ScoreConfig
+from rayserve_moe.kernels.kv_pool import write_kv
 from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 
 KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())

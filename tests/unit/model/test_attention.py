@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.model.attention import rope_frequencies, rotary_width
+from rayserve_moe.kernels.registry import CPU, TPU
+from rayserve_moe.model.attention import kernels_for, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
 
@@ -59,3 +60,20 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
     for wrong in (5, spec.attention.head_dim + 2):
         with pytest.raises(UnsupportedModelError, match=f"rotary_dim {wrong} is no even part of heads"):
             replace(spec, rope=replace(spec.rope, rotary_dim=wrong))
+
+
+def test_a_tpu_refuses_sinks_by_name_and_takes_windows():
+    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    windows = replace(spec, attention=replace(spec.attention, windows=(128, 0) * 2, score_scale=0.1))
+    assert kernels_for(windows, TPU) is TPU
+    sinks = replace(spec, attention=replace(spec.attention, sinks=True))
+    assert kernels_for(sinks, CPU) is CPU
+    with pytest.raises(UnsupportedModelError, match=r"attention\.sinks = True is not computed by the tpu kernels"):
+        kernels_for(sinks, TPU)
+
+
+def test_there_is_a_window_for_every_layer():
+    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    for windows in ((128,), (-1,) * spec.num_layers):
+        with pytest.raises(UnsupportedModelError, match="are no positions for"):
+            replace(spec, attention=replace(spec.attention, windows=windows))

@@ -1,0 +1,64 @@
+"""Queries, keys and values of one layer: projected, normed, bounded and rotated."""
+
+# T tokens   D model width   H query heads * h   G KV heads * h   X heads   h head width
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
+
+
+def project_heads(
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of this device's heads, [T, heads, h] each.
+
+    `weights` are those of the layer, under the names of `model.parameters`. Norms and biases may be absent; a norm is
+    one of each head, or of all heads of all devices together.
+    """
+    heads_of = {
+        name: project(normed_TD, weights[matrix], weights.get(bias)).reshape(len(normed_TD), -1, config.head_dim)
+        for name, matrix, bias in (
+            ("q", "q_LDH", "q_bias_LH"),
+            ("k", "k_LDG", "k_bias_LG"),
+            ("v", "v_LDG", "v_bias_LG"),
+        )
+    }
+    queries, keys, values = heads_of["q"], heads_of["k"], heads_of["v"]
+    if not config.norms_after_rotation:
+        queries, keys = _norm_queries_and_keys(queries, keys, weights, config)
+    if config.clip is not None:
+        queries, keys, values = (jnp.clip(heads, -config.clip, config.clip) for heads in (queries, keys, values))
+    queries, keys = (rotate(heads, rotation, interleaved=config.interleaved_rotation) for heads in (queries, keys))
+    if config.norms_after_rotation:
+        queries, keys = _norm_queries_and_keys(queries, keys, weights, config)
+    return queries, keys, values
+
+
+def _norm_queries_and_keys(
+    queries: jax.Array, keys: jax.Array, weights: Mapping[str, jax.Array], config: AttentionConfig
+) -> tuple[jax.Array, jax.Array]:
+    if "q_norm_Lh" in weights:
+        return rms_norm(queries, weights["q_norm_Lh"], config.eps), rms_norm(keys, weights["k_norm_Lh"], config.eps)
+    if "q_norm_LH" in weights:
+        return _norm_whole(queries, weights["q_norm_LH"], config), _norm_whole(keys, weights["k_norm_LG"], config)
+    return queries, keys
+
+
+def _norm_whole(heads_TXh: jax.Array, scale: jax.Array, config: AttentionConfig) -> jax.Array:
+    """`rms_norm` over the heads of all devices of the tensor axis.
+
+    Devices hold equally many. KV heads that lie on several devices lie on equally many each, so the mean over all that
+    is held is the mean over the heads.
+    """
+    wide = heads_TXh.astype(jnp.float32).reshape(len(heads_TXh), -1)
+    mean_T1 = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    if config.plan is not None:
+        mean_T1 = config.plan.sum_over_tensor(mean_T1) / config.plan.tensor_size
+    normed = wide * jax.lax.rsqrt(mean_T1 + config.eps)
+    return (normed.astype(heads_TXh.dtype) * scale).reshape(heads_TXh.shape)

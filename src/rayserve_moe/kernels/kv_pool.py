@@ -1,0 +1,51 @@
+"""How keys and values lie in the paged pool, and writing them there.
+
+XLA:CPU computes a scatter of a float narrower than 32 bits in float32: it converts the whole pool, twice, at every
+layer. So the pool of such a platform holds the bits of bfloat16 as uint16, which only a copy of what is read converts.
+"""
+
+# T tokens   G local KV heads   h head width
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+BITS_OF_BFLOAT16 = jnp.dtype("uint16")
+"""The dtype of a pool that holds bfloat16 as its bits."""
+
+
+def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Array:
+    """Put rows [T, ...] at slots (page * page_size + offset) of a pool [pages, page, ...]; returns the updated pool.
+
+    Padding tokens point into page 0 of a layer, which no sequence owns. What an 8-bit pool cannot hold becomes its
+    largest number.
+    """
+    if pool.dtype.itemsize == 1:
+        # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
+        largest = float(jnp.finfo(pool.dtype).max)
+        rows = jnp.clip(rows, -largest, largest)
+    if len(slots_T) == 1:
+        # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
+        slots_T, rows = jnp.repeat(slots_T, 2), jnp.repeat(rows, 2, axis=0)
+    flat = pool.reshape(-1, *pool.shape[2:])
+    return flat.at[slots_T].set(_stored(rows, pool.dtype), mode="promise_in_bounds").reshape(pool.shape)
+
+
+def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
+    """`write_rows` of the K and V of each token; `kv_pages` is [pages, page, 2 * G, h]."""
+    rows = jnp.stack([keys_TGh, values_TGh], axis=2).reshape(-1, *kv_pages.shape[2:])
+    return write_rows(kv_pages, rows, slots_T)
+
+
+def read_wide(stored: jax.Array) -> jax.Array:
+    """What was read from a pool, as float32."""
+    if stored.dtype == BITS_OF_BFLOAT16:
+        stored = jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
+    return stored.astype(jnp.float32)
+
+
+def _stored(rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    if dtype != BITS_OF_BFLOAT16:
+        return rows.astype(dtype)
+    return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), dtype)
