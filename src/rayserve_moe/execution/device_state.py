@@ -22,15 +22,15 @@ from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 def allocate_state(
     config: ModelConfig, *, num_pages: int, page_size: int, dtype: str, num_rows: int, pages_per_row: int
 ) -> DeviceState:
-    """Zeroed pool, counts and rows: `num_pages` pages and `num_rows` rows on every data rank."""
-    spec, plan = config.spec, config.plan
+    """Zeroed pool of values of `dtype`, counts and rows: `num_pages` pages and `num_rows` rows on every data rank."""
+    spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool_dtypes.get(dtype, dtype)
     ranks, row = plan.data_size, cache_row(spec, tensor_size=plan.tensor_size)
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
         return jnp.zeros((ranks * shape[0], *shape[1:]), dtype, device=plan.sharding(axes))
 
     return DeviceState(
-        kv_pages=zeros((spec.num_layers * num_pages, page_size, *row.shape), dtype, row.pool_axes),
+        kv_pages=zeros((spec.num_layers * num_pages, page_size, *row.shape), pool_dtype, row.pool_axes),
         expert_counts_ME=zeros((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
         page_table_RP=zeros((num_rows, pages_per_row), jnp.int32, ROW_AXES),
         sampling_floats_RF=zeros((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),

@@ -12,7 +12,7 @@ from functools import partial
 
 import jax
 
-from rayserve_moe.kernels import attention_ragged, attention_reference, expert_products, layers
+from rayserve_moe.kernels import attention_ragged, attention_reference, expert_products, kv_pool, layers
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
@@ -31,8 +31,9 @@ class Kernels:
     `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table that is also the head.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
-    the head multiplies with). `dtype` is the only one that the kernels compute in; empty: any. `lacks` names the
-    knobs of a model's attention that its kernels compute at their plain values alone.
+    the head multiplies with). `dtype` is the only one that the kernels compute in; empty: any. `pool_dtypes` says which
+    dtype holds keys and values of another (`kv_pool`). `lacks` names the knobs of a model's attention that its kernels
+    compute at their plain values alone.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Kernels:
     tied_rows: Kernel
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
     dtype: str = ""
+    pool_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     lacks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -65,6 +67,7 @@ CPU = Kernels(
     mlp=layers.gated_mlp,
     head=layers.head_logits,
     tied_rows=layers.take_rows,
+    pool_dtypes={"bfloat16": kv_pool.BITS_OF_BFLOAT16.name},
 )
 TPU = replace(
     CPU,
@@ -72,6 +75,7 @@ TPU = replace(
     attention=partial(attend_layer, decode=attention_ragged.attend_decode, prefill=attention_ragged.attend_prefill),
     expert_results=expert_products.multiply_by_ragged_dot,
     expert_sums=partial(expert_products.sum_results, multiply=expert_products.multiply_by_ragged_dot),
+    pool_dtypes={},
     lacks=("sinks",),
 )
 CPU_NATIVE = Kernels(
