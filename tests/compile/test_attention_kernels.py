@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.attention_ragged import attend_decode, attend_prefill
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
 from rayserve_moe.kernels.kv_pool import write_kv
+from rayserve_moe.kernels.layers import rotation_of
+from rayserve_moe.kernels.registry import TPU
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
@@ -110,7 +114,42 @@ def test_keys_and_values_are_written_in_place(chip, kv_dtype):
     assert copies_of(text_of(compiled), [Piece("kv", dtype, pool.shape[2:], pool.size // 2, is_written=True)]) == []
 
 
+def test_layers_with_windows_of_their_own_share_one_pool():
+    """Each distinct window has its kernels, called by the layers of one loop; the pool is copied by none of them."""
+    heads, kv_heads, width, num_layers, page = 8, 2, 1024, 4, 16
+    config = AttentionConfig(WIDTH, eps=1e-6, score_scale=0.1, windows=(128, 0, 128, 0))
+    pool = jax.ShapeDtypeStruct((num_layers * NUM_PAGES, page, 2 * kv_heads, WIDTH), jnp.bfloat16)
+    rows = {"q_LDH": (width, heads * WIDTH), "o_LHD": (heads * WIDTH, width)}
+    rows |= dict.fromkeys(("k_LDG", "v_LDG"), (width, kv_heads * WIDTH))
+    weights = [jax.ShapeDtypeStruct((num_layers, *shape), jnp.bfloat16) for shape in rows.values()]
+    hidden = jax.ShapeDtypeStruct((16 + 2 * 32, width), jnp.bfloat16)
+    places, tables = (jax.ShapeDtypeStruct(shape, np.int32) for shape in (hidden.shape[:1], (18, 64)))
+
+    def step(pool, hidden, places, tables, *weights):
+        batch = TokenBatch(places, places, places, tables, num_singles=16)
+        rotation = rotation_of(places, np.ones(WIDTH // 2, np.float32))
+        attend = partial(TPU.attention, batch=batch, rotation=rotation, config=config)
+
+        def visit(carry, layer):
+            out, pool = attend(carry[0], dict(zip(rows, weights, strict=True)), carry[1], layer=layer)
+            return (carry[0] + out.astype(jnp.bfloat16), pool), None
+
+        return jax.lax.scan(visit, (hidden, pool), jnp.arange(num_layers))[0]
+
+    compiled = compile_for("v6e", step, pool, hidden, places, tables, *weights, donate=0)
+    assert kernels_of(text_of(compiled)) == {KERNEL: 4 * num_layers}, "of single tokens and blocks, for two windows"
+    analysis, pool_bytes = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
+    assert analysis.alias_size_in_bytes >= pool_bytes
+    assert analysis.temp_size_in_bytes < pool_bytes // 2
+    assert (
+        copies_of(text_of(compiled), [Piece("kv", "bf16", pool.shape[2:], pool.size // num_layers, is_written=True)])
+        == []
+    )
+
+
 def test_what_the_kernel_cannot_do_is_refused_by_name():
+    with pytest.raises(ValueError, match="has no sinks"):
+        attend_decode(*attention_shapes(queries=1, heads=8, kv_heads=1, page_size=128), sinks_H=jnp.zeros(8))
     with pytest.raises(ValueError, match="8-bit KV needs an even number of KV heads on a device, found 1"):
         assert_compiles(
             "v6e", "ragged_decode", queries=1, heads=8, kv_heads=1, page_size=128, kv_dtype=jnp.float8_e4m3fn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -46,6 +46,18 @@ def test_kv_heads_are_repeated_until_every_device_has_one(tensor_size, repeats):
         assert held[name].shape[-1] == once[name].shape[-1] * repeats
         assert held[name].file_shape == once[name].file_shape, "files do not know how many devices there are"
     assert held["q_LDH"] == once["q_LDH"]
+
+
+def test_norms_of_all_heads_and_sinks_lie_with_their_heads():
+    spec = spec_from_hf(asdict(CORE_CONFIG))
+    spec = replace(spec, attention=replace(spec.attention, qk_norm="full", sinks=True))
+    held = parameter_specs(spec, dtype="bfloat16", tensor_size=4)["attention"]
+    heads, kv_heads, width = spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim
+    assert held["q_norm_LH"].shape[1] == heads * width and held["k_norm_LG"].shape[1] == 2 * kv_heads * width
+    assert held["k_norm_LG"].file_shape == (kv_heads * width,)
+    assert held["sinks_LA"].file_shape == (heads,)
+    assert [held[name].axes[1] for name in ("q_norm_LH", "k_norm_LG", "sinks_LA")] == ["heads", "kv_heads", "heads"]
+    assert "q_norm_Lh" not in held
 
 
 def test_a_piece_lies_in_files_transposed():
