@@ -136,7 +136,7 @@ def _keys_and_values(rows_SRh: jax.Array, latent_width: int) -> tuple[jax.Array,
     return keys_GSh, values_GSh
 
 
-def _start(shape_GMv: tuple[int, int, int], sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _start(shape_GMv: tuple[int, ...], sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `_accumulate` carries ahead of the first span: nothing seen, or the sink of each head.
 
     A sink is a key that every query sees and whose value is zero (gpt-oss, arXiv:2508.10925; StreamingLLM,
