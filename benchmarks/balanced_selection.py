@@ -27,6 +27,7 @@ from rayserve_moe.balancing.planning import imbalance
 from rayserve_moe.experts.balanced_layer import spread_over_replicas
 from rayserve_moe.experts.balanced_selection import balanced_expert_selection, capacity_of, order_of_table
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
 from rayserve_moe.kernels.registry import CPU
 from rayserve_moe.parallel.mesh import plan_for
@@ -133,7 +134,8 @@ def _sequentially(scores: np.ndarray, table: np.ndarray, factor: float) -> np.nd
 
 def _slots_by_shares(placement: ExpertPlacement, ids: jax.Array) -> jax.Array:
     """Every rank splits what it dispatches."""
-    config = ExpertConfig(EXPERTS, TOP_K, True, CPU, plan_for(jax.devices()[:1]), num_redundant=SLOTS - EXPERTS)
+    router, plan = RouterSpec(EXPERTS, TOP_K, True), plan_for(jax.devices()[:1])
+    config = ExpertConfig(router, CPU, plan, num_redundant=SLOTS - EXPERTS)
     maps, valid = placement_arrays(placement), jax.numpy.ones(TOKENS // RANKS, bool)
 
     def choose(ids_TK: jax.Array, rank: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from benchmarks.table import tables
 from rayserve_moe.experts import exchange
 from rayserve_moe.experts.backends import EXPERT_BACKENDS
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.registry import CPU
@@ -85,7 +86,7 @@ class Tap:
 
 def count(backend: str, tokens_per_device: int, *, plan: ParallelPlan) -> dict[str, Any]:
     """Run one layer once; returns bytes per token by kind, their ratio to the reference, and operand shapes."""
-    config = ExpertConfig(NUM_EXPERTS, TOP_K, True, CPU, plan, backend=backend)
+    config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, True), CPU, plan, backend=backend)
     tap, num_tokens = Tap(plan.mesh.size), tokens_per_device * plan.mesh.size
 
     def on_device(tokens: RoutedTokens, weights: ExpertWeights) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts.routing import select_top_k
+from rayserve_moe.experts.routing import ExpertScores, select_top_k
 from rayserve_moe.kernels.layers import project, rms_norm, rotate, rotation_of, router_scores
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.param_spec import ParamSpec
@@ -103,7 +103,7 @@ def _apply_experts(
     """Sum the chosen experts' outputs, each expert multiplying one block of `places` rows; and the unevenness."""
     router, top_k = spec.router, spec.router.top_k
     scores_NE = router_scores(hidden_ND, weights["router_MDE"])
-    ids_NK, shares_NK = select_top_k(scores_NE, top_k=top_k, renormalize=router.renormalize)
+    ids_NK, shares_NK = select_top_k(ExpertScores(scores_NE), router=router)
     chosen_PE = (ids_NK.reshape(-1, 1) == jnp.arange(router.num_experts)) & jnp.repeat(valid_N, top_k)[:, None]
     rank_P = jnp.sum((jnp.cumsum(chosen_PE, axis=0) - 1) * chosen_PE, axis=1)
     is_placed_P = chosen_PE.any(1) & (rank_P < places)

@@ -6,8 +6,10 @@ Run as a program it is one of several processes over gloo: every backend gives w
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,12 +19,15 @@ from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.experts.balanced_layer import step_capacity
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import apply_experts
+from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.experts.routing import RouterWeights
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.registry import KERNELS
 from rayserve_moe.parallel.mesh import join_hosts, leave_hosts, use_cpu_devices
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 from tests.support.compiling import OPTIMIZED, QUICK
+from tests.support.expert_math import activation_by_hand, choice_by_hand, gates_by_hand, scores_by_hand
 
 NUM_LAYERS = 2
 
@@ -57,6 +62,20 @@ class MoeCase:
     valid_share: float = 0.8
     seed: int = 0
     dtype: str = "float32"
+    rule: Mapping[str, Any] = field(default_factory=dict)
+    has_bias: bool = False
+    activation: str = "silu"
+
+    @cached_property
+    def router_spec(self) -> RouterSpec:
+        return RouterSpec(self.num_experts, self.top_k, **{"renormalize": True, **self.rule})
+
+    @cached_property
+    def router_biases(self) -> list[np.ndarray | None]:
+        """Of logits and of the choice, by expert."""
+        biases = [0.3 * self._random(name, self.num_experts) for name in ("logit", "selection")]
+        wanted = self.router_spec.logit_bias, self.router_spec.selection_bias
+        return [bias if is_wanted else None for bias, is_wanted in zip(biases, wanted, strict=True)]
 
     @cached_property
     def router(self) -> np.ndarray:
@@ -64,9 +83,11 @@ class MoeCase:
 
     @cached_property
     def weights(self) -> list[np.ndarray]:
-        """Gate, up and down by logical expert, [layers, experts, ...]."""
+        """Gate, up and down by logical expert, [layers, experts, ...], then their biases if any."""
         shapes = [("gate", self.width, self.inner), ("up", self.width, self.inner), ("down", self.inner, self.width)]
-        return [self._random(name, NUM_LAYERS, self.num_experts, a, b) / a**0.5 for name, a, b in shapes]
+        stacked = [self._random(name, NUM_LAYERS, self.num_experts, a, b) / a**0.5 for name, a, b in shapes]
+        biases = [self._random(f"{name} bias", NUM_LAYERS, self.num_experts, b) for name, _, b in shapes]
+        return stacked + biases * self.has_bias
 
     def hidden(self, data: int) -> np.ndarray:
         return self._random("hidden", data * self.num_tokens, self.width)
@@ -77,6 +98,24 @@ class MoeCase:
     def _random(self, name: str, *shape: int) -> np.ndarray:
         generator = np.random.default_rng([self.seed, len(name), ord(name[0])])
         return generator.standard_normal(shape).astype(np.float32)
+
+
+GROUPED = MoeCase(
+    num_tokens=11,
+    top_k=6,
+    has_bias=True,
+    activation="clamped_swiglu",
+    rule={
+        "score": "sigmoid",
+        "logit_bias": True,
+        "selection_bias": True,
+        "scale": 2.5,
+        "num_groups": 4,
+        "groups_kept": 2,
+        "group_score": "top2_sum",
+    },
+)
+"""Experts with biases, chosen within groups by biased scores."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +146,16 @@ class MoeRun:
     ) -> None:
         self.case, self.plan = case, plan
         self.config = ExpertConfig(
-            case.num_experts,
-            case.top_k,
-            True,
+            case.router_spec,
             KERNELS[config.pop("kernels", "cpu")],
             plan,
             num_redundant,
             backend,
+            activation=case.activation,
             **config,
         )
         split, whole = PartitionSpec(DATA), PartitionSpec()
-        slots = plan.partition(("layers", "expert_slots", None, None))
+        slots = plan.partition(("layers", "expert_slots"))
         self._parts = (split, whole, split, slots, whole, whole, whole)
         self.compiled = jax.jit(
             jax.shard_map(self._on_device, mesh=plan.mesh, in_specs=self._parts, out_specs=split, check_vma=False),
@@ -135,11 +173,12 @@ class MoeRun:
         experts = np.tile(np.arange(case.num_experts), (NUM_LAYERS, 1))
         if placement is not None:
             experts, maps = placement.expert_of_slot, placement_arrays(placement)
-        slots = [np.take_along_axis(w, experts[:, :, None, None], axis=1) for w in case.weights]
+        slots = [w[np.arange(NUM_LAYERS)[:, None], experts] for w in case.weights]
         inputs = {"hidden": case.hidden(data), "router": case.router, "valid": case.valid(data)} | changes
         hidden = inputs["hidden"].astype(jax.numpy.dtype(case.dtype))
         slots = [array.astype(hidden.dtype) for array in slots]
-        arguments = hidden, inputs["router"], inputs["valid"], slots, maps, np.int32(layer), self._factor(changes)
+        router = RouterWeights(inputs["router"], *case.router_biases)
+        arguments = hidden, router, inputs["valid"], slots, maps, np.int32(layer), self._factor(changes)
         return self.compiled(*(self._placed(a, part) for a, part in zip(arguments, self._parts, strict=True)))
 
     def _factor(self, changes) -> np.ndarray | None:
@@ -164,10 +203,10 @@ def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:
     """Every token by every expert it chose, in float64; padding gives zeros."""
     inputs = {"hidden": case.hidden(data), "router": case.router, "valid": case.valid(data)} | changes
     hidden, valid = inputs["hidden"].astype(np.float64), inputs["valid"]
-    logits = hidden @ inputs["router"].astype(np.float64)
-    ids = np.argsort(-logits, axis=1, kind="stable")[:, : case.top_k]
-    scores = np.exp(np.take_along_axis(logits, ids, axis=1) - logits.max(axis=1, keepdims=True))
-    gates = scores / scores.sum(axis=1, keepdims=True)
+    scores = scores_by_hand(hidden, inputs["router"], case.router_biases[0], score=case.router_spec.score)
+    choice = choice_by_hand(scores, case.router_biases[1], router=case.router_spec)
+    ids = np.argsort(-choice, axis=1, kind="stable")[:, : case.top_k]
+    gates = gates_by_hand(scores, ids, router=case.router_spec)
     out = sums_of(case, hidden, np.where(valid[:, None], ids, -1), gates, layer=layer)
     counts = [
         np.bincount(i[v].reshape(-1), minlength=case.num_experts)
@@ -179,11 +218,13 @@ def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:
 def sums_of(case: MoeCase, hidden: np.ndarray, ids: np.ndarray, gates: np.ndarray, *, layer: int = 1) -> np.ndarray:
     """Weighted sums of the experts `ids` in float64; -1 is no expert."""
     out, hidden = np.zeros(hidden.shape), hidden.astype(np.float64)
-    w_gate, w_up, w_down = (w[layer].astype(np.float64) for w in case.weights)
+    w_gate, w_up, w_down, *biases = (w[layer].astype(np.float64) for w in case.weights)
+    b_gate, b_up, b_down = biases or np.zeros((3, case.num_experts, 1))
     for token, pick in np.argwhere(ids >= 0):
         expert, row = ids[token, pick], hidden[token]
-        gate = row @ w_gate[expert]
-        out[token] += gates[token, pick] * ((gate / (1 + np.exp(-gate)) * (row @ w_up[expert])) @ w_down[expert])
+        gate, up = row @ w_gate[expert] + b_gate[expert], row @ w_up[expert] + b_up[expert]
+        inner = activation_by_hand(gate, up, activation=case.activation)
+        out[token] += gates[token, pick] * (inner @ w_down[expert] + b_down[expert])
     return out
 
 

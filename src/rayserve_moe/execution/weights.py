@@ -45,11 +45,9 @@ def model_config(
         )
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
-    selection, router = _selection(experts, num_redundant=num_redundant), spec.router
+    selection = _selection(experts, num_redundant=num_redundant)
     config = ExpertConfig(
-        router.num_experts,
-        router.top_k,
-        router.renormalize,
+        spec.router,
         kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)]),
         plan,
         num_redundant=num_redundant,
@@ -57,6 +55,7 @@ def model_config(
         slot_choice="first" if selection == "topk" and num_redundant else experts.dispatch,
         selection=selection,
         capacity_scope=experts.capacity_scope,
+        activation=spec.experts.activation,
     )
     return ModelConfig(spec, config)
 
@@ -151,6 +150,7 @@ def _check_divisible(spec: ModelSpec, plan: ParallelPlan) -> None:
         "num_attention_heads": (spec.attention.num_heads, tensor),
         "num_key_value_heads": (kv_heads * kv_repeats(spec, tensor), tensor),
         "intermediate_size": (spec.dense_intermediate_size if spec.dense_layer_ids else tensor, tensor),
+        "width of the shared expert": (spec.experts.shared_size if spec.experts.shared != "none" else tensor, tensor),
     }
     for name, (size, parts) in sizes.items():
         if size % parts:

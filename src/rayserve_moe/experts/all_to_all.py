@@ -28,7 +28,7 @@ def apply_all_to_all(
     overlapped: bool = False,
 ) -> jax.Array:
     """The MoE sum of each token [T, D], one chunk of tokens after the other, or each sent while one is multiplied."""
-    plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.top_k
+    plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.router.top_k
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     row_bytes = width * tokens.hidden_TD.dtype.itemsize
     chunk = chunk_tokens(len(part.valid_T), top_k=top_k, row_bytes=row_bytes, overlapped=overlapped)
@@ -43,7 +43,7 @@ def apply_all_to_all(
     num_ranks, num_local = plan.num_expert_ranks, config.num_local_slots
     taken = round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
     exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken)
-    product = ProductConfig(num_local, chunk * top_k * num_ranks / config.num_experts)
+    product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
     kernel, first_slot = config.kernels.expert_results, layer * num_local
     multiply = multiply_rows(weights, kernel=kernel, first_slot=first_slot, config=product)
     run = run_overlapped if overlapped else run_in_turn

@@ -25,7 +25,7 @@ from rayserve_moe.experts.balanced_acceptance import (
 )
 from rayserve_moe.experts.balanced_selection import capacity_of, weights_of
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.routing import ForcedExperts, select_top_k
+from rayserve_moe.experts.routing import ExpertScores, ForcedExperts, select_top_k
 from rayserve_moe.experts.slot_mapping import WHOLE, PlacementArrays, place_within_expert
 from rayserve_moe.parallel.sharding import DATA
 
@@ -55,11 +55,12 @@ class LimitedAssignments(NamedTuple):
 def step_capacity(valid_T: jax.Array, capacity_factor: jax.Array, *, config: ExpertConfig) -> StepCapacity:
     """The capacity of a slot in a step; a collective of all ranks."""
     valid_W = _compete(valid_T, config)
-    return StepCapacity(valid_W, capacity_of(capacity_factor, valid_W, k=config.top_k, num_slots=config.num_slots))
+    top_k = config.router.top_k
+    return StepCapacity(valid_W, capacity_of(capacity_factor, valid_W, k=top_k, num_slots=config.num_slots))
 
 
 def assign_slots(  # noqa: PLR0913 (what differs from call to call is by keyword)
-    scores_TE: jax.Array,
+    scores: ExpertScores,
     valid_T: jax.Array,
     *,
     maps: PlacementArrays | None,
@@ -68,17 +69,27 @@ def assign_slots(  # noqa: PLR0913 (what differs from call to call is by keyword
     config: ExpertConfig,
     forced: ForcedExperts | None = None,
 ) -> LimitedAssignments:
-    """Choose experts by `scores_TE` and slots by their capacity; `forced` is for `replicas_only`."""
-    valid_W, per_slot = capacity
+    """Choose experts by their scores and slots by their capacity; `forced` is for `replicas_only`.
+
+    `balanced` ranks experts as the router does, by what it chooses by: an expert outside of the groups that a token
+    keeps is not eligible for it, even where the kept ones are full. Weights are the unbiased scores of what was taken.
+    """
+    (valid_W, per_slot), router = capacity, config.router
     order = order_of_placement(maps, layer, num_tokens=len(valid_T), config=config)
     if config.selection == "balanced":
-        scores_WE = _compete(scores_TE, config)
-        assigned = take_best_open(sortable(scores_WE, valid_W), order, k=config.top_k, capacity=per_slot)
+        choice_WE = _compete(scores.scores_TE if scores.choice_TE is None else scores.choice_TE, config)
+        assigned = take_best_open(sortable(choice_WE, valid_W), order, k=router.top_k, capacity=per_slot)
         mine = SlotAssignments(*(_my_part(array_KW, config) for array_KW in assigned[:3]), assigned.taken_N)
-        gates_TK = weights_of(mine, scores_TE, renormalize=config.renormalize)
+        gates_TK = weights_of(
+            mine,
+            scores.scores_TE,
+            renormalize=router.renormalize,
+            scale=router.scale,
+            floor=router.renormalize_floor,
+        )
         tally_4 = _tally(mine, valid_T, assigned.taken_N, config)
         return LimitedAssignments(mine.slots_KB.T, mine.experts_KB.T, gates_TK, tally_4)
-    ids_TK, gates_TK = select_top_k(scores_TE, top_k=config.top_k, renormalize=config.renormalize, forced=forced)
+    ids_TK, gates_TK = select_top_k(scores, router=router, forced=forced)
     slots_KW, taken_N = spread_over_replicas(_compete(ids_TK, config).T, valid_W, order, capacity=per_slot)
     slots_KT, is_valid_KT = _my_part(slots_KW, config), jnp.broadcast_to(valid_T, ids_TK.T.shape)
     mine = SlotAssignments(slots_KT, ids_TK.T, is_valid_KT, taken_N)
@@ -163,7 +174,7 @@ def _tally(mine: SlotAssignments, valid_T: jax.Array, taken_N: jax.Array, config
     if config.capacity_scope != "global" and config.plan.data_size > 1:
         taken_N = jax.lax.psum(taken_N, DATA)
     hottest = jnp.max(jnp.sum(taken_N.reshape(config.plan.num_expert_ranks, -1), axis=1))
-    num_wanted = config.top_k * jnp.sum(valid_T, dtype=jnp.int32)
+    num_wanted = config.router.top_k * jnp.sum(valid_T, dtype=jnp.int32)
     num_filled = jnp.sum(mine.slots_KB >= 0, dtype=jnp.int32)
     is_first = config.plan.data_rank() == 0
     num_kept = jnp.sum(mine.is_kept_KB, dtype=jnp.int32)

@@ -93,15 +93,19 @@ def _places(slots_X: jax.Array, num_slots: int) -> jax.Array:
     return nowhere_N.at[jnp.where(slots_X < 0, num_slots, slots_X)].min(at_X + slots_X, mode="drop")
 
 
-def weights_of(assigned: SlotAssignments, gates_BE: jax.Array, *, renormalize: bool, scale: float = 1.0) -> jax.Array:
+def weights_of(
+    assigned: SlotAssignments, gates_BE: jax.Array, *, renormalize: bool, scale: float = 1.0, floor: float = 0.0
+) -> jax.Array:
     """Float32 [B, K]: gates at the experts that were assigned, 0 where none was.
 
-    What is divided by the sum is multiplied by its reciprocal, which is what XLA makes of such a division anyway.
+    What is divided by the sum, or by `floor` where that is larger, is multiplied by its reciprocal, which is what XLA
+    makes of such a division anyway.
     """
     experts_BK = assigned.experts_KB.T
     gates_BK = jnp.take_along_axis(gates_BE.astype(jnp.float32), jnp.maximum(experts_BK, 0), axis=1)
     weights_BK = jnp.where(experts_BK >= 0, gates_BK, 0.0)
     if renormalize:
         total_B1 = reduce(add, (weights_BK[:, rank, None] for rank in range(weights_BK.shape[1])))
+        total_B1 = jnp.maximum(total_B1, floor) if floor else total_B1
         weights_BK = weights_BK * (1.0 / jnp.where(total_B1 == 0, 1.0, total_B1))
     return weights_BK if scale == 1.0 else weights_BK * scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.kernels.registry import Kernels
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -15,12 +16,10 @@ class ExpertConfig:
     A layer has `num_redundant` expert slots more than experts. `backend` names how tokens and experts meet (`auto`: by
     the number of tokens), `slot_choice` which of an expert's slots a token takes. `selection` is `topk`,
     `replicas_only` or `balanced`; where slots have limited capacity, `capacity_scope` says which tokens compete (see
-    `balanced_layer`).
+    `balanced_layer`). `activation` is one of `expert_products.ACTIVATIONS`.
     """
 
-    num_experts: int
-    top_k: int
-    renormalize: bool
+    router: RouterSpec
     kernels: Kernels
     plan: ParallelPlan
     num_redundant: int = 0
@@ -28,11 +27,12 @@ class ExpertConfig:
     slot_choice: str = "shares"
     selection: str = "replicas_only"
     capacity_scope: str = "global"
+    activation: str = "silu"
 
     @property
     def num_slots(self) -> int:
         """Expert slots of a layer over all devices."""
-        return self.num_experts + self.num_redundant
+        return self.router.num_experts + self.num_redundant
 
     @property
     def limits_capacity(self) -> bool:

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rayserve_moe.experts.all_to_all import multiply_rows
 from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, run_overlapped
-from rayserve_moe.experts.routing import select_top_k
+from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.experts.routing import ExpertScores, select_top_k
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows
 from rayserve_moe.kernels.expert_products import ACTIVATIONS, ExpertWeights, ProductConfig
 from rayserve_moe.kernels.registry import KERNELS
@@ -50,7 +51,8 @@ def fused_ep_moe(  # noqa: PLR0913 (the agreed signature)
     All else is as in `fused_ep_moe_from_topk`.
     """
     scores = jax.nn.softmax(router_logits.astype(jnp.float32), axis=-1)
-    topk_ids, topk_weights = select_top_k(scores, top_k=top_k, renormalize=renormalize)
+    router = RouterSpec(scores.shape[1], top_k, renormalize)
+    topk_ids, topk_weights = select_top_k(ExpertScores(scores), router=router)
     return fused_ep_moe_from_topk(
         mesh,
         tokens,

@@ -12,7 +12,14 @@ import jax
 from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend
 from rayserve_moe.experts.balanced_layer import StepCapacity, assign_slots
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.routing import ForcedExperts, count_tokens, select_top_k
+from rayserve_moe.experts.routing import (
+    ExpertScores,
+    ForcedExperts,
+    RouterWeights,
+    count_tokens,
+    rank_experts,
+    select_top_k,
+)
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.expert_products import ExpertWeights
@@ -29,7 +36,7 @@ class LayerRouting(NamedTuple):
 
 def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keyword)
     hidden_TD: jax.Array,
-    router_DE: jax.Array,
+    router: RouterWeights,
     weights: ExpertWeights,
     *,
     layer: jax.Array,
@@ -49,24 +56,30 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     """
     tally_4 = None
     with jax.named_scope("router"):
-        scores_TE = config.kernels.router_scores(hidden_TD, router_DE)
+        scores = _scores(hidden_TD, router, config)
     with jax.named_scope("selection"):
         if config.limits_capacity:
             assert capacity is not None, "slots of limited capacity need it"
             slots_TK, ids_TK, gates_TK, tally_4 = assign_slots(
-                scores_TE, valid_T, maps=maps, layer=layer, capacity=capacity, config=config, forced=forced
+                scores, valid_T, maps=maps, layer=layer, capacity=capacity, config=config, forced=forced
             )
             tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
             maps, config = None, replace(config, slot_choice=CHOSEN_BEFORE)
         else:
-            ids_TK, gates_TK = select_top_k(
-                scores_TE, top_k=config.top_k, renormalize=config.renormalize, forced=forced
-            )
+            ids_TK, gates_TK = select_top_k(scores, router=config.router, forced=forced)
             tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
     with jax.named_scope("routing_capture"):
-        counts_E = count_tokens(ids_TK, valid_T, num_experts=config.num_experts)
+        counts_E = count_tokens(ids_TK, valid_T, num_experts=config.router.num_experts)
     out_TD = EXPERT_BACKENDS[backend_for(hidden_TD, config)](tokens, weights, layer=layer, config=config, maps=maps)
     return out_TD, LayerRouting(ids_TK, counts_E, tally_4)
+
+
+def _scores(hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig) -> ExpertScores:
+    """Scores of all experts, and what they are chosen by."""
+    scores_TE = config.kernels.router_scores(
+        hidden_TD, router.matrix_DE, bias_E=router.logit_bias_E, score=config.router.score
+    )
+    return rank_experts(scores_TE, router=config.router, selection_bias_E=router.selection_bias_E)
 
 
 def backend_for(hidden_TD: jax.Array, config: ExpertConfig) -> str:
@@ -79,6 +92,6 @@ def backend_for(hidden_TD: jax.Array, config: ExpertConfig) -> str:
         ep_size=config.plan.num_expert_ranks,
         tensor_size=config.plan.tensor_size,
         platform=platform_of(config.plan.mesh),
-        top_k=config.top_k,
+        top_k=config.router.top_k,
         row_bytes=width * hidden_TD.dtype.itemsize,
     )

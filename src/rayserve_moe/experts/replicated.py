@@ -58,7 +58,7 @@ def apply_replicated(
         with jax.named_scope("combine"):
             return jax.lax.psum_scatter(out_WD, DATA, scatter_dimension=0, tiled=True)
 
-    most = max(1, RESULT_BYTES // (data_size * config.top_k * width * tokens.hidden_TD.dtype.itemsize))
+    most = max(1, RESULT_BYTES // (data_size * config.router.top_k * width * tokens.hidden_TD.dtype.itemsize))
     out_GTD = jax.lax.map(run, cut_into_chunks(tokens, min(num_tokens, most)))
     out_TD = out_GTD.reshape(-1, width)[:num_tokens]
     return _combine(out_TD, tokens, config)
@@ -82,7 +82,7 @@ def _sums_of_my_slots(
         local_TK = slots_TK - config.plan.expert_rank() * num_local
         is_here_TK = (local_TK >= 0) & (local_TK < num_local) & valid_T[:, None]
         local_TK = jnp.where(is_here_TK, local_TK, num_local)
-    product = ProductConfig(num_local, ids_TK.size / config.num_experts)
+    product = ProductConfig(num_local, ids_TK.size / config.router.num_experts, config.activation)
     with jax.named_scope("experts"):
         return config.kernels.expert_sums(
             hidden_TD, local_TK, gates_TK, weights, first_slot=layer * num_local, config=product

@@ -1,6 +1,10 @@
-"""Choosing experts: top-k of the router's scores and their weights, in logical expert space and always in float32."""
+"""Choosing experts: top-k of the router's scores and their weights, in logical expert space and always in float32.
 
-# T tokens   X tokens in prefill blocks, the last of T   E experts   K experts per token
+logits --score--> scores --bias, groups--> choice --top k--> ids --scores of the ids--> weights
+"""
+
+# T tokens   X tokens in prefill blocks, the last of T   D model width   E experts   K experts per token   G groups
+# C experts of a group
 
 from __future__ import annotations
 
@@ -8,6 +12,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rayserve_moe.experts.router_spec import RouterSpec
+
+LEAST_TOTAL = 1e-20
+"""What DeepSeek-V3 adds to a sum of sigmoids before it divides by it: they may all be zero."""
+
+
+class RouterWeights(NamedTuple):
+    """Float32 weights of one layer's router: the matrix, and the biases of logits and of the choice where there are."""
+
+    matrix_DE: jax.Array
+    logit_bias_E: jax.Array | None = None
+    selection_bias_E: jax.Array | None = None
 
 
 class ForcedExperts(NamedTuple):
@@ -20,14 +37,50 @@ class ForcedExperts(NamedTuple):
     is_any: jax.Array
 
 
+class ExpertScores(NamedTuple):
+    """The router's scores, which become weights, and what experts are chosen by; None: by the scores themselves.
+
+    -inf in `choice_TE` marks experts that may not be chosen.
+    """
+
+    scores_TE: jax.Array
+    choice_TE: jax.Array | None = None
+
+
+def rank_experts(scores_TE: jax.Array, *, router: RouterSpec, selection_bias_E: jax.Array | None) -> ExpertScores:
+    """Add the selection bias (arXiv:2408.15664), then exclude the groups that are not kept."""
+    choice_TE = None if selection_bias_E is None else scores_TE + selection_bias_E
+    if router.groups_kept < router.num_groups:
+        choice_TE = _within_best_groups(scores_TE if choice_TE is None else choice_TE, router)
+    return ExpertScores(scores_TE, choice_TE)
+
+
+def _within_best_groups(choice_TE: jax.Array, router: RouterSpec) -> jax.Array:
+    """-inf outside of each token's best groups, ties to the smaller group.
+
+    A group is as good as its best expert (DeepSeek-V2, arXiv:2405.04434) or its best two (V3, arXiv:2412.19437).
+    """
+    choice_TGC = choice_TE.reshape(len(choice_TE), router.num_groups, -1)
+    num_best = {"max": 1, "top2_sum": 2}[router.group_score]
+    best_TG = jnp.sum(jax.lax.top_k(choice_TGC, num_best)[0], axis=-1)
+    _, kept_TK = jax.lax.top_k(best_TG, router.groups_kept)
+    is_kept_TG = jnp.any(kept_TK[..., None] == jnp.arange(router.num_groups), axis=1)
+    return jnp.where(is_kept_TG[..., None], choice_TGC, -jnp.inf).reshape(choice_TE.shape)
+
+
 def select_top_k(
-    scores_TE: jax.Array, *, top_k: int, renormalize: bool, forced: ForcedExperts | None = None
+    scores: ExpertScores, *, router: RouterSpec, forced: ForcedExperts | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Select `top_k` experts per token: ids int32 [T, K] by descending score, ties to the smaller id; weights float32.
+    """Select the top k per token: ids int32 [T, K] by descending choice, ties to the smaller id; weights float32.
 
     Forced tokens take the given experts in the given order, weighted by their scores.
     """
-    weights_TK, ids_TK = jax.lax.top_k(scores_TE, top_k)
+    scores_TE, choice_TE = scores
+    if choice_TE is None:
+        weights_TK, ids_TK = jax.lax.top_k(scores_TE, router.top_k)
+    else:
+        _, ids_TK = jax.lax.top_k(choice_TE, router.top_k)
+        weights_TK = jnp.take_along_axis(scores_TE, ids_TK, axis=-1)
     if forced is not None:
         ids_XK = forced.ids_XK
 
@@ -37,9 +90,16 @@ def select_top_k(
             return forced_TK, jnp.take_along_axis(scores_TE, forced_TK, axis=-1)
 
         ids_TK, weights_TK = jax.lax.cond(forced.is_any, force, lambda: (ids_TK, weights_TK))
-    if renormalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdims=True)
-    return ids_TK, weights_TK
+    if router.renormalize:
+        weights_TK = weights_TK / _divisor(weights_TK.sum(-1, keepdims=True), router)
+    return ids_TK, weights_TK if router.scale == 1.0 else weights_TK * router.scale
+
+
+def _divisor(total_T1: jax.Array, router: RouterSpec) -> jax.Array:
+    """What weights are divided by: their sum, or the floor where that is larger (ERNIE 4.5's `moe_norm_min`)."""
+    if router.renormalize_floor:
+        return jnp.maximum(total_T1, router.renormalize_floor)
+    return total_T1 + LEAST_TOTAL if router.score == "sigmoid" else total_T1
 
 
 def count_tokens(ids_TK: jax.Array, valid_T: jax.Array, *, num_experts: int) -> jax.Array:

@@ -20,25 +20,42 @@ import jax.numpy as jnp
 
 
 class ExpertWeights(NamedTuple):
-    """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D]."""
+    """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D], and their biases if any."""
 
     gate_XDF: jax.Array
     up_XDF: jax.Array
     down_XFD: jax.Array
+    gate_bias_XF: jax.Array | None = None
+    up_bias_XF: jax.Array | None = None
+    down_bias_XD: jax.Array | None = None
 
 
-Activation = Callable[[jax.Array], jax.Array]
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
+"""From gate and up to what is multiplied by down."""
 Multiply = Callable[..., jax.Array]
 """The signature of `multiply_in_blocks`."""
 
 TILE_ROWS = 256
 
-ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up within 7 (gpt-oss, arXiv:2508.10925)."""
+    gate, up = jnp.minimum(gate, GATE_LIMIT), jnp.clip(up, -GATE_LIMIT, GATE_LIMIT)
+    return gate * jax.nn.sigmoid(GATE_SLOPE * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "clamped_swiglu": clamped_swiglu,
+}
 
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """What is fixed about a grouped product: local slots of a layer, and the gate's activation.
+    """What is fixed about a grouped product: local slots of a layer, and the activation.
 
     `mean_rows` is the number of assignments of an expert where all have the same.
     """
@@ -109,10 +126,18 @@ def multiply_by_ragged_dot(
     num_rows = product_rows(slots_P.size)
     token_of_row = jnp.pad(jax.lax.div(order_P, top_k), (0, num_rows - slots_P.size))
     sorted_PD = hidden_TD[token_of_row].reshape(num_rows, -1)
-    gate = jax.lax.ragged_dot(sorted_PD, weights.gate_XDF, sizes_X, preferred_element_type=jnp.float32)
-    up = jax.lax.ragged_dot(sorted_PD, weights.up_XDF, sizes_X, preferred_element_type=jnp.float32)
-    inner = (ACTIVATIONS[config.activation](gate) * up).astype(hidden_TD.dtype)
-    down = jax.lax.ragged_dot(inner, weights.down_XFD, sizes_X, preferred_element_type=jnp.float32)
+
+    def multiply(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
+        out = jax.lax.ragged_dot(rows, matrices, sizes_X, preferred_element_type=jnp.float32)
+        if bias is None:
+            return out
+        slot_of_row = first_slot + jnp.pad(slots_P[order_P], (0, num_rows - slots_P.size))
+        return out + bias.at[slot_of_row].get(mode="clip")
+
+    gate = multiply(sorted_PD, weights.gate_XDF, weights.gate_bias_XF)
+    up = multiply(sorted_PD, weights.up_XDF, weights.up_bias_XF)
+    inner = ACTIVATIONS[config.activation](gate, up).astype(hidden_TD.dtype)
+    down = multiply(inner, weights.down_XFD, weights.down_bias_XD)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return rows_P[inverse(order_P)].reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
@@ -156,10 +181,14 @@ def inverse(order_P: jax.Array) -> jax.Array:
 
 
 def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activate: Activation) -> jax.Array:
-    gate = jnp.matmul(rows_BD, weights.gate_XDF[index], preferred_element_type=jnp.float32)
-    up = jnp.matmul(rows_BD, weights.up_XDF[index], preferred_element_type=jnp.float32)
-    inner = (activate(gate) * up).astype(rows_BD.dtype)
-    return jnp.matmul(inner, weights.down_XFD[index], preferred_element_type=jnp.float32).astype(rows_BD.dtype)
+    def multiply(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
+        out = jnp.matmul(rows, matrices[index], preferred_element_type=jnp.float32)
+        return out if bias is None else out + bias[index]
+
+    gate = multiply(rows_BD, weights.gate_XDF, weights.gate_bias_XF)
+    up = multiply(rows_BD, weights.up_XDF, weights.up_bias_XF)
+    inner = activate(gate, up).astype(rows_BD.dtype)
+    return multiply(inner, weights.down_XFD, weights.down_bias_XD).astype(rows_BD.dtype)
 
 
 def _block_rows(mean: float) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -35,10 +36,15 @@ def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Arr
     return jnp.matmul(inner, down_ID, preferred_element_type=jnp.float32)
 
 
-def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
-    """Softmax of the router's logits, computed in float32: [T, E]."""
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+
+
+def router_scores(
+    hidden_TD: jax.Array, router_DE: jax.Array, *, bias_E: jax.Array | None = None, score: str = "softmax"
+) -> jax.Array:
+    """Softmax or sigmoid of the router's logits, computed in float32: [T, E]. KeyError for another `score`."""
     logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
-    return jax.nn.softmax(logits_TE, axis=-1)
+    return SCORES[score](logits_TE if bias_E is None else logits_TE + bias_E)
 
 
 def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:

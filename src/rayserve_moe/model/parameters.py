@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rayserve_moe.model.expert_parameters import dense_specs, router_specs, shared_specs, slot_specs
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import LatentSpec, ModelSpec
 
@@ -24,7 +25,7 @@ def kv_repeats(spec: ModelSpec, tensor_size: int) -> int:
 def parameter_specs(
     spec: ModelSpec, *, dtype: str, tensor_size: int = 1, num_devices: int = 1, num_redundant: int = 0
 ) -> dict[str, dict[str, ParamSpec]]:
-    """State all parameters of `spec` in compute dtype `dtype` (the router stays float32).
+    """State all parameters of `spec` in compute dtype `dtype` (the router and its biases stay float32).
 
     `tensor_size` is the number of devices that share the heads: it decides how often KV heads are repeated.
     `num_devices` are all of them: they share the vocabulary, which is padded until it divides. A layer has
@@ -36,10 +37,12 @@ def parameter_specs(
         if spec.attention.latent
         else _attention_specs(spec, dtype, kv_repeats(spec, tensor_size)),
         "mlp_norm": {"scale": _norm(spec, "mlp_norm", dtype)},
-        "experts": _expert_specs(spec, dtype, spec.router.num_experts + num_redundant),
+        "experts": router_specs(spec) | slot_specs(spec, dtype=dtype, num_redundant=num_redundant),
     }
     if spec.dense_layer_ids:
-        tree["dense"] = _dense_specs(spec, dtype)
+        tree["dense"] = dense_specs(spec, dtype)
+    if spec.experts.shared != "none":
+        tree["shared"] = shared_specs(spec, dtype)
     return tree
 
 
@@ -154,61 +157,3 @@ def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, 
     if attention.output_bias:
         specs["o_bias_LD"] = stack("o_bias", (width,), ("model",))
     return specs
-
-
-def _expert_specs(spec: ModelSpec, dtype: str, num_slots: int) -> dict[str, ParamSpec]:
-    layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
-    width, inner = spec.hidden_size, spec.experts.intermediate_size
-
-    layout = spec.experts.layout
-
-    def stack(
-        role: str, shape: tuple[int, ...], axes: tuple[str, ...], columns: tuple[int, int, int] = (1, 0, 0)
-    ) -> ParamSpec:
-        repeat_width, period, start = columns
-        return ParamSpec(
-            (len(layers), num_slots, *shape),
-            dtype,
-            ("layers", "expert_slots", *axes),
-            role,
-            layers,
-            num_experts,
-            transposed=layout != "fused_in_out_interleaved",
-            repeat_width=repeat_width,
-            period=period,
-            start=start,
-            experts_in_file=layout != "per_expert",
-        )
-
-    gate, up = _columns_of_gate_and_up(spec)
-    return {
-        "router_MDE": ParamSpec(
-            (len(layers), width, num_experts), "float32", ("layers", "model", None), "router", layers, transposed=True
-        ),
-        "gate_MPDF": stack("expert_gate", (width, inner), ("model", "expert_inner"), gate),
-        "up_MPDF": stack("expert_up", (width, inner), ("model", "expert_inner"), up),
-        "down_MPFD": stack("expert_down", (inner, width), ("expert_inner", "model")),
-    }
-
-
-def _columns_of_gate_and_up(spec: ModelSpec) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Which columns of the file are those of gate, and which those of up: `repeat_width`, `period` and `start`."""
-    inner = spec.experts.intermediate_size
-    return {
-        "per_expert": ((1, 0, 0), (1, 0, 0)),
-        "fused_out_in": ((inner, 2 * inner, 0), (inner, 2 * inner, inner)),
-        "fused_in_out_interleaved": ((1, 2, 0), (1, 2, 1)),
-    }[spec.experts.layout]
-
-
-def _dense_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
-    layers, width, inner = spec.dense_layer_ids, spec.hidden_size, spec.dense_intermediate_size
-
-    def project(role: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
-        return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, transposed=True)
-
-    return {
-        "gate_NDI": project("dense_gate", (width, inner), ("model", "dense_inner")),
-        "up_NDI": project("dense_up", (width, inner), ("model", "dense_inner")),
-        "down_NID": project("dense_down", (inner, width), ("dense_inner", "model")),
-    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.requests import RoutingLayout
 
 
@@ -109,29 +110,6 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
-class RouterSpec:
-    """From logits to experts and weights, always in float32.
-
-    Logits (plus `logit_bias`) become scores by `score`: `softmax` or `sigmoid`. Scores plus `selection_bias` choose:
-    where `num_groups` > 1 only within the `groups_kept` groups that are best by `group_score` (`max` or `top2_sum`),
-    then the top k. Weights are the unbiased scores, divided by their sum (by `renormalize_floor` where that is larger)
-    where `renormalize`, times `scale`. A softmax over the chosen logits alone is `softmax` with `renormalize`.
-    """
-
-    num_experts: int
-    top_k: int
-    renormalize: bool
-    score: str = _only("softmax")
-    logit_bias: bool = _only(False)
-    selection_bias: bool = _only(False)
-    num_groups: int = _only(1)
-    groups_kept: int = _only(1)
-    group_score: str = _only("max")
-    renormalize_floor: float = _only(0.0)
-    scale: float = _only(1.0)
-
-
-@dataclass(frozen=True)
 class ExpertSpec:
     """The experts' gated MLPs, and the shared expert of every MoE layer.
 
@@ -143,9 +121,9 @@ class ExpertSpec:
 
     intermediate_size: int
     layout: str = _of_files("per_expert", "fused_out_in", "fused_in_out_interleaved")
-    bias: bool = _only(False)
-    activation: str = _only("silu")
-    shared: str = _only("none")
+    bias: bool = _any(False)
+    activation: str = _any("silu")
+    shared: str = _any("none")
     shared_size: int = 0
 
 
@@ -180,10 +158,8 @@ class ModelSpec:
         _refuse_what_is_not_computed(self.family, self)
         if not self.moe_layer_ids:
             raise UnsupportedModelError(f"{self.family}: no layer has experts")
-        if self.router.top_k > self.router.num_experts:
-            raise UnsupportedModelError(
-                f"{self.family}: top_k {self.router.top_k} exceeds {self.router.num_experts} experts"
-            )
+        if problem := self.router.problem():
+            raise UnsupportedModelError(f"{self.family}: {problem}")
         _refuse_beside_latent(self.family, self.attention)
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise UnsupportedModelError(

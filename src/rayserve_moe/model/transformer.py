@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from rayserve_moe.experts.balanced_layer import StepCapacity, step_capacity
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import LayerRouting, apply_experts
-from rayserve_moe.experts.routing import ForcedExperts
+from rayserve_moe.experts.routing import ForcedExperts, RouterWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.expert_products import ExpertWeights
@@ -27,6 +27,9 @@ from rayserve_moe.model.attention import attention_config, rope_frequencies, rot
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.vocabulary import look_up, score_all
 from rayserve_moe.parallel.sharding import ParallelPlan
+
+EXPERT_MATRICES = ("gate_MPDF", "up_MPDF", "down_MPFD")
+EXPERT_BIASES = ("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD")
 
 Parameters = dict[str, dict[str, jax.Array]]
 Carry = tuple[jax.Array, jax.Array]
@@ -149,10 +152,11 @@ def _moe_layer(
     layer, moe_layer = index
     hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, layer, inputs=inputs, config=config)
     experts = params["experts"]
-    flat = ExpertWeights(*(_flatten(experts[name]) for name in ("gate_MPDF", "up_MPDF", "down_MPFD")))
+    biases = (_flatten(experts[name]) for name in EXPERT_BIASES if name in experts)
+    flat = ExpertWeights(*(_flatten(experts[name]) for name in EXPERT_MATRICES), *biases)
     out_TD, routing = apply_experts(
         normed_TD,
-        experts["router_MDE"][moe_layer],
+        _router_of_layer(experts, moe_layer),
         flat,
         layer=moe_layer,
         valid_T=inputs.batch.valid_T,
@@ -161,7 +165,23 @@ def _moe_layer(
         forced=_forced_of_layer(inputs, moe_layer),
         capacity=inputs.capacity,
     )
+    if config.spec.experts.shared != "none":
+        shared_TD = _shared_expert(params["shared"], normed_TD, moe_layer, config)
+        out_TD = (out_TD.astype(jnp.float32) + shared_TD).astype(hidden_TD.dtype)
     return (hidden_TD + _scaled(out_TD, config.spec.residual_multiplier), kv_pages), routing
+
+
+@jax.named_scope("shared_expert")
+def _shared_expert(
+    weights: dict[str, jax.Array], normed_TD: jax.Array, moe_layer: jax.Array, config: ModelConfig
+) -> jax.Array:
+    """What the shared expert adds to every token: float32 [T, D], times its gate where it has one (Qwen2-MoE)."""
+    matrices = weights["gate_MDS"], weights["up_MDS"], weights["down_MSD"]
+    out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, matrices, layer=moe_layer))
+    if config.spec.experts.shared != "sigmoid_gated":
+        return out_TD
+    gate_T1 = jnp.matmul(normed_TD, weights["out_gate_MD1"][moe_layer], preferred_element_type=jnp.float32)
+    return jax.nn.sigmoid(gate_T1) * out_TD
 
 
 def _dense_layer(
@@ -213,6 +233,11 @@ def _forced_of_layer(inputs: _StepInputs, moe_layer: jax.Array) -> ForcedExperts
         return None
     forced_MXK, is_any = inputs.forced
     return ForcedExperts(forced_MXK[moe_layer].astype(jnp.int32), is_any)
+
+
+def _router_of_layer(experts: dict[str, jax.Array], layer: jax.Array) -> RouterWeights:
+    biases = (experts[name][layer] if name in experts else None for name in ("router_bias_ME", "selection_bias_ME"))
+    return RouterWeights(experts["router_MDE"][layer], *biases)
 
 
 def _flatten(weights: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import pytest
 from rayserve_moe.experts.backends import all_to_all_bytes, choose_backend, replicated_bytes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import backend_for
+from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.kernels.registry import CPU
 from tests.support.expert_cases import plan_of
 
@@ -43,7 +44,7 @@ def test_the_choice_is_the_way_with_fewer_bytes(tokens, ep_size, tensor_size):
 
 
 def test_auto_counts_the_tokens_of_a_device_and_a_name_is_taken_as_it_is():
-    config = ExpertConfig(16, 4, True, CPU, plan_of(1, 1))
+    config = ExpertConfig(RouterSpec(16, 4, True), CPU, plan_of(1, 1))
     hidden = jax.ShapeDtypeStruct((19, 16), np.float32)
     assert backend_for(hidden, config) == "local"
     assert backend_for(hidden, replace(config, plan=plan_of(2, 2))) == "replicated"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -12,10 +13,12 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.experts.balanced_acceptance import SlotOrder, reject_by_counting, reject_by_sorting
 from rayserve_moe.experts.balanced_layer import distances, spread_over_replicas
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.experts.routing import rank_experts
 from rayserve_moe.kernels.layers import router_scores
 from rayserve_moe.kernels.registry import CPU
 from tests.support.balanced_oracle import Selected, balanced_oracle, oracle_capacity, ranked
-from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of, sums_of
+from tests.support.expert_cases import GROUPED, MoeCase, MoeRun, dense, placements_for, plan_of, sums_of
 from tests.support.placements import SIZES
 
 CASE = MoeCase(num_tokens=22, width=128, inner=16)
@@ -65,28 +68,43 @@ def priorities(placement: ExpertPlacement, config: ExpertConfig) -> np.ndarray:
 
 def defined(run: MoeRun, placement: ExpertPlacement, factor: float) -> list[tuple[Selected, np.ndarray]]:
     """What each group of competing tokens gets, with the part of them that is valid."""
-    data = run.plan.data_size
-    scores = np.asarray(jax.jit(router_scores)(CASE.hidden(data), CASE.router))
-    table, devices = priorities(placement, run.config), devices_of(CASE.num_tokens, run.config)
+    data, case, router = run.plan.data_size, run.case, run.config.router
+    scores, choice = scores_of(case, data)
+    table, devices = priorities(placement, run.config), devices_of(case.num_tokens, run.config)
     groups = 1 if run.config.capacity_scope == "global" else data
     return [
         (
             balanced_oracle(
-                scores_W,
+                choice_W,
                 table,
                 factor,
-                k=CASE.top_k,
+                k=case.top_k,
                 num_slots=run.config.num_slots,
+                gate_scores=scores_W,
                 valid=valid_W,
-                renormalize=True,
+                renormalize=router.renormalize,
+                scale=router.scale,
                 device_index=devices_W,
             ),
             valid_W,
         )
-        for scores_W, devices_W, valid_W in zip(
-            *(np.split(array, groups) for array in (scores, devices, CASE.valid(data))), strict=True
+        for scores_W, choice_W, devices_W, valid_W in zip(
+            *(np.split(array, groups) for array in (scores, choice, devices, case.valid(data))), strict=True
         )
     ]
+
+
+def scores_of(case: MoeCase, data: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of the router, and what it chooses by, to the last bit."""
+    (of_logits, of_choice), router = case.router_biases, case.router_spec
+
+    @jax.jit
+    def score(hidden, matrix):
+        scores = router_scores(hidden, matrix, bias_E=of_logits, score=router.score)
+        return rank_experts(scores, router=router, selection_bias_E=of_choice)
+
+    scores, choice = score(case.hidden(data), case.router)
+    return np.asarray(scores), np.asarray(scores if choice is None else choice)
 
 
 @pytest.mark.parametrize(("backend", "mesh", "num_redundant", "scope"), list(matrix()))
@@ -94,21 +112,40 @@ def test_balanced_selection_is_the_definition(backend, mesh, num_redundant, scop
     run = compiled(backend, mesh, num_redundant, selection="balanced", capacity_scope=scope)
     for placement in placements_for(CASE, run.plan, num_redundant)[1:]:
         for factor in (0.5, 1.0, 2.0):
-            result, parts = run(placement, capacity_factor=factor), defined(run, placement, factor)
-            experts = np.concatenate([selected.experts for selected, _ in parts])
-            weights = np.concatenate([selected.weights for selected, _ in parts])
-            valid = CASE.valid(mesh[0])
-            np.testing.assert_array_equal(result.ids, experts)
-            expected = sums_of(CASE, CASE.hidden(mesh[0]), experts, weights)
-            np.testing.assert_allclose(result.out, expected, atol=1e-5, rtol=1e-5)
-            counts = np.bincount(experts[experts >= 0], minlength=CASE.num_experts)
-            np.testing.assert_array_equal(result.counts.sum(axis=0), counts)
-            slots = np.concatenate([selected.slots for selected, _ in parts])
-            loads = np.bincount(slots[slots >= 0] // run.config.num_local_slots, minlength=run.plan.num_expert_ranks)
-            kept = sum(float(s.kept_share) * v.sum() * CASE.top_k for s, v in parts)
-            wanted = [valid.sum() * CASE.top_k, round(kept), (slots >= 0).sum(), loads.max()]
-            np.testing.assert_array_equal(result.tally.sum(axis=0), wanted)
+            assert_defined(run, placement, factor)
     assert run.compiled._cache_size() == 1, "factor and mapping come at run time"
+
+
+def assert_defined(run: MoeRun, placement: ExpertPlacement, factor: float) -> np.ndarray:
+    """Experts, sums, counts and tallies are those of the definition; returns the experts."""
+    case, data = run.case, run.plan.data_size
+    result, parts = run(placement, capacity_factor=factor), defined(run, placement, factor)
+    experts = np.concatenate([selected.experts for selected, _ in parts])
+    weights = np.concatenate([selected.weights for selected, _ in parts])
+    np.testing.assert_array_equal(result.ids, experts)
+    expected = sums_of(case, case.hidden(data), experts, weights)
+    np.testing.assert_allclose(result.out, expected, atol=1e-5, rtol=1e-5)
+    counts = np.bincount(experts[experts >= 0], minlength=case.num_experts)
+    np.testing.assert_array_equal(result.counts.sum(axis=0), counts)
+    slots = np.concatenate([selected.slots for selected, _ in parts])
+    loads = np.bincount(slots[slots >= 0] // run.config.num_local_slots, minlength=run.plan.num_expert_ranks)
+    kept = sum(float(s.kept_share) * v.sum() * case.top_k for s, v in parts)
+    wanted = [case.valid(data).sum() * case.top_k, round(kept), (slots >= 0).sum(), loads.max()]
+    np.testing.assert_array_equal(result.tally.sum(axis=0), wanted)
+    return experts
+
+
+@pytest.mark.parametrize("scope", ["global", pytest.param("data_rank", marks=pytest.mark.slow)])
+def test_a_biased_router_with_groups_is_balanced_by_what_it_chooses_by(scope):
+    """Weights are unbiased, and an expert outside of the groups that a token keeps is never taken instead."""
+    case = replace(GROUPED, num_tokens=22)
+    run = MoeRun(case, plan_of(2, 2), backend="replicated", num_redundant=8, selection="balanced", capacity_scope=scope)
+    kept = np.isfinite(scores_of(case, 2)[1])
+    for factor in (2.0, 0.5):
+        experts = assert_defined(run, placements_for(case, run.plan, 8)[1], factor)
+        tokens, picks = np.nonzero(experts >= 0)
+        assert kept[tokens, experts[tokens, picks]].all()
+    assert (experts[case.valid(2)] < 0).any(), "some groups are full before every token has its experts"
 
 
 def assert_same_bits(found, expected) -> None:
@@ -187,7 +224,7 @@ def test_counting_rejects_the_same_tokens_as_sorting(num_tokens):
 
 
 def test_near_slots_come_first():
-    config = ExpertConfig(8, 2, True, CPU, plan_of(2, 2), num_redundant=4)
+    config = ExpertConfig(RouterSpec(8, 2, True), CPU, plan_of(2, 2), num_redundant=4)
     found = distances(config)
     assert found.shape == (12, 4)
     for slot in range(12):

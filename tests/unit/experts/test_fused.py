@@ -44,8 +44,9 @@ def dense(arrays: dict[str, np.ndarray], activation: str = "silu", **changes: np
     out = np.zeros_like(a["tokens"])
     for token, pick in np.argwhere(ids < NUM_SLOTS):
         slot, row = ids[token, pick], a["tokens"][token]
-        gate = np.asarray(ACTIVATIONS[activation](jnp.asarray(row @ a["w1"][slot], jnp.float32)), np.float64)
-        out[token] += a["topk_weights"][token, pick] * ((gate * (row @ a["w3"][slot])) @ a["w2"][slot])
+        gate, up = (jnp.asarray(row @ a[name][slot], jnp.float32) for name in ("w1", "w3"))
+        inner = np.asarray(ACTIVATIONS[activation](gate, up), np.float64)
+        out[token] += a["topk_weights"][token, pick] * (inner @ a["w2"][slot])
     return out
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
 from rayserve_moe.kernels.registry import CPU
 from tests.support.expert_cases import plan_of, shuffled
@@ -21,7 +22,9 @@ NUM_EXPERTS, TOP_K, RANKS = 8, 3, 4
 
 def rule_for(placement: ExpertPlacement, choice: str = "shares") -> ExpertConfig:
     redundant = placement.num_redundant
-    return ExpertConfig(placement.num_experts, TOP_K, True, CPU, plan_of(1, 1), redundant, slot_choice=choice)
+    return ExpertConfig(
+        RouterSpec(placement.num_experts, TOP_K, True), CPU, plan_of(1, 1), redundant, slot_choice=choice
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "layer"))

@@ -16,6 +16,7 @@ from rayserve_moe.kernels.expert_products import (
     multiply_by_ragged_dot,
     multiply_in_blocks,
 )
+from tests.support.expert_math import activation_by_hand
 
 COMPILED = {
     kernel.__name__: jax.jit(kernel, static_argnames="config")
@@ -26,9 +27,9 @@ KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys(
 WIDTH, INNER, NUM_LAYERS = 6, 4, 3
 
 
-def weights_for(num_slots: int) -> ExpertWeights:
+def weights_for(num_slots: int, *, biased: bool = False) -> ExpertWeights:
     generator = np.random.default_rng(num_slots)
-    shapes = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
+    shapes = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH), *[(INNER,), (INNER,), (WIDTH,)] * biased]
     stacked = (generator.standard_normal((NUM_LAYERS * num_slots, *shape)).astype(np.float32) for shape in shapes)
     return ExpertWeights(*(jnp.asarray(array) for array in stacked))
 
@@ -36,30 +37,56 @@ def weights_for(num_slots: int) -> ExpertWeights:
 def dense(hidden: np.ndarray, slots: np.ndarray, weights: ExpertWeights, *, first_slot: int, num_slots: int):
     """Assignment by assignment, in float64."""
     out = np.zeros((*slots.shape, hidden.shape[1]))
-    gates, ups, downs = (np.asarray(array, np.float64) for array in weights)
+    gates, ups, downs, *biases = (np.asarray(array, np.float64) for array in weights if array is not None)
+    gate_biases, up_biases, down_biases = biases or np.zeros((3, len(gates), 1))
     for token, pick in np.ndindex(slots.shape):
         if slots[token, pick] < num_slots:
-            expert = first_slot + slots[token, pick]
-            gate = hidden[token].astype(np.float64) @ gates[expert]
-            inner = gate / (1 + np.exp(-gate)) * (hidden[token] @ ups[expert])
-            out[token, pick] = inner @ downs[expert]
+            expert, row = first_slot + slots[token, pick], hidden[token].astype(np.float64)
+            gate, up = row @ gates[expert] + gate_biases[expert], row @ ups[expert] + up_biases[expert]
+            inner = activation_by_hand(gate, up, activation="clamped_swiglu" if biases else "silu")
+            out[token, pick] = inner @ downs[expert] + down_biases[expert]
     return out
 
 
-def check(kernel, slots: np.ndarray, num_slots: int, layer: int) -> None:
-    hidden = np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH)).astype(np.float32)
-    weights, first_slot = weights_for(num_slots), layer * num_slots
+def check(kernel, slots: np.ndarray, num_slots: int, layer: int, *, biased: bool = False) -> None:
+    """With biases, the activation is the clamped one, and rows are large enough for both of its limits."""
+    size, drawn = 1 + 4 * biased, np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH))
+    hidden = drawn.astype(np.float32) * size
+    weights, first_slot = weights_for(num_slots, biased=biased), layer * num_slots
     found = kernel(
         jnp.asarray(hidden),
         jnp.asarray(slots, jnp.int32),
         weights,
         first_slot=jnp.asarray(first_slot, jnp.int32),
-        config=ProductConfig(num_slots, slots.size / num_slots),
+        config=ProductConfig(num_slots, slots.size / num_slots, "clamped_swiglu" if biased else "silu"),
     )
     expected = dense(hidden, slots, weights, first_slot=first_slot, num_slots=num_slots)
     assert found.shape == expected.shape
     here = slots < num_slots
-    np.testing.assert_allclose(np.asarray(found)[here], expected[here], atol=2e-5)
+    np.testing.assert_allclose(np.asarray(found)[here], expected[here], atol=2e-5 * size)
+
+
+@KERNEL
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_biases_are_added_once_to_every_result(kernel, layer):
+    generator = np.random.default_rng([5, layer])
+    check(kernel, generator.integers(0, 5, (50, 3)), 4, layer, biased=True)
+
+
+@KERNEL
+@pytest.mark.parametrize("which", [3, 4, 5])
+def test_every_bias_shows(kernel, which):
+    hidden, slots, weights = jnp.ones((3, WIDTH)), jnp.zeros((3, 1), jnp.int32), weights_for(1, biased=True)
+    zeroed = ExpertWeights(*(jnp.zeros_like(w) if i == which else w for i, w in enumerate(weights)))
+    one, other = (kernel(hidden, slots, w, first_slot=1, config=ProductConfig(1, 3.0)) for w in (weights, zeroed))
+    assert np.abs(np.asarray(one - other)).max() > 1e-4
+
+
+def test_both_limits_of_the_clamped_activation_show():
+    gate, up = np.array([9.0, 9.0, -9.0, 1.0]), np.array([1.0, 9.0, -9.0, -9.0])
+    expected = activation_by_hand(gate, up, activation="clamped_swiglu")
+    np.testing.assert_allclose(ACTIVATIONS["clamped_swiglu"](jnp.asarray(gate), jnp.asarray(up)), expected, rtol=1e-5)
+    assert expected[0] == pytest.approx(14, abs=1e-3) and expected[1] == pytest.approx(56, abs=1e-3)
 
 
 @KERNEL
@@ -129,6 +156,6 @@ def test_rows_may_come_in_parts(kernel):
 def test_the_gate_has_the_activation_of_the_config(kernel):
     hidden, weights = jnp.full((3, WIDTH), 0.5), weights_for(1)
     found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), weights, first_slot=2, config=ProductConfig(1, 3.0, "gelu"))
-    gate, up, down = (array[2] for array in weights)
-    expected = (ACTIVATIONS["gelu"](hidden @ gate) * (hidden @ up)) @ down
+    gate, up, down = (array[2] for array in weights[:3])
+    expected = (jax.nn.gelu(hidden @ gate) * (hidden @ up)) @ down
     np.testing.assert_allclose(np.asarray(found)[:, 0], expected, atol=1e-5)

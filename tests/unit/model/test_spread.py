@@ -74,8 +74,7 @@ class Model:
     def __init__(self, files: CheckpointFiles, spread: Spread) -> None:
         spec = spec_from_config(files.config)
         self.plan = plan = plan_for(jax.devices()[: spread.num_devices], data_size=spread.data)
-        sizes = spec.router.num_experts, spec.router.top_k, spec.router.renormalize
-        self.config = ModelConfig(spec, ExpertConfig(*sizes, CPU, plan, spread.num_redundant, spread.backend))
+        self.config = ModelConfig(spec, ExpertConfig(spec.router, CPU, plan, spread.num_redundant, spread.backend))
         tree = parameter_specs(
             spec,
             dtype="float32",

@@ -37,8 +37,11 @@ def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     return jax.ffi.ffi_call(f"{PREFIX}norm", shape)(rows_TD, scale_D, eps=np.float32(eps))
 
 
-def router_scores(hidden_TD: jax.Array, router_DE: jax.Array) -> jax.Array:
+def router_scores(
+    hidden_TD: jax.Array, router_DE: jax.Array, *, bias_E: jax.Array | None = None, score: str = "softmax"
+) -> jax.Array:
     """Softmax of rows times the float32 router, all in float32: [T, E]."""
+    assert bias_E is None and score == "softmax", "the native kernel knows no other scores"
     assert hidden_TD.shape[1] == router_DE.shape[0], f"{hidden_TD.shape} times {router_DE.shape}"
     shape = jax.ShapeDtypeStruct((hidden_TD.shape[0], router_DE.shape[1]), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}scores", shape)(hidden_TD, router_DE)
@@ -75,16 +78,18 @@ def expert_sums(
 ) -> jax.Array:
     """`expert_products.sum_results`, each token's results added in the order of its slots: float32 [T, D].
 
-    Weights are packed. Inner rows and the result of each assignment are rounded to bfloat16.
+    Weights are packed, without biases. Inner rows and the result of each assignment are rounded to bfloat16.
     """
     assert config.activation == "silu", "the native kernel knows no other activation"
     (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
     shapes = [(num_all_slots, width, inner)] * 2 + [(num_all_slots, inner, width)]
-    assert [array.shape for array in weights] == shapes, f"weights are no experts of tokens {hidden_TD.shape}"
+    assert [array.shape for array in weights if array is not None] == shapes, (
+        f"weights are no experts of tokens {hidden_TD.shape}"
+    )
     assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"slots {slots_TK.shape}"
     call = jax.ffi.ffi_call(f"{PREFIX}experts", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(first_slot, jnp.int32)
-    return call(hidden_TD, slots_TK, gates_TK, *weights, first, num_slots=np.int64(config.num_slots))
+    return call(hidden_TD, slots_TK, gates_TK, *weights[:3], first, num_slots=np.int64(config.num_slots))
 
 
 def expert_results(

@@ -1,0 +1,49 @@
+"""A router as data: from logits to experts and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _any(default: Any) -> Any:
+    """A knob of which every value is computed by the reference; other kernels may only know `default`."""
+    return field(default=default, metadata={"plain": default})
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """From logits to experts and weights, always in float32.
+
+    Logits (plus `logit_bias`) become scores by `score`: `softmax` or `sigmoid`. Scores plus `selection_bias` choose:
+    where `num_groups` > 1 only within the `groups_kept` groups that are best by `group_score` (`max` or `top2_sum`),
+    then the top k. Weights are the unbiased scores, divided by their sum (by `renormalize_floor` where that is larger)
+    where `renormalize`, times `scale`. A softmax over the chosen logits alone is `softmax` with `renormalize`.
+    `selection_bias_in_row`: files hold it as [1, experts].
+    """
+
+    num_experts: int
+    top_k: int
+    renormalize: bool
+    score: str = _any("softmax")
+    logit_bias: bool = _any(False)
+    selection_bias: bool = _any(False)
+    num_groups: int = _any(1)
+    groups_kept: int = _any(1)
+    group_score: str = _any("max")
+    renormalize_floor: float = _any(0.0)
+    scale: float = _any(1.0)
+    selection_bias_in_row: bool = False
+
+    def problem(self) -> str | None:
+        """What about the numbers no router can have; None where there is nothing."""
+        if self.top_k > self.num_experts:
+            return f"top_k {self.top_k} exceeds {self.num_experts} experts"
+        if not 1 <= self.groups_kept <= self.num_groups or self.num_experts % self.num_groups:
+            return f"{self.groups_kept} of {self.num_groups} groups of {self.num_experts} experts cannot be kept"
+        per_group = self.num_experts // self.num_groups
+        if self.top_k > self.groups_kept * per_group:
+            return f"top_k {self.top_k} exceeds the {self.groups_kept * per_group} experts of the groups that are kept"
+        if self.num_groups > 1 and self.group_score == "top2_sum" and per_group < 2:
+            return f"groups of one expert have no top2_sum ({self.num_groups} groups)"
+        return None

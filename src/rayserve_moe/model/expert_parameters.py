@@ -1,0 +1,103 @@
+"""The parameters of what comes after attention in a layer: routers, expert slots, shared experts, dense MLPs."""
+
+# M MoE layers   N dense layers   D model width   E experts   P expert slots   F expert width   I dense width
+# S width of a shared expert
+
+from __future__ import annotations
+
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.spec import ModelSpec
+
+Columns = tuple[int, int, int]
+"""`repeat_width`, `period` and `start` of a ParamSpec."""
+
+
+def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
+    """The router of every MoE layer: float32, biases included, since rounding those changes what is chosen."""
+    router, layers = spec.router, spec.moe_layer_ids
+
+    def bias(role: str, *, file_row: bool = False) -> ParamSpec:
+        shape = (len(layers), router.num_experts)
+        return ParamSpec(shape, "float32", ("layers", None), role, layers, file_row=file_row)
+
+    shape, axes = (len(layers), spec.hidden_size, router.num_experts), ("layers", "model", None)
+    specs = {"router_MDE": ParamSpec(shape, "float32", axes, "router", layers, transposed=True)}
+    if router.logit_bias:
+        specs["router_bias_ME"] = bias("router_bias")
+    if router.selection_bias:
+        specs["selection_bias_ME"] = bias("selection_bias", file_row=router.selection_bias_in_row)
+    return specs
+
+
+def slot_specs(spec: ModelSpec, *, dtype: str = "float32", num_redundant: int = 0) -> dict[str, ParamSpec]:
+    """The arrays of which every expert slot has its own part: all that moves with an expert."""
+    layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
+    width, inner, layout = spec.hidden_size, spec.experts.intermediate_size, spec.experts.layout
+
+    def stack(role: str, shape: tuple[int, ...], axes: tuple[str, ...], columns: Columns = (1, 0, 0)) -> ParamSpec:
+        repeat_width, period, start = columns
+        return ParamSpec(
+            (len(layers), num_experts + num_redundant, *shape),
+            dtype,
+            ("layers", "expert_slots", *axes),
+            role,
+            layers,
+            num_experts,
+            transposed=len(shape) > 1 and layout != "fused_in_out_interleaved",
+            repeat_width=repeat_width,
+            period=period,
+            start=start,
+            experts_in_file=layout != "per_expert",
+        )
+
+    gate, up = _columns_of_gate_and_up(spec)
+    specs = {
+        "gate_MPDF": stack("expert_gate", (width, inner), ("model", "expert_inner"), gate),
+        "up_MPDF": stack("expert_up", (width, inner), ("model", "expert_inner"), up),
+        "down_MPFD": stack("expert_down", (inner, width), ("expert_inner", "model")),
+    }
+    if spec.experts.bias:
+        specs["gate_bias_MPF"] = stack("expert_gate_bias", (inner,), ("expert_inner",), gate)
+        specs["up_bias_MPF"] = stack("expert_up_bias", (inner,), ("expert_inner",), up)
+        specs["down_bias_MPD"] = stack("expert_down_bias", (width,), ("model",))
+    return specs
+
+
+def _columns_of_gate_and_up(spec: ModelSpec) -> tuple[Columns, Columns]:
+    """Which columns of the file are those of gate, and which those of up."""
+    inner = spec.experts.intermediate_size
+    return {
+        "per_expert": ((1, 0, 0), (1, 0, 0)),
+        "fused_out_in": ((inner, 2 * inner, 0), (inner, 2 * inner, inner)),
+        "fused_in_out_interleaved": ((1, 2, 0), (1, 2, 1)),
+    }[spec.experts.layout]
+
+
+def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
+    """The shared expert of every MoE layer, spread over devices as a dense MLP is."""
+    layers, width, inner = spec.moe_layer_ids, spec.hidden_size, spec.experts.shared_size
+    specs = {
+        "gate_MDS": _product("shared_gate", (width, inner), layers, dtype),
+        "up_MDS": _product("shared_up", (width, inner), layers, dtype),
+        "down_MSD": _product("shared_down", (inner, width), layers, dtype),
+    }
+    if spec.experts.shared == "sigmoid_gated":
+        shape, axes = (len(layers), width, 1), ("layers", "model", None)
+        specs["out_gate_MD1"] = ParamSpec(shape, dtype, axes, "shared_expert_gate", layers, transposed=True)
+    return specs
+
+
+def dense_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
+    """The MLPs of the layers without experts."""
+    layers, width, inner = spec.dense_layer_ids, spec.hidden_size, spec.dense_intermediate_size
+    return {
+        "gate_NDI": _product("dense_gate", (width, inner), layers, dtype),
+        "up_NDI": _product("dense_up", (width, inner), layers, dtype),
+        "down_NID": _product("dense_down", (inner, width), layers, dtype),
+    }
+
+
+def _product(role: str, shape: tuple[int, int], layers: tuple[int, ...], dtype: str) -> ParamSpec:
+    """A matrix of a gated MLP whose inner dimension lies over the tensor axis."""
+    axes = ("dense_inner", "model") if role.endswith("_down") else ("model", "dense_inner")
+    return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, transposed=True)
