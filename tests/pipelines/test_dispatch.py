@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.migration import EXPERT_NAMES
+from rayserve_moe.model.expert_parameters import slot_specs
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.drive import run_together
@@ -66,7 +66,7 @@ def test_only_first_does_without_the_weights_of_replicas(runners, card):
         whole = run_together(runner, card, requests(), way=WAY)
         weights, experts = runner.weights, runner.weights.params["experts"]
         is_first = np.arange(runner.config.experts.num_slots) < CORE_CONFIG.num_experts
-        spoilt = {name: jnp.where(is_first[:, None, None], experts[name], 0) for name in EXPERT_NAMES}
+        spoilt = {name: jnp.where(is_first[:, None, None], experts[name], 0) for name in slot_specs(runner.config.spec)}
         spoilt = {name: jax.device_put(value, experts[name].sharding) for name, value in spoilt.items()}
         runner.weights = replace(weights, params={**weights.params, "experts": {**experts, **spoilt}})
         try:

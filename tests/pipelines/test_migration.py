@@ -18,8 +18,8 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.model.expert_parameters import slot_specs
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from tests.support.drive import run_together
 from tests.support.engines import CORE, MOVING
@@ -87,7 +87,7 @@ def runs(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runs:
 
 def expert_weights(runner: HostRunner) -> list[np.ndarray]:
     """Weights of all slots by kind: [layers, slots, ...]."""
-    return [np.asarray(runner.weights.params["experts"][name]) for name in EXPERT_NAMES]
+    return [np.asarray(runner.weights.params["experts"][name]) for name in slot_specs(runner.config.spec)]
 
 
 def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, by_expert: list[np.ndarray]) -> None:

@@ -19,8 +19,8 @@ from rayserve_moe.engine.answers import labelled_ranges
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.migration import EXPERT_NAMES
 from rayserve_moe.execution.weights import load_weights
+from rayserve_moe.model.expert_parameters import slot_specs
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
@@ -186,7 +186,7 @@ def eplb(engines: dict[str, Engine]) -> EplbSteps:
 def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, path: Path) -> None:
     """Every slot has the weights that a checkpoint has for the expert that the placement names."""
     wanted = load_weights(open_checkpoint(path), runner.config, dtype=runner.dtype, placement=placement)
-    for name in EXPERT_NAMES:
+    for name in slot_specs(runner.config.spec):
         held, expected = (np.asarray(weights.params["experts"][name]) for weights in (runner.weights, wanted))
         np.testing.assert_array_equal(held, expected)
 

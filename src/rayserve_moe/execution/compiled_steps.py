@@ -173,7 +173,7 @@ class _Compiler:
 def _compile_migration(
     compiler: _Compiler, weights: ModelWeights, *, mover: MigrationRunner, config: ModelConfig
 ) -> MigrationPrograms:
-    held, staging = expert_state(weights), mover.staging
+    held, staging = expert_state(weights, config=config), mover.staging
     to_fetch, to_swap = idle_vectors(config, slots_per_step=mover.slots_per_step)
     fetching, swapping = (partial(run, config=config) for run in (fetch, swap))
     return MigrationPrograms(

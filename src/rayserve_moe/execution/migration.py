@@ -1,7 +1,7 @@
 """Moving experts as programs over the whole mesh, and the int32 vector that is the input of such a program."""
 
 # L layers   P slots of all ranks   S slots of a rank in a layer   E experts   R ranks   B slots fetched per rank
-# D model width   F expert width   W words of a vector
+# W words of a vector
 
 from __future__ import annotations
 
@@ -13,36 +13,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.execution.step_types import ExpertState, ModelWeights
-from rayserve_moe.experts.migration import SwappedLayer, fetch_slots, swap_layer
+from rayserve_moe.experts.migration import SlotArrays, SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
-from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.model.expert_parameters import slot_specs
 from rayserve_moe.model.transformer import ModelConfig
 
 NO_LAYER = -1
-WEIGHT_AXES = ("layers", "expert_slots", None, None)
-EXPERT_NAMES = ("gate_MPDF", "up_MPDF", "down_MPFD")
-STAGING_AXES = ("expert_slots", None, None)
 
 
-def staging_shapes(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
+def staging_shapes(config: ModelConfig, *, dtype: str) -> SlotArrays:
     """A staging area for a layer's slots on every device: fetched slots wait there until their layer is swapped."""
-    width, inner = config.spec.hidden_size, config.spec.experts.intermediate_size
-    num_slots, sharding = config.experts.num_slots, config.plan.sharding(STAGING_AXES)
-    outer, back = (
-        jax.ShapeDtypeStruct((num_slots, *shape), dtype, sharding=sharding)
-        for shape in ((width, inner), (inner, width))
-    )
-    return ExpertWeights(*cast(tuple[jax.Array, ...], (outer, outer, back)))
+    shapes = {
+        name: jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype, sharding=config.plan.sharding(spec.axes[1:]))
+        for name, spec in slot_specs(config.spec, dtype=dtype, num_redundant=config.experts.num_redundant).items()
+    }
+    return cast(SlotArrays, shapes)
 
 
 class MigrationPrograms(NamedTuple):
     """Compiled: `fetch` and `swap`. The first takes the staging area for its own, the second weights."""
 
-    fetch: Callable[..., ExpertWeights]
+    fetch: Callable[..., SlotArrays]
     swap: Callable[..., ExpertState]
 
 
@@ -58,15 +52,15 @@ def idle_vectors(config: ModelConfig, *, slots_per_step: int) -> tuple[np.ndarra
     """Vectors of the lengths that fetch and swap take, with which they leave everything as it is."""
     num_ranks, experts = config.plan.num_expert_ranks, config.experts
     fetch_words = 1 + 2 * num_ranks * slots_per_step
-    swap_words = 1 + 3 * experts.num_slots + experts.num_experts * num_ranks
+    swap_words = 1 + 3 * experts.num_slots + experts.router.num_experts * num_ranks
     return np.full(fetch_words, NO_LAYER, np.int32), np.full(swap_words, NO_LAYER, np.int32)
 
 
-def expert_state(weights: ModelWeights) -> ExpertState:
+def expert_state(weights: ModelWeights, *, config: ModelConfig) -> ExpertState:
     """The part of the weights that a migration moves; they must have maps."""
     assert weights.maps is not None, "without maps experts stay where they are"
     experts = weights.params["experts"]
-    return ExpertState(ExpertWeights(*(experts[name] for name in EXPERT_NAMES)), weights.maps)
+    return ExpertState({name: experts[name] for name in slot_specs(config.spec)}, weights.maps)
 
 
 class MigrationRunner:
@@ -88,7 +82,9 @@ class MigrationRunner:
         self.failed_fetch = None
         if vectors.fetch is not None:
             try:
-                self.staging = programs.fetch(expert_state(weights), self.staging, vector=vectors.fetch)
+                self.staging = programs.fetch(
+                    expert_state(weights, config=self._config), self.staging, vector=vectors.fetch
+                )
             except jax.errors.JaxRuntimeError as error:
                 layer = int(vectors.fetch[0])
                 if self._config.plan.mesh.is_multi_process:
@@ -98,44 +94,44 @@ class MigrationRunner:
                 return weights
         if vectors.swap is None:
             return weights
-        held = programs.swap(expert_state(weights), self.staging, vector=vectors.swap)
-        experts = {**weights.params["experts"], **dict(zip(EXPERT_NAMES, held.weights, strict=True))}
+        held = programs.swap(expert_state(weights, config=self._config), self.staging, vector=vectors.swap)
+        experts = {**weights.params["experts"], **held.weights}
         return replace(weights, params={**weights.params, "experts": experts}, maps=held.maps)
 
 
-def allocate_staging(config: ModelConfig, *, dtype: DTypeLike) -> ExpertWeights:
+def allocate_staging(config: ModelConfig, *, dtype: str) -> SlotArrays:
     """The staging area, zeroed."""
     shapes = staging_shapes(config, dtype=dtype)
-    return ExpertWeights(*(jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for shape in shapes))
+    return {name: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for name, shape in shapes.items()}
 
 
-def fetch(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, config: ModelConfig) -> ExpertWeights:
-    """Fetch what `fetch_vector` says; returns the staging area, [P, D, F] and [P, F, D] over all devices."""
+def fetch(held: ExpertState, staging: SlotArrays, *, vector: jax.Array, config: ModelConfig) -> SlotArrays:
+    """Fetch what `fetch_vector` says; returns the staging area, [P, ...] over all devices."""
 
-    def on_device(weights: ExpertWeights, staging: ExpertWeights, vector: jax.Array) -> ExpertWeights:
+    def on_device(weights: SlotArrays, staging: SlotArrays, vector: jax.Array) -> SlotArrays:
         layer, moves = vector[0], vector[1:].reshape(2, config.plan.num_expert_ranks, -1)
         return fetch_slots(
             _flat(weights), staging, layer=layer, sources_RB=moves[0], places_RB=moves[1], config=config.experts
         )
 
-    weights, staged = (_partitions(config, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
+    weights, staged = _partitions(config, num_dropped=0), _partitions(config, num_dropped=1)
     inputs = (weights, staged, PartitionSpec())
     run = jax.shard_map(on_device, mesh=config.plan.mesh, in_specs=inputs, out_specs=staged, check_vma=False)
     return run(held.weights, staging, vector)
 
 
-def swap(held: ExpertState, staging: ExpertWeights, *, vector: jax.Array, config: ModelConfig) -> ExpertState:
+def swap(held: ExpertState, staging: SlotArrays, *, vector: jax.Array, config: ModelConfig) -> ExpertState:
     """Swap the layer that `swap_vector` says; returns all weights and maps."""
 
-    def on_device(held: ExpertState, staging: ExpertWeights, vector: jax.Array) -> ExpertState:
+    def on_device(held: ExpertState, staging: SlotArrays, vector: jax.Array) -> ExpertState:
         swapped = _swapped(vector, held.maps)
         weights, maps = swap_layer(
             _flat(held.weights), held.maps, staging=staging, swapped=swapped, config=config.experts
         )
-        pairs = zip(weights, held.weights, strict=True)
-        return ExpertState(ExpertWeights(*(flat.reshape(before.shape) for flat, before in pairs)), maps)
+        shaped = {name: flat.reshape(held.weights[name].shape) for name, flat in weights.items()}
+        return ExpertState(shaped, maps)
 
-    weights, staged = (_partitions(config, axes) for axes in (WEIGHT_AXES, STAGING_AXES))
+    weights, staged = _partitions(config, num_dropped=0), _partitions(config, num_dropped=1)
     parts = ExpertState(weights, cast(PlacementArrays, PartitionSpec()))
     inputs = (parts, staged, PartitionSpec())
     run = jax.shard_map(on_device, mesh=config.plan.mesh, in_specs=inputs, out_specs=parts, check_vma=False)
@@ -175,10 +171,11 @@ def _swapped(vector: jax.Array, maps: PlacementArrays) -> SwappedLayer:
     return SwappedLayer(vector[0], moved, PlacementArrays(bounds, slots, slot_for.reshape(shape)))
 
 
-def _flat(weights: ExpertWeights) -> ExpertWeights:
-    return ExpertWeights(*(held.reshape(-1, *held.shape[2:]) for held in weights))
+def _flat(weights: SlotArrays) -> SlotArrays:
+    return {name: held.reshape(-1, *held.shape[2:]) for name, held in weights.items()}
 
 
-def _partitions(config: ModelConfig, axes: tuple[str | None, ...]) -> ExpertWeights:
-    part = cast(jax.Array, config.plan.partition(axes))
-    return ExpertWeights(part, part, part)
+def _partitions(config: ModelConfig, *, num_dropped: int) -> SlotArrays:
+    """How the arrays of expert slots lie on the mesh, without their first `num_dropped` dimensions."""
+    parts = {name: config.plan.partition(spec.axes[num_dropped:]) for name, spec in slot_specs(config.spec).items()}
+    return cast(SlotArrays, parts)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.decoding.adjustment import AdjustmentState
+from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.model.transformer import Parameters
 
 
@@ -45,9 +45,9 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertState:
-    """What a migration moves: the weights of all expert slots [layers, slots, ...], and the maps that go with them."""
+    """What a migration moves: the arrays of all expert slots [layers, slots, ...], and the maps that go with them."""
 
-    weights: ExpertWeights
+    weights: SlotArrays
     maps: PlacementArrays
 
 

@@ -8,7 +8,7 @@ the one without the other. Numbers are arguments: every move there can be runs i
 """
 
 # L layers   S local slots   X = L * S   P slots of all ranks = R * S   R ranks   B slots fetched per rank and call
-# E experts   D model width   F expert width   N = R * B
+# E experts   N = R * B
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 EXPERT_AXES = (DATA, TENSOR)
+
+
+SlotArrays = dict[str, jax.Array]
+"""All arrays of expert slots by name, weights and biases: flat, [X, ...], or staged, [S, ...]."""
 
 
 class SwappedLayer(NamedTuple):
@@ -37,15 +40,15 @@ class SwappedLayer(NamedTuple):
 
 @jax.named_scope("expert_fetch")
 def fetch_slots(
-    weights: ExpertWeights,
-    staging: ExpertWeights,
+    weights: SlotArrays,
+    staging: SlotArrays,
     *,
     layer: jax.Array,
     sources_RB: jax.Array,
     places_RB: jax.Array,
     config: ExpertConfig,
-) -> ExpertWeights:
-    """Copy slots of all ranks into the staging area, [S, D, F] and [S, F, D]; `weights` are flat, [X, ...].
+) -> SlotArrays:
+    """Copy slots of all ranks into the staging area, [S, ...]; `weights` are flat, [X, ...].
 
     Rank r puts slot `sources_RB[r, b]` of the layer at place `places_RB[r, b]` of its staging. Slots count over all
     ranks, places over the local slots of a layer; a source of -1 is none. Call it inside a sharded function over the
@@ -55,12 +58,10 @@ def fetch_slots(
     if platform_of(config.plan.mesh) == "cpu":
         weights, slices = _packed(weights, slices, most=most)
     # Received rows have buffers of their own: a collective that wrote into an argument would have all of it copied.
-    arrived = ExpertWeights(
-        *(
-            ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=EXPERT_AXES)
-            for held in weights
-        )
-    )
+    arrived = {
+        name: ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=EXPERT_AXES)
+        for name, held in weights.items()
+    }
     me = jax.lax.axis_index(EXPERT_AXES)
     is_any_B = (sources_RB[me] >= 0) & (layer >= 0)
     return _write_rows(staging, arrived, rows_N=jnp.arange(most), places_N=places_RB[me], is_any_N=is_any_B)
@@ -68,13 +69,13 @@ def fetch_slots(
 
 @jax.named_scope("expert_swap")
 def swap_layer(
-    weights: ExpertWeights,
+    weights: SlotArrays,
     maps: PlacementArrays,
     *,
-    staging: ExpertWeights,
+    staging: SlotArrays,
     swapped: SwappedLayer,
     config: ExpertConfig,
-) -> tuple[ExpertWeights, PlacementArrays]:
+) -> tuple[SlotArrays, PlacementArrays]:
     """Write what is staged into the slots of a layer, and its maps with it. Call it like `fetch_slots`."""
     num_slots, me = config.num_local_slots, jax.lax.axis_index(EXPERT_AXES)
     layer = jnp.maximum(swapped.layer, 0)
@@ -95,31 +96,31 @@ def swap_layer(
 
 
 def _write_rows(
-    into: ExpertWeights, rows: ExpertWeights, *, rows_N: jax.Array, places_N: jax.Array, is_any_N: jax.Array
-) -> ExpertWeights:
+    into: SlotArrays, rows: SlotArrays, *, rows_N: jax.Array, places_N: jax.Array, is_any_N: jax.Array
+) -> SlotArrays:
     """Write row `rows_N[i]` to place `places_N[i]` wherever `is_any_N`, one after the other and in place."""
     (chosen_N,) = jnp.nonzero(is_any_N, size=len(is_any_N), fill_value=0)
 
-    def write(i: jax.Array, into: ExpertWeights) -> ExpertWeights:
+    def write(i: jax.Array, into: SlotArrays) -> SlotArrays:
         row, place = rows_N[chosen_N[i]], places_N[chosen_N[i]]
 
         def take(held: jax.Array, taken: jax.Array) -> jax.Array:
             one = jax.lax.dynamic_slice_in_dim(taken, row, 1)
             return jax.lax.dynamic_update_slice_in_dim(held, one, place, axis=0)
 
-        return ExpertWeights(*(take(*pair) for pair in zip(into, rows, strict=True)))
+        return {name: take(held, rows[name]) for name, held in into.items()}
 
     return jax.lax.fori_loop(0, jnp.sum(is_any_N, dtype=jnp.int32), write, into)
 
 
-def _packed(weights: ExpertWeights, slices: RaggedSlices, *, most: int) -> tuple[ExpertWeights, RaggedSlices]:
+def _packed(weights: SlotArrays, slices: RaggedSlices, *, most: int) -> tuple[SlotArrays, RaggedSlices]:
     """Copy the slots that this rank sends one after the other, at most `most`: no more than those then travel.
 
     For exchanges that move all of their operand, as those between CPU devices do; others read weights where they lie.
     """
     is_sent_N = slices.send_sizes_R > 0
     (sent_B,) = jnp.nonzero(is_sent_N, size=most, fill_value=0)
-    packed = ExpertWeights(*(held[slices.input_offsets_R[sent_B]] for held in weights))
+    packed = {name: held[slices.input_offsets_R[sent_B]] for name, held in weights.items()}
     place_N = jnp.maximum(jnp.cumsum(is_sent_N, dtype=jnp.int32) - 1, 0)
     return packed, slices._replace(input_offsets_R=place_N)
 

@@ -21,8 +21,8 @@ from rayserve_moe.execution.step import StepConfig, run_step, state_partitions
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, ExpertState, ModelWeights, StepShape
 from rayserve_moe.execution.weights import first_placement, model_config, parameter_tree
+from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
-from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import plan_for
@@ -154,7 +154,8 @@ def _migration_programs(served: ServedModel) -> Iterator[Program]:
     """What moves experts: fetching some slots into the staging area, and swapping a layer."""
     if served.weights.maps is None:
         return
-    config, held = served.config.model, expert_state(served.weights)
+    config = served.config.model
+    held = expert_state(served.weights, config=config)
     staging = staging_shapes(config, dtype=served.setting.dtype)
 
     to_fetch, to_swap = (
@@ -162,7 +163,7 @@ def _migration_programs(served: ServedModel) -> Iterator[Program]:
         for vector in idle_vectors(config, slots_per_step=BalancingSettings().slots_per_step)
     )
 
-    def run_swap(staging: ExpertWeights, held: ExpertState, *, vector: jax.Array) -> ExpertState:
+    def run_swap(staging: SlotArrays, held: ExpertState, *, vector: jax.Array) -> ExpertState:
         return swap(held, staging, vector=vector, config=config)
 
     yield Program("rebalance_fetch", partial(fetch, config=config), held, staging, to_fetch, staging)

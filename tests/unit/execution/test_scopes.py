@@ -27,7 +27,7 @@ from tests.support.checkpoints import CORE_CONFIG
 
 BLOCKS = {
     *("unpack", "row_update", "embedding", "rotation", "norm", "attention", "dense_mlp"),
-    *("router", "selection", "routing_capture", "dispatch", "experts", "combine"),
+    *("router", "selection", "routing_capture", "dispatch", "experts", "combine", "shared_expert"),
     *("head", "prompt_scores", "log_probs", "adjustment", "sampling"),
 }
 ATTENTION = {"projections", "kv_update", "paged_attention", "output_product"}
@@ -35,12 +35,13 @@ ATTENTION = {"projections", "kv_update", "paged_attention", "output_product"}
 
 
 class Served:
-    """The shapes of a small model on two data ranks of two devices each, with a redundant expert per device."""
+    """The shapes of a small model with a shared expert on two data ranks of two devices, with redundant experts."""
 
     def __init__(self, kernels: str, backend: str) -> None:
         plan = plan_for(jax.devices()[:4], data_size=2)
         experts = ExpertSettings(backend, num_redundant=4)
         spec = spec_from_hf(vars(replace(CORE_CONFIG)) | {"dtype": "float32"})
+        spec = replace(spec, experts=replace(spec.experts, shared="plain", shared_size=32))
         self.model = model_config(spec, plan, experts=experts, kernels=KERNELS[kernels])
         tree = parameter_tree(self.model, dtype="bfloat16")
         params = {
@@ -80,7 +81,7 @@ def test_a_step_names_its_blocks(kernels, backend, blocks):
 
 def test_programs_beside_the_step_have_names():
     served = Served("cpu", "replicated")
-    model, held = served.model, expert_state(served.weights)
+    model, held = served.model, expert_state(served.weights, config=served.model)
     staging, (to_fetch, to_swap) = staging_shapes(model, dtype="bfloat16"), idle_vectors(model, slots_per_step=2)
     config = StepConfig(model, page_size=16, capture_routing=True)
     counts = jax.ShapeDtypeStruct((4, 8), jnp.int32)

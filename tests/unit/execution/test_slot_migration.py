@@ -1,0 +1,49 @@
+"""All that an expert slot holds moves with its expert: weights, and biases where a model has them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+
+import jax
+import numpy as np
+
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.execution.migration import MigrationPrograms, MigrationRunner, fetch, swap, vectors_of
+from rayserve_moe.execution.step_types import ModelWeights
+from rayserve_moe.execution.weights import first_placement, model_config
+from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.model.expert_parameters import slot_specs
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.parallel.mesh import plan_for
+from tests.support.checkpoints import CORE_CONFIG
+from tests.support.placements import random_placement
+
+
+def test_biases_move_with_their_experts():
+    spec, plan = spec_from_hf(asdict(CORE_CONFIG) | {"dtype": "float32"}), plan_for(jax.devices()[:4], data_size=2)
+    spec = replace(spec, experts=replace(spec.experts, bias=True))
+    config = model_config(spec, plan, experts=ExpertSettings(num_redundant=4))
+    specs = slot_specs(spec, num_redundant=4)
+    generator = np.random.default_rng(3)
+    by_expert = {name: generator.random((2, 8, *param.shape[2:]), np.float32) for name, param in specs.items()}
+    assert len(by_expert) == 6
+    first, layers = first_placement(config), np.arange(2)[:, None]
+    held = {
+        name: jax.device_put(values[layers, first.expert_of_slot], plan.sharding(specs[name].axes))
+        for name, values in by_expert.items()
+    }
+    weights = ModelWeights({"experts": held}, jax.device_put(placement_arrays(first), plan.replicated()))
+    programs = MigrationPrograms(*(jax.jit(partial(run, config=config)) for run in (fetch, swap)))
+    mover, migration = (
+        MigrationRunner(config, dtype="float32", slots_per_step=2),
+        Migration(first, hosts=1, slots_per_step=2),
+    )
+    target = random_placement(first, seed=4)
+    migration.begin(target)
+    while piece := migration.next_piece():
+        weights = mover.move(weights, vectors_of(piece), programs=programs)
+    for name, values in by_expert.items():
+        np.testing.assert_array_equal(weights.params["experts"][name], values[layers, target.expert_of_slot])
+    assert (target.expert_of_slot != first.expert_of_slot).any()
