@@ -32,6 +32,7 @@ SOURCES = Path(next(iter(cpu_native.__path__)))
 MAIN_SOURCE = "native.cc"
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma")
 """What the kernels are written in, as /proc/cpuinfo names it."""
+CPUINFO = Path("/proc/cpuinfo")
 CPU_OPTIONS = tuple("-m" + flag.replace("_", "") for flag in CPU_FLAGS)
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
@@ -49,7 +50,7 @@ class NativeKernelsUnavailable(Exception):
 @cache
 def register_native_kernels() -> None:
     """Build the library if this machine has not yet, load it, and register its kernels. NativeKernelsUnavailable."""
-    check_cpu(Path("/proc/cpuinfo"))
+    check_cpu(CPUINFO)
     library = build(default_cache_directory() / "native")
     try:
         loaded = ctypes.CDLL(str(library))
@@ -104,7 +105,10 @@ def _compile(command: list[str], target: Path) -> None:
 
 
 def choose_kernels(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, compiling: CompileSettings) -> Kernels:
-    """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had."""
+    """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had.
+
+    Where `auto` falls back to those of the platform although the processor could do better, that is a warning.
+    """
     wanted, platform = compiling.cpu_kernels, platform_of(plan.mesh)
     of_platform = KERNELS[platform]
     if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
@@ -116,9 +120,18 @@ def choose_kernels(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings,
     except NativeKernelsUnavailable as error:
         if wanted == "native":
             raise SettingsError(f"cpu_kernels native: {error}; take auto") from error
-        log.info("native CPU kernels are not used: %s", error)
+        is_loss = _has_instructions() and not _is_float32(spec, dtype=model.dtype, is_asked_for=False)
+        log.log(logging.WARNING if is_loss else logging.INFO, "native CPU kernels are not used: %s", error)
         return of_platform
     return CPU_NATIVE
+
+
+def _has_instructions() -> bool:
+    try:
+        check_cpu(CPUINFO)
+    except NativeKernelsUnavailable:
+        return False
+    return True
 
 
 def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kernels: Kernels) -> str:
@@ -138,11 +151,16 @@ def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:
             yield from _unknown_knobs(name, value)
 
 
+def _is_float32(spec: ModelSpec, *, dtype: str, is_asked_for: bool) -> bool:
+    """Whether a model is to be computed in float32: by the settings, or by its files unless bfloat16 is asked for."""
+    return dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for)
+
+
 def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: bool) -> str | None:
     """What about a model the kernels cannot do, None where there is nothing."""
     if platform_of(plan.mesh) != "cpu":
         return "the devices are no CPUs"
-    if dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for):
+    if _is_float32(spec, dtype=dtype, is_asked_for=is_asked_for):
         return "they compute in bfloat16, and the model in float32"
     if unknown := list(_unknown_knobs(spec.family, spec)):
         return f"they do not know {', '.join(unknown)}"

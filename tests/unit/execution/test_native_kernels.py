@@ -162,6 +162,42 @@ def test_a_knob_they_do_not_know_is_left_to_xla(knob):
         chosen("native", spec)
 
 
+@pytest.mark.parametrize(
+    ("of", "knob", "value"),
+    [
+        *(("router", knob, value) for knob, value in {
+            "score": "sigmoid", "logit_bias": True, "selection_bias": True, "num_groups": 4, "groups_kept": 2,
+            "group_score": "top2_sum", "renormalize_floor": 0.1, "scale": 2.5,
+        }.items()),
+        *(("experts", knob, value) for knob, value in {
+            "bias": True, "activation": "clamped_swiglu", "shared": "plain",
+        }.items()),
+    ],
+)  # fmt: skip
+def test_routers_and_experts_they_do_not_know_are_refused_by_name(of, knob, value):
+    groups = {"num_groups": 4, "groups_kept": 4} if knob in {"groups_kept", "num_groups"} else {}
+    changed = replace(getattr(spec_with(), of), **{**groups, knob: value})
+    spec = replace(spec_with(), **{of: changed})
+    assert chosen("auto", spec) is CPU
+    with pytest.raises(SettingsError, match=rf"do not know .*qwen3_moe\.{of}\.{knob} = {value!r}"):
+        chosen("native", spec)
+
+
+@pytest.mark.parametrize(("could", "level"), [(True, logging.WARNING), (False, logging.INFO)])
+def test_falling_back_is_a_warning_where_the_processor_could_do_better(monkeypatch, caplog, could, level):
+    def check(cpuinfo: Path) -> None:
+        if not could:
+            raise NativeKernelsUnavailable("the processor does not have it")
+
+    monkeypatch.setattr(native_kernels, "check_cpu", check)
+    with caplog.at_level(logging.INFO):
+        assert chosen("auto", spec_with(moe_intermediate_size=48)) is CPU
+        assert [record.levelno for record in caplog.records] == [level]
+        assert "moe_intermediate_size 48" in caplog.text
+        chosen("auto", dtype="float32")
+    assert caplog.records[-1].levelno == logging.INFO, "nobody asked for bfloat16"
+
+
 def test_a_float32_checkpoint_stays_float32_unless_asked():
     assert chosen("auto", spec_with(dtype="float32")) is CPU
 
