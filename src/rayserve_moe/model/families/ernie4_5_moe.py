@@ -42,6 +42,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             top_k=integer_of(config, "moe_k", 6),
             renormalize=True,
             selection_bias=True,
+            selection_bias_in_row=True,
             renormalize_floor=number_of(config, "moe_norm_min", 1e-12),
         ),
         experts=ExpertSpec(width, shared="plain" if num_shared else "none", shared_size=width * num_shared),
