@@ -89,7 +89,9 @@ def test_native_kernels_leave_it_to_xla_and_refuse_it_by_name_where_they_are_ask
         choose_kernels(spec_with(), plan, model=model, compiling=CompileSettings(cpu_kernels="native"))
 
 
-@pytest.mark.parametrize(("knob", "value"), [("qk_norm", "head")])
+@pytest.mark.parametrize(
+    ("knob", "value"), [("qk_norm", "head"), ("clip_qkv", 1.0), ("sinks", True), ("windows", (8, 0, 8))]
+)
 def test_a_knob_that_latent_attention_does_not_know_is_refused(knob, value):
     with pytest.raises(UnsupportedModelError, match=rf"attention\.{knob} = .* is not computed beside latent attention"):
         spec_with(**{knob: value})
