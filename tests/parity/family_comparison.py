@@ -10,7 +10,9 @@ import numpy as np
 
 from rayserve_moe import Engine, extract_routed_experts_from_meta_info
 from rayserve_moe.model.spec import ModelSpec, RouterSpec
-from tests.parity.family_reference import FamilyReference, Scored
+from tests.parity.family_reference import FamilyReference
+from tests.parity.ling_reference import LingReference
+from tests.parity.scored import Scored
 from tests.support.logits import prompt_logits_of
 
 NUM_NEW_TOKENS = 64
@@ -45,10 +47,10 @@ class Reference:
         return max(float(np.abs(one.logits).max()) for one in self.scored)
 
 
-def reference_of(reference: FamilyReference, *, seed: int) -> Reference:
+def reference_of(reference: FamilyReference | LingReference, *, seed: int) -> Reference:
     """Run the reference over prompts of PROMPT_LENGTHS."""
     generator = np.random.default_rng([seed, 78])
-    prompts = [generator.integers(3, reference.model.config.vocab_size, size).tolist() for size in PROMPT_LENGTHS]
+    prompts = [generator.integers(3, reference.vocab_size, size).tolist() for size in PROMPT_LENGTHS]
     greedy_ids = [reference.greedy(prompt, count=NUM_NEW_TOKENS) for prompt in prompts]
     scored = [reference.score([*prompt, *ids[:-1]]) for prompt, ids in zip(prompts, greedy_ids, strict=True)]
     return Reference(prompts, greedy_ids, scored, reference.selection_bias())

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
+from tests.parity.ling_reference import LingReference
+from tests.parity.scored import Scored
 from tests.support.family_cases import FamilyCase
 
 _ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What the reference computed for one sequence of T tokens; M MoE layers, E experts, V vocabulary.
-
-    `logits` float32 [T, V], `router_logits` float32 [T, M, E] before scores are taken, `chosen` [T, M, k] in any order.
-    """
-
-    logits: np.ndarray
-    router_logits: np.ndarray
-    chosen: np.ndarray
 
 
 class FamilyReference:
@@ -37,12 +26,13 @@ class FamilyReference:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
+        self.vocab_size: int = config.vocab_size
         _perturb(self.model, torch.Generator().manual_seed(case.variant + 1))
 
     def save(self, directory: Path) -> Path:
         """Write the checkpoint in the published names, with a tokenizer."""
         self.model.save_pretrained(directory)
-        write_tokenizer(directory, self.model.config.vocab_size)
+        write_tokenizer(directory, self.vocab_size)
         return directory
 
     def selection_bias(self) -> np.ndarray:
@@ -82,6 +72,11 @@ class FamilyReference:
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=-1
         )
         return answer[0, len(prompt) :].tolist()
+
+
+def reference_model(case: FamilyCase) -> FamilyReference | LingReference:
+    """The implementation to compare a case with: that of transformers, where it has one."""
+    return FamilyReference(case) if case.family in CONFIG_MAPPING else LingReference(case)
 
 
 @torch.no_grad()

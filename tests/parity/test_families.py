@@ -25,7 +25,7 @@ class Served:
     """A case's checkpoint, what the reference says of it, and engines over it by their settings."""
 
     def __init__(self, case: FamilyCase, directory: Path, *, running: ExitStack) -> None:
-        model = live.FamilyReference(case)
+        model = live.reference_model(case)
         self.path = model.save(directory)
         self.reference = comparison.reference_of(model, seed=case.variant)
         self._running, self._engines = running, {}

@@ -1,0 +1,19 @@
+"""What a reference computes for one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Scored:
+    """T tokens of one sequence; M MoE layers, E experts, V vocabulary.
+
+    `logits` [T, V], `router_logits` [T, M, E] before scores are taken, `chosen` [T, M, k] in any order.
+    """
+
+    logits: np.ndarray
+    router_logits: np.ndarray
+    chosen: np.ndarray
