@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,27 @@ from rayserve_moe.execution.step import step_logits
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.spec import ModelSpec
 
 BLOCK = PAGE = 16
 
 
-def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[int]], np.ndarray]:
+def prompt_logits_of(
+    runner: HostRunner, *, longest: int, spec: ModelSpec | None = None
+) -> Callable[[Sequence[int]], np.ndarray]:
     """Return a function from the ids of one sequence (up to `longest`) to its logits, float32 [T, V].
 
-    One device; every position is sampled from, in one step over an empty pool. Compiled once.
+    One device; every position is sampled from, in one step over an empty pool. Compiled once. `spec` computes another
+    model from the same weights.
     """
-    spec = runner.config.spec
+    spec, experts = spec or runner.config.spec, runner.config.experts
+    config = replace(
+        runner.config, spec=spec, experts=replace(experts, router=spec.router, activation=spec.experts.activation)
+    )
+    tree = parameter_specs(spec, dtype="float32")
+    needed = {group: {name: runner.weights.params[group][name] for name in specs} for group, specs in tree.items()}
+    weights_of_spec = replace(runner.weights, params=needed)
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
@@ -32,7 +44,7 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> jax.Array:
         everywhere = jnp.arange(shape.num_tokens)
         return step_logits(
-            weights, jnp.zeros(pool, runner.dtype), batch=batch, sample_places_S=everywhere, config=runner.config
+            weights, jnp.zeros(pool, runner.dtype), batch=batch, sample_places_S=everywhere, config=config
         )[1]
 
     parts = PartitionSpec()
@@ -45,7 +57,7 @@ def prompt_logits_of(runner: HostRunner, *, longest: int) -> Callable[[Sequence[
         positions[:] = -1
         ids[:count], positions[:count] = token_ids, np.arange(count)
         slots[:count] = PAGE + np.arange(count)
-        return np.asarray(compiled(runner.weights, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[
+        return np.asarray(compiled(weights_of_spec, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[
             :count
         ]
 
