@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from rayserve_moe.model import families
 
 _SIZES = {
     "vocab_size": 128,
@@ -171,3 +176,11 @@ FAMILY_CASES = tuple(
     for family, configs in FAMILY_CONFIGS.items()
     for variant, config in enumerate(configs)
 )
+
+
+def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
+    """The `config.json` that transformers writes, or the case's own where it has no such class."""
+    written = case.config
+    if case.family in CONFIG_MAPPING:
+        written = AutoConfig.for_model(case.family, **copy.deepcopy(case.config)).to_diff_dict()
+    return {**written, "architectures": [getattr(families, case.family).ARCHITECTURE], **changes}

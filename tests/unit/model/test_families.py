@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig
 
-from rayserve_moe.model import families
-from rayserve_moe.model import spec as spec_module
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
-from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase
-
-
-@pytest.fixture(autouse=True)
-def _described_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a config does not depend on which knobs this build computes."""
-    monkeypatch.setattr(spec_module, "_refuse_what_is_not_computed", lambda _path, _spec: None)
-
-
-def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
-    """The `config.json` that transformers writes, or the case's own where it has no such class."""
-    written = case.config
-    if case.family in CONFIG_MAPPING:
-        written = AutoConfig.for_model(case.family, **copy.deepcopy(case.config)).to_diff_dict()
-    return {**written, "architectures": [getattr(families, case.family).ARCHITECTURE], **changes}
+from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:

@@ -33,7 +33,7 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("config", type=Path, help="a Serve config, such as configs/qwen3_moe.yaml")
+    parser.add_argument("config", type=Path, help="a Serve config, such as those in configs/")
 
 
 def run(options: argparse.Namespace) -> int:

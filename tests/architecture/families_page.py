@@ -1,0 +1,69 @@
+"""The page of model families, written from their modules by `python -m tests.architecture.families_page`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rayserve_moe.model.family_table import FAMILIES, spec_from_config
+from tests.support.family_cases import FAMILY_CASES, config_of
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+INTRODUCTION = """# Model families
+
+Written from `src/rayserve_moe/model/families` by `python -m tests.architecture.families_page`. A checkpoint is served
+when its `config.json` names one of these architectures. "What it needs" lists the knobs of `model/spec.py` that are
+away from their defaults in the models on which every family is compared with transformers. Another value of a key under
+"Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of the rotation other than YaRN
+(and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
+
+The reference kernels compute every family in float32 and bfloat16 on any mesh. Where native CPU kernels do not know a
+knob of a model, `auto` takes the reference and `native` is refused by the knob.
+
+| Architecture | Model | What it needs | Served for |
+|---|---|---|---|
+"""
+SEPARATE = ("layout", "fused_qkv")
+
+
+def page() -> str:
+    """Return the page's text."""
+    return INTRODUCTION + "".join(_row(name, module) for name, module in sorted(FAMILIES.items()))
+
+
+def _row(name: str, module: ModuleType) -> str:
+    family = module.__name__.rsplit(".", 1)[1]
+    knobs: dict[str, None] = {}
+    for case in FAMILY_CASES:
+        if case.family == family:
+            knobs |= dict.fromkeys(_knobs(spec_from_config(config_of(case))))
+    said = (module.__doc__ or "").split("\n")[0].rstrip(".")
+    served_for = ", ".join(f"`{key}` {values}" for key, values in _served_for(module))
+    return f"| `{name}` | {said} | {', '.join(f'`{knob}`' for knob in knobs)} | {served_for} |\n"
+
+
+def _knobs(spec: Any) -> Iterator[str]:
+    for knob in fields(spec):
+        value = getattr(spec, knob.name)
+        if is_dataclass(value) and knob.name not in ("yarn", "latent"):
+            yield from _knobs(value)
+        elif knob.default not in (MISSING, value) and knob.name != "shared_size":
+            yield knob.name
+
+
+def _served_for(module: ModuleType) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refuse_other_values":
+            for keyword in node.keywords:
+                assert isinstance(keyword.value, ast.Tuple), keyword.arg
+                values = [ast.unparse(value) for value in keyword.value.elts]
+                yield str(keyword.arg), " or ".join(values).replace("'", "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
