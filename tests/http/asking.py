@@ -17,6 +17,12 @@ def ask(http, path, **body):
     return answer.json()
 
 
+def scored(http, input_ids, start=0, **fields):
+    """Score a prompt from a position on, generating nothing; returns the answer."""
+    asked = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": start}
+    return ask(http, GENERATE, input_ids=input_ids, **asked, **fields)
+
+
 def stream(http, path, **body):
     """Post a body with `stream`; returns the events."""
     return list(events_of(http, path, **body))

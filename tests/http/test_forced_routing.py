@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.replay.encoding import DIALECTS
 from rayserve_moe.requests import RoutedExperts
 from rayserve_moe.rollouts.alignment import decode_answer
-from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask
+from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, scored
 from tests.http.test_bad_inputs import check_error
 
 PROMPT = [*range(60, 80)]
@@ -33,18 +33,9 @@ def rollout(http):
     return PROMPT + answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]], answer
 
 
-def scored(http, text, forced):
+def replayed_under(http, text, forced):
     """Score a text under forced routing; returns the log-probs of its last tokens, and the answer."""
-    answer = ask(
-        http,
-        GENERATE,
-        input_ids=text,
-        sampling_params={"max_new_tokens": 0},
-        return_logprob=True,
-        logprob_start_len=len(PROMPT) - 1,
-        return_routed_experts=True,
-        forced_routed_experts=forced,
-    )
+    answer = scored(http, text, len(PROMPT) - 1, return_routed_experts=True, forced_routed_experts=forced)
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], answer
 
 
@@ -52,7 +43,7 @@ def scored(http, text, forced):
 def test_the_rollout_s_own_rows_give_its_log_probs(http, layout, rollout, dialect):
     text, logprobs, answer = rollout
     routing = decode_answer(answer, layout)
-    ours, replayed = scored(http, text, DIALECTS[dialect].encode(routing, layout))
+    ours, replayed = replayed_under(http, text, DIALECTS[dialect].encode(routing, layout))
     assert ours == pytest.approx(logprobs, **CLOSE)
     np.testing.assert_array_equal(decode_answer(replayed, layout).rows[: len(routing.rows)], routing.rows)
 
@@ -61,10 +52,10 @@ def test_other_rows_give_other_log_probs_and_come_back_as_they_were_given(http, 
     text, logprobs, answer = rollout
     rows = decode_answer(answer, layout).rows
     other = RoutedExperts(((rows.astype(np.int64) + 1) % layout.num_experts).astype(rows.dtype))
-    ours, replayed = scored(http, text, DIALECTS["packed"].encode(other, layout))
+    ours, replayed = replayed_under(http, text, DIALECTS["packed"].encode(other, layout))
     assert max(abs(a - b) for a, b in zip(ours, logprobs, strict=True)) > 1e-3
     np.testing.assert_array_equal(decode_answer(replayed, layout).rows[: len(rows)], other.rows)
-    free, _ = scored(http, text, None)
+    free, _ = replayed_under(http, text, None)
     assert free == pytest.approx(logprobs, **CLOSE)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, scored, stream
 
 PROMPT = [*range(40, 75)]
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -50,16 +50,8 @@ def known(entries):
 def test_scoring_an_output_gives_the_log_probs_it_had(http, generated, start):
     """From whichever position, and whether or not a prefix is cached."""
     text = PROMPT + generated["output_ids"]
-    scored = ask(
-        http,
-        GENERATE,
-        input_ids=text,
-        sampling_params={"max_new_tokens": 0},
-        return_logprob=True,
-        logprob_start_len=start,
-        top_logprobs_num=3,
-    )["meta_info"]
-    entries, tops = scored["input_token_logprobs"], scored["input_top_logprobs"]
+    told = scored(http, text, start, top_logprobs_num=3)["meta_info"]
+    entries, tops = told["input_token_logprobs"], told["input_top_logprobs"]
     assert [token_id for _, token_id, _ in entries] == text[start:]
     assert entries[0][0] is None and tops[0] is None and len(tops) == len(entries)
     both = max(start + 1, len(PROMPT))
@@ -69,7 +61,7 @@ def test_scoring_an_output_gives_the_log_probs_it_had(http, generated, start):
     )
     for ours, theirs in zip(tops[both - start :], had["output_top_logprobs"][both - len(PROMPT) :], strict=True):
         assert values(ours) == pytest.approx(values(theirs), **CLOSE)
-    assert scored["output_token_logprobs"] == scored["output_top_logprobs"] == []
+    assert told["output_token_logprobs"] == told["output_top_logprobs"] == []
 
 
 def test_a_stream_brings_the_prompt_s_log_probs_with_its_end(http):
@@ -183,14 +175,7 @@ def test_token_answers_name_tokens_by_their_ids(http, generated):
 
 @pytest.mark.parametrize("num_top", [0, 2])
 def test_token_answers_score_the_prompt(http, num_top):
-    entries = ask(
-        http,
-        GENERATE,
-        input_ids=PROMPT,
-        sampling_params={"max_new_tokens": 0},
-        return_logprob=True,
-        logprob_start_len=0,
-    )["meta_info"]["input_token_logprobs"]
+    entries = scored(http, PROMPT)["meta_info"]["input_token_logprobs"]
     answer = ask(http, TOKENS, token_ids=PROMPT, sampling_params={"max_tokens": 0, "prompt_logprobs": num_top})
     scores = answer["prompt_logprobs"]
     assert len(scores) == len(PROMPT) and scores[0] is None

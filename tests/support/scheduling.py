@@ -79,6 +79,12 @@ class Turns:
         self._overlaps = overlaps
         self._in_flight: Schedule | None = None
 
+    def begin(self, sequence: Sequence, *, num_turns: int = 1) -> None:
+        """Add one more sequence, and turn."""
+        self.target.add([sequence])
+        for _ in range(num_turns):
+            self.turn()
+
     def turn(self, token_id: int = TOKEN) -> dict[str, int]:
         """Plan a step, then commit the one before as if it had sampled `token_id`; returns the lengths planned."""
         schedule = self.target.schedule()

@@ -22,9 +22,7 @@ def flushed_in_flight() -> tuple[Scheduler, Turns, Sequence]:
     """A sequence that has computed three pages, and a flush since."""
     target = scheduler(page_size=4)
     turns, sequence = Turns(target), one("a", 13, num_new=20)
-    target.add([sequence])
-    for _ in range(3):
-        turns.turn()
+    turns.begin(sequence, num_turns=3)
     target.flush()
     return target, turns, sequence
 
@@ -33,9 +31,7 @@ def test_whoever_comes_back_finds_its_pages_and_computes_the_rest():
     target = scheduler(page_size=4)
     turns = Turns(target)
     sequence = one("a", 9)
-    target.add([sequence])
-    for _ in range(4):
-        turns.turn()
+    turns.begin(sequence, num_turns=4)
     turns.settle()
     assert sequence.num_tokens == 13
     target.preempt(sequence)
@@ -49,9 +45,7 @@ def test_whoever_comes_back_after_its_pages_went_is_computed_anew():
     target = scheduler()
     turns = Turns(target)
     sequence = one("a", 5)
-    target.add([sequence])
-    for _ in range(3):
-        turns.turn()
+    turns.begin(sequence, num_turns=3)
     turns.settle()
     target.preempt(sequence)
     target.flush()
@@ -67,8 +61,7 @@ def test_a_prompt_that_is_computed_again_is_remembered_as_such():
     target = scheduler(chunk_tokens=32, page_size=4)
     turns = Turns(target)
     sequence = one("a", 70, num_new=4)
-    target.add([sequence])
-    turns.turn()
+    turns.begin(sequence)
     for forgets in (True, False, True):
         turns.settle()
         target.preempt(sequence)
@@ -83,8 +76,7 @@ def test_what_others_computed_meanwhile_is_cached_and_not_computed():
     target = scheduler(chunk_tokens=8, page_size=4)
     turns = Turns(target)
     first = one("first", 30, num_new=1)
-    target.add([first])
-    turns.turn()
+    turns.begin(first)
     target.preempt(first)
     target.waiting.clear()
     target.add([one("other", 30, num_new=1)])
@@ -160,8 +152,7 @@ def test_an_answer_is_found_by_the_next_turn_of_its_conversation():
     turns.finish()
     conversation = first.token_ids[: first.num_tokens].tolist()
     second = one("second", [*conversation, 60, 61, 62])
-    target.add([second])
-    turns.turn()
+    turns.begin(second)
     assert second.num_cached == 16, "17 tokens, the last of which was sampled and never computed"
     turns.finish()
 
@@ -192,8 +183,7 @@ def test_logits_that_are_not_finite_end_their_sequence_only_and_are_not_cached()
 def test_what_runs_goes_on_after_a_flush_but_is_not_found():
     target, turns, sequence = flushed_in_flight()
     late = one("late", 13, num_new=1)
-    target.add([late])
-    turns.turn()
+    turns.begin(late)
     assert late.num_cached == 0
     turns.finish()
     assert sequence.num_outputs == 20
