@@ -38,6 +38,12 @@ _GLM = {**_LATENT, "num_key_value_heads": 2, "head_dim": 16, "first_k_dense_repl
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _MSCALE = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 4.0}
 
+_LING = {
+    "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
+    "rope_theta": 6e5, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+
 FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe": (
         {**_EXPERTS, "num_key_value_heads": 2, "head_dim": 32, "norm_topk_prob": True},
@@ -153,6 +159,14 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         },
         {**_LOCAL, "num_key_value_heads": 4, "attention_bias": True, "attention_multiplier": 0.3},
         {**_LOCAL, "num_key_value_heads": 1, "tie_word_embeddings": True, "logits_scaling": 0.5},
+    ),
+    "bailing_moe_v2": (
+        {**_LING, "num_key_value_heads": 2},
+        {**_LING, "num_key_value_heads": 4, "partial_rotary_factor": 1.0, "use_qkv_bias": True, "use_bias": True},
+        {
+            **_LING, "num_key_value_heads": 1, "use_qk_norm": False, "n_group": 8, "topk_group": 3,
+            "num_shared_experts": 2,
+        },
     ),
 }  # fmt: skip
 """What transformers' config class of a family is given, beside the sizes that all have."""

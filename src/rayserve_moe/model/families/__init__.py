@@ -1,5 +1,6 @@
 """The table of model families, a line each: a module describes the models of its ARCHITECTURE."""
 
+from rayserve_moe.model.families import bailing_moe_v2 as bailing_moe_v2
 from rayserve_moe.model.families import deepseek_v2 as deepseek_v2
 from rayserve_moe.model.families import deepseek_v3 as deepseek_v3
 from rayserve_moe.model.families import ernie4_5_moe as ernie4_5_moe
