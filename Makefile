@@ -46,13 +46,13 @@ test-all: $(READY)
 
 # The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
 test-native: $(READY)
-	$(BIN)/pytest $(SHARED) --cpu-kernels native -m "not slow" tests/pipelines
+	$(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 
 test-part: $(READY)
 	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
 
 parity: $(TORCH)
-	$(BIN)/pytest -m parity tests/parity
+	$(BIN)/pytest --optimized -m parity tests/parity
 
 clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest -W ignore tests/clients
