@@ -26,9 +26,9 @@ CORE_CONFIG = SyntheticConfig(
 large enough that neither attention nor routing is flat."""
 
 NATIVE_CORE_CONFIG = replace(
-    CORE_CONFIG, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, head_dim=32, scale=0.1
+    CORE_CONFIG, hidden_size=64, intermediate_size=200, moe_intermediate_size=48, head_dim=32, scale=0.1
 )
-"""The core model in widths that the native kernels take, on one device and on four."""
+"""The core model in widths that the native kernels take, some of them padded, on one device and on four."""
 
 NUM_PAGES = 200
 PAGE_SIZE = 16

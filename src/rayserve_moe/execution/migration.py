@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.execution.step_types import ExpertState, ModelWeights
+from rayserve_moe.execution.weights import parameter_tree
 from rayserve_moe.experts.migration import SlotArrays, SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.model.expert_parameters import slot_specs
@@ -28,7 +29,8 @@ def staging_shapes(config: ModelConfig, *, dtype: str) -> SlotArrays:
     """A staging area for a layer's slots on every device: fetched slots wait there until their layer is swapped."""
     shapes = {
         name: jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype, sharding=config.plan.sharding(spec.axes[1:]))
-        for name, spec in slot_specs(config.spec, dtype=dtype, num_redundant=config.experts.num_redundant).items()
+        for name, spec in parameter_tree(config, dtype=dtype)["experts"].items()
+        if spec.num_experts
     }
     return cast(SlotArrays, shapes)
 

@@ -164,12 +164,4 @@ def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: b
         return "they compute in bfloat16, and the model in float32"
     if unknown := list(_unknown_knobs(spec.family, spec)):
         return f"they do not know {', '.join(unknown)}"
-    sizes = {
-        "hidden_size": spec.hidden_size,
-        "moe_intermediate_size": spec.experts.intermediate_size,
-        "intermediate_size of a device": spec.dense_intermediate_size // plan.tensor_size
-        if spec.dense_layer_ids
-        else 0,
-        "vocabulary of a device": -(-spec.vocab_size // plan.mesh.size),
-    }
-    return shape_problem(spec.attention.head_dim, sizes)
+    return shape_problem(spec.attention.head_dim, spec.hidden_size)

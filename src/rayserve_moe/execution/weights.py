@@ -126,10 +126,14 @@ def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, Pa
     )
     layouts = {**config.kernels.layouts}
     layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")
-    return {
-        group: {name: replace(spec, layout=layouts.get(name, "")) for name, spec in specs.items()}
-        for group, specs in tree.items()
-    }
+    multiples = {axis: size * config.plan.num_parts(axis) for axis, size in config.kernels.multiples.items()}
+
+    def held(name: str, spec: ParamSpec) -> ParamSpec:
+        for axis, multiple in multiples.items():
+            spec = spec.padded(axis, multiple)
+        return replace(spec, layout=layouts.get(name, ""))
+
+    return {group: {name: held(name, spec) for name, spec in specs.items()} for group, specs in tree.items()}
 
 
 def _maps_of(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:

@@ -31,9 +31,10 @@ class Kernels:
     `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table that is also the head.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
-    the head multiplies with). `dtype` is the only one that the kernels compute in; empty: any. `pool_dtypes` says which
-    dtype holds keys and values of another (`kv_pool`). `lacks` names the knobs of a model's attention that its kernels
-    compute at their plain values alone.
+    the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are
+    padded with zeros until it does. `dtype` is the only one that the kernels compute in; empty: any. `pool_dtypes` says
+    which dtype holds keys and values of another (`kv_pool`). `lacks` names the knobs of a model's attention that its
+    kernels compute at their plain values alone.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Kernels:
     head: Kernel
     tied_rows: Kernel
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    multiples: Mapping[str, int] = field(default_factory=dict, hash=False)
     dtype: str = ""
     pool_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     lacks: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ CPU_NATIVE = Kernels(
     head=calls.head_logits,
     tied_rows=take_columns,
     layouts=calls.LAYOUT_OF,
+    multiples=calls.MULTIPLES,
     dtype="bfloat16",
 )
 """C++ for bfloat16 on a CPU that multiplies it (`cpu_native`)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +25,8 @@ class ParamSpec:
     so is what a period has beyond `repeat_width`. `file_columns` is how many columns the file has, where whole periods
     do not say it.
 
-    The last `num_padding` entries of the vocabulary are zeros that no file holds: so it divides over the devices.
+    The last `num_padding` entries of `padded_axis` are zeros that no file holds, so that it divides over the devices,
+    and into what kernels multiply at once.
     `initial` is `normal` or `ones`, for synthetic checkpoints. `layout` says how a device's share lies in memory
     (`kernels.cpu_native.layout.LAYOUTS`).
     """
@@ -42,6 +43,7 @@ class ParamSpec:
     repeats: int = 1
     repeat_width: int = 1
     num_padding: int = 0
+    padded_axis: str = "vocabulary"
     period: int = 0
     start: int = 0
     file_columns: int = 0
@@ -85,7 +87,7 @@ class ParamSpec:
         """`piece_shape` without padding."""
         axes = self.axes[self.num_stacked_dims :]
         return tuple(
-            size - self.num_padding if axis == "vocabulary" else size
+            size - self.num_padding if axis == self.padded_axis else size
             for size, axis in zip(self.piece_shape, axes, strict=True)
         )
 
@@ -93,3 +95,13 @@ class ParamSpec:
         """Which columns of the file fill the held columns `[first, end)`."""
         group, offset = np.divmod(np.arange(first, end), self.repeat_width)
         return group // self.repeats * (self.period or self.repeat_width) + self.start + offset
+
+    def padded(self, axis: str, multiple: int) -> ParamSpec:
+        """The same with `axis`, which nothing else pads, made a multiple of `multiple`."""
+        if axis not in self.axes:
+            return self
+        place = self.axes.index(axis)
+        more = -self.shape[place] % multiple
+        shape = (*self.shape[:place], self.shape[place] + more, *self.shape[place + 1 :])
+        assert not self.num_padding or axis == self.padded_axis, f"{self.role} is padded along {self.padded_axis}"
+        return replace(self, shape=shape, num_padding=self.num_padding + more, padded_axis=axis) if more else self

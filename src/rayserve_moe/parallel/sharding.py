@@ -5,6 +5,7 @@ The mesh has two axes: `data` (attention batch) and `tensor` (heads). Expert slo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -56,6 +57,11 @@ class ParallelPlan:
     def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """Partition of an array whose dimensions carry the logical `axes`."""
         return PartitionSpec(*(MESH_AXES_OF[axis] for axis in axes))
+
+    def num_parts(self, axis: str) -> int:
+        """Into how many parts the mesh cuts a logical axis."""
+        names = MESH_AXES_OF[axis] or ()
+        return math.prod(self.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
 
     def sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.partition(axes))

@@ -17,6 +17,7 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
 from rayserve_moe.kernels.layers import Rotation
 
@@ -28,6 +29,8 @@ PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
 EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD", "gate_NDI", "up_NDI", "down_NID")
 LAYOUT_OF = MappingProxyType({**dict.fromkeys((*PROJECTIONS, *EXPERTS), "packed"), "head": "packed_columns"})
 """How the parameters lie that the kernels read as the right side of a product (`layout.LAYOUTS`)."""
+MULTIPLES = MappingProxyType(dict.fromkeys(("expert_inner", "dense_inner", "vocabulary"), PANEL))
+"""Axes that are padded to whole panels. What zeros add to gate, up and down is nothing; what they score is cut off."""
 
 
 def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:

@@ -8,7 +8,7 @@ its shape, so code that moves, shards or counts weights by their leading dimensi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,16 +22,15 @@ DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}", f"-DNATIVE_HEAD_WIDTHS={','.join(map(s
 """The same for the compiler."""
 
 
-def shape_problem(head_width: int, sizes: Mapping[str, int]) -> str | None:
-    """Why attention of this head width, or products of these `sizes` by name, are not supported. None: they are.
+def shape_problem(head_width: int, hidden_size: int) -> str | None:
+    """Why attention of this head width, or rows of this size, are not supported. None: they are.
 
     Numbers of tokens, heads, KV heads that divide them, experts, assignments, layers, pages and places in a page are
-    free.
+    free; widths of experts, of dense MLPs and the vocabulary are padded.
     """
     if head_width not in HEAD_WIDTHS:
         return f"head_dim {head_width} is none of {', '.join(map(str, HEAD_WIDTHS))}"
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % PANEL]
-    return f"{', '.join(wrong)} does not divide by {PANEL}" if wrong else None
+    return f"hidden_size {hidden_size} does not divide by {PANEL}" if hidden_size % PANEL else None
 
 
 def pack(weights_KN: jax.Array) -> jax.Array:
