@@ -24,7 +24,7 @@ from rayserve_moe.model.parameters import kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import platform_of
-from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
 
 
 def model_config(
@@ -126,7 +126,7 @@ def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, Pa
     )
     layouts = {**config.kernels.layouts}
     layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")
-    multiples = {axis: size * config.plan.num_parts(axis) for axis, size in config.kernels.multiples.items()}
+    multiples = {axis: size * num_parts(config.plan, axis) for axis, size in config.kernels.multiples.items()}
 
     def held(name: str, spec: ParamSpec) -> ParamSpec:
         for axis, multiple in multiples.items():

@@ -58,11 +58,6 @@ class ParallelPlan:
         """Partition of an array whose dimensions carry the logical `axes`."""
         return PartitionSpec(*(MESH_AXES_OF[axis] for axis in axes))
 
-    def num_parts(self, axis: str) -> int:
-        """Into how many parts the mesh cuts a logical axis."""
-        names = MESH_AXES_OF[axis] or ()
-        return math.prod(self.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
-
     def sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.partition(axes))
 
@@ -113,3 +108,9 @@ def trade_between_data_ranks(local: jax.Array, plan: ParallelPlan, *, split_dim:
     if plan.data_size == 1:
         return local
     return jax.lax.all_to_all(local, DATA, split_axis=split_dim, concat_axis=join_dim, tiled=True)
+
+
+def num_parts(plan: ParallelPlan, axis: str) -> int:
+    """Into how many parts the mesh cuts a logical axis."""
+    names = MESH_AXES_OF[axis] or ()
+    return math.prod(plan.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))

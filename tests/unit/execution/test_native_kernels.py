@@ -185,11 +185,11 @@ def test_falling_back_is_a_warning_where_the_processor_could_do_better(monkeypat
 
     monkeypatch.setattr(native_kernels, "check_cpu", check)
     with caplog.at_level(logging.INFO):
-        assert chosen("auto", spec_with(moe_intermediate_size=48)) is CPU
+        assert chosen("auto", spec_with(hidden_size=144)) is CPU
         assert [record.levelno for record in caplog.records] == [level]
-        assert "moe_intermediate_size 48" in caplog.text
+        assert "hidden_size 144" in caplog.text
         chosen("auto", dtype="float32")
-    assert caplog.records[-1].levelno == logging.INFO, "nobody asked for bfloat16"
+    assert caplog.records[-1].levelno == logging.INFO, "none asked for bfloat16"
 
 
 def test_a_float32_checkpoint_stays_float32_unless_asked():
