@@ -60,16 +60,13 @@ def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, tuple[T
         for stack_index in product(*(range(size) for size in spec.file_stack)):
             name = tensor_name(spec, stack_index, rules=rules)
             places.setdefault(name, []).append(TensorPlace(path, spec, stack_index))
-    partitions: set[tuple[ParamSpec, ...]] = set()
-    for name, of_tensor in places.items():
-        specs = tuple(place.spec for place in of_tensor)
-        if specs not in partitions:
-            _check_partition(name, specs)
-            partitions.add(specs)
+    names_by_paths = {tuple(place.path for place in of_tensor): name for name, of_tensor in places.items()}
+    for name in names_by_paths.values():
+        _check_partition(name, [place.spec for place in places[name]])
     return {name: tuple(of_tensor) for name, of_tensor in places.items()}
 
 
-def _check_partition(name: str, specs: tuple[ParamSpec, ...]) -> None:
+def _check_partition(name: str, specs: list[ParamSpec]) -> None:
     """Every column of a tensor belongs to one parameter."""
     assert len({spec.file_shape for spec in specs}) == 1, f"parameters disagree on the shape of {name}"
     taken = np.concatenate([np.unique(spec.columns_in_file(0, spec.filled_shape[-1])) for spec in specs])

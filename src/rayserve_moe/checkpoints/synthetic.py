@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from rayserve_moe.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError
 from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE, SPECIAL_IDS, write_tokenizer
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.model.family_table import family_of
@@ -104,9 +105,10 @@ def ensure_checkpoint(directory: str | Path, preset: str = "tiny", *, seed: int 
     Safe to call from several processes of one machine at once. CheckpointError for an unknown preset, or where the
     directory holds something that this module did not write.
     """
-    if preset not in PRESETS:
-        raise CheckpointError(f"no synthetic preset {preset!r}; there are {', '.join(PRESETS)}")
-    return write_checkpoint(directory, PRESETS[preset], seed=seed, dtype=dtype)
+    presets = PRESETS | FAMILY_PRESETS
+    if preset not in presets:
+        raise CheckpointError(f"no synthetic preset {preset!r}; there are {', '.join(presets)}")
+    return write_checkpoint(directory, presets[preset], seed=seed, dtype=dtype)
 
 
 def write_checkpoint(

@@ -15,12 +15,18 @@ from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.names import verify
 from rayserve_moe.checkpoints.synthetic import MARKER_FILE, PRESETS, ensure_checkpoint, write_checkpoint
 from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
 from tests.support.fused import FUSED_RULES, LAYOUTS, fused_family
 
-NUM_PARAMETERS = {"tiny": 1.9e6, "small": 114e6, "mid": 972e6}
+NUM_PARAMETERS = {
+    "tiny": 1.9e6, "small": 114e6, "mid": 972e6,
+    "olmoe-tiny": 1.98e6, "olmoe-small": 117e6, "olmoe-mid": 990e6,
+    "deepseek-v3-tiny": 1.7e6, "deepseek-v3-small": 107e6, "deepseek-v3-mid": 1.0e9,
+    "gpt-oss-tiny": 1.93e6, "gpt-oss-small": 115e6, "gpt-oss-mid": 970e6,
+}  # fmt: skip
 
 
 def _contents(path):
@@ -99,9 +105,9 @@ def test_any_shape_fits_its_own_config(tmp_path, config, changes):
     assert spec.checkpoint_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PRESETS | FAMILY_PRESETS)
 def test_presets_have_the_stated_number_of_parameters(name):
-    config = {"architectures": ["Qwen3MoeForCausalLM"], **vars(PRESETS[name])}
+    config = (PRESETS | FAMILY_PRESETS)[name].hf_config("float32")
     tree = parameter_specs(spec_from_config(config), dtype="float32")
     total = sum(np.prod(spec.shape) for group in tree.values() for spec in group.values())
     assert total == pytest.approx(NUM_PARAMETERS[name], rel=0.02)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.config.settings import ExpertSettings, SchedulerSettings
 from rayserve_moe.execution.buckets import choose_shape, device_of, step_cost, step_shapes
 from rayserve_moe.execution.shape_choice import CPU, SMALL_MODEL, TPUS
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.execution.weights import model_config
-from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS as BLOCK
@@ -76,8 +77,10 @@ def test_a_step_beyond_all_shapes_is_our_own_fault():
         choose_shape(step_shapes(SchedulerSettings(max_running_requests=8)), num_singles=9, num_blocks=0)
 
 
-def test_a_model_costs_what_its_parameters_are():
-    spec = spec_from_hf(asdict(CORE_CONFIG))
+@pytest.mark.parametrize("shape", ["qwen3_moe", "deepseek-v3-tiny", "gpt-oss-tiny"])
+def test_a_model_costs_what_its_parameters_are(shape: str):
+    model = FAMILY_PRESETS.get(shape, CORE_CONFIG)
+    spec = spec_from_config(model.hf_config("float32"))
     config = model_config(spec, plan_for(jax.devices()[:4], data_size=2), experts=ExpertSettings())
     cost = step_cost(config, dtype="bfloat16")
     groups = parameter_specs(spec, dtype="float32").values()
