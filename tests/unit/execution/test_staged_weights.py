@@ -11,6 +11,7 @@ import pytest
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
 from rayserve_moe.config.settings import (
     CacheSettings,
     ExpertSettings,
@@ -21,11 +22,13 @@ from rayserve_moe.config.settings import (
 )
 from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
 from rayserve_moe.execution.weights import load_weights
+from rayserve_moe.model import families
 from rayserve_moe.model.family_table import FAMILIES
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import WeightsRefusedError
 from tests.support.broken_weights import WAYS, broken_copy
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.family_cases import FAMILY_CASES
 from tests.support.fused import LAYOUTS, fused, fused_family
 from tests.support.placements import random_placement
 
@@ -87,6 +90,21 @@ def test_experts_in_one_tensor_are_staged_into_the_slots_of_a_placement(
     jax.tree.map(np.testing.assert_array_equal, runner.weights.params, wanted.params)
     with pytest.raises(WeightsRefusedError, match="experts differ"):
         runner.staged.read(str(other_checkpoint))
+
+
+@pytest.mark.parametrize("case", [case for case in FAMILY_CASES if not case.variant], ids=lambda case: case.name)
+def test_weights_of_every_family_are_staged_into_the_slots_of_a_placement(tmp_path, case):
+    config = {**case.config, "architectures": [getattr(families, case.family).ARCHITECTURE], "vocab_size": 264}
+    first, second = (
+        write_checkpoint(tmp_path / str(seed), SyntheticModel(config), seed=seed, dtype="float32") for seed in (1, 2)
+    )
+    runner = loaded(first, mesh=(2, 2), num_redundant=4)
+    placement = random_placement(runner.placement, seed=1)
+    runner.staged.read(str(second), placement.expert_of_slot)
+    runner.weights = runner.staged.take(runner.weights)
+    assert_weights(runner, second, placement)
+    held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(runner.weights.params))
+    assert runner.staged.bytes_per_device == held
 
 
 def test_the_capacity_of_slots_is_none_of_the_weights(core_checkpoint, other_checkpoint):
