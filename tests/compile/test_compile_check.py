@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from rayserve_moe.cli import main
+from rayserve_moe.model.family_table import FAMILIES, spec_from_config
+from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.tools.check_table import render
 from rayserve_moe.tools.compile_check import CheckReport, DeviceMemory, ProgramReport, check
 from rayserve_moe.tools.hlo_report import Collective
@@ -171,20 +174,42 @@ def test_wrong_use_is_answered_with_a_sentence(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+PUBLISHED = {
+    "deepseek-v2-lite": (16, 3),
+    "deepseek-v3": (671, 38),
+    "ernie-4.5-21b-a3b": (22, 3),
+    "glm-4.5-air": (107, 13),
+    "glm-4.7-flash": (30, 4),
+    "gpt-oss-20b": (21, 4),
+    "granite-3.0-3b-a800m": (3, 1),
+    "hunyuan-a13b": (80, 13),
+    "kimi-k2": (1026, 33),
+    "ling-mini-2.0": (16, 1),
+    "minimax-m2": (229, 11),
+    "mixtral-8x7b": (47, 13),
+    "olmoe-1b-7b": (7, 1),
+    "qwen1.5-moe-a2.7b": (14, 3),
+    "qwen3-235b-a22b": (235, 22),
+    "qwen3-30b-a3b": (31, 3),
+}
+"""Parameters of each preset, and of one token's path with the embedding and the head, in units of 1e9."""
+
+
 def test_presets_are_the_published_sizes():
-    """Parameters of the whole model and of one token's path, in units of 1e9, as their names say."""
     sizes = {}
     for name in preset_names():
-        config = read_config(name)
-        hidden, inner, layers = (config[key] for key in ("hidden_size", "moe_intermediate_size", "num_hidden_layers"))
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        attention = 2 * hidden * config["head_dim"] * (heads + kv_heads)
-        experts, outside = 3 * hidden * inner, 2 * config["vocab_size"] * hidden
-        sizes[name] = tuple(
-            round((outside + layers * (attention + count * experts)) / 1e9)
-            for count in (config["num_experts"], config["num_experts_per_tok"])
-        )
-    assert sizes == {"qwen3-30b-a3b": (31, 3), "qwen3-235b-a22b": (235, 22)}
+        spec = spec_from_config(read_config(name))
+        params = [param for specs in parameter_specs(spec, dtype="bfloat16").values() for param in specs.values()]
+        share = spec.router.top_k / spec.router.num_experts
+        on_path = (math.prod(param.shape) * (share if param.num_experts else 1) for param in params)
+        sizes[name] = (round(sum(math.prod(param.shape) for param in params) / 1e9), round(sum(on_path) / 1e9))
+    assert sizes == PUBLISHED
+
+
+def test_every_family_has_a_preset():
+    assert {spec_from_config(read_config(name)).family for name in preset_names()} == {
+        module.__name__.rsplit(".", 1)[1] for module in FAMILIES.values()
+    }
 
 
 def test_a_directory_with_a_config_is_a_model(tmp_path):
