@@ -81,7 +81,7 @@ def test_a_number_of_hosts_that_the_slice_does_not_have_is_refused_before_ray_is
 
 def test_cpu_hosts_that_find_no_room_are_refused_and_nothing_stays_reserved(raylets: int) -> None:
     crowded = ClusterSettings(cpus_per_host=3.0, start_timeout_s=1.0)
-    with pytest.raises(TimeoutError, match=r"no room for 2 hosts with \{'CPU': 3.0\} each within 1.0 s"):
+    with pytest.raises(TimeoutError, match=r"no capacity for 2 hosts with \{'CPU': 3.0\} each within 1.0 s"):
         reserve_slice(crowded, num_hosts=raylets)
     modest = reserve_slice(ClusterSettings(cpus_per_host=0.5), num_hosts=raylets)
     modest.release()

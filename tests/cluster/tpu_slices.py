@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import ray
+from ray._private.accelerators import tpu
 from ray.cluster_utils import Cluster
 
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
@@ -117,7 +119,9 @@ def tell_all() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    running = start_cluster()
+    # No host asks Google's metadata server who it is: looking up a name that does not exist can take minutes.
+    with patch.object(tpu, "_get_tpu_metadata", return_value=None):
+        running = start_cluster()
     try:
         json.dump(tell_all(), sys.stdout)
     finally:
