@@ -135,7 +135,7 @@ def test_a_job_is_told_to_stop_while_its_engine_starts(
         wait_until(lambda: "PENDING" in states_of_reservations() or descendants("ray::HostWorker"), within_s=1200)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=1200) == 3
-    assert summary_in(tmp_path / "out")["reason"] == "told to stop"
+    assert summary_in(tmp_path / "out")["reason"] == "stopped by a signal"
     wait_until(lambda: states_of_reservations() <= {"REMOVED"} and not descendants("ray::HostWorker"))
 
 
