@@ -26,16 +26,14 @@ def prompt_logits_of(
 ) -> Callable[[Sequence[int]], np.ndarray]:
     """Return a function from the ids of one sequence (up to `longest`) to its logits, float32 [T, V].
 
-    One device; every position is sampled from, in one step over an empty pool. Compiled once. `spec` computes another
-    model from the same weights.
+    One device; every position is sampled from, in one step over an empty pool. Compiled once, for the weights that the
+    runner has when it is called. `spec` computes another model from the same weights.
     """
     spec, experts = spec or runner.config.spec, runner.config.experts
     config = replace(
         runner.config, spec=spec, experts=replace(experts, router=spec.router, activation=spec.experts.activation)
     )
     tree = parameter_specs(spec, dtype="float32")
-    needed = {group: {name: runner.weights.params[group][name] for name in specs} for group, specs in tree.items()}
-    weights_of_spec = replace(runner.weights, params=needed)
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
@@ -57,8 +55,9 @@ def prompt_logits_of(
         positions[:] = -1
         ids[:count], positions[:count] = token_ids, np.arange(count)
         slots[:count] = PAGE + np.arange(count)
-        return np.asarray(compiled(weights_of_spec, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[
-            :count
-        ]
+        params = runner.weights.params
+        needed = {group: {name: params[group][name] for name in specs} for group, specs in tree.items()}
+        weights = replace(runner.weights, params=needed)
+        return np.asarray(compiled(weights, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[:count]
 
     return of

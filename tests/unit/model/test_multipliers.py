@@ -32,7 +32,7 @@ def runner(tmp_path_factory) -> HostRunner:
 
 
 def test_multipliers_are_those_of_weights_and_each_moves_the_logits(runner):
-    served, plain = runner.weights, runner.config
+    served = runner.weights
     of_weights = prompt_logits_of(runner, longest=len(PROMPT))
 
     def with_scaled_weights(names) -> np.ndarray:
@@ -47,9 +47,9 @@ def test_multipliers_are_those_of_weights_and_each_moves_the_logits(runner):
         return of_weights(PROMPT)
 
     wanted = with_scaled_weights(FACTORS)
-    runner.weights, runner.config = served, replace(plain, spec=replace(plain.spec, **FACTORS))
-    logits = prompt_logits_of(runner, longest=len(PROMPT))(PROMPT)
-    runner.config = plain
+    runner.weights = served
+    multiplied = replace(runner.config.spec, **FACTORS)
+    logits = prompt_logits_of(runner, longest=len(PROMPT), spec=multiplied)(PROMPT)
     np.testing.assert_allclose(logits, wanted, atol=1e-5 * np.abs(wanted).max())
     for knob in FACTORS:
         without = with_scaled_weights(set(FACTORS) - {knob})
