@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -118,3 +119,15 @@ REFUSED = {
 def test_what_is_not_computed_is_refused_by_key_and_value(name: str, changes: dict[str, Any], message: str):
     with pytest.raises(UnsupportedModelError, match=message):
         spec_of(name, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_no_value_of_any_key_raises_anything_else(family: str):
+    junk = ["x", -1, [], {"a": {}}, 10**30, math.nan, [{}] * 4]
+    config = config_of(next(case for case in FAMILY_CASES if case.family == family))
+    rope = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "alpha": 2.0}
+    changed = [{key: value} for key in config for value in junk]
+    changed += [{"rope_parameters": {**rope, key: value}} for key in rope for value in junk]
+    for change in changed:
+        with contextlib.suppress(UnsupportedModelError):
+            assert spec_from_config({**config, **change}).family == family
