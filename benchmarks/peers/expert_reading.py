@@ -24,7 +24,7 @@ from benchmarks.peers.tables import expert_reading as as_table
 from rayserve_moe.checkpoints.synthetic import PRESETS, SyntheticConfig
 from rayserve_moe.execution.native_kernels import register_native_kernels
 from rayserve_moe.kernels.cpu_native.calls import expert_sums
-from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
+from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 
 STREAMS = (1, 2, 4, 8, 16)
 STEPS = 20
@@ -66,8 +66,8 @@ def steps_over(weights: ExpertWeights, config: SyntheticConfig) -> Callable[...,
 
         def through_layer(rows_TD: jax.Array, of_layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             layer, picks_TK = of_layer
-            first = layer * config.num_experts
-            sums_TD = expert_sums(rows_TD, picks_TK, gates_TK, weights, first_slot=first, config=product)
+            experts = LayerExperts(weights, layer * config.num_experts, product)
+            sums_TD = expert_sums(rows_TD, picks_TK, gates_TK, experts)
             return (sums_TD / (1e-6 + jnp.std(sums_TD, axis=1, keepdims=True))).astype(jnp.bfloat16), None
 
         def step(rows_TD: jax.Array, picks_LTK: jax.Array) -> tuple[jax.Array, None]:

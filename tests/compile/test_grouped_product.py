@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig, multiply_by_ragged_dot
+from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_by_ragged_dot
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import compile_for, text_of
 
@@ -26,6 +25,10 @@ def test_any_number_of_rows_is_multiplied_by_the_kernel(num_tokens):
         up,
         jax.ShapeDtypeStruct((SLOTS, INNER, WIDTH), jnp.bfloat16),
     )
-    multiply = partial(multiply_by_ragged_dot, first_slot=0, config=ProductConfig(SLOTS, 8.0))
-    compiled = compile_for("v6e", lambda rows, slots, *weights: multiply(rows, slots, ExpertWeights(*weights)), *shapes)
+
+    def multiply(rows, slots, *weights):
+        experts = LayerExperts(ExpertWeights(*weights), 0, ProductConfig(SLOTS, 8.0))
+        return multiply_by_ragged_dot(rows, slots, experts)
+
+    compiled = compile_for("v6e", multiply, *shapes)
     assert kernels_of(text_of(compiled))["ragged-dot-none"] == 3

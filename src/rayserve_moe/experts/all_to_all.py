@@ -11,21 +11,15 @@ import jax
 
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, Multiply, run_in_turn, run_overlapped
-from rayserve_moe.experts.slot_mapping import PlacementArrays, choose_slots
+from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
-from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
+from rayserve_moe.kernels.expert_products import LayerExperts, ProductConfig
 from rayserve_moe.kernels.registry import Kernel
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 
 def apply_all_to_all(
-    tokens: RoutedTokens,
-    weights: ExpertWeights,
-    *,
-    layer: jax.Array,
-    config: ExpertConfig,
-    maps: PlacementArrays | None,
-    overlapped: bool = False,
+    tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig, overlapped: bool = False
 ) -> jax.Array:
     """The MoE sum of each token [T, D], one chunk of tokens after the other, or each sent while one is multiplied."""
     plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.router.top_k
@@ -35,7 +29,7 @@ def apply_all_to_all(
     hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(part, chunk)
 
     def choose(ids_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
-        return choose_slots(ids_TK, valid_T, maps, layer=layer, rank=plan.expert_rank(), config=config)
+        return choose_slots(ids_TK, valid_T, experts.maps, layer=experts.layer, rank=plan.expert_rank(), config=config)
 
     # Each chunk divides its tokens over an expert's slots by their shares, so that ranks are even in every chunk.
     with jax.named_scope("dispatch"):
@@ -44,8 +38,8 @@ def apply_all_to_all(
     taken = round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
     exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken)
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
-    kernel, first_slot = config.kernels.expert_results, layer * num_local
-    multiply = multiply_rows(weights, kernel=kernel, first_slot=first_slot, config=product)
+    of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
+    multiply = multiply_rows(of_layer, kernel=config.kernels.expert_results)
     run = run_overlapped if overlapped else run_in_turn
     out_TD = run(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, config=exchange).reshape(-1, width)
     out_TD = out_TD[: len(part.valid_T)]
@@ -55,13 +49,11 @@ def apply_all_to_all(
     return out_TD[:num_tokens]
 
 
-def multiply_rows(
-    weights: ExpertWeights, *, kernel: Kernel, first_slot: jax.Array | int, config: ProductConfig
-) -> Multiply:
+def multiply_rows(experts: LayerExperts, *, kernel: Kernel) -> Multiply:
     """The grouped product of rows that belong to one local slot each, by `Kernels.expert_results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
         with jax.named_scope("experts"):
-            return kernel(rows_CQV, slots_C[:, None], weights, first_slot=first_slot, config=config)[:, 0]
+            return kernel(rows_CQV, slots_C[:, None], experts)[:, 0]
 
     return multiply

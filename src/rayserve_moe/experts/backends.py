@@ -19,7 +19,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
     "all_to_all": apply_all_to_all,
     "fused": partial(apply_all_to_all, overlapped=True),
 }
-"""Each takes (tokens, weights, *, layer, rule, maps) inside a sharded step and returns the MoE sum of each token."""
+"""Each has the signature of `apply_replicated`: called inside a sharded step, it returns the MoE sum of each token."""
 
 START_BYTES = 256 << 10
 """What a link moves in the time that one more collective takes to start: some 3 us at 90 GB/s."""

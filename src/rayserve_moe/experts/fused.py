@@ -18,7 +18,7 @@ from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, run_overlapped
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import ExpertScores, select_top_k
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows
-from rayserve_moe.kernels.expert_products import ACTIVATIONS, ExpertWeights, ProductConfig
+from rayserve_moe.kernels.expert_products import ACTIVATIONS, ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.registry import KERNELS
 from rayserve_moe.parallel.mesh import platform_of
 
@@ -108,7 +108,7 @@ def fused_ep_moe_from_topk(  # noqa: PLR0913 (the agreed signature)
     def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
         hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(routed, chunk)
         slots_GTK = jnp.where(valid_GT[..., None], ids_GTK, num_slots)
-        multiply = multiply_rows(weights, kernel=kernel, first_slot=0, config=product)
+        multiply = multiply_rows(LayerExperts(weights, 0, product), kernel=kernel)
         out_GTD = run_overlapped(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, config=config)
         return out_GTD.reshape(-1, width)[:part]
 

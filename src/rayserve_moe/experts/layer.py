@@ -20,7 +20,7 @@ from rayserve_moe.experts.routing import (
     rank_experts,
     select_top_k,
 )
-from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacementArrays
+from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.parallel.mesh import platform_of
@@ -70,7 +70,8 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
             tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
     with jax.named_scope("routing_capture"):
         counts_E = count_tokens(ids_TK, valid_T, num_experts=config.router.num_experts)
-    out_TD = EXPERT_BACKENDS[backend_for(hidden_TD, config)](tokens, weights, layer=layer, config=config, maps=maps)
+    apply = EXPERT_BACKENDS[backend_for(hidden_TD, config)]
+    out_TD = apply(tokens, PlacedExperts(weights, layer, maps), config=config)
     return out_TD, LayerRouting(ids_TK, counts_E, tally_4)
 
 

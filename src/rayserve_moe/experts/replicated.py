@@ -12,49 +12,35 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.slot_mapping import PlacementArrays, choose_slots
+from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import SEND_BYTES, RoutedTokens, cut_into_chunks
-from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
+from rayserve_moe.kernels.expert_products import LayerExperts, ProductConfig
 from rayserve_moe.parallel.sharding import DATA
 
 RESULT_BYTES = 4 * SEND_BYTES
 """Results per assignment that a device holds at once where tokens are gathered."""
 
 
-def apply_local(
-    tokens: RoutedTokens,
-    weights: ExpertWeights,
-    *,
-    layer: jax.Array,
-    config: ExpertConfig,
-    maps: PlacementArrays | None,
-) -> jax.Array:
+def apply_local(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
     """The MoE sum of each token [T, D] where this device holds all slots. ValueError where there are more devices."""
     if config.plan.num_expert_ranks > 1:
         raise ValueError(
             f"expert backend local is for one device, and experts lie over {config.plan.num_expert_ranks}: choose auto"
         )
-    return _sums_of_my_slots(tokens, weights, layer, config, maps).astype(tokens.hidden_TD.dtype)
+    return _sums_of_my_slots(tokens, experts, config).astype(tokens.hidden_TD.dtype)
 
 
-def apply_replicated(
-    tokens: RoutedTokens,
-    weights: ExpertWeights,
-    *,
-    layer: jax.Array,
-    config: ExpertConfig,
-    maps: PlacementArrays | None,
-) -> jax.Array:
+def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
     """The MoE sum of each token [T, D], by a gather over data, then sums over all ranks."""
     (num_tokens, width), data_size = tokens.hidden_TD.shape, config.plan.mesh.shape[DATA]
     if data_size == 1:
-        out_TD = _sums_of_my_slots(tokens, weights, layer, config, maps)
+        out_TD = _sums_of_my_slots(tokens, experts, config)
         return _combine(out_TD, tokens, config)
 
     def run(chunk: RoutedTokens) -> jax.Array:
         with jax.named_scope("dispatch"):
             gathered = RoutedTokens(*(jax.lax.all_gather(array, DATA, axis=0, tiled=True) for array in chunk))
-        out_WD = _sums_of_my_slots(gathered, weights, layer, config, maps)
+        out_WD = _sums_of_my_slots(gathered, experts, config)
         with jax.named_scope("combine"):
             return jax.lax.psum_scatter(out_WD, DATA, scatter_dimension=0, tiled=True)
 
@@ -70,23 +56,20 @@ def _combine(out_TD: jax.Array, tokens: RoutedTokens, config: ExpertConfig) -> j
         return config.plan.sum_over_tensor(out_TD).astype(tokens.hidden_TD.dtype)
 
 
-def _sums_of_my_slots(
-    tokens: RoutedTokens, weights: ExpertWeights, layer: jax.Array, config: ExpertConfig, maps: PlacementArrays | None
-) -> jax.Array:
+def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: ExpertConfig) -> jax.Array:
     """What this rank's slots add to each token: float32 [T, D]. The choice of slots is the same on every rank."""
     hidden_TD, ids_TK, gates_TK, valid_T = tokens
     num_local = config.num_local_slots
     with jax.named_scope("dispatch"):
         home_T1 = _home_ranks(len(valid_T), config)
-        slots_TK = choose_slots(ids_TK, valid_T, maps, layer=layer, rank=home_T1, config=config)
+        slots_TK = choose_slots(ids_TK, valid_T, experts.maps, layer=experts.layer, rank=home_T1, config=config)
         local_TK = slots_TK - config.plan.expert_rank() * num_local
         is_here_TK = (local_TK >= 0) & (local_TK < num_local) & valid_T[:, None]
         local_TK = jnp.where(is_here_TK, local_TK, num_local)
     product = ProductConfig(num_local, ids_TK.size / config.router.num_experts, config.activation)
     with jax.named_scope("experts"):
-        return config.kernels.expert_sums(
-            hidden_TD, local_TK, gates_TK, weights, first_slot=layer * num_local, config=product
-        )
+        of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
+        return config.kernels.expert_sums(hidden_TD, local_TK, gates_TK, of_layer)
 
 
 def _home_ranks(num_tokens: int, config: ExpertConfig) -> jax.Array:

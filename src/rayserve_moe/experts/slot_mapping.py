@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.kernels.expert_products import inverse
+from rayserve_moe.kernels.expert_products import ExpertWeights, inverse
 
 # A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.
 WHOLE = 1 << 20
@@ -37,6 +38,15 @@ class PlacementArrays:
     bounds_LP: jax.Array | np.ndarray
     slots_LP: jax.Array | np.ndarray
     slot_for_LER: jax.Array | np.ndarray
+
+
+class PlacedExperts(NamedTuple):
+    """The experts of a MoE layer over all devices: this device's flat weights of all layers, the layer's number, and
+    the maps of all layers (None: expert i in slot i)."""
+
+    weights: ExpertWeights
+    layer: jax.Array
+    maps: PlacementArrays | None
 
 
 def placement_arrays(placement: ExpertPlacement) -> PlacementArrays:

@@ -1,6 +1,6 @@
 """Expert products on one device, for the tokens whose experts it holds.
 
-Experts of all layers lie in one flat [layers * slots, ...] array, and `first_slot` says where this layer's begin, so
+Experts of all layers lie in one flat [layers * slots, ...] array, and a `LayerExperts` says where a layer's begin, so
 that no layer's weights are ever copied out of it. An assignment to an expert that lies elsewhere has slot `num_slots`
 or beyond, and its result is undefined: the sum leaves it out. Tokens are [T, D] or with D cut into parts, [T, Q, D /
 Q], and results have the same form.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -65,20 +65,24 @@ class ProductConfig:
     activation: str = "silu"
 
 
-def multiply_in_blocks(
-    hidden_TD: jax.Array,
-    slots_TK: jax.Array,
-    weights: ExpertWeights,
-    *,
-    first_slot: jax.Array | int,
-    config: ProductConfig,
-) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of one layer on this device: where its slots begin in the flat weights of all layers."""
+
+    weights: ExpertWeights
+    first_slot: jax.Array | int
+    config: ProductConfig = field(metadata={"static": True})
+
+
+def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """Multiply block by block, each block of rows with one expert: the way that is fast on XLA:CPU.
 
     The product sits inside a `cond`: outside of one, XLA:CPU converts all bfloat16 experts to float32 ahead of the
     loop. Returns [T, K, D] in the tokens' dtype. The number of rows in a block follows from shapes alone, never from
     a placement: a row's product rounds the same wherever its expert lies.
     """
+    weights, config = experts.weights, experts.config
     (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
     block = _block_rows(config.mean_rows)
     slots_P, order_P, counts_S = _sort_assignments(slots_TK, num_slots)
@@ -93,7 +97,7 @@ def multiply_in_blocks(
         assignments = first_assignment_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
         tokens = order_P.at[assignments].get(mode="clip") // top_k
         rows_BD = hidden_TD[tokens].reshape(block, -1)
-        return _expert(rows_BD, weights, first_slot + slot, ACTIVATIONS[config.activation])
+        return _expert(rows_BD, weights, experts.first_slot + slot, ACTIVATIONS[config.activation])
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
@@ -107,20 +111,13 @@ def multiply_in_blocks(
     return results_PD.reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
-def multiply_by_ragged_dot(
-    hidden_TD: jax.Array,
-    slots_TK: jax.Array,
-    weights: ExpertWeights,
-    *,
-    first_slot: jax.Array | int,
-    config: ProductConfig,
-) -> jax.Array:
+def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """Multiply by `ragged_dot`, which TPUs lower to a grouped matmul that reads each weight once.
 
     Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
     """
-    (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
-    slots_P, order_P, counts_S = _sort_assignments(slots_TK, num_slots)
+    weights, first_slot, (num_tokens, top_k) = experts.weights, experts.first_slot, slots_TK.shape
+    slots_P, order_P, counts_S = _sort_assignments(slots_TK, experts.config.num_slots)
     sizes_X = jnp.zeros(weights.gate_XDF.shape[0], jnp.int32)
     sizes_X = jax.lax.dynamic_update_slice(sizes_X, counts_S, (first_slot,))
     num_rows = product_rows(slots_P.size)
@@ -136,25 +133,18 @@ def multiply_by_ragged_dot(
 
     gate = multiply(sorted_PD, weights.gate_XDF, weights.gate_bias_XF)
     up = multiply(sorted_PD, weights.up_XDF, weights.up_bias_XF)
-    inner = ACTIVATIONS[config.activation](gate, up).astype(hidden_TD.dtype)
+    inner = ACTIVATIONS[experts.config.activation](gate, up).astype(hidden_TD.dtype)
     down = multiply(inner, weights.down_XFD, weights.down_bias_XD)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return rows_P[inverse(order_P)].reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
-def sum_results(  # noqa: PLR0913 (what differs from call to call is by keyword)
-    hidden_TD: jax.Array,
-    slots_TK: jax.Array,
-    gates_TK: jax.Array,
-    weights: ExpertWeights,
-    *,
-    first_slot: jax.Array | int,
-    config: ProductConfig,
-    multiply: Multiply,
+def sum_results(
+    hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts, *, multiply: Multiply
 ) -> jax.Array:
     """Each token's results weighted by its gates and added up: float32 [T, D]. Slots that lie elsewhere add nothing."""
-    results_TKD = multiply(hidden_TD, slots_TK, weights, first_slot=first_slot, config=config)
-    is_here_TK1 = (slots_TK < config.num_slots)[..., None]
+    results_TKD = multiply(hidden_TD, slots_TK, experts)
+    is_here_TK1 = (slots_TK < experts.config.num_slots)[..., None]
     results_TKD = jnp.where(is_here_TK1, results_TKD, 0).astype(jnp.float32)
     return jnp.einsum("TK,TKD->TD", gates_TK, results_TKD, precision=jax.lax.Precision.HIGHEST)
 

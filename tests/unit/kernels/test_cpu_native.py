@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import PANEL, pack, pack_columns, take_columns
-from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig, multiply_in_blocks
+from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
 from rayserve_moe.kernels.layers import rms_norm, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
@@ -112,14 +112,14 @@ def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
     (top_k, num_slots), generator = sizes, np.random.default_rng(number)
     hidden, slots, gates, weights = expert_case(generator, num_tokens, top_k, num_slots)
     config = ProductConfig(num_slots, num_tokens * top_k / num_slots)
-    picked = multiply_in_blocks(hidden, slots, weights, first_slot=num_slots, config=config)
+    picked = multiply_in_blocks(hidden, slots, LayerExperts(weights, num_slots, config))
     here = np.asarray(slots) < num_slots
     expected = np.einsum("TK,TKD->TD", np.where(here, gates, 0), np.where(here[..., None], wide(picked), 0))
-    packed = ExpertWeights(*map(pack, weights))
-    found = calls.expert_sums(hidden, slots, gates, packed, first_slot=num_slots, config=config)
+    packed = LayerExperts(ExpertWeights(*map(pack, weights)), num_slots, config)
+    found = calls.expert_sums(hidden, slots, gates, packed)
     # Both round 96 inner numbers and the result to 8 bits, by chance to different sides: a few steps of the largest.
     np.testing.assert_allclose(found, expected, atol=2**-6 * max(1.0, np.abs(expected).max()))
-    native = calls.expert_results(hidden, slots, packed, first_slot=num_slots, config=config)
+    native = calls.expert_results(hidden, slots, packed)
     np.testing.assert_allclose(
         wide(native)[here], wide(picked)[here], atol=2**-6 * max(1.0, np.abs(wide(picked)[here]).max(initial=0.0))
     )
@@ -128,14 +128,10 @@ def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
 def test_the_sum_of_a_token_is_its_own():
     generator = np.random.default_rng(3)
     hidden, slots, gates, weights = expert_case(generator, 37, 4, 9)
-    packed = ExpertWeights(*map(pack, weights))
+    packed = LayerExperts(ExpertWeights(*map(pack, weights)), 9, ProductConfig(9, 1.0))
 
     def sums(places: np.ndarray, hidden: jax.Array = hidden) -> np.ndarray:
-        return np.asarray(
-            calls.expert_sums(
-                hidden[places], slots[places], gates[places], packed, first_slot=9, config=ProductConfig(9, 1.0)
-            )
-        )
+        return np.asarray(calls.expert_sums(hidden[places], slots[places], gates[places], packed))
 
     together = sums(np.arange(37))
     for places in (np.array([5]), np.array([36, 5, 7]), np.arange(36, -1, -1)):
@@ -148,10 +144,8 @@ def test_the_sum_of_a_token_is_its_own():
 def test_assignments_of_other_devices_add_nothing():
     hidden, slots, gates, weights = expert_case(np.random.default_rng(4), 5, 2, 3)
     elsewhere = jnp.full_like(slots, 3)
-    packed = ExpertWeights(*map(pack, weights))
-    assert not np.asarray(
-        calls.expert_sums(hidden, elsewhere, gates, packed, first_slot=0, config=ProductConfig(3, 1.0))
-    ).any()
+    packed = LayerExperts(ExpertWeights(*map(pack, weights)), 0, ProductConfig(3, 1.0))
+    assert not np.asarray(calls.expert_sums(hidden, elsewhere, gates, packed)).any()
 
 
 @pytest.mark.parametrize("columns", [48, 16])
@@ -165,7 +159,7 @@ def test_slots_beyond_the_weights_are_refused(first_slot):
     hidden, slots, gates, weights = expert_case(np.random.default_rng(5), 2, 1, 3)
     with pytest.raises(Exception, match="no such expert slots"):
         jax.block_until_ready(
-            calls.expert_sums(hidden, slots, gates, weights, first_slot=first_slot, config=ProductConfig(3, 1.0))
+            calls.expert_sums(hidden, slots, gates, LayerExperts(weights, first_slot, ProductConfig(3, 1.0)))
         )
 
 

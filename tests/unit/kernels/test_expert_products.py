@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from rayserve_moe.kernels.expert_products import (
     ACTIVATIONS,
     ExpertWeights,
+    LayerExperts,
     ProductConfig,
     multiply_by_ragged_dot,
     multiply_in_blocks,
 )
 from tests.support.expert_math import activation_by_hand
 
-COMPILED = {
-    kernel.__name__: jax.jit(kernel, static_argnames="config")
-    for kernel in (multiply_in_blocks, multiply_by_ragged_dot)
-}
+COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}
 """The native one takes packed bfloat16 only; `test_cpu_native.py` holds it to these."""
 KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
 WIDTH, INNER, NUM_LAYERS = 6, 4, 3
@@ -53,13 +51,9 @@ def check(kernel, slots: np.ndarray, num_slots: int, layer: int, *, biased: bool
     size, drawn = 1 + 4 * biased, np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH))
     hidden = drawn.astype(np.float32) * size
     weights, first_slot = weights_for(num_slots, biased=biased), layer * num_slots
-    found = kernel(
-        jnp.asarray(hidden),
-        jnp.asarray(slots, jnp.int32),
-        weights,
-        first_slot=jnp.asarray(first_slot, jnp.int32),
-        config=ProductConfig(num_slots, slots.size / num_slots, "clamped_swiglu" if biased else "silu"),
-    )
+    config = ProductConfig(num_slots, slots.size / num_slots, "clamped_swiglu" if biased else "silu")
+    experts = LayerExperts(weights, jnp.asarray(first_slot, jnp.int32), config)
+    found = kernel(jnp.asarray(hidden), jnp.asarray(slots, jnp.int32), experts)
     expected = dense(hidden, slots, weights, first_slot=first_slot, num_slots=num_slots)
     assert found.shape == expected.shape
     here = slots < num_slots
@@ -76,7 +70,7 @@ def test_biases_are_added_once_to_every_result(kernel):
 def test_every_bias_shows(kernel, which):
     hidden, slots, weights = jnp.ones((3, WIDTH)), jnp.zeros((3, 1), jnp.int32), weights_for(1, biased=True)
     zeroed = ExpertWeights(*(jnp.zeros_like(w) if i == which else w for i, w in enumerate(weights)))
-    one, other = (kernel(hidden, slots, w, first_slot=1, config=ProductConfig(1, 3.0)) for w in (weights, zeroed))
+    one, other = (kernel(hidden, slots, LayerExperts(w, 1, ProductConfig(1, 3.0))) for w in (weights, zeroed))
     assert np.abs(np.asarray(one - other)).max() > 1e-4
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import PANEL
-from rayserve_moe.kernels.expert_products import ExpertWeights, ProductConfig
+from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.layers import Rotation
 
 PREFIX = "rayserve_moe_"
@@ -70,19 +70,12 @@ def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
     return product(hidden_TD, head_VD.reshape(head_VD.shape[::-1]))
 
 
-def expert_sums(
-    hidden_TD: jax.Array,
-    slots_TK: jax.Array,
-    gates_TK: jax.Array,
-    weights: ExpertWeights,
-    *,
-    first_slot: jax.Array | int,
-    config: ProductConfig,
-) -> jax.Array:
+def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """`expert_products.sum_results`, each token's results added in the order of its slots: float32 [T, D].
 
     Weights are packed, without biases. Inner rows and the result of each assignment are rounded to bfloat16.
     """
+    weights, config = experts.weights, experts.config
     assert config.activation == "silu", "the native kernel knows no other activation"
     (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
     shapes = [(num_all_slots, width, inner)] * 2 + [(num_all_slots, inner, width)]
@@ -91,24 +84,17 @@ def expert_sums(
     )
     assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"slots {slots_TK.shape}"
     call = jax.ffi.ffi_call(f"{PREFIX}experts", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
-    first = jnp.asarray(first_slot, jnp.int32)
+    first = jnp.asarray(experts.first_slot, jnp.int32)
     return call(hidden_TD, slots_TK, gates_TK, *weights[:3], first, num_slots=np.int64(config.num_slots))
 
 
-def expert_results(
-    hidden_TD: jax.Array,
-    slots_TK: jax.Array,
-    weights: ExpertWeights,
-    *,
-    first_slot: jax.Array | int,
-    config: ProductConfig,
-) -> jax.Array:
+def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """`expert_products.multiply_in_blocks` of packed weights: [T, K, D]."""
     num_tokens, top_k = slots_TK.shape
     rows_PD = jnp.repeat(hidden_TD.reshape(num_tokens, -1), top_k, axis=0)
     slots_P1 = slots_TK.reshape(-1, 1)
     ones_P1 = jnp.ones(slots_P1.shape, jnp.float32)
-    results_PD = expert_sums(rows_PD, slots_P1, ones_P1, weights, first_slot=first_slot, config=config)
+    results_PD = expert_sums(rows_PD, slots_P1, ones_P1, experts)
     return results_PD.astype(hidden_TD.dtype).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
@@ -117,7 +103,7 @@ def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Arr
     slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
     ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
     config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD))
-    return expert_sums(hidden_TD, slots_T1, ones_T1, ExpertWeights(*weights), first_slot=layer, config=config)
+    return expert_sums(hidden_TD, slots_T1, ones_T1, LayerExperts(ExpertWeights(*weights), layer, config))
 
 
 def attend_layer(  # noqa: PLR0913 (the signature of the reference)
