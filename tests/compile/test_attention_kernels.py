@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.attention_ragged import attend_decode, attend_prefill
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.kv_pool import write_kv
 from rayserve_moe.kernels.layers import rotation_of
 from rayserve_moe.kernels.registry import TPU
@@ -30,8 +30,9 @@ def attention_shapes(
     return (
         jax.ShapeDtypeStruct((16, queries, heads, WIDTH), dtype),
         jax.ShapeDtypeStruct((NUM_PAGES, page_size, 2 * kv_heads, WIDTH), kv_dtype),
-        jax.ShapeDtypeStruct((16, context // page_size), np.int32),
-        jax.ShapeDtypeStruct((16, queries), np.int32),
+        BlockPlaces(
+            jax.ShapeDtypeStruct((16, context // page_size), np.int32), jax.ShapeDtypeStruct((16, queries), np.int32)
+        ),
     )
 
 
@@ -99,14 +100,14 @@ def test_long_page_tables_are_spread_over_several_calls():
 @pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_keys_and_values_are_written_in_place(chip, kv_dtype):
     """The pool goes through writing and attending without a copy, and comes out where it went in."""
-    queries, pool, table, positions = attention_shapes(queries=1, heads=32, kv_heads=4, page_size=16, kv_dtype=kv_dtype)
+    queries, pool, places = attention_shapes(queries=1, heads=32, kv_heads=4, page_size=16, kv_dtype=kv_dtype)
     heads, slots = jax.ShapeDtypeStruct((16, 4, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((16,), np.int32)
 
-    def step(pool, queries, table, positions, keys, values, slots):
+    def step(pool, queries, places, keys, values, slots):
         pool = write_kv(pool, keys, values, slots)
-        return pool, attend_decode(queries, pool, table, positions)
+        return pool, attend_decode(queries, pool, places)
 
-    compiled = compile_for(chip, step, pool, queries, table, positions, heads, heads, slots, donate=0)
+    compiled = compile_for(chip, step, pool, queries, places, heads, heads, slots, donate=0)
     analysis, pool_bytes = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
     assert analysis.alias_size_in_bytes >= pool_bytes
     assert analysis.temp_size_in_bytes < pool_bytes // 10
@@ -128,10 +129,10 @@ def test_layers_with_windows_of_their_own_share_one_pool():
     def step(pool, hidden, places, tables, *weights):
         batch = TokenBatch(places, places, places, tables, num_singles=16)
         rotation = rotation_of(places, np.ones(WIDTH // 2, np.float32))
-        attend = partial(TPU.attention, batch=batch, rotation=rotation, config=config)
 
         def visit(carry, layer):
-            out, pool = attend(carry[0], dict(zip(rows, weights, strict=True)), carry[1], layer=layer)
+            inputs = AttentionInputs(dict(zip(rows, weights, strict=True)), batch, rotation, layer)
+            out, pool = TPU.attention(*carry, inputs, config=config)
             return (carry[0] + out.astype(jnp.bfloat16), pool), None
 
         return jax.lax.scan(visit, (hidden, pool), jnp.arange(num_layers))[0]
@@ -148,8 +149,6 @@ def test_layers_with_windows_of_their_own_share_one_pool():
 
 
 def test_what_the_kernel_cannot_do_is_refused_by_name():
-    with pytest.raises(ValueError, match="has no sinks"):
-        attend_decode(*attention_shapes(queries=1, heads=8, kv_heads=1, page_size=128), sinks_H=jnp.zeros(8))
     with pytest.raises(ValueError, match="8-bit KV needs an even number of KV heads on a device, found 1"):
         assert_compiles(
             "v6e", "ragged_decode", queries=1, heads=8, kv_heads=1, page_size=128, kv_dtype=jnp.float8_e4m3fn

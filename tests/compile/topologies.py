@@ -23,11 +23,11 @@ def mesh_of_one(chip: str) -> Mesh:
     return Mesh(np.asarray(devices[:1]), ("one",))
 
 
-def compile_for(chip: str, run: Callable[..., Any], *shapes: jax.ShapeDtypeStruct, donate: int | None = None) -> Any:
-    """Compile `run` for one device of `chip`; argument number `donate` is given away."""
+def compile_for(chip: str, run: Callable[..., Any], *shapes: Any, donate: int | None = None) -> Any:
+    """Compile `run` of trees of shapes for one device of `chip`; argument number `donate` is given away."""
     mesh = mesh_of_one(chip)
     sharding = NamedSharding(mesh, PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
+    placed = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes)
     with jax.set_mesh(mesh):
         return jax.jit(run, donate_argnums=() if donate is None else donate).lower(*placed).compile()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import project_heads
-from rayserve_moe.kernels.attention_reference import ScoreConfig
+from rayserve_moe.kernels.attention_reference import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.kv_pool import write_kv
 from rayserve_moe.kernels.layers import Rotation
 
@@ -48,24 +49,32 @@ class TokenBatch:
         return self.positions_T >= 0
 
 
-def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword)
+class AttentionInputs(NamedTuple):
+    """What a layer attends with besides the stream and the pool: weights of all layers under the names of
+    `model.parameters`, the tokens of the step, their rotation, and which layer it is."""
+
+    weights: Mapping[str, jax.Array]
+    batch: TokenBatch
+    rotation: Rotation
+    layer: jax.Array
+
+
+def attend_layer(
     normed_TD: jax.Array,
-    weights: Mapping[str, jax.Array],
     kv_pages: jax.Array,
+    inputs: AttentionInputs,
     *,
-    batch: TokenBatch,
-    rotation: Rotation,
-    layer: jax.Array,
     config: AttentionConfig,
     decode: PagedAttention,
     prefill: PagedAttention,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
-    `weights` are those of all layers under the names of `model.parameters`; norms, biases and sinks may be absent, and
-    the output's bias is the caller's to add. `kv_pages` is [L * pages, page, 2 * G, h]: page p of layer l lies at
-    l * pages + p. `decode` attends the single tokens, `prefill` the blocks.
+    Norms, biases and sinks may be absent, and the output's bias is the caller's to add. `kv_pages` is
+    [L * pages, page, 2 * G, h]: page p of layer l lies at l * pages + p. `decode` attends the single tokens, `prefill`
+    the blocks.
     """
+    weights, batch, rotation, layer = inputs
     first_page = layer * (kv_pages.shape[0] // len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
@@ -75,7 +84,8 @@ def attend_layer(  # noqa: PLR0913 (what differs from call to call is by keyword
     with jax.named_scope("paged_attention"):
 
         def attend(scores: ScoreConfig) -> jax.Array:
-            how = {"config": scores, "sinks_H": of_layer.get("sinks_LA")}
+            sinks = {"sinks_H": of_layer["sinks_LA"]} if "sinks_LA" in of_layer else {}
+            how = {"config": scores, **sinks}
             kernels = partial(decode, **how), partial(prefill, **how)
             return attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=kernels)
 
@@ -110,12 +120,12 @@ def attend_blocks(
     page_table_BP = batch.page_table_BP + first_page
     parts = []
     if singles:
-        positions = batch.positions_T[:singles, None]
-        parts.append(decode(queries_THh[:singles, None], kv_pages, page_table_BP[:singles], positions)[:, 0])
+        places = BlockPlaces(page_table_BP[:singles], batch.positions_T[:singles, None])
+        parts.append(decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
     if batch.num_prefill_blocks:
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)
         queries_BQHh = queries_THh[singles:].reshape(*blocks, *head_shape)
-        positions_BQ = batch.positions_T[singles:].reshape(blocks)
-        attended = prefill(queries_BQHh, kv_pages, page_table_BP[singles:], positions_BQ)
+        places = BlockPlaces(page_table_BP[singles:], batch.positions_T[singles:].reshape(blocks))
+        attended = prefill(queries_BQHh, kv_pages, places)
         parts.append(attended.reshape(num_tokens - singles, *attended.shape[2:]))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

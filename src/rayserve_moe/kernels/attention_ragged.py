@@ -36,7 +36,7 @@ from rayserve_moe.kernels.attention_blocks import (
     prefill_blocks,
     sequences_per_call,
 )
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
 
 
 @dataclass(frozen=True)
@@ -64,28 +64,24 @@ class Runs(NamedTuple):
     num_1: jax.Array
 
 
-def attend(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def attend(
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
-    page_table_BP: jax.Array,
-    positions_BQ: jax.Array,
+    places: BlockPlaces,
     *,
     config: ScoreConfig = FULL_CAUSAL,
-    sinks_H: jax.Array | None = None,
     choose_blocks: Callable[..., KernelBlocks],
 ) -> jax.Array:
     """Attend as `attention_reference.attend` does, in blocks that `choose_blocks` cuts for these shapes and this chip.
 
-    ValueError for what the kernel cannot do (sinks, and see `attend_runs`), and for a chip without block sizes.
+    ValueError for what the kernel cannot do (see `attend_runs`), and for a chip without block sizes.
     """
-    if sinks_H is not None:
-        raise ValueError("jax's ragged paged attention has no sinks")
     (_, num_queries, num_heads, width), (_, page_size, num_kv, _) = queries_BQHh.shape, kv_pages.shape
-    kv_size = kv_pages.dtype.itemsize
-    shape = AttentionShape(num_heads, num_kv // 2, width, page_size, page_table_BP.shape[1], kv_size)
+    kv_size, table_width = kv_pages.dtype.itemsize, places.page_table_BP.shape[1]
+    shape = AttentionShape(num_heads, num_kv // 2, width, page_size, table_width, kv_size)
     blocks = choose_blocks(shape, chip=str(pltpu.get_tpu_info().chip_version))
     rows = num_queries * max(1, blocks.num_queries // num_queries) if num_queries > 1 else 1
-    num_pages = min(blocks.num_pages, pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=rows))
+    num_pages = min(blocks.num_pages, pages_within_reach(table_width, page_size, config, most_rows=rows))
     kernel = partial(
         ragged_paged_attention,
         num_kv_pages_per_block=num_pages,
@@ -93,7 +89,7 @@ def attend(  # noqa: PLR0913 (what differs from call to call is by keyword)
         vmem_limit_bytes=blocks.vmem_limit_bytes,
     )
     kernel = RunKernel(kernel, rows)
-    return attend_runs(queries_BQHh, kv_pages, page_table_BP, positions_BQ, config=config, kernel=kernel)
+    return attend_runs(queries_BQHh, kv_pages, places, config=config, kernel=kernel)
 
 
 attend_decode = partial(attend, choose_blocks=decode_blocks)
@@ -103,13 +99,7 @@ attend_prefill = partial(attend, choose_blocks=prefill_blocks)
 
 
 def attend_runs(
-    queries_BQHh: jax.Array,
-    kv_pages: jax.Array,
-    page_table_BP: jax.Array,
-    positions_BQ: jax.Array,
-    *,
-    config: ScoreConfig,
-    kernel: RunKernel,
+    queries_BQHh: jax.Array, kv_pages: jax.Array, places: BlockPlaces, *, config: ScoreConfig, kernel: RunKernel
 ) -> jax.Array:
     """Cut the blocks into runs, call the kernel for as many at once as its scalar memory holds, and zero padding.
 
@@ -117,7 +107,7 @@ def attend_runs(
     8-bit KV has an odd number of KV heads.
     """
     _refuse_unfit(kv_pages)
-    num_blocks, num_queries, *head_shape = queries_BQHh.shape
+    (page_table_BP, positions_BQ), (num_blocks, num_queries, *head_shape) = places, queries_BQHh.shape
     page_size, is_quantised = kv_pages.shape[1], kv_pages.dtype.itemsize == 1
     scales = {"k_scale": 1.0, "v_scale": 1.0} if is_quantised else {}
     reach = pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=kernel.most_rows)

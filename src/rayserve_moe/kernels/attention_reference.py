@@ -59,11 +59,18 @@ class _Visible(NamedTuple):
     any_S: jax.Array
 
 
-def attend(  # noqa: PLR0913 (what differs from call to call is by keyword)
+class BlockPlaces(NamedTuple):
+    """Where blocks of queries stand, int32: the pages of the sequence that each belongs to, and its queries' positions
+    (-1: padding)."""
+
+    page_table_BP: jax.Array
+    positions_BQ: jax.Array
+
+
+def attend(
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
-    page_table_BP: jax.Array,
-    positions_BQ: jax.Array,
+    places: BlockPlaces,
     *,
     config: ScoreConfig = FULL_CAUSAL,
     sinks_H: jax.Array | None = None,
@@ -78,14 +85,14 @@ def attend(  # noqa: PLR0913 (what differs from call to call is by keyword)
     h without `latent_width`).
     """
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
-    page_table_BP = jnp.pad(page_table_BP, ((0, 0), (0, -page_table_BP.shape[1] % pages_per_span)))
+    page_table_BP = jnp.pad(places.page_table_BP, ((0, 0), (0, -places.page_table_BP.shape[1] % pages_per_span)))
 
     attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, latent_width=latent_width)
 
     def attend_one(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
 
-    return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, positions_BQ))
+    return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, places.positions_BQ))
 
 
 def _attend_block(

@@ -20,7 +20,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.attention_layer import PagedAttention, TokenBatch, attend_blocks
+from rayserve_moe.kernels.attention_layer import AttentionInputs, PagedAttention, attend_blocks
 from rayserve_moe.kernels.attention_reference import ScoreConfig
 from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
@@ -40,14 +40,11 @@ class LatentConfig:
     interleaved_rotation: bool = False
 
 
-def attend_latent_layer(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def attend_latent_layer(
     normed_TD: jax.Array,
-    weights: Mapping[str, jax.Array],
     kv_pages: jax.Array,
+    inputs: AttentionInputs,
     *,
-    batch: TokenBatch,
-    rotation: Rotation,
-    layer: jax.Array,
     config: LatentConfig,
     decode: PagedAttention,
     prefill: PagedAttention,
@@ -57,6 +54,7 @@ def attend_latent_layer(  # noqa: PLR0913 (what differs from call to call is by 
     As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that every device holds alike; `rotation`
     is that of r elements. Queries come from a latent of their own where `weights` have one (q_a, q_a_norm, q_b).
     """
+    weights, batch, rotation, layer = inputs
     first_page = layer * (kv_pages.shape[0] // len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     latent_width = len(of_layer["v_b_LCH"])

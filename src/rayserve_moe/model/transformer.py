@@ -19,7 +19,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import LayerRouting, apply_experts
 from rayserve_moe.experts.routing import ForcedExperts, RouterWeights
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.layers import Rotation, take_rows
 from rayserve_moe.kernels.registry import Kernels
@@ -203,15 +203,9 @@ def _attention_block(
     (hidden_TD, kv_pages), weights = carry, params["attention"]
     normed_TD = _norm(hidden_TD, weights["norm_LD"][layer], config)
     with jax.named_scope("attention"):
-        out_TD, kv_pages = config.kernels.attention(
-            normed_TD,
-            weights,
-            kv_pages,
-            batch=inputs.batch,
-            rotation=inputs.rotation,
-            layer=layer,
-            config=attention_config(config.spec, config.plan),
-        )
+        of_layer = AttentionInputs(weights, inputs.batch, inputs.rotation, layer)
+        attention = attention_config(config.spec, config.plan)
+        out_TD, kv_pages = config.kernels.attention(normed_TD, kv_pages, of_layer, config=attention)
         out_TD = config.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
         out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD
     hidden_TD = hidden_TD + _scaled(out_TD, config.spec.residual_multiplier)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rayserve_moe.kernels import attention_reference
 from rayserve_moe.kernels.attention_ragged import RunKernel, attend_runs
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
 
 Attend = Callable[..., jax.Array]
 
@@ -60,10 +60,12 @@ def _on_host(*arrays: jax.Array, **scales: float | None) -> np.ndarray:
     return attend_numpy_runs(*(np.asarray(array) for array in arrays), **scales)
 
 
-def attend_in_runs(*arrays: jax.Array, config: ScoreConfig = FULL_CAUSAL, merged: int = 1) -> jax.Array:
+def attend_in_runs(
+    queries: jax.Array, pages: jax.Array, places: BlockPlaces, *, config: ScoreConfig = FULL_CAUSAL, merged: int = 1
+) -> jax.Array:
     """The TPU path with the numpy version in the kernel's place; `merged` blocks may share a run."""
-    kernel = RunKernel(call_numpy, arrays[0].shape[1] * merged)
-    return attend_runs(*arrays, config=config, kernel=kernel)
+    kernel = RunKernel(call_numpy, queries.shape[1] * merged)
+    return attend_runs(queries, pages, places, config=config, kernel=kernel)
 
 
 KERNELS: dict[str, Attend] = {
@@ -114,7 +116,8 @@ class Case:
 
     def run(self, kernel: Attend, config: ScoreConfig = FULL_CAUSAL) -> np.ndarray:
         arrays = (self.queries, self.pages, self.page_table, self.positions)
-        return np.asarray(kernel(*(jnp.asarray(array) for array in arrays), config=config))
+        queries, pages, *places = (jnp.asarray(array) for array in arrays)
+        return np.asarray(kernel(queries, pages, BlockPlaces(*places), config=config))
 
 
 def sees(position: int, key: int, config: ScoreConfig) -> bool:

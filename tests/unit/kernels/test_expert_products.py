@@ -124,7 +124,7 @@ def test_a_token_does_not_depend_on_its_company(kernel):
     def run(other_hidden: np.ndarray, other_slots: np.ndarray) -> np.ndarray:
         arguments = np.where(is_other, other_hidden, hidden), np.where(is_other, other_slots, slots)
         arrays = (jnp.asarray(arguments[0], jnp.float32), jnp.asarray(arguments[1], jnp.int32))
-        return np.asarray(kernel(*arrays, weights, first_slot=jnp.asarray(0), config=ProductConfig(4, 6.0)))[5]
+        return np.asarray(kernel(*arrays, LayerExperts(weights, jnp.asarray(0), ProductConfig(4, 6.0))))[5]
 
     alone = run(hidden, np.full((12, 2), 4))
     for other_slots in (slots, np.full((12, 2), 1), np.full((12, 2), 4)):
@@ -137,17 +137,18 @@ def test_rows_may_come_in_parts(kernel):
     generator = np.random.default_rng(9)
     hidden = jnp.asarray(generator.standard_normal((12, WIDTH)), jnp.float32)
     slots = jnp.asarray(generator.integers(0, 4, (12, 2)), jnp.int32)
-    arguments = {"first_slot": 4, "config": ProductConfig(4, 6.0)}
-    in_parts = kernel(hidden.reshape(12, 2, WIDTH // 2), slots, weights_for(4), **arguments)
+    experts = LayerExperts(weights_for(4), 4, ProductConfig(4, 6.0))
+    in_parts = kernel(hidden.reshape(12, 2, WIDTH // 2), slots, experts)
     assert in_parts.shape == (12, 2, 2, WIDTH // 2)
-    whole = kernel(hidden, slots, weights_for(4), **arguments)
+    whole = kernel(hidden, slots, experts)
     np.testing.assert_array_equal(in_parts.reshape(12, 2, WIDTH), whole)
 
 
 @KERNEL
 def test_the_gate_has_the_activation_of_the_config(kernel):
     hidden, weights = jnp.full((3, WIDTH), 0.5), weights_for(1)
-    found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), weights, first_slot=2, config=ProductConfig(1, 3.0, "gelu"))
+    experts = LayerExperts(weights, 2, ProductConfig(1, 3.0, "gelu"))
+    found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), experts)
     gate, up, down = (array[2] for array in weights[:3])
     expected = (jax.nn.gelu(hidden @ gate) * (hidden @ up)) @ down
     np.testing.assert_allclose(np.asarray(found)[:, 0], expected, atol=1e-5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels import attention_reference
-from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.kv_pool import read_wide, write_kv
 from rayserve_moe.kernels.layers import rotation_of
 from rayserve_moe.kernels.registry import CPU
@@ -37,7 +37,10 @@ def test_bits_hold_what_bfloat16_holds():
     bits = write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.uint16), keys, values, slots)
     np.testing.assert_array_equal(read_wide(bits), plain.astype(jnp.float32))
     table, positions = jnp.asarray([[1, 0, 2]]), jnp.asarray([[40, 41]])
-    attended = [attention_reference.attend(keys[None, :2], pool, table, positions) for pool in (plain, bits)]
+    attended = [
+        attention_reference.attend(keys[None, :2], pool, attention_reference.BlockPlaces(table, positions))
+        for pool in (plain, bits)
+    ]
     np.testing.assert_array_equal(*attended)
 
 
@@ -59,9 +62,8 @@ def compiled_layers(spec: ModelSpec, dtype: str, *, num_pages: int):
 
         def visit(carry: tuple[jax.Array, jax.Array], layer: jax.Array):
             hidden, pool = carry
-            out, pool = CPU.attention(
-                hidden, weights, pool, batch=batch, rotation=rotation, layer=layer, config=attention_config(spec)
-            )
+            inputs = AttentionInputs(weights, batch, rotation, layer)
+            out, pool = CPU.attention(hidden, pool, inputs, config=attention_config(spec))
             return (hidden + out.astype(dtype), pool), None
 
         hidden = jnp.ones((8, spec.hidden_size), dtype)

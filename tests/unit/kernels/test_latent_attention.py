@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.attention_reference import KEYS_PER_SPAN, attend
 from rayserve_moe.kernels.latent_attention import LatentConfig, attend_latent_layer
 from rayserve_moe.kernels.layers import rotation_of
@@ -43,7 +43,7 @@ def compiled(model: LatentModel):
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         rotation = rotation_of(batch.positions_T, frequencies)
-        return kernel(hidden, weights, pool, batch=batch, rotation=rotation, layer=jnp.int32(LAYER))
+        return kernel(hidden, pool, AttentionInputs(weights, batch, rotation, jnp.int32(LAYER)))
 
     return jax.jit(layer)
 

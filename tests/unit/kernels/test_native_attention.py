@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import HEAD_WIDTHS, pack
 from rayserve_moe.kernels.layers import rotation_of
@@ -74,8 +74,8 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, spec.attention.head_dim))
-        fixed = {"layer": jnp.int32(LAYER), "config": attention_config(spec)}
-        out, pool = kernels.attention(hidden, weights, pool, batch=batch, rotation=rotation, **fixed)
+        inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
+        out, pool = kernels.attention(hidden, pool, inputs, config=attention_config(spec))
         return out.astype(hidden.dtype), pool
 
     out, pool = jax.jit(layer)(hidden, weights, pool_of(spec), batch)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.layers import Rotation
@@ -106,20 +105,14 @@ def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Arr
     return expert_sums(hidden_TD, slots_T1, ones_T1, LayerExperts(ExpertWeights(*weights), layer, config))
 
 
-def attend_layer(  # noqa: PLR0913 (the signature of the reference)
-    normed_TD: jax.Array,
-    weights: Mapping[str, jax.Array],
-    kv_pages: jax.Array,
-    *,
-    batch: TokenBatch,
-    rotation: Rotation,
-    layer: jax.Array,
-    config: AttentionConfig,
+def attend_layer(
+    normed_TD: jax.Array, kv_pages: jax.Array, inputs: AttentionInputs, *, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array]:
     """`attention_layer.attend_layer` with packed projections: float32 [T, D], and the pool, written in place.
 
     It rounds where that does.
     """
+    weights, batch, rotation, layer = inputs
     assert config.is_plain, f"the native kernel does not know {config}"
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
