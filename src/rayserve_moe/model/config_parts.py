@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_rope import score_scale_of
+from rayserve_moe.model.config_rope import rope_of, score_scale_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
-from rayserve_moe.model.spec import AttentionSpec, LatentSpec, RouterSpec, UnsupportedModelError
+from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RouterSpec, UnsupportedModelError
 
 
 def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int, tied: bool = False) -> dict[str, Any]:
@@ -139,3 +139,20 @@ def _layer_types(config: Mapping[str, Any], key: str, known: str) -> list[str]:
             f"config.json: {key} must give each layer one of {known.split()}, found {reprlib.repr(types)}"
         )
     return list(types[:num_layers])
+
+
+def latent_model_of(
+    config: Mapping[str, Any], family: str, *, router: RouterSpec, num_dense: int, outline: Mapping[str, Any]
+) -> ModelSpec:
+    """A model of latent attention whose layers have shared experts, but for the first `num_dense` by default."""
+    width = integer_of(config, "moe_intermediate_size")
+    return ModelSpec(
+        family=family,
+        **outline,
+        dense_layer_ids=first_layers_dense(config, default=num_dense),
+        dense_intermediate_size=integer_of(config, "intermediate_size"),
+        attention=latent_attention_of(config),
+        rope=rope_of(config, family, interleaved=flag_of(config, "rope_interleave", True)),
+        router=router,
+        experts=ExpertSpec(width, shared="plain", shared_size=width * integer_of(config, "n_shared_experts", 1)),
+    )

@@ -59,3 +59,6 @@ BLOCK_SPARSE_EXPERTS = {
     **_weights(_LAYER + "block_sparse_moe.experts.{expert}.", expert_gate="w1", expert_up="w3", expert_down="w2"),
 }
 """The same in other words."""
+
+LATENT_MODEL = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SELECTION_BIAS | SHARED_EXPERTS
+"""Latent attention, first layers without experts, then a router that chooses by biased scores, and shared experts."""

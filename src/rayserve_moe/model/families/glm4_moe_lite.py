@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import (
-    biased_sigmoid_router_of,
-    first_layers_dense,
-    latent_attention_of,
-    outline_of,
-)
-from rayserve_moe.model.config_rope import rope_of
-from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import ExpertSpec, ModelSpec
-from rayserve_moe.model.tensor_names import (
-    DECODER,
-    DENSE_MLP,
-    EXPERTS,
-    LATENT_ATTENTION,
-    SELECTION_BIAS,
-    SHARED_EXPERTS,
-)
+from rayserve_moe.model.config_parts import biased_sigmoid_router_of, latent_model_of, outline_of
+from rayserve_moe.model.config_values import refuse_other_values
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.tensor_names import LATENT_MODEL
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 
-CHECKPOINT_RULES = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SELECTION_BIAS | SHARED_EXPERTS
+CHECKPOINT_RULES = LATENT_MODEL
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -37,14 +24,6 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         scoring_func=("sigmoid",),
         topk_method=("noaux_tc",),
     )
-    width = integer_of(config, "moe_intermediate_size")
-    return ModelSpec(
-        family="glm4_moe_lite",
-        **outline_of(config, norm_eps=1e-5, max_positions=202752),
-        dense_layer_ids=first_layers_dense(config, default=1),
-        dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=latent_attention_of(config),
-        rope=rope_of(config, "glm4_moe_lite", interleaved=flag_of(config, "rope_interleave", True)),
-        router=biased_sigmoid_router_of(config, scale=1.8),
-        experts=ExpertSpec(width, shared="plain", shared_size=width * integer_of(config, "n_shared_experts", 1)),
-    )
+    outline = outline_of(config, norm_eps=1e-5, max_positions=202752)
+    router = biased_sigmoid_router_of(config, scale=1.8)
+    return latent_model_of(config, "glm4_moe_lite", router=router, num_dense=1, outline=outline)
