@@ -27,7 +27,16 @@ CASES = [
     pytest.param(case, id=case.name, marks=() if case.name in SAMPLED else pytest.mark.slow) for case in FAMILY_CASES
 ]
 
-NOT_TURNED = {"latent", "layout", "fused_qkv", "bias_in_row", "selection_bias_in_row", "groups_kept", "shared_size"}
+NOT_TURNED = {
+    "latent",
+    "layout",
+    "fused_qkv",
+    "bias_in_row",
+    "selection_bias_in_row",
+    "num_groups",
+    "groups_kept",
+    "shared_size",
+}
 """Where tensors lie, what stands with another knob, and what another shape of parameters goes with."""
 
 
@@ -52,6 +61,8 @@ def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     if router.num_groups > 1:
         other = {"max": "top2_sum", "top2_sum": "max"}[router.group_score]
         yield "router.group_score", replace(spec, router=replace(router, group_score=other))
+        yield "router.num_groups", replace(spec, router=replace(router, num_groups=1, groups_kept=1))
+        yield "router.groups_kept", replace(spec, router=replace(router, groups_kept=router.groups_kept + 1))
     if latent := spec.attention.latent:
         attention = replace(spec.attention, latent=replace(latent, norm_eps=0.1))
         yield "attention.latent.norm_eps", replace(spec, attention=attention)
