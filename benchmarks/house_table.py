@@ -11,8 +11,8 @@ KINDS = ("code", "docstrings", "comments", "blank")
 
 
 def house(measured: Mapping[str, Any]) -> str:
-    """One row per figure and one column per commit, then the lines of every package."""
-    return f"{_figures(measured)}\n\n{_lines(measured)}"
+    """One row per figure and one column per commit, then the lines of every package, and what each step of work did."""
+    return f"{_figures(measured)}\n\n{_lines(measured)}\n\n{_steps(measured)}"
 
 
 def _figures(measured: Mapping[str, Any]) -> str:
@@ -42,6 +42,11 @@ def _figures_of(each: Mapping[str, Any]) -> dict[str, str]:
         "words of the README": f"{each['readme_words']:,}",
         "lines of the tests": f"{each['test_lines']:,}",
     }
+
+
+def _steps(measured: Mapping[str, Any]) -> str:
+    steps = [step for each in measured.values() for step in each.get("steps", ())]
+    return markdown_table(["step", "lines of src"], [[step["step"], f"{step['lines']:+}"] for step in steps])
 
 
 def _lines(measured: Mapping[str, Any]) -> str:
