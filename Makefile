@@ -18,7 +18,7 @@ export TRANSFORMERS_VERBOSITY ?= error
 PART ?= $(shell git rev-list --count HEAD)/8
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-part parity clients bench compile-check compile-check-full serve
+.PHONY: setup fmt check test test-all test-native test-part parity parity-all clients bench compile-check compile-check-full serve
 
 setup: $(READY)
 
@@ -51,8 +51,12 @@ test-native: $(READY)
 test-part: $(READY)
 	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
 
+# One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.
 parity: $(TORCH)
-	$(BIN)/pytest --optimized -m parity tests/parity
+	$(BIN)/pytest --optimized -m "parity and not slow" tests/parity
+
+parity-all: $(TORCH)
+	$(BIN)/pytest $(SHARED) --optimized -m parity tests/parity
 
 clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest -W ignore tests/clients
