@@ -115,7 +115,7 @@ def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
     picked = multiply_in_blocks(hidden, slots, LayerExperts(weights, num_slots, config))
     here = np.asarray(slots) < num_slots
     expected = np.einsum("TK,TKD->TD", np.where(here, gates, 0), np.where(here[..., None], wide(picked), 0))
-    packed = LayerExperts(ExpertWeights(*map(pack, weights)), num_slots, config)
+    packed = LayerExperts(ExpertWeights(*map(pack, weights[:3])), num_slots, config)
     found = calls.expert_sums(hidden, slots, gates, packed)
     # Both round 96 inner numbers and the result to 8 bits, by chance to different sides: a few steps of the largest.
     np.testing.assert_allclose(found, expected, atol=2**-6 * max(1.0, np.abs(expected).max()))
@@ -128,7 +128,7 @@ def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
 def test_the_sum_of_a_token_is_its_own():
     generator = np.random.default_rng(3)
     hidden, slots, gates, weights = expert_case(generator, 37, 4, 9)
-    packed = LayerExperts(ExpertWeights(*map(pack, weights)), 9, ProductConfig(9, 1.0))
+    packed = LayerExperts(ExpertWeights(*map(pack, weights[:3])), 9, ProductConfig(9, 1.0))
 
     def sums(places: np.ndarray, hidden: jax.Array = hidden) -> np.ndarray:
         return np.asarray(calls.expert_sums(hidden[places], slots[places], gates[places], packed))
@@ -144,7 +144,7 @@ def test_the_sum_of_a_token_is_its_own():
 def test_assignments_of_other_devices_add_nothing():
     hidden, slots, gates, weights = expert_case(np.random.default_rng(4), 5, 2, 3)
     elsewhere = jnp.full_like(slots, 3)
-    packed = LayerExperts(ExpertWeights(*map(pack, weights)), 0, ProductConfig(3, 1.0))
+    packed = LayerExperts(ExpertWeights(*map(pack, weights[:3])), 0, ProductConfig(3, 1.0))
     assert not np.asarray(calls.expert_sums(hidden, elsewhere, gates, packed)).any()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe.kernels.registry import CPU, KERNELS, TPU
 
-DATA = {"name", "layouts", "dtype", "pool_dtypes", "lacks"}
+DATA = {"name", "layouts", "multiples", "dtype", "pool_dtypes", "lacks"}
 FUNCTIONS = [field.name for field in dataclasses.fields(CPU) if field.name not in DATA]
 
 

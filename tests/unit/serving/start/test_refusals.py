@@ -109,7 +109,7 @@ def test_a_missing_file_is_one_line(capsys):
     [
         ("config.json", None, "config.json"),
         ("config.json", "{", "config.json"),
-        ("config.json", json.dumps({"architectures": ["LlamaForCausalLM"]}), "supported: Qwen3MoeForCausalLM"),
+        ("config.json", json.dumps({"architectures": ["LlamaForCausalLM"]}), "['LlamaForCausalLM']; supported: "),
         ("tokenizer.json", None, "tokenizer.json"),
         ("tokenizer.json", "{}", "tokenizer"),
         ("model.safetensors", None, "safetensors"),
