@@ -52,7 +52,7 @@ MOST_NUMBER = 1e12
 
 def integer_of(config: Mapping[str, Any], key: str, default: int = 0) -> int:
     """The positive integer under `key`, or `default` where there is none; UnsupportedModelError for anything else."""
-    value = config.get(key) or default
+    value = default if config.get(key) is None else config[key]
     if type(value) is not int or not 1 <= value <= MOST[key]:
         raise UnsupportedModelError(
             f"config.json: {key} must be a positive integer up to {MOST[key]}, found {reprlib.repr(config.get(key))}"
@@ -62,7 +62,7 @@ def integer_of(config: Mapping[str, Any], key: str, default: int = 0) -> int:
 
 def number_of(config: Mapping[str, Any], key: str, default: float) -> float:
     """The positive number under `key`, or `default` where there is none; UnsupportedModelError for anything else."""
-    value = config.get(key) or default
+    value = default if config.get(key) is None else config[key]
     if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:
         raise UnsupportedModelError(
             f"config.json: {key} must be a positive number up to {MOST_NUMBER:g}, found {reprlib.repr(value)}"

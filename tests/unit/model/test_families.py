@@ -94,6 +94,14 @@ def test_published_spellings_are_those_of_today():
     assert spec_of("hunyuan_v1_moe-0", moe_topk=[3] * 3, num_shared_expert=[1] * 3) == spec_of("hunyuan_v1_moe-0")
 
 
+def test_a_config_that_puts_windows_on_no_layer_has_none():
+    windowed = spec_of("qwen2_moe-1", use_sliding_window=True, sliding_window=12, max_window_layers=1, layer_types=None)
+    assert any(windowed.attention.windows)
+    assert (
+        spec_of("qwen2_moe-1", use_sliding_window=True, max_window_layers=0, layer_types=None).attention.windows == ()
+    )
+
+
 REFUSED = {
     "linear rope": ("mixtral-0", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     "rope per layer type": ("mixtral-0", {"rope_scaling": {"full_attention": {}}}, "per layer type .*full_attention"),
@@ -111,6 +119,9 @@ REFUSED = {
     "experts per layer": ("hunyuan_v1_moe-0", {"moe_topk": [1, 2, 2]}, "moe_topk must be"),
     "unlike widths": ("hunyuan_v1_moe-0", {"moe_intermediate_size": [16] * 3}, "moe_intermediate_size = 16"),
     "no norms": ("minimax_m2-0", {"use_qk_norm": False}, "use_qk_norm = False"),
+    "window of nothing": ("gpt_oss-0", {"sliding_window": 0}, "sliding_window must be a positive integer .* found 0"),
+    "yarn by nothing": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0}}, "factor must be a positive"),
+    "scaled to nothing": ("deepseek_v3-0", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive"),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rayserve_moe.model.config_parts import heads_of, layers_between_dense, outline_of, windows_of
 from rayserve_moe.model.config_rope import rope_of
-from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
+from rayserve_moe.model.config_values import count_of, flag_of, integer_of, refuse_other_values
 from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS
 
@@ -53,4 +53,4 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     if not flag_of(config, "use_sliding_window"):
         return ()
     # Every other layer, from the first on, below `max_window_layers`.
-    return windows_of(config, default=4096, sliding=tuple(range(0, integer_of(config, "max_window_layers", 28), 2)))
+    return windows_of(config, default=4096, sliding=tuple(range(0, count_of(config, "max_window_layers", 28), 2)))
