@@ -35,6 +35,8 @@ def rope_of(
     if rotary_dim is None:
         refuse_other_values({"partial_rotary_factor": _partial(config)}, family, partial_rotary_factor=(1.0,))
     yarn = _yarn(config, rope) if kind == "yarn" else None
+    if yarn and found <= 1:
+        raise UnsupportedModelError(f"config.json: rope_theta = {found:g} gives a yarn scaling no frequencies to part")
     return RopeSpec(found, rotary_dim=rotary_dim, interleaved=interleaved, yarn=yarn)
 
 

@@ -188,9 +188,10 @@ def _refuse_beside_latent(family: str, attention: AttentionSpec) -> None:
 
 
 def _refuse_unfit_positions(spec: ModelSpec) -> None:
-    rotary_dim, head_dim, windows = spec.rope.rotary_dim, spec.attention.head_dim, spec.attention.windows
-    if rotary_dim and (rotary_dim % 2 or rotary_dim > head_dim):
-        raise UnsupportedModelError(f"{spec.family}: rotary_dim {rotary_dim} is no even part of heads of {head_dim}")
+    latent, head_dim, windows = spec.attention.latent, spec.attention.head_dim, spec.attention.windows
+    rotated = spec.rope.rotary_dim or (latent.rope_dim if latent else head_dim)
+    if rotated % 2 or rotated > head_dim:
+        raise UnsupportedModelError(f"{spec.family}: rotary_dim {rotated} is no even part of heads of {head_dim}")
     if windows and (len(windows) != spec.num_layers or min(windows) < 0):
         raise UnsupportedModelError(f"{spec.family}: windows {windows} are no positions for {spec.num_layers} layers")
 

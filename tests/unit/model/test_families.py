@@ -95,11 +95,9 @@ def test_published_spellings_are_those_of_today():
 
 
 def test_a_config_that_puts_windows_on_no_layer_has_none():
-    windowed = spec_of("qwen2_moe-1", use_sliding_window=True, sliding_window=12, max_window_layers=1, layer_types=None)
-    assert any(windowed.attention.windows)
-    assert (
-        spec_of("qwen2_moe-1", use_sliding_window=True, max_window_layers=0, layer_types=None).attention.windows == ()
-    )
+    windowed = {"use_sliding_window": True, "sliding_window": 12, "layer_types": None}
+    assert any(spec_of("qwen2_moe-1", **windowed, max_window_layers=1).attention.windows)
+    assert spec_of("qwen2_moe-1", **windowed, max_window_layers=0).attention.windows == ()
 
 
 REFUSED = {
@@ -122,6 +120,13 @@ REFUSED = {
     "window of nothing": ("gpt_oss-0", {"sliding_window": 0}, "sliding_window must be a positive integer .* found 0"),
     "yarn by nothing": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0}}, "factor must be a positive"),
     "scaled to nothing": ("deepseek_v3-0", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive"),
+    "odd heads": ("gpt_oss-0", {"head_dim": 33}, "rotary_dim 33 is no even part"),
+    "odd latent heads": ("deepseek_v3-0", {"qk_rope_head_dim": 15}, "rotary_dim 15 is no even part"),
+    "yarn of one frequency": (
+        "gpt_oss-0",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1}},
+        "rope_theta = 1",
+    ),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
 }
 
