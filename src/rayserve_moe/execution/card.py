@@ -32,9 +32,11 @@ def describe_model(settings: Settings) -> DescribedModel:
     Raises ValueError with what is missing or unsupported.
     """
     path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
+    # The config first: a tokenizer's loader reads it too, and would call itself unusable for a value of the model.
+    spec = spec_from_config(read_config(path))
     model, tokenizer = dataclasses.replace(settings.model, path=str(path)), Tokenizer(path)
     card = model_card(
-        spec_from_config(read_config(path)),
+        spec,
         model=model,
         replay=settings.replay,
         experts=settings.experts,
