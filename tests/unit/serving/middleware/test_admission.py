@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware import admission as module
 from rayserve_moe.serving.middleware.admission import SHORT_BYTES, Admission
+from tests.http.asking import wait_until
 
 LONG = SHORT_BYTES + 1
 WITHIN_S = 30
@@ -61,6 +62,7 @@ def test_work_whose_client_has_left_never_runs(admission):
         return short
 
     assert asyncio.run(scenario()) == "short"
+    wait_until(lambda: len(told) == 2)
     assert told == [True, True] and not ran
 
 
