@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def _any(default: Any) -> Any:
+def any_value(default: Any) -> Any:
     """A knob of which every value is computed by the reference; other kernels may only know `default`."""
     return field(default=default, metadata={"plain": default})
 
@@ -25,14 +25,14 @@ class RouterSpec:
     num_experts: int
     top_k: int
     renormalize: bool
-    score: str = _any("softmax")
-    logit_bias: bool = _any(False)
-    selection_bias: bool = _any(False)
-    num_groups: int = _any(1)
-    groups_kept: int = _any(1)
-    group_score: str = _any("max")
-    renormalize_floor: float = _any(0.0)
-    scale: float = _any(1.0)
+    score: str = any_value("softmax")
+    logit_bias: bool = any_value(False)
+    selection_bias: bool = any_value(False)
+    num_groups: int = any_value(1)
+    groups_kept: int = any_value(1)
+    group_score: str = any_value("max")
+    renormalize_floor: float = any_value(0.0)
+    scale: float = any_value(1.0)
     selection_bias_in_row: bool = False
 
     def problem(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.experts.router_spec import RouterSpec, any_value
 from rayserve_moe.requests import RoutingLayout
 
 
@@ -20,11 +20,6 @@ class UnsupportedModelError(ValueError):
 def _only(default: Any, *others: Any) -> Any:
     """A knob of which only `default` and `others` are computed."""
     return field(default=default, metadata={"plain": default, "computed": (default, *others)})
-
-
-def _any(default: Any) -> Any:
-    """A knob of which every value is computed by the reference; other kernels may only know `default`."""
-    return field(default=default, metadata={"plain": default})
 
 
 def _everywhere(default: Any) -> Any:
@@ -69,15 +64,15 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    latent: LatentSpec | None = _any(None)
+    latent: LatentSpec | None = any_value(None)
     bias: bool = False
     output_bias: bool = False
     qk_norm: str = _only("none", "head", "full")
-    qk_norm_after_rope: bool = _any(False)
-    clip_qkv: float | None = _any(None)
-    sinks: bool = _any(False)
-    windows: tuple[int, ...] = _any(())
-    score_scale: float | None = _any(None)
+    qk_norm_after_rope: bool = any_value(False)
+    clip_qkv: float | None = any_value(None)
+    sinks: bool = any_value(False)
+    windows: tuple[int, ...] = any_value(())
+    score_scale: float | None = any_value(None)
     fused_qkv: bool = _of_files(False, True)
 
 
@@ -104,9 +99,9 @@ class RopeSpec:
     """
 
     theta: float
-    rotary_dim: int | None = _any(None)
-    interleaved: bool = _any(False)
-    yarn: YarnSpec | None = _any(None)
+    rotary_dim: int | None = any_value(None)
+    interleaved: bool = any_value(False)
+    yarn: YarnSpec | None = any_value(None)
 
 
 @dataclass(frozen=True)
@@ -121,9 +116,9 @@ class ExpertSpec:
 
     intermediate_size: int
     layout: str = _of_files("per_expert", "fused_out_in", "fused_in_out_interleaved")
-    bias: bool = _any(False)
-    activation: str = _any("silu")
-    shared: str = _any("none")
+    bias: bool = any_value(False)
+    activation: str = any_value("silu")
+    shared: str = any_value("none")
     shared_size: int = 0
 
 
