@@ -99,3 +99,22 @@ FORMATS = {
     ),
     "mxfp4": Format({"quant_method": "mxfp4"}, _mxfp4, _mxfp4_value, (3, 64, 6)),
 }
+
+
+def store_as(form: str, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Stored tensors of a decoded one of any shape that the format can hold, by the names that files give them."""
+    rows, columns = shape[-2:]
+    if form == "block fp8":
+        blocks = -(-rows // 128), -(-columns // 128)
+        return {name: _fp8(rng, shape), f"{name}_scale_inv": _scales(rng, blocks, np.dtype(np.float32))}
+    if form == "int8 by rows":
+        return {name: rng.integers(-128, 128, shape, dtype=np.int8), f"{name}_scale": _scales(rng, (rows, 1), BF16)}
+    if form == "int4 by groups":
+        words = rng.integers(-(2**31), 2**31, (rows, columns // 8), dtype=np.int64).astype(np.int32)
+        return {f"{name}_packed": words, f"{name}_scale": _scales(rng, (rows, columns // 32), BF16)}
+    assert form == "mxfp4"
+    blocks = shape[0], columns, rows // 32
+    return {
+        f"{name}_blocks": rng.integers(0, 256, (*blocks, 16), dtype=np.uint8),
+        f"{name}_scales": rng.integers(110, 130, blocks, dtype=np.uint8),
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +116,10 @@ def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE) -> Checkpoin
         tensors = _read_shard(path / SINGLE_FILE, stamps, reach)
     else:
         raise CheckpointError(f"{path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    quantized = find_quantized(config, tensors)
+    try:
+        quantized = find_quantized(config, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return CheckpointFiles(path, config, decoded_entries(tensors, quantized), stamps, reach, tensors, quantized)
 
 
@@ -129,7 +133,12 @@ def read_config(directory: str | Path, reach: Reach = ANYWHERE) -> dict[str, Any
             raise CheckpointError(f"{path}: no such checkpoint directory")
     except OSError as error:
         raise CheckpointError(f"{path}: not readable: {error.strerror}") from error
-    return _read_json(path / CONFIG_FILE, reach)
+    config = _read_json(path / CONFIG_FILE, reach)
+    if not isinstance(quantization := config.get("quantization_config") or {}, dict):
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: quantization_config must be an object, found {reprlib.repr(quantization)}"
+        )
+    return config
 
 
 def _exists(file: Path) -> bool:

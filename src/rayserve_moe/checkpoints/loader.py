@@ -68,20 +68,21 @@ class StagedParameter:
 
 
 class PieceReader:
-    """Reads pieces in any order, keeping those that will be needed again."""
+    """Reads pieces in any order, keeping those that will be needed again, in the smaller of two dtypes."""
 
-    def __init__(self, files: CheckpointFiles, wanted: Iterable[Piece]) -> None:
-        self._files = files
+    def __init__(self, files: CheckpointFiles, wanted: Iterable[Piece], *, dtype: np.dtype) -> None:
+        self._files, self._dtype = files, dtype
         self._times_wanted = Counter(wanted)
         self._kept: dict[Piece, np.ndarray] = {}
         self.kept_bytes = 0
 
     def take(self, piece: Piece) -> np.ndarray:
-        """Return a piece in the file's dtype and orientation."""
+        """Return a piece in the file's orientation and dtype, or in the parameter's where that is smaller."""
         name, region = piece
         values = self._kept.get(piece)
         if values is None:
             values = self._files.read(name, tuple(slice(*bounds) for bounds in region))
+            values = values.astype(self._dtype) if values.itemsize > self._dtype.itemsize else values
         self._times_wanted[piece] -= 1
         if piece not in self._kept and self._times_wanted[piece] and self.kept_bytes + values.nbytes <= KEPT_BYTES:
             self._kept[piece] = values
@@ -148,7 +149,7 @@ def _shards(
         assert index is not None, "every addressable device holds a shard"
         devices_by_region.setdefault(_region(index, spec.shape), []).append(device)
     wanted = (piece for region in devices_by_region for _, piece in _pieces(source, spec, region))
-    reader = PieceReader(source.files, wanted)
+    reader = PieceReader(source.files, wanted, dtype=jax.numpy.dtype(spec.dtype))
     for region, devices in devices_by_region.items():
         yield read_region(source, spec, region=region, reader=reader), devices
 
@@ -177,16 +178,17 @@ def read_region(
 
     Padding is zeros. `reader` has what is shared with other regions.
     """
-    reader = reader or PieceReader(source.files, (piece for _, piece in _pieces(source, spec, region)))
-    values = np.zeros([stop - start for start, stop in region], jax.numpy.dtype(spec.dtype))
+    dtype = jax.numpy.dtype(spec.dtype)
+    reader = reader or PieceReader(source.files, (piece for _, piece in _pieces(source, spec, region)), dtype=dtype)
+    values = np.zeros([stop - start for start, stop in region], dtype)
     filled = _filled(spec, region)
-    columns = _columns_of_piece(spec.columns_in_file(*filled[-1]))
+    columns = _columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
     within = tuple(slice(0, stop - start) for start, stop in filled)
     for place, piece in _pieces(source, spec, region):
         read = reader.take(piece)
         read = read.reshape(read.shape[spec.num_leading_dims :])
         held = read.T if spec.transposed else read
-        values[place + within] = held[..., columns]
+        values[place + within] = held[columns] if spec.column_dim == 0 else held[..., columns]
         if not is_finite(values[place + within]):
             raise CheckpointError(f"{source.files.directory}: tensor {piece[0]} holds values that are not finite")
     return LAYOUTS[spec.layout](values)
@@ -205,8 +207,9 @@ def _pieces(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[t
     filled = _filled(spec, region)
     if any(stop <= start for start, stop in filled):
         return
-    columns = spec.columns_in_file(*filled[-1])
-    held = (*filled[:-1], (int(columns.min()), int(columns.max()) + 1))
+    columns = spec.columns_in_file(*filled[spec.column_dim])
+    held = list(filled)
+    held[spec.column_dim] = int(columns.min()), int(columns.max()) + 1
     in_file = held[::-1] if spec.transposed else held
     stacked = region[: spec.num_stacked_dims]
     for stack_index in product(*(range(*bounds) for bounds in stacked)):

@@ -69,7 +69,7 @@ def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, tuple[T
 def _check_partition(name: str, specs: list[ParamSpec]) -> None:
     """Every column of a tensor belongs to one parameter."""
     assert len({spec.file_shape for spec in specs}) == 1, f"parameters disagree on the shape of {name}"
-    taken = np.concatenate([np.unique(spec.columns_in_file(0, spec.filled_shape[-1])) for spec in specs])
+    taken = np.concatenate([np.unique(spec.columns_in_file(0, spec.filled_shape[spec.column_dim])) for spec in specs])
     assert len(taken) == len(np.unique(taken)), f"two parameters claim the tensor {name}"
     assert np.array_equal(np.sort(taken), np.arange(specs[0].num_file_columns)), f"no parameter holds all of {name}"
 

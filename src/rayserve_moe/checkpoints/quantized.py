@@ -59,19 +59,26 @@ def find_quantized(config: Mapping[str, Any], stored: Mapping[str, TensorEntry])
     """Find what `quantization_config` says is quantised among the `stored` tensors: decoded tensors by name.
 
     Block fp8 (`fp8`: DeepSeek, MiniMax, Qwen3), MXFP4 (`mxfp4`: gpt-oss; OCP Microscaling Formats 1.0) and
-    `compressed-tensors` with symmetric int4 (Kimi), int8 or fp8 weights. CheckpointError for any other method.
+    `compressed-tensors` with symmetric int4 (Kimi), int8 or fp8 weights. CheckpointError for any other method, and
+    where nothing is quantised by it.
     """
     settings = config.get("quantization_config")
     if not settings:
         return {}
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    method = settings.get("quant_method")
     finder = FINDERS.get(method) if isinstance(method, str) else None
     if finder is None:
         raise CheckpointError(
             f"config.json: quantization_config.quant_method = {str(method)[:80]!r} is not read "
             f"(only {', '.join(FINDERS)})"
         )
-    return dict(finder(settings, stored))
+    found = dict(finder(settings, stored))
+    if not found:
+        raise CheckpointError(
+            f"config.json: quantization_config.quant_method = {method!r}, but no tensor is stored that way; "
+            "take quantization_config out of config.json where weights are not quantised"
+        )
+    return found
 
 
 def decoded_entries(
@@ -105,7 +112,9 @@ def _find_mxfp4(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) 
         name = blocks.removesuffix("_blocks")
         num_experts, out, groups, half = _shape_of(blocks, stored, ("U8",), 4)
         if _shape_of(scales := f"{name}_scales", stored, ("U8",), 3) != (num_experts, out, groups):
-            raise CheckpointError(f"{stored[scales].file}: {scales} does not have a scale for each block of {blocks}")
+            raise CheckpointError(
+                f"{stored[scales].file.name}: {scales} does not have a scale for each block of {blocks}"
+            )
         decode = partial(_decode_mxfp4, parts=(blocks, scales), width=2 * half)
         yield name, QuantizedTensor((num_experts, 2 * half * groups, out), (blocks, scales), decode)
 
@@ -144,7 +153,7 @@ def _packed(name: str, scale: str, stored: Mapping[str, TensorEntry], block: _Bl
     """A matrix of eight 4-bit values per word."""
     for part in (f"{name}_zero_point", f"{name}_g_idx"):
         if part in stored:
-            raise CheckpointError(f"{stored[part].file}: {part}: zero points and reordered groups are not read")
+            raise CheckpointError(f"{stored[part].file.name}: {part}: zero points and reordered groups are not read")
     rows, words = _shape_of(packed := f"{name}_packed", stored, ("I32",), 2)
     shape = (rows, words * NIBBLES_PER_WORD)
     parts = (packed, scale, *(part for part in (f"{name}_shape",) if part in stored))
@@ -174,7 +183,7 @@ def _block_of(shape: tuple[int, ...], scale: str, stored: Mapping[str, TensorEnt
         or grid != tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
     ):
         raise CheckpointError(
-            f"{entry.file}: {scale}, {entry.dtype} of shape {list(entry.shape)}, is no scale of a matrix of shape "
+            f"{entry.file.name}: {scale}, {entry.dtype} of shape {list(entry.shape)}, is no scale of a matrix of shape "
             f"{list(shape)}" + (f" in blocks of {list(block)}" if block else "")
         )
     return block
@@ -198,12 +207,12 @@ def _decode_packed(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], 
 
 
 def _scaled(values: np.ndarray, read: ReadStored, scale: str, *, block: _Block, bounds: Bounds) -> np.ndarray:
-    """Multiply the values within `bounds` by the scales of their blocks."""
+    """Multiply the values within `bounds` by the scales of their blocks, in place."""
     scales = read(scale, ())
     if scales.size == 1:
-        return values * scales.reshape(()).astype(np.float32)
+        return np.multiply(values, scales.reshape(()).astype(np.float32), out=values)
     rows, columns = (np.arange(*bound) // size for bound, size in zip(bounds, block, strict=True))
-    return values * scales.astype(np.float32)[np.ix_(rows, columns)]
+    return np.multiply(values, scales.astype(np.float32)[np.ix_(rows, columns)], out=values)
 
 
 def _decode_mxfp4(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], width: int) -> np.ndarray:
@@ -212,6 +221,6 @@ def _decode_mxfp4(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], w
     groups = slice(start // width, -(-stop // width))
     within = (slice(*experts), slice(*out), groups)
     values = FP4_PAIRS[read(blocks, within)].reshape(*(read_scales := read(scales, within)).shape, width)
-    values = np.ldexp(values, read_scales.astype(np.int32)[..., None] - 127)
+    values = np.ldexp(values, read_scales.astype(np.int32)[..., None] - 127, out=values)
     values = values.reshape(*values.shape[:2], -1)[..., start - groups.start * width : stop - groups.start * width]
     return values.transpose(0, 2, 1)

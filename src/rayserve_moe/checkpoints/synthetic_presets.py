@@ -57,7 +57,8 @@ FAMILY_PRESETS = {
             "num_key_value_heads": 16, "intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8,
         }
     ),
-    # Latent attention, a shared expert, grouped and biased routing, a dense first layer: 1.7 M, 107 M and 998 M
+    # Latent attention, a shared expert, grouped and biased routing, a dense first layer; the cache rows of the larger
+    # two have the published width: 1.7 M, 113 M and 1.01 B
     "deepseek-v3-tiny": SyntheticModel(
         _DEEPSEEK | _TINY | {
             "num_key_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 64, "n_routed_experts": 16,
@@ -68,8 +69,8 @@ FAMILY_PRESETS = {
     "deepseek-v3-small": SyntheticModel(
         _DEEPSEEK | _SMALL | {
             "num_key_value_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": 256, "n_routed_experts": 32,
-            "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 256, "kv_lora_rank": 128,
-            "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+            "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 256, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         }
     ),
     "deepseek-v3-mid": SyntheticModel(
@@ -77,7 +78,7 @@ FAMILY_PRESETS = {
             "num_hidden_layers": 13,
             "num_key_value_heads": 16, "intermediate_size": 2048, "moe_intermediate_size": 384,
             "n_routed_experts": 64, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "q_lora_rank": 384,
-            "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         }
     ),
     # Sinks, windows in every other layer, biases, gate and up in turns in one tensor: 1.9 M, 115 M and 973 M

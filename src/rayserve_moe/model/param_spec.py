@@ -18,12 +18,12 @@ class ParamSpec:
     (files hold [out, in], we hold [in, out]). `experts_in_file`: one tensor of the file holds all experts, on its first
     dimension. `file_row`: the file holds a vector as [1, size].
 
-    Columns are those of the last dimension as we hold it. Several parameters may be cut out of one tensor by columns:
-    held column c is column `c // repeat_width // repeats * period + start + c % repeat_width` of the file, where
-    period 0 stands for `repeat_width`. So every `repeat_width` columns of the file are held `repeats` times in a row:
-    KV heads, where there are fewer of them than devices. The first `start` columns are those of other parameters, and
-    so is what a period has beyond `repeat_width`. `file_columns` is how many columns the file has, where whole periods
-    do not say it.
+    Columns are those of `column_dim` of a piece as we hold it, the last or the first one. Several parameters may be cut
+    out of one tensor by columns: held column c is column `c // repeat_width // repeats * period + start + c %
+    repeat_width` of the file, where period 0 stands for `repeat_width`. So every `repeat_width` columns of the file are
+    held `repeats` times in a row: KV heads, where there are fewer of them than devices. The first `start` columns are
+    those of other parameters, and so is what a period has beyond `repeat_width`. `file_columns` is how many columns the
+    file has, where whole periods do not say it.
 
     The last `num_padding` entries of `padded_axis` are zeros that no file holds, so that it divides over the devices,
     and into what kernels multiply at once.
@@ -49,6 +49,7 @@ class ParamSpec:
     file_columns: int = 0
     experts_in_file: bool = False
     file_row: bool = False
+    column_dim: int = -1
 
     @property
     def num_stacked_dims(self) -> int:
@@ -67,9 +68,10 @@ class ParamSpec:
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape of one tensor of the checkpoint as files hold it."""
-        shape = (*self.filled_shape[:-1], self.num_file_columns)
+        shape = [*self.filled_shape]
+        shape[self.column_dim] = self.num_file_columns
         leading = self.num_experts if self.experts_in_file else 1
-        return (leading,) * self.num_leading_dims + (shape[::-1] if self.transposed else shape)
+        return (*[leading] * self.num_leading_dims, *(shape[::-1] if self.transposed else shape))
 
     @property
     def num_leading_dims(self) -> int:
@@ -79,7 +81,7 @@ class ParamSpec:
     @property
     def num_file_columns(self) -> int:
         """Columns of a tensor of the file, those of other parameters included."""
-        num_groups = self.filled_shape[-1] // (self.repeat_width * self.repeats)
+        num_groups = self.filled_shape[self.column_dim] // (self.repeat_width * self.repeats)
         return self.file_columns or num_groups * (self.period or self.repeat_width)
 
     @property
@@ -90,6 +92,12 @@ class ParamSpec:
             size - self.num_padding if axis == self.padded_axis else size
             for size, axis in zip(self.piece_shape, axes, strict=True)
         )
+
+    def as_in_files(self) -> ParamSpec:
+        """The same transposed parameter, held as files hold it: [out, in], its columns on the first of the two."""
+        assert self.transposed, f"{self.role} is held as files hold it"
+        shape, axes = ((*each[:-2], each[-1], each[-2]) for each in (self.shape, self.axes))
+        return replace(self, shape=shape, axes=axes, transposed=False, column_dim=0)
 
     def columns_in_file(self, first: int, end: int) -> np.ndarray:
         """Which columns of the file fill the held columns `[first, end)`."""

@@ -182,7 +182,7 @@ def test_what_there_is_no_room_to_keep_is_read_again(single, reads, monkeypatch)
 
 
 def test_nothing_is_kept_when_all_is_read(single):
-    reader = PieceReader(open_checkpoint(single), [PIECE, PIECE, PIECE])
+    reader = PieceReader(open_checkpoint(single), [PIECE, PIECE, PIECE], dtype=np.dtype(np.float32))
     for _ in range(3):
         assert reader.take(PIECE).shape == (16,)
     assert reader.kept_bytes == 0

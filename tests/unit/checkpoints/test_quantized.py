@@ -110,7 +110,10 @@ INT8_GROUPS = {"group_0": {"weights": {"num_bits": 8}}}
 REFUSED = {
     "method": ({}, {"quant_method": "gptq"}, "quant_method = 'gptq' is not read .*fp8, mxfp4, compressed-tensors"),
     "no method": ({}, {"bits": 4}, "quant_method = 'None' is not read"),
-    "settings of another type": ({}, [1], "quant_method = 'None' is not read"),
+    "settings of another type": ({}, "mxfp4", r"config\.json: quantization_config must be an object, found 'mxfp4'"),
+    "block fp8 that is none": ({}, {"quant_method": "fp8"}, "quant_method = 'fp8', but no tensor is stored that way"),
+    "mxfp4 that is none": ({}, {"quant_method": "mxfp4"}, "'mxfp4', but no tensor .* take quantization_config out"),
+    "compressed that is none": ({}, {"quant_method": "compressed-tensors"}, "but no tensor is stored that way"),
     "block sizes": ({}, {"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
     "scales of another shape": (
         with_change("block fp8", scale_inv=ODD),
@@ -152,5 +155,6 @@ REFUSED = {
 
 @pytest.mark.parametrize(("stored", "settings", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_not_read_is_refused_by_name_when_the_checkpoint_is_opened(tmp_path, stored, settings, message):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as refusal:
         opened(tmp_path / "model", stored or {"w.weight": ODD}, settings)
+    assert str(refusal.value).startswith(str(tmp_path / "model")), "the directory is named"
