@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
+
 LOWEST_LOGPROB = -9999.0
 """Reported for tokens that are less likely still, or cannot be sampled at all."""
 
@@ -60,7 +62,7 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampl
     """Sample one token per row from float32 logits.
 
     Temperature 0 is greedy (ties to the smaller id). Truncation order: top-k, then top-p of what is left, then min-p
-    against the likeliest token. Returns token ids int32 [S], their log-probabilities under
+    against the likeliest token (`last_kept`). Returns token ids int32 [S], their log-probabilities under
     log_softmax(logits / temperature) before truncation (temperature 0 counts as 1), and whether the row's logits
     were all finite; ids and log-probabilities of rows that were not are meaningless. With them come the likeliest
     tokens of the same distribution, of all rows as many as any row wants, up to `most_top`, and int32 ranks.
@@ -121,7 +123,9 @@ def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -
 
 def _draw(logprobs_SV: jax.Array, rows: SamplingBatch) -> jax.Array:
     truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    kept_SV = jax.lax.cond(truncates, lambda: _truncate(logprobs_SV, rows), lambda: logprobs_SV)
+    find = partial(last_kept, logprobs_SV, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
+    last = jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
+    kept_SV = jnp.where(is_kept(logprobs_SV, last), logprobs_SV, -jnp.inf)
     noise_SV = jax.vmap(partial(_noise, size=logprobs_SV.shape[1]))(rows.seed_S, rows.choice_S, rows.position_S)
     return jnp.argmax(kept_SV + noise_SV, axis=-1).astype(jnp.int32)
 
@@ -130,19 +134,3 @@ def _noise(seed: jax.Array, choice: jax.Array, position: jax.Array, *, size: int
     """Gumbel noise [size] of one token."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
     return jax.random.gumbel(key, (size,), jnp.float32)
-
-
-def _truncate(logprobs_SV: jax.Array, rows: SamplingBatch) -> jax.Array:
-    """Set every token that top-k, top-p or min-p removes to -inf; at least the likeliest stays."""
-    ids_SV = jax.lax.broadcasted_iota(jnp.int32, logprobs_SV.shape, 1)
-    falling_SV, order_SV = jax.lax.sort((-logprobs_SV, ids_SV), num_keys=1, is_stable=True)
-    probs_SV = jnp.exp(-falling_SV)
-    rank_SV = ids_SV.astype(jnp.uint32)
-    within_k = (rank_SV < rows.top_k_S[:, None]) | (rows.top_k_S == 0)[:, None]
-    probs_SV = jnp.where(within_k, probs_SV, 0.0)
-    before_SV = jnp.cumsum(probs_SV, axis=-1) - probs_SV
-    within_p = (before_SV < rows.top_p_S[:, None] * probs_SV.sum(-1, keepdims=True)) | (rows.top_p_S >= 1.0)[:, None]
-    likely = probs_SV >= rows.min_p_S[:, None] * probs_SV[:, :1]
-    keep_SV = (within_k & within_p & likely) | (rank_SV == 0)
-    kept_of_id = jnp.put_along_axis(jnp.zeros_like(keep_SV), order_SV, keep_SV, axis=-1, inplace=False)
-    return jnp.where(kept_of_id, logprobs_SV, -jnp.inf)

@@ -80,6 +80,18 @@ def test_samples_follow_the_truncated_distribution(params):
     assert bool(finite.all())
 
 
+def test_without_truncation_the_token_is_the_argmax_of_log_probability_and_noise():
+    """Noise is of the token's seed, choice and position, whatever other rows ask for."""
+    logits = logits_of(50, seed=9, size=300)
+    seeds, choices, positions = np.arange(50) * 7919, np.arange(50) % 3, np.arange(50) % 11
+    top_k = np.where(np.arange(50) % 2, 3, 0)
+    found = compiled_sample(jnp.asarray(logits), rows(50, seed=seeds, choice=choices, position=positions, top_k=top_k))
+    for row in range(0, 50, 2):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seeds[row]), choices[row]), positions[row])
+        noise = np.asarray(jax.random.gumbel(key, (300,), jnp.float32))
+        assert int(found.ids_S[row]) == int(np.argmax(log_softmax(logits[row]) + noise))
+
+
 def test_min_p_of_one_keeps_every_likeliest_token():
     logits = logits_of(1)[0]
     logits[[3, 8, 19]] = 20.0

@@ -1,0 +1,117 @@
+"""Which tokens may be sampled: top-k, then top-p of what is left, then min-p, by binary search instead of a sort.
+
+Each of the three keeps the beginning of a row's tokens in falling order of log-probability, ties to the smaller id. So
+what all of them keep ends with one token. Probabilities are added up as integers, which is exact in whatever order.
+"""
+
+# S sampled rows   V vocabulary   C candidates of a round
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MASS_OF_ONE = 1 << 30
+"""Mass of probability 1; a token's is rounded to whole units."""
+
+DIGIT_BITS = 2
+"""Bits of a threshold that a round of the search finds: by as many sums as a digit has values, but for 0."""
+
+LEAST, MOST = -(2**31), 2**31 - 1
+
+
+class LastKept(NamedTuple):
+    """The last token that is kept of each row, int32 [S]: key of its log-probability, and place among ties."""
+
+    key_S: jax.Array
+    place_S: jax.Array
+
+
+def keep_all(num_rows: int) -> LastKept:
+    """What keeps every token of `num_rows` rows."""
+    return LastKept(jnp.full(num_rows, LEAST, jnp.int32), jnp.zeros(num_rows, jnp.int32))
+
+
+def is_kept(logprobs_SV: jax.Array, last: LastKept) -> jax.Array:
+    """Whether a token comes no later than the last that is kept, bool [S, V]."""
+    return _is_within(_keys(logprobs_SV), last)
+
+
+def _is_within(keys_SV: jax.Array, last: LastKept) -> jax.Array:
+    key_S1 = last.key_S[:, None]
+    return (keys_SV > key_S1) | ((keys_SV == key_S1) & (_places(keys_SV) >= last.place_S[:, None]))
+
+
+def last_kept(logprobs_SV: jax.Array, *, top_k_S: jax.Array, top_p_S: jax.Array, min_p_S: jax.Array) -> LastKept:
+    """The last token of each row that top-k, top-p and min-p keep; at least the likeliest is kept.
+
+    Top-k keeps `top_k` tokens (0: all). Of the mass of these, top-p keeps a token if the mass of those before it is
+    less than `top_p` times the whole, computed in float32 (1: all). Min-p keeps the tokens down to the last whose
+    probability is at least `min_p` times that of the likeliest.
+    """
+    keys_SV, probs_SV = _keys(logprobs_SV), jnp.exp(logprobs_SV)
+    masses_SV = jnp.round(probs_SV * MASS_OF_ONE).astype(jnp.int32)
+    most_S = jnp.where(top_k_S == 0, MOST, jnp.minimum(top_k_S, MOST)).astype(jnp.int32)
+
+    def cut(is_top_p: jax.Array, last: LastKept) -> LastKept:
+        left_SV = jnp.where(_is_within(keys_SV, last), jnp.where(is_top_p, masses_SV, 1), 0)
+        share_S = jnp.ceil(top_p_S * left_SV.sum(-1).astype(jnp.float32)).astype(jnp.int32)
+        share_S = jnp.where(top_p_S < 1.0, jnp.maximum(share_S, 1), MOST)
+        return _earlier(last, _prefix(keys_SV, left_SV, limit_S=jnp.where(is_top_p, share_S, most_S)))
+
+    # One loop of two turns, top-k and top-p: the search is compiled once.
+    last = jax.lax.fori_loop(0, 2, cut, keep_all(len(logprobs_SV)))
+    likely_SV = probs_SV >= min_p_S[:, None] * probs_SV.max(-1, keepdims=True)
+    floor_S = jnp.min(keys_SV, axis=-1, where=likely_SV, initial=MOST)
+    return _earlier(last, LastKept(floor_S, jnp.zeros_like(floor_S)))
+
+
+def _earlier(one: LastKept, other: LastKept) -> LastKept:
+    is_one_S = (one.key_S > other.key_S) | ((one.key_S == other.key_S) & (one.place_S > other.place_S))
+    return LastKept(*(jnp.where(is_one_S, a, b) for a, b in zip(one, other, strict=True)))
+
+
+def _prefix(keys_SV: jax.Array, masses_SV: jax.Array, *, limit_S: jax.Array) -> LastKept:
+    """The last token with less than `limit_S` mass before it; MOST is no limit."""
+    is_limited = jnp.any(limit_S < MOST)
+    key_S = _threshold(keys_SV, masses_SV, limit_S, lowest=LEAST, num_bits=32 * is_limited)
+    is_tie_SV = keys_SV == key_S[:, None]
+    left_S = limit_S - jnp.sum(masses_SV, axis=-1, where=keys_SV > key_S[:, None])
+    masses_SV = jnp.where(is_tie_SV, masses_SV, 0)
+    is_cut_S = (jnp.sum(is_tie_SV, axis=-1) > 1) & (masses_SV.sum(-1) > left_S)
+    num_bits = (keys_SV.shape[1] - 1).bit_length() * jnp.any(is_cut_S)
+    return LastKept(key_S, _threshold(_places(keys_SV), masses_SV, left_S, lowest=0, num_bits=num_bits))
+
+
+def _threshold(
+    values_SV: jax.Array, masses_SV: jax.Array, limit_S: jax.Array, *, lowest: int, num_bits: jax.Array
+) -> jax.Array:
+    """The largest threshold at or above which values have a mass of `limit_S`, int32 [S]; `lowest` where none has.
+
+    It is found digit by digit from `lowest` up to `2**num_bits` above it; with no bits the loop has no round.
+    """
+    digits_C = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.int32)
+    num_rounds = (num_bits + DIGIT_BITS - 1) // DIGIT_BITS
+
+    def find_digit(turn: jax.Array, found_S: jax.Array) -> jax.Array:
+        shift = DIGIT_BITS * (num_rounds - 1 - turn)
+        tried_SC = found_S[:, None] + (digits_C << shift)
+        is_above_SCV = values_SV[:, None] >= tried_SC[:, :, None]
+        mass_SC = jnp.sum(jnp.where(is_above_SCV, masses_SV[:, None], 0), axis=-1)
+        digit_S = jnp.sum(mass_SC >= limit_S[:, None], axis=-1, dtype=jnp.int32)
+        return found_S + (digit_S << shift)
+
+    return jax.lax.fori_loop(0, num_rounds, find_digit, jnp.full_like(limit_S, lowest))
+
+
+def _keys(logprobs_SV: jax.Array) -> jax.Array:
+    """Integers in the order of the floats."""
+    bits_SV = jax.lax.bitcast_convert_type(logprobs_SV, jnp.int32)
+    return jnp.where(bits_SV < 0, bits_SV ^ MOST, bits_SV)
+
+
+def _places(keys_SV: jax.Array) -> jax.Array:
+    """Falling with the id, so that the earlier of ties has the larger."""
+    return keys_SV.shape[1] - 1 - jax.lax.broadcasted_iota(jnp.int32, keys_SV.shape, 1)
