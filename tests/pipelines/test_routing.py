@@ -48,10 +48,16 @@ def test_no_new_tokens_give_all_prompt_rows_and_nothing_else(engine: Engine, n: 
     for answer in answers if n > 1 else [answers]:
         assert answer["output_ids"] == [] and answer["text"] == ""
         assert answer["meta_info"]["finish_reason"]["type"] == "length"
-        rows = extract_routed_experts_from_meta_info(answer).reshape(len(PROMPT), 3, 2)
-        assert (rows[:, 0] == 0).all(), "the dense layer has no ids"
-        np.testing.assert_array_equal(rows[:, 1:], generated.rows[: len(PROMPT)])
-        assert answer["meta_info"]["routed_experts_info"]["layer_ids"] == [1, 2]
+        layout = engine.card.routing
+        rows = extract_routed_experts_from_meta_info(answer).reshape(len(PROMPT), layout.num_hidden_layers, -1)
+        with_experts = answer["meta_info"]["routed_experts_info"]["layer_ids"]
+        assert tuple(with_experts) == layout.layer_ids
+        assert not np.delete(rows, with_experts, axis=1).any(), "a dense layer has no ids"
+        np.testing.assert_array_equal(rows[:, with_experts], generated.rows[: len(PROMPT)])
+
+
+def test_the_first_layer_of_the_core_model_is_dense(engine: Engine):
+    assert (engine.card.routing.num_hidden_layers, engine.card.routing.layer_ids) == (3, (1, 2))
 
 
 def test_choices_agree_on_the_prompt_and_say_what_they_shared(engine: Engine):

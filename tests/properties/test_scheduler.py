@@ -11,6 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rayserve_moe.config.derive import page_groups
+from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
@@ -35,15 +37,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([32, 40, 64, 96]),
         chunk_tokens=st.sampled_from([1, 5, 16, 64]),
         page_size=st.sampled_from([1, 2, 4, 16]),
-        num_pages=st.integers(2, 24),
+        num_pages=st.integers(2, 24) | st.integers(48, 96),
         num_data_ranks=st.integers(1, 2),
         caches_prefixes=st.booleans(),
         overlaps=st.sampled_from([True, True, False]),
+        windows=st.sampled_from([(0,), (0,), (0, 1), (0, 5), (0, 16), (0, 3, 21)]),
         seed=st.integers(0, 2**32 - 1),
     )
     def set_up(
-        self, num_rows, step_tokens, chunk_tokens, page_size, num_pages, num_data_ranks, caches_prefixes, overlaps, seed
+        self,
+        num_rows,
+        step_tokens,
+        chunk_tokens,
+        page_size,
+        num_pages,
+        num_data_ranks,
+        caches_prefixes,
+        overlaps,
+        windows,
+        seed,
     ):
+        # No pages beyond those that rows see at once: what is cached behind windows has to make way.
+        scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=step_tokens)
+        cache = CacheSettings(page_size=page_size, enable_prefix_caching=False)
         self.limits = StepLimits(
             num_rows=num_rows,
             step_tokens=step_tokens,
@@ -53,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=LONGEST_PROMPT + MOST_NEW,
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
+            page_groups=page_groups(windows, num_pages, scheduler=scheduler, cache=cache),
         )
         self.scheduler = Scheduler(self.limits)
         self.device = ShadowDevice(self.limits)
@@ -140,6 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.flush()
         for rank in self.scheduler.ranks:
             assert rank.allocator.num_free == rank.allocator.num_usable, "pages are lost"
+            assert not any(group.page_of.any() for group in rank.groups if group), "pages of a window are lost"
 
     def _submit(self, prompt: list[int], num_new: int, n: int, can_stop: bool, salt: str) -> None:
         num_new = min(num_new, self.longest - 1)
@@ -218,7 +236,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_found = 0
         for past, sequence in {past.stands_for.tobytes(): (past, s) for s, past in self.pasts.items()}.values():
             prefix = rank.tree.match(sequence.namespace, np.asarray(past.tokens, np.int32))
-            assert self.device.holds(rank.index, prefix.page_ids, past.stands_for), "a cached page was written over"
+            for place, group in enumerate(rank.groups):
+                page_ids = prefix.page_ids if group is None else group.page_of[prefix.page_ids]
+                assert self.device.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"
             num_found = max(num_found, len(prefix.page_ids))
         assert (num_found > 0) <= self.limits.caches_prefixes, "pages are kept that nobody may find"
 

@@ -108,6 +108,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         card.max_model_len,
         num_data_ranks=num_data_ranks,
         caches_prefixes=way.caches_prefixes,
+        page_groups=runner.pool.groups(way.num_pages),
     )
     capture = RoutingCapture(
         card.routing,

@@ -55,67 +55,96 @@ def stand_for(before: int, tokens: list[int]) -> list[int]:
     return list(accumulate(tokens, lambda past, token: hash((past, token)), initial=before))[1:]
 
 
+class _Pool:
+    """The pages of layers that see `window` positions (0: all): page table by row, and what each slot stands for."""
+
+    def __init__(self, limits: StepLimits, *, window: int, num_pages: int) -> None:
+        self.window = window
+        self._limits, self._num_slots = limits, num_pages * limits.page_size
+        self.pages = np.zeros((limits.num_rows * limits.num_data_ranks, limits.num_pages), np.int64)
+        self.stands_for = np.zeros(limits.num_data_ranks * self._num_slots, np.int64)
+
+    def slots(self, row: int, start: int, stop: int) -> np.ndarray:
+        """Where positions of a row lie."""
+        indices, offsets = np.divmod(np.arange(start, stop), self._limits.page_size)
+        page_ids = self.pages[row, indices]
+        assert (page_ids != 0).all(), "page 0 belongs to nobody"
+        return row // self._limits.num_rows * self._num_slots + page_ids * self._limits.page_size + offsets
+
+    def of_page(self, data_rank: int, page_id: int) -> np.ndarray:
+        """What a page of a rank stands for."""
+        first = data_rank * self._num_slots + int(page_id) * self._limits.page_size
+        return self.stands_for[first : first + self._limits.page_size]
+
+
 class ShadowDevice:
-    """All data ranks of a group: pages and last tokens by row, and slots by rank."""
+    """All data ranks of a group: pages and last tokens by row, and slots by rank. The first pool sees all positions."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
         num_rows = limits.num_rows * limits.num_data_ranks
-        self._num_slots = limits.num_pages * limits.page_size
-        self._pages = np.zeros((num_rows, limits.num_pages), np.int64)
+        groups = limits.page_groups or ((0, limits.num_pages),)
+        self._pools = [_Pool(limits, window=window, num_pages=num_pages) for window, num_pages in groups]
         self._last_tokens = np.zeros(num_rows, np.int64)
         self._sampling = np.zeros((num_rows, 2), np.int64)
-        self._stands_for = np.zeros(limits.num_data_ranks * self._num_slots, np.int64)
-        self._written_at = np.zeros_like(self._stands_for)
+        self._written_at = np.zeros_like(self._pools[0].stands_for)
         self.num_flushes = 0
 
     def run(self, plan: StepPlan, pasts: list[Past]) -> StepResult:
         """Compute a step; `pasts[c]` is that of the sequence of chunk c."""
-        assert (plan.pages.page_ids != 0).all(), "page 0 belongs to nobody"
         entries = np.stack([plan.pages.rows, plan.pages.indices])
         assert np.unique(entries, axis=1).shape == entries.shape, "an entry of a page table is set twice in a step"
-        self._pages[plan.pages.rows, plan.pages.indices] = plan.pages.page_ids
+        whole, num_pools = self._pools[0], len(self._pools)
+        for place, pool in enumerate(self._pools):
+            own = plan.pages.indices % num_pools == place
+            pool.pages[plan.pages.rows[own], plan.pages.indices[own] // num_pools] = plan.pages.page_ids[own]
         self._sampling[plan.sampling.rows] = plan.sampling.integers[:, 1:3]
         first_tokens = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
         chunks = list(
             zip(plan.chunk_rows.tolist(), plan.chunk_starts.tolist(), plan.chunk_lengths.tolist(), strict=True)
         )
-        written = [self._slots(row, start, start + length) for row, start, length in chunks]
-        together = np.concatenate([np.zeros(0, np.int64), *written])
-        assert len(np.unique(together)) == len(together), "two tokens of one step share a slot"
-        for (row, start, length), first, slots, past in zip(chunks, first_tokens, written, pasts, strict=True):
+        for pool in self._pools:
+            written = [pool.slots(row, start, start + length) for row, start, length in chunks]
+            together = np.concatenate([np.zeros(0, np.int64), *written])
+            assert len(np.unique(together)) == len(together), "two tokens of one step share a slot"
+        for (row, start, length), first, past in zip(chunks, first_tokens, pasts, strict=True):
             tokens = plan.token_ids[first : first + length].tolist()
             tokens = [self._last_tokens[row] if token == LAST_SAMPLED else token for token in tokens]
-            before = self._stands_for[self._slots(row, start - 1, start)[0]] if start else None
-            self._stands_for[slots] = self._continued(before, tokens, past)
-            self._written_at[slots] = self.num_flushes
+            before = whole.stands_for[whole.slots(row, start - 1, start)[0]] if start else None
+            for pool in self._pools:
+                pool.stands_for[pool.slots(row, start, start + length)] = self._continued(before, tokens, past)
+            self._written_at[whole.slots(row, start, start + length)] = self.num_flushes
         for (row, start, length), past in zip(chunks, pasts, strict=True):
-            held = self._stands_for[self._slots(row, 0, start + length)]
             # After logits that were not finite, a step may go on from a token that nobody will ever see.
-            fails = past.finish == "error"
-            num_right = len(past.tokens) - (fails and len(held) > len(past.tokens))
-            assert np.array_equal(held[:num_right], past.stands_for[: len(held)][:num_right]), "keys, values are lost"
-            assert len(held) <= min(len(past.tokens) + fails, past.num_computed_at_most), "it has ended"
+            fails, stop = past.finish == "error", start + length
+            last = min(stop, len(past.tokens) - (fails and stop > len(past.tokens)))
+            for pool in self._pools:
+                first_seen = max(0, start + 1 - pool.window) if pool.window else 0
+                held = pool.stands_for[pool.slots(row, first_seen, max(first_seen, last))]
+                assert np.array_equal(held, past.stands_for[first_seen:last]), "keys, values are lost"
+            assert stop <= min(len(past.tokens) + fails, past.num_computed_at_most), "it has ended"
         result = self._sample(plan)
-        last_slots = np.array([slots[-1] for slots in written])[plan.chunk_samples]
-        self._stands_for[last_slots[~result.finite]] = POISON
+        for row, position in zip(
+            plan.chunk_rows[plan.chunk_samples][~result.finite].tolist(),
+            (plan.chunk_starts + plan.chunk_lengths - 1)[plan.chunk_samples][~result.finite].tolist(),
+            strict=True,
+        ):
+            for pool in self._pools:
+                pool.stands_for[pool.slots(row, position, position + 1)] = POISON
         return result
 
-    def holds(self, data_rank: int, page_ids: np.ndarray, past: np.ndarray) -> bool:
-        """Whether pages of a rank hold the keys and values that `past` stands for."""
-        slots = (
-            page_ids.astype(np.int64)[:, None] * self._limits.page_size + np.arange(self._limits.page_size)
-        ).ravel()
-        return np.array_equal(self._stands_for[data_rank * self._num_slots + slots], past[: len(slots)])
+    def holds(self, data_rank: int, page_ids: np.ndarray, past: np.ndarray, *, place: int = 0) -> bool:
+        """Whether pages of a rank hold the keys and values that `past` stands for, where they are not 0."""
+        pool, size = self._pools[place], self._limits.page_size
+        return all(
+            np.array_equal(pool.of_page(data_rank, page), past[i * size : (i + 1) * size])
+            for i, page in enumerate(page_ids.tolist())
+            if page
+        )
 
     def oldest(self, row: int, count: int) -> int:
         """After how many flushes the oldest of the first `count` positions of a row was computed."""
-        return int(self._written_at[self._slots(row, 0, count)].min())
-
-    def _slots(self, row: int, start: int, stop: int) -> np.ndarray:
-        indices, offsets = np.divmod(np.arange(start, stop), self._limits.page_size)
-        first = row // self._limits.num_rows * self._num_slots
-        return first + self._pages[row, indices] * self._limits.page_size + offsets
+        return int(self._written_at[self._pools[0].slots(row, 0, count)].min())
 
     def _continued(self, before: np.int64 | None, tokens: list[int], past: Past) -> list[int]:
         return stand_for(past.root if before is None else int(before), [int(token) for token in tokens])

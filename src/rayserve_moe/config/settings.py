@@ -76,7 +76,8 @@ class CacheSettings:
     page_size: int = _number(16, (1, 4096))
     """Tokens per page."""
     num_pages: int = _number(0, (0, 1 << 26))
-    """Pages in the pool; 0 sizes it from the memory that is free after loading."""
+    """Pages that sequences can hold, of which layers with a window keep fewer; 0 sizes the pool from the memory that
+    is free after loading."""
     enable_prefix_caching: bool = True
     """Keep the pages of whole prompts and answers for later requests that begin alike."""
     mem_fraction: float = _number(0.8, (0.01, 1.0))

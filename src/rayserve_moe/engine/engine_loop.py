@@ -25,6 +25,7 @@ from rayserve_moe.engine.step_cycle import Executor, StepCycle, selection_statis
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
 _PART = re.compile(r"([_-]\d+)?")
@@ -61,9 +62,8 @@ class EngineLoop:
         self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.parallel.num_hosts
         )
-        num_pages = self.start_report.num_pages
-        self._longest = (num_pages - 1) * settings.cache.page_size
-        self._cycle = _step_cycle(executor, card, settings=settings, num_pages=num_pages, eplb=self.eplb)
+        self._longest = (self.start_report.num_pages - 1) * settings.cache.page_size
+        self._cycle = _step_cycle(executor, card, settings=settings, started=self.start_report, eplb=self.eplb)
         self._outputs = OutputDispatch(
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
@@ -228,7 +228,7 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
 
 
 def _step_cycle(
-    executor: Executor, card: ModelCard, *, settings: Settings, num_pages: int, eplb: EplbSteps
+    executor: Executor, card: ModelCard, *, settings: Settings, started: StartReport, eplb: EplbSteps
 ) -> StepCycle:
     scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.parallel.data_parallel_size
     limits = StepLimits(
@@ -236,7 +236,8 @@ def _step_cycle(
         step_tokens=scheduler.max_step_tokens,
         chunk_tokens=prefill_chunk_tokens(scheduler),
         page_size=cache.page_size,
-        num_pages=num_pages,
+        num_pages=started.num_pages,
+        page_groups=started.page_groups,
         max_tokens=card.max_model_len,
         num_data_ranks=num_ranks,
         caches_prefixes=cache.enable_prefix_caching,
@@ -245,7 +246,7 @@ def _step_cycle(
     if card.returns_routing:
         capture = RoutingCapture(
             card.routing,
-            num_pages=num_pages,
+            num_pages=started.num_pages,
             page_size=cache.page_size,
             num_data_ranks=num_ranks,
             weight_version=card.weight_version,

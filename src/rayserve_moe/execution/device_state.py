@@ -14,25 +14,35 @@ from rayserve_moe.execution.pack import PackedBlocks
 from rayserve_moe.execution.row_updates import MAX_BIASES
 from rayserve_moe.execution.step import COUNT_AXES, ROW_AXES
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, StepShape
+from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 
-def allocate_state(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str, num_rows: int, pages_per_row: int
+def allocate_state(  # noqa: PLR0913 (sizes, all by keyword)
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: str,
+    num_rows: int,
+    pages_per_row: int,
+    layer_pages: tuple[LayerPages, ...] = (),
 ) -> DeviceState:
-    """Zeroed pool of values of `dtype`, counts and rows: `num_pages` pages and `num_rows` rows on every data rank."""
+    """Zeroed pool of values of `dtype`, counts and rows: `num_rows` rows on every data rank, and `num_pages` pages of
+    every layer, or as many as `layer_pages` says."""
     spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool_dtypes.get(dtype, dtype)
+    num_layer_pages = sum(layer.num_pages for layer in layer_pages) or spec.num_layers * num_pages
     ranks, row = plan.data_size, cache_row(spec, tensor_size=plan.tensor_size)
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
         return jnp.zeros((ranks * shape[0], *shape[1:]), dtype, device=plan.sharding(axes))
 
     return DeviceState(
-        kv_pages=zeros((spec.num_layers * num_pages, page_size, *row.shape), pool_dtype, row.pool_axes),
+        kv_pages=zeros((num_layer_pages, page_size, *row.shape), pool_dtype, row.pool_axes),
         expert_counts_ME=zeros((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
-        page_table_RP=zeros((num_rows, pages_per_row), jnp.int32, ROW_AXES),
+        page_table_RP=zeros((num_rows, pages_per_row * num_tables(layer_pages)), jnp.int32, ROW_AXES),
         sampling_floats_RF=zeros((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
         sampling_integers_RI=zeros((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
         last_tokens_R=zeros((num_rows,), jnp.int32, ROW_AXES[:1]),

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.config.settings import CacheSettings, SettingsError
+from rayserve_moe.config.derive import PageGroup, most_useful_pages, page_groups
+from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, SettingsError
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """How the pool is divided between layers, of which layer l sees `windows[l]` positions (0: all)."""
+
+    windows: tuple[int, ...]
+    scheduler: SchedulerSettings
+    cache: CacheSettings
+
+    def groups(self, num_pages: int) -> tuple[PageGroup, ...]:
+        """The groups of layers, for sequences that hold up to `num_pages` pages on a data rank."""
+        return page_groups(self.windows, num_pages, scheduler=self.scheduler, cache=self.cache)
+
+    def num_layer_pages(self, num_pages: int) -> int:
+        """Pages of all layers together."""
+        sizes = dict(self.groups(num_pages))
+        return sum(sizes[window] for window in self.windows)
+
+    def num_pages_within(self, free: int, *, layer_page_bytes: int, longest: int) -> int:
+        """`num_pages_that_fit` for sequences of up to `longest` tokens; a page of a layer takes `layer_page_bytes`."""
+        return num_pages_that_fit(
+            self.cache,
+            bytes_of=lambda num_pages: layer_page_bytes * self.num_layer_pages(num_pages),
+            free=free,
+            most_useful=most_useful_pages(self.scheduler, self.cache, longest=longest),
+        )
 
 
 def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPlan) -> int:
@@ -38,19 +69,20 @@ def spare_bytes(devices: list[jax.Device]) -> int:
     return _bytes_beyond("peak_bytes_in_use", devices)
 
 
-def num_pages_that_fit(cache: CacheSettings, *, bytes_per_page: int, free: int, most_useful: int) -> int:
+def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], free: int, most_useful: int) -> int:
     """Pages for `mem_fraction` of `free` bytes, at most `most_useful`; an explicit `num_pages` is taken as it is.
 
+    `bytes_of(n)` are the bytes of the pool of all layers for n pages of sequences; it grows with n.
     Raises SettingsError when fewer than two pages fit: one of them holds padding.
     """
     if cache.num_pages:
         return cache.num_pages
-    fitting = int(free * cache.mem_fraction) // bytes_per_page
+    fitting = bisect_right(range(most_useful + 1), int(free * cache.mem_fraction), key=bytes_of) - 1
     if fitting < 2:
         raise SettingsError(
-            f"mem_fraction {cache.mem_fraction}: no two KV pages of {bytes_per_page} bytes fit into {free} free bytes"
+            f"mem_fraction {cache.mem_fraction}: no two KV pages of {bytes_of(1)} bytes fit into {free} free bytes"
         )
-    return min(fitting, most_useful)
+    return fitting
 
 
 def _bytes_beyond(used: str, devices: list[jax.Device]) -> int:

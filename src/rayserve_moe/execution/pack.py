@@ -45,10 +45,12 @@ class PackedStep:
 class Packer:
     """Lays out plans for ranks of `rows_per_rank` rows in one of the compiled `shapes`."""
 
-    def __init__(self, shapes: tuple[StepShape, ...], *, rows_per_rank: int, num_data_ranks: int = 1) -> None:
-        self._rows_per_rank, self._num_ranks = rows_per_rank, num_data_ranks
+    def __init__(
+        self, shapes: tuple[StepShape, ...], *, rows_per_rank: int, num_data_ranks: int = 1, num_tables: int = 1
+    ) -> None:
+        self._rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
         self._block_tokens = shapes[0].block_tokens
-        self.layouts = {shape: InputLayout(shape, rows_per_rank) for shape in shapes}
+        self.layouts = {shape: InputLayout(shape, rows_per_rank, num_tables) for shape in shapes}
         decode = [layout for shape, layout in self.layouts.items() if shape.num_blocks == 0]
         self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
         self._places = np.arange(rows_per_rank)
@@ -58,12 +60,12 @@ class Packer:
         if len(plan.sampling.rows) or plan.has_blocks:
             return False
         if self._num_ranks == 1:
-            return len(plan.pages.rows) <= plan.num_chunks
+            return len(plan.pages.rows) <= plan.num_chunks * self._num_tables
         changes, singles = (
             np.bincount(rows // self._rows_per_rank, minlength=self._num_ranks)
             for rows in (plan.pages.rows, plan.chunk_rows)
         )
-        return bool((changes <= singles).all())
+        return bool((changes <= singles * self._num_tables).all())
 
     def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""

@@ -21,6 +21,7 @@ from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_p
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepOutput
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of
@@ -35,12 +36,13 @@ RowUpdate = Callable[..., DeviceState]
 
 @dataclass(frozen=True)
 class StepConfig:
-    """All that is fixed when a step is compiled, besides its shape."""
+    """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`."""
 
     model: ModelConfig
     page_size: int
     capture_routing: bool
     samples: bool = True
+    layer_pages: tuple[LayerPages, ...] = ()
 
 
 def run_step(
@@ -64,7 +66,7 @@ def run_step(
     ) -> tuple[DeviceState, Any]:
         vector_W = vectors_NW[plan.data_rank()]
         state = replace(state, page_table_RP=change_pages(state, vector_W, layout=layout))
-        step = unpack(vector_W, state, layout=layout, page_size=config.page_size)
+        step = unpack(vector_W, state, layout=layout, page_size=config.page_size, layer_pages=config.layer_pages)
         out, logits_SV = step_logits(
             weights,
             state.kv_pages,

@@ -18,6 +18,7 @@ from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.execution.step_types import DeviceState, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RowFloats, RowIntegers
 
 
@@ -59,10 +60,11 @@ class DeviceInput(NamedTuple):
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows."""
+    """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows and `num_tables` tables of pages."""
 
     shape: StepShape
     num_rows: int
+    num_tables: int = 1
 
     @cached_property
     def slices(self) -> Sections:
@@ -74,8 +76,9 @@ class InputLayout:
 
     @property
     def num_changes(self) -> int:
-        """Page-table entries that fit into the vector: one per row that decodes; prompts send theirs ahead."""
-        return 0 if self.shape.num_blocks else self.shape.num_singles
+        """Page-table entries that fit into the vector: one per row that decodes, and table; prompts send theirs
+        ahead."""
+        return 0 if self.shape.num_blocks else self.shape.num_singles * self.num_tables
 
     @cached_property
     def padding(self) -> np.ndarray:
@@ -96,7 +99,14 @@ def change_pages(state: DeviceState, vector_W: jax.Array, *, layout: InputLayout
 
 
 @jax.named_scope("unpack")
-def unpack(vector_W: jax.Array, state: DeviceState, *, layout: InputLayout, page_size: int) -> DeviceInput:
+def unpack(
+    vector_W: jax.Array,
+    state: DeviceState,
+    *,
+    layout: InputLayout,
+    page_size: int,
+    layer_pages: tuple[LayerPages, ...] = (),
+) -> DeviceInput:
     """On one device: the step that `vector_W` and its rows describe; the page table is up to date already."""
     at, shape = layout.slices, layout.shape
     block_rows = vector_W[at.block_rows]
@@ -107,16 +117,18 @@ def unpack(vector_W: jax.Array, state: DeviceState, *, layout: InputLayout, page
     single_rows, single_ids = vector_W[at.single_rows], vector_W[at.single_ids]
     single_ids = jnp.where(single_ids == LAST_SAMPLED, state.last_tokens_R[single_rows], single_ids)
     page_table_BP = state.page_table_RP[jnp.concatenate([single_rows, block_rows])]
+    if layer_pages:
+        page_table_BP = jnp.moveaxis(page_table_BP.reshape(len(page_table_BP), -1, layout.num_tables), -1, 0)
     block_of_T = jnp.concatenate(
         [
             jnp.arange(shape.num_singles),
             shape.num_singles + jnp.repeat(jnp.arange(shape.num_blocks), shape.block_tokens),
         ]
     )
-    pages_T = page_table_BP[block_of_T, positions_T // page_size]
+    pages_T = page_table_BP[..., block_of_T, positions_T // page_size]
     slots_T = jnp.where(positions_T >= 0, pages_T * page_size + positions_T % page_size, 0)
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
-    batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, num_singles=shape.num_singles)
+    batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = _sampling(state, rows_S, positions_T[places_S] + 1)
     block_wants_top_B = RowIntegers(*state.sampling_integers_RI[block_rows].T).num_top > 0

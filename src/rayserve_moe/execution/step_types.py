@@ -56,7 +56,7 @@ class ExpertState:
 class DeviceState(AdjustmentState):
     """What a device keeps from step to step; donated on the way in, returned on the way out.
 
-    `kv_pages` is [layers * pages, page, *row] (`model.kv_cache.cache_row`); `expert_counts_ME` int32 counts tokens
+    `kv_pages` is [pages of all layers, page, *row] (`model.kv_cache`); `expert_counts_ME` int32 counts tokens
     since it was reset. The rest is remembered of rows, so that only changes travel: page ids int32; sampling parameters
     float32 and uint32 in the columns of `RowSampling`; the token sampled last, int32. Each data rank has its own:
     outside the sharded step, leading dimensions are those of all ranks together.

@@ -8,11 +8,26 @@ layer. So the pool of such a platform holds the bits of bfloat16 as uint16, whic
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 BITS_OF_BFLOAT16 = jnp.dtype("uint16")
 """The dtype of a pool that holds bfloat16 as its bits."""
+
+
+class LayerPages(NamedTuple):
+    """Where a layer has its pages: which of the page tables is its own, its first page in the pool, and how many."""
+
+    table: int
+    first_page: int
+    num_pages: int
+
+
+def num_tables(layer_pages: tuple[LayerPages, ...]) -> int:
+    """How many page tables a sequence has; one where `layer_pages` is empty."""
+    return 1 + max((pages.table for pages in layer_pages), default=0)
 
 
 def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Array:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.parameters import kv_repeats
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -38,3 +41,21 @@ def cache_row(spec: ModelSpec, *, tensor_size: int) -> CacheRow:
     return CacheRow(
         (2 * attention.num_kv_heads * kv_repeats(spec, tensor_size), attention.head_dim), ("kv_heads", None)
     )
+
+
+def windows_of(spec: ModelSpec, *, longest: int) -> tuple[int, ...]:
+    """How many positions each layer sees, 0 for all: also where no sequence is longer than its window."""
+    windows = spec.attention.windows or (0,) * spec.num_layers
+    return tuple(window if window < longest else 0 for window in windows)
+
+
+def layer_pages_of(windows: Sequence[int], groups: Sequence[tuple[int, int]]) -> tuple[LayerPages, ...]:
+    """Where layers with `windows` have their pages, layer after layer; `groups` are windows, and pages of a layer.
+
+    Empty where all layers have one table.
+    """
+    if len(groups) == 1:
+        return ()
+    of_window = {window: (place, size) for place, (window, size) in enumerate(groups)}
+    tables, sizes = zip(*(of_window[window] for window in windows), strict=True)
+    return tuple(map(LayerPages, tables, accumulate(sizes, initial=0), sizes))

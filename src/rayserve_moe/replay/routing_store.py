@@ -1,4 +1,7 @@
-"""The host cache of routing rows, indexed by KV slot: a row lives and dies with the KV it belongs to."""
+"""The host cache of routing rows, indexed by slot: a row lives and dies with the page that its sequence holds.
+
+Layers with a window may have freed their keys and values of that page long before.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from rayserve_moe.requests import RoutingLayout
 
 
 class RoutingStore:
-    """One row per KV slot, each with the stamp of the page allocation it was written for.
+    """One row per slot, each with the stamp of the page allocation it was written for.
 
     A reader gives the stamp it expects; a row written under another stamp is missing to it, never wrong. The stored
     stamp includes the slot, so a row moved to another slot is missing there. Each row has the version of the weights

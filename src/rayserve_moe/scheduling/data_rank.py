@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.windowed_pages import WindowedPages
 
 EVICTION_BATCH = 16
 """Cached pages evicted at once, if there are as many, so that the next few allocations find free ones."""
@@ -17,13 +19,21 @@ class DataRank:
     """What one rank owns: sequences, pages and cached prefixes, none of them shared with other ranks.
 
     `running` are the sequences in its rows, oldest first; `prefilling` those among them whose known tokens are not all
-    computed yet; the others decode.
+    computed yet; the others decode. `groups` are those of layers that share a page table, as in `page_groups` (empty:
+    one); None stands for the pages of the rank themselves. `windowed` are those that are not None.
     """
 
-    def __init__(self, index: int, rows: range, *, num_pages: int, table: RowTable) -> None:
+    def __init__(
+        self, index: int, rows: range, *, num_pages: int, table: RowTable, page_groups: tuple[PageGroup, ...] = ()
+    ) -> None:
         self.index = index
         self.rows = rows
-        self.allocator = PageAllocator(num_pages)
+        sizes = {"num_rank_pages": num_pages, "page_size": table.page_size, "num_rows": len(rows)}
+        self.groups = [
+            WindowedPages(window, num_pages=size, **sizes) if window else None for window, size in page_groups
+        ] or [None]
+        self.windowed = tuple(group for group in self.groups if group is not None)
+        self.allocator = PageAllocator(num_pages, windowed=self.windowed)
         self.tree = PrefixTree(self.allocator, page_size=table.page_size)
         self.free_rows = list(reversed(rows))
         self.running: list[Sequence] = []
@@ -46,12 +56,19 @@ class DataRank:
         return self._decoding
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that it would find cached here."""
-        return self.tree.match_length(sequence.namespace, self._reusable_tokens(sequence))
+        """Tokens of a waiting sequence that it would find cached here, with all that its next query sees of them."""
+        if not self.windowed:
+            return self.tree.match_length(sequence.namespace, self._reusable_tokens(sequence))
+        page_ids = self.tree.matching_pages(sequence.namespace, self._reusable_tokens(sequence))
+        is_whole = np.all([group.is_whole_after(page_ids) for group in self.windowed], axis=0)
+        return int(np.flatnonzero(is_whole)[-1]) * self.table.page_size
 
     def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
-        prefix = self.tree.match(sequence.namespace, self._reusable_tokens(sequence))
+        token_ids = self._reusable_tokens(sequence)
+        if self.windowed:
+            token_ids = token_ids[: self.num_cached(sequence)]
+        prefix = self.tree.match(sequence.namespace, token_ids)
         self.tree.lock(prefix)
         return prefix
 
@@ -62,6 +79,8 @@ class DataRank:
         sequence.data_rank, sequence.prefix, sequence.num_flushes = self.index, prefix, self._num_flushes
         page_ids = prefix.page_ids
         self.allocator.share(page_ids)
+        for group in self.windowed:
+            group.enter(row - self.rows.start, page_ids)
         self.table.extend(row, page_ids, generations=self.allocator.generations[page_ids])
         self.table.num_computed[row] = len(page_ids) * self.table.page_size
         self.running.append(sequence)
@@ -73,7 +92,9 @@ class DataRank:
         self._decoding = None
 
     def dismiss(self, sequence: Sequence) -> None:
-        """Take a running sequence out of its row; it keeps its pages."""
+        """Take a running sequence out of its row; it keeps its pages, but for those that windows limit."""
+        for group in self.windowed:
+            group.leave(sequence.row - self.rows.start, sequence.pages)
         self.free_rows.append(sequence.row)
         self.table.leave(sequence)
         self.running.remove(sequence)
@@ -107,6 +128,9 @@ class DataRank:
     def give_up_pages(self, sequence: Sequence) -> None:
         """Take all pages from a sequence that has left its row."""
         if sequence.prefix is not None:
+            for group in self.windowed:
+                cached_ids = sequence.prefix.page_ids
+                group.hand_over(sequence.pages[: len(cached_ids)], cached_ids)
             self.tree.unlock(sequence.prefix)
             sequence.prefix = None
         self.allocator.release(sequence.let_go())
@@ -122,6 +146,9 @@ class DataRank:
         self.allocator.check_integrity([*(s.pages for s in self.running), self.tree.held_page_ids()])
         num_unshared = int((self.allocator.references(self.tree.held_page_ids()) == 1).sum())
         assert self.tree.num_evictable <= num_unshared, "pages in use are taken for evictable ones"
+        for group in self.windowed:
+            group.check_integrity((s.row - self.rows.start, s.pages) for s in self.running)
+            assert self.allocator.references(np.flatnonzero(group.page_of)).all(), "a page stands behind a free one"
         taken = [sequence.row for sequence in self.running]
         assert sorted(taken + self.free_rows) == list(self.rows), "rows are lost or shared"
         assert all(sequence in self.running for sequence in self.prefilling), "a prompt is computed without a row"

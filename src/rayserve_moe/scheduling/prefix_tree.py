@@ -93,6 +93,11 @@ class PrefixTree:
         node, num_pages = self._find(namespace, token_ids)
         return (node.num_pages - len(node.own_page_ids) + num_pages) * self._page_size
 
+    def matching_pages(self, namespace: Hashable, token_ids: np.ndarray) -> np.ndarray:
+        """The pages that `match` would find, int32, without marking anything as used."""
+        node, num_pages = self._find(namespace, token_ids)
+        return node.page_ids[: node.num_pages - len(node.own_page_ids) + num_pages]
+
     def insert(self, namespace: Hashable, token_ids: np.ndarray, *, page_ids: np.ndarray) -> CachedPrefix:
         """Cache `token_ids` int32 [n * page_size], whose keys and values lie in `page_ids` int32 [n]; used now.
 

@@ -9,6 +9,7 @@ from itertools import islice
 
 import numpy as np
 
+from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
@@ -31,7 +32,7 @@ class StepLimits:
 
     `num_rows` sequences, `step_tokens` prompt tokens in all and `chunk_tokens` of one sequence; `num_pages` pages of
     `page_size` tokens; sequences of up to `max_tokens`. Without `caches_prefixes` only the choices of one request
-    share pages.
+    share pages. `page_groups` are those of the layers, where there are several or some have a window.
     """
 
     num_rows: int
@@ -42,6 +43,7 @@ class StepLimits:
     max_tokens: int
     num_data_ranks: int = 1
     caches_prefixes: bool = True
+    page_groups: tuple[PageGroup, ...] = ()
 
 
 class RankStep:
@@ -84,6 +86,7 @@ class RankStep:
 
         A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.
         """
+        self._follow_windows()
         num_running = len(self.rank.running)
         rows, starts = self._grow_decoding()
         self._continue_prefill()
@@ -113,6 +116,12 @@ class RankStep:
         self._add_chunk(sequence, length)
         return True
 
+    def _follow_windows(self) -> None:
+        """Free what no query that is planned from now on will see."""
+        for group in self.rank.windowed:
+            of_rank, table = slice(self.rank.rows.start, self.rank.rows.stop), self.rank.table
+            group.follow(table.num_computed[of_rank], table.page_ids[of_rank])
+
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Give every decoding sequence the page its next token needs; returns what `_active_rows` does."""
         rank, table = self.rank, self.rank.table
@@ -125,7 +134,7 @@ class RankStep:
             pages = rank.take_pages(len(short))
             if pages is not None:
                 indices = table.add_pages(short, pages, generations=rank.allocator.generations[pages])
-                self.pages.append(PageTableChanges(short, indices, pages))
+                self._set_pages(short, indices, page_ids=pages)
                 return rows, starts
             self._preempt(rank.running[-1])
 
@@ -189,7 +198,17 @@ class RankStep:
         pages = sequence.pages[first:]
         if len(pages):
             rows = np.full(len(pages), sequence.row)
-            self.pages.append(PageTableChanges(rows, np.arange(first, first + len(pages)), pages.copy()))
+            self._set_pages(rows, np.arange(first, first + len(pages)), page_ids=pages.copy())
+
+    def _set_pages(self, rows: np.ndarray, indices: np.ndarray, *, page_ids: np.ndarray) -> None:
+        """Add the pages that stand at `indices` of `rows`, in the tables of all groups of layers."""
+        groups = self.rank.groups
+        if groups == [None]:
+            self.pages.append(PageTableChanges(rows, indices, page_ids))
+            return
+        for place, group in enumerate(groups):
+            of_group = page_ids if group is None else group.page_of[page_ids]
+            self.pages.append(PageTableChanges(rows, indices * len(groups) + place, of_group))
 
     def _add(
         self,

@@ -56,7 +56,13 @@ class Scheduler:
             num_rows=num_rows * limits.num_data_ranks, max_tokens=limits.max_tokens, page_size=limits.page_size
         )
         self.ranks = [
-            DataRank(i, range(i * num_rows, (i + 1) * num_rows), num_pages=limits.num_pages, table=self.table)
+            DataRank(
+                i,
+                range(i * num_rows, (i + 1) * num_rows),
+                num_pages=limits.num_pages,
+                table=self.table,
+                page_groups=limits.page_groups,
+            )
             for i in range(limits.num_data_ranks)
         ]
         self.waiting: deque[Sequence] = deque()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
+from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.requests import TopLogprobs
 
 LAST_SAMPLED = -1
@@ -41,7 +42,11 @@ def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PageTableChanges:
-    """Entries to set: row `rows[i]` keeps page `page_ids[i]` at index `indices[i]`. All integer [P]."""
+    """Entries to set: row `rows[i]` keeps page `page_ids[i]` at index `indices[i]`. All integer [P].
+
+    Page i of a sequence stands at index i, or where layers form G groups with pages of their own (`PageGroup`), those
+    of group g at index i * G + g. Entries behind a window stay as they were: no query sees them.
+    """
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
     indices: np.ndarray = field(default_factory=lambda: _empty(np.intp))
@@ -208,6 +213,7 @@ class StepResult:
 class StartReport:
     """The result of starting an executor: KV pages of one data rank, how experts are spread, and seconds of each part.
 
+    `page_groups` are the groups of layers, where there are several or some have a window.
     `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
     which `num_programs_found` were on disk. `first_run_s` is running every program once.
     """
@@ -221,17 +227,19 @@ class StartReport:
     num_programs_found: int = 0
     num_expert_ranks: int = 1
     num_redundant_experts: int = 0
+    page_groups: tuple[PageGroup, ...] = ()
 
     def __str__(self) -> str:
+        windowed = "".join(f", {size} for a window of {window}" for window, size in self.page_groups if window)
         return (
-            f"{self.num_pages} KV pages per data rank; weights loaded in {self.load_s:.1f} s, {self.num_programs} "
-            f"programs compiled in {self.compile_s:.1f} s ({self.compile_sum_s:.1f} s one by one, "
+            f"{self.num_pages} KV pages per data rank{windowed}; weights loaded in {self.load_s:.1f} s, "
+            f"{self.num_programs} programs compiled in {self.compile_s:.1f} s ({self.compile_sum_s:.1f} s one by one, "
             f"{self.num_programs_found} found on disk), each run in {self.first_run_s:.1f} s"
         )
 
     def statistics(self) -> dict[str, float]:
         """All but the pages and how experts are spread, by name."""
-        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
+        left_out = ("num_pages", "page_groups", "num_expert_ranks", "num_redundant_experts")
         return {f"start_{name}": float(value) for name, value in asdict(self).items() if name not in left_out}
 
 

@@ -18,7 +18,7 @@ MODEL = "model_name"
 """The label that every metric has, by the name that vLLM gives it."""
 
 GAUGES = {
-    "pages_total": ("kv_pages", "KV pages of all data ranks"),
+    "pages_total": ("kv_pages", "KV pages of all data ranks, of which layers with a window keep fewer"),
     "pages_free": ("kv_pages_free", "KV pages that no running choice holds"),
     "pages_cached": ("kv_pages_cached", "KV pages that hold cached prefixes"),
     "tokens_in_use": ("kv_tokens_in_use", "tokens of running choices with keys and values in pages"),

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-from rayserve_moe.config.derive import pages_per_sequence
-from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
+from rayserve_moe.config.derive import page_groups, pages_per_sequence
+from rayserve_moe.config.settings import BalancingSettings, CacheSettings, ExpertSettings, SchedulerSettings
 from rayserve_moe.execution.device_state import allocate_state, block_input_shapes
 from rayserve_moe.execution.migration import expert_state, fetch, idle_vectors, staging_shapes, swap
 from rayserve_moe.execution.step import StepConfig, run_step, state_partitions
@@ -23,7 +23,9 @@ from rayserve_moe.execution.step_types import DeviceState, ExpertState, ModelWei
 from rayserve_moe.execution.weights import first_placement, model_config, parameter_tree
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.kv_cache import layer_pages_of, windows_of
 from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -96,9 +98,10 @@ def lay_out(config: Mapping[str, Any], setting: ServedSetting) -> ServedModel:
         setting.expert_backend, num_redundant=setting.redundant_experts, selection=setting.expert_selection
     )
     model = model_config(spec, plan, experts=experts)
-    step = StepConfig(model, setting.page_size, setting.capture_routing)
+    num_pages, layer_pages = _pages(model, setting)
+    step = StepConfig(model, setting.page_size, setting.capture_routing, layer_pages=layer_pages)
     weights = ModelWeights(_parameters(model, setting.dtype), _maps(model), _capacity_factor(model))
-    return ServedModel(setting, step, weights, _state(model, setting))
+    return ServedModel(setting, step, weights, _state(step, setting, num_pages=num_pages))
 
 
 def programs_of(served: ServedModel) -> list[Program]:
@@ -141,7 +144,7 @@ def pieces_of(served: ServedModel) -> list[Piece]:
 
 
 def _program(name: str, shape: StepShape, *, served: ServedModel, samples: bool = True) -> Program:
-    layout = InputLayout(shape, served.setting.batch)
+    layout = InputLayout(shape, served.setting.batch, num_tables(served.config.layer_pages))
     size = (served.plan.data_size, len(layout.padding))
     vectors_NW = jax.ShapeDtypeStruct(size, jnp.int32, sharding=served.plan.replicated())
     blocks = block_input_shapes(shape, served.config.model) if shape.num_blocks else None
@@ -210,16 +213,26 @@ def _capacity_factor(model: ModelConfig) -> jax.Array | None:
     return cast(jax.Array, jax.ShapeDtypeStruct((), jnp.float32, sharding=model.plan.replicated()))
 
 
-def _state(model: ModelConfig, setting: ServedSetting) -> DeviceState:
-    pages = pages_per_sequence(setting.context, setting.page_size)
+def _pages(model: ModelConfig, setting: ServedSetting) -> tuple[int, tuple[LayerPages, ...]]:
+    """Pages of a layer of the first group, and those of all layers where there are more groups."""
+    num_pages = setting.batch * pages_per_sequence(setting.context, setting.page_size) + 1
+    windows = windows_of(model.spec, longest=setting.context)
+    rows = SchedulerSettings(max_running_requests=setting.batch, max_step_tokens=setting.prefill_tokens)
+    groups = page_groups(windows, num_pages, scheduler=rows, cache=CacheSettings(page_size=setting.page_size))
+    return groups[0].num_pages, layer_pages_of(windows, groups)
+
+
+def _state(step: StepConfig, setting: ServedSetting, *, num_pages: int) -> DeviceState:
+    model = step.model
     allocate = partial(
         allocate_state,
         model,
-        num_pages=setting.batch * pages + 1,
+        num_pages=num_pages,
         page_size=setting.page_size,
         dtype=setting.kv_dtype,
         num_rows=setting.batch,
-        pages_per_row=pages,
+        pages_per_row=pages_per_sequence(setting.context, setting.page_size),
+        layer_pages=step.layer_pages,
     )
     mesh = model.plan.mesh
     return jax.tree.map(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from rayserve_moe.config.settings import CacheSettings, ExpertSettings, SettingsError
+from rayserve_moe.config.settings import CacheSettings, ExpertSettings, SchedulerSettings, SettingsError
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.weights import model_config
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
@@ -32,7 +32,7 @@ def test_a_page_is_keys_and_values_of_all_layers_on_one_device(num_devices, held
 
 def fit(free: int, *, num_pages: int = 0, mem_fraction: float = 0.5, most_useful: int = 1000) -> int:
     cache = CacheSettings(num_pages=num_pages, mem_fraction=mem_fraction)
-    return memory.num_pages_that_fit(cache, bytes_per_page=100, free=free, most_useful=most_useful)
+    return memory.num_pages_that_fit(cache, bytes_of=lambda count: 100 * count, free=free, most_useful=most_useful)
 
 
 def test_pages_take_their_fraction_of_what_is_free():
@@ -47,6 +47,22 @@ def test_no_more_pages_than_are_of_use():
 
 def test_a_given_number_of_pages_is_taken_as_it_is():
     assert fit(0, num_pages=12) == 12
+
+
+def test_layers_that_see_less_leave_their_bytes_to_sequences():
+    """What eight sequences need without windows is enough for thirteen when half of the layers see 128 positions."""
+    num_rows, longest = 64, 4096
+    free = 2 * 8 * longest // 16 * 100
+    scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=128)
+
+    def sequences_that_fit(windows: tuple[int, ...]) -> int:
+        sizes = memory.PoolSizes(windows, scheduler, CacheSettings(mem_fraction=1.0, enable_prefix_caching=False))
+        pages = sizes.num_pages_within(free, layer_page_bytes=100, longest=longest)
+        assert 100 * sizes.num_layer_pages(pages) <= free
+        assert pages == num_rows * longest // 16 + 1 or free < 100 * sizes.num_layer_pages(pages + 1)
+        return pages * 16 // longest
+
+    assert [sequences_that_fit(windows) for windows in ((0, 0), (0, 128), (128, 128))] == [8, 13, num_rows]
 
 
 @pytest.mark.parametrize("free", [0, 150, 399])

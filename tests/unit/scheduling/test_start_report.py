@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.scheduling.step_plan import StartReport, slowest_start
 
 FAST = StartReport(90, load_s=1.0, compile_s=5.0, compile_sum_s=9.0, first_run_s=2.0, num_programs=4)
@@ -17,6 +18,14 @@ def test_hosts_that_start_together_wait_for_the_slowest():
 def test_programs_are_found_on_disk_where_every_host_finds_them():
     found = [StartReport(80, num_programs=4, num_programs_found=n) for n in (4, 1)]
     assert slowest_start(found).num_programs_found == 1
+
+
+def test_a_report_says_what_layers_with_a_window_keep():
+    groups = (PageGroup(0, 80), PageGroup(128, 40))
+    (windowed,) = {slowest_start([StartReport(80, page_groups=groups) for _ in range(2)])}
+    assert windowed.page_groups == groups and "page_groups" not in windowed.statistics()
+    assert str(windowed).startswith("80 KV pages per data rank, 40 for a window of 128; weights")
+    assert str(FAST).startswith("90 KV pages per data rank; weights")
 
 
 def test_statistics_name_every_part():
