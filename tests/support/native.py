@@ -47,8 +47,8 @@ def build_program(source: Path, *options: str, directory: Path) -> Path:
     return program
 
 
-class NativeReference(RouterReference):
-    """A model as the native kernels compute it, each sequence as one prompt, alone, with nothing cached: no row ties.
+class IdleReference(RouterReference):
+    """A model as an engine computes it, each sequence as one prompt, alone, with nothing cached: no row ties.
 
     The engine is the caller's, and serves nothing else.
     """

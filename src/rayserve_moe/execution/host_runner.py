@@ -47,6 +47,7 @@ from rayserve_moe.execution.step_results import only_wanted, start_copies, step_
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.weights import first_placement, load_weights, model_config, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.kv_cache import layer_pages_of, windows_of
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
@@ -82,10 +83,12 @@ class HostRunner:
         self.dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
         self.weights = ModelWeights({}, None)  # empty until `load`
         self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
+        self.pool = memory.PoolSizes(windows_of(spec, longest=self._longest), settings.scheduler, settings.cache)
         self._packer = Packer(
             step_shapes(settings.scheduler, step_cost(self.config, dtype=self.dtype)),
             rows_per_rank=settings.scheduler.max_running_requests,
             num_data_ranks=plan.data_size,
+            num_tables=len(set(self.pool.windows)),
         )
         self._block_inputs = {s: BlockInputSource(s, self.config) for s in self._packer.layouts if s.num_blocks}
         self._mover: MigrationRunner | None = None
@@ -113,13 +116,9 @@ class HostRunner:
         )
         self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
         self._report = replace(self._report, load_s=time.perf_counter() - started)
-        cache, devices = self._settings.cache, list(plan.mesh.local_devices)
-        return memory.num_pages_that_fit(
-            cache,
-            bytes_per_page=memory.page_bytes(spec, page_size=cache.page_size, dtype=self.dtype, plan=plan),
-            free=memory.free_bytes(devices),
-            most_useful=derive.most_useful_pages(self._settings.scheduler, cache, longest=self._longest),
-        )
+        page_size, free = self._settings.cache.page_size, memory.free_bytes(list(plan.mesh.local_devices))
+        of_layer = memory.page_bytes(spec, page_size=page_size, dtype=self.dtype, plan=plan) // spec.num_layers
+        return self.pool.num_pages_within(free, layer_page_bytes=of_layer, longest=self._longest)
 
     def prepare(self, num_pages: int) -> StartReport:
         """Allocate the pool, compile every step shape, and run each once: all that one host does before its steps."""
@@ -128,28 +127,31 @@ class HostRunner:
 
     def compile(self, num_pages: int) -> None:
         """Allocate the pool, and compile every step shape that is not found on disk. It waits for no other host."""
-        cache = self._settings.cache
+        cache, groups = self._settings.cache, self.pool.groups(num_pages)
+        layer_pages = layer_pages_of(self.pool.windows, groups)
+        step = StepConfig(self.config, cache.page_size, self._settings.replay.enabled, layer_pages=layer_pages)
         self._state = allocate_state(
             self.config,
-            num_pages=num_pages,
+            num_pages=groups[0].num_pages,
             page_size=cache.page_size,
             dtype=self.dtype,
             num_rows=self._settings.scheduler.max_running_requests,
             pages_per_row=derive.pages_per_sequence(self._longest, cache.page_size),
+            layer_pages=layer_pages,
         )
         self._programs = compile_programs(
             self.weights,
             self._state,
             layouts=self._packer.layouts,
-            config=StepConfig(self.config, cache.page_size, self._settings.replay.enabled),
+            config=step,
             kept=kept_programs(self._settings.compile, self.config.plan),
             mover=self._mover,
         )
-
         times = self._programs.times
         self._report = replace(
             self._report,
             num_pages=num_pages,
+            page_groups=groups,
             compile_s=times.wall_s,
             compile_sum_s=times.sum_s,
             num_programs=times.num_programs,

@@ -9,11 +9,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -38,9 +35,6 @@ COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
 BUILD_TIMEOUT_S = 300.0
 log = logging.getLogger(__name__)
-
-KNOWN = {"qk_norm": ("head",)}
-"""Values of a knob that the kernels know besides the plain one."""
 
 
 class NativeKernelsUnavailable(Exception):
@@ -141,16 +135,6 @@ def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kern
     )
 
 
-def _unknown_knobs(path: str, spec: Any) -> Iterator[str]:
-    """Knobs at a value that the kernels were not written for: all but the plain one and those in KNOWN."""
-    for knob in fields(spec):
-        value, name = getattr(spec, knob.name), f"{path}.{knob.name}"
-        if "plain" in knob.metadata and value not in (knob.metadata["plain"], *KNOWN.get(knob.name, ())):
-            yield f"{name} = {value!r}"
-        elif is_dataclass(value):
-            yield from _unknown_knobs(name, value)
-
-
 def _is_float32(spec: ModelSpec, *, dtype: str, is_asked_for: bool) -> bool:
     """Whether a model is to be computed in float32: by the settings, or by its files unless bfloat16 is asked for."""
     return dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for)
@@ -162,6 +146,4 @@ def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: b
         return "the devices are no CPUs"
     if _is_float32(spec, dtype=dtype, is_asked_for=is_asked_for):
         return "they compute in bfloat16, and the model in float32"
-    if unknown := list(_unknown_knobs(spec.family, spec)):
-        return f"they do not know {', '.join(unknown)}"
-    return shape_problem(spec.attention.head_dim, spec.hidden_size)
+    return shape_problem(spec.hidden_size)

@@ -13,6 +13,7 @@ from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.names import SpecTree
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
+from rayserve_moe.execution.huge_pages import use_huge_pages
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
@@ -93,12 +94,15 @@ def read_parameters(
 ) -> dict[str, Any]:
     """Read a checkpoint by the rules of its family, laid out by a plan."""
     family = family_of(files.config)
-    return load_parameters(
+    params = load_parameters(
         WeightSource(files, family.CHECKPOINT_RULES, expert_of_slot, getattr(family, "IGNORED", ())),
         tree,
         sharding_of=lambda spec: plan.sharding(spec.axes),
         in_host_memory=in_host_memory,
     )
+    if not in_host_memory and platform_of(plan.mesh) == "cpu":
+        use_huge_pages(jax.tree.leaves(params))
+    return params
 
 
 def with_capacity(weights: ModelWeights, factor: float, *, config: ModelConfig) -> ModelWeights:

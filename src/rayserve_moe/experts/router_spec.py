@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def any_value(default: Any) -> Any:
-    """A knob of which every value is computed by the reference; other kernels may only know `default`."""
-    return field(default=default, metadata={"plain": default})
+def one_of(default: Any, *others: Any) -> Any:
+    """A knob of which only `default` and `others` are computed, or read out of files."""
+    return field(default=default, metadata={"computed": (default, *others)})
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class RouterSpec:
     num_experts: int
     top_k: int
     renormalize: bool
-    score: str = any_value("softmax")
-    logit_bias: bool = any_value(False)
-    selection_bias: bool = any_value(False)
-    num_groups: int = any_value(1)
-    groups_kept: int = any_value(1)
-    group_score: str = any_value("max")
-    renormalize_floor: float = any_value(0.0)
-    scale: float = any_value(1.0)
+    score: str = one_of("softmax", "sigmoid")
+    logit_bias: bool = False
+    selection_bias: bool = False
+    num_groups: int = 1
+    groups_kept: int = 1
+    group_score: str = one_of("max", "top2_sum")
+    renormalize_floor: float = 0.0
+    scale: float = 1.0
     selection_bias_in_row: bool = False
 
     def problem(self) -> str | None:

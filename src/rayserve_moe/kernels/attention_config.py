@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -24,8 +24,3 @@ class AttentionConfig:
     clip: float | None = None
     score_scale: float | None = None
     windows: tuple[int, ...] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but widths, norms and devices is stated."""
-        return replace(self, plan=None) == AttentionConfig(self.head_dim, self.eps)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import project_heads
 from rayserve_moe.kernels.attention_reference import BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.kv_pool import write_kv
+from rayserve_moe.kernels.kv_pool import LayerPages, write_kv
 from rayserve_moe.kernels.layers import Rotation
 
 PagedAttention = Callable[..., jax.Array]
@@ -30,7 +30,8 @@ class TokenBatch:
     """The tokens of a step, a ragged batch laid out as `[U single tokens | prefill blocks of Q tokens]`.
 
     `token_ids_T`, `positions_T` (-1: padding) and `kv_slots_T` are int32 [T]; `page_table_BP` int32 holds the pages
-    of the sequence that each block belongs to. `num_singles` is U.
+    of the sequence that each block belongs to. `num_singles` is U. Where layers have different page tables, slots and
+    tables have one more dimension ahead, and `layer_pages` says which is whose.
     """
 
     token_ids_T: jax.Array
@@ -38,6 +39,7 @@ class TokenBatch:
     kv_slots_T: jax.Array
     page_table_BP: jax.Array
     num_singles: int = field(metadata={"static": True})
+    layer_pages: tuple[LayerPages, ...] = field(default=(), metadata={"static": True})
 
     @property
     def num_prefill_blocks(self) -> int:
@@ -47,6 +49,18 @@ class TokenBatch:
     def valid_T(self) -> jax.Array:
         """Which tokens are not padding, bool [T]."""
         return self.positions_T >= 0
+
+    def of_layer(
+        self, layer: jax.Array, kv_pages: jax.Array, num_layers: int
+    ) -> tuple[TokenBatch, jax.Array, jax.Array | int]:
+        """The batch with slots and page table of a layer, the layer's first page in the pool, and how many it has."""
+        if not self.layer_pages:
+            num_pages = kv_pages.shape[0] // num_layers
+            assert num_pages * num_layers == kv_pages.shape[0], "layers have equally many pages"
+            return self, layer * num_pages, num_pages
+        table, first_page, num_pages = jnp.asarray(np.array(self.layer_pages, np.int32))[layer]
+        own = replace(self, kv_slots_T=self.kv_slots_T[table], page_table_BP=self.page_table_BP[table], layer_pages=())
+        return own, first_page, num_pages
 
 
 class AttentionInputs(NamedTuple):
@@ -71,11 +85,11 @@ def attend_layer(
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
     Norms, biases and sinks may be absent, and the output's bias is the caller's to add. `kv_pages` is
-    [L * pages, page, 2 * G, h]: page p of layer l lies at l * pages + p. `decode` attends the single tokens, `prefill`
-    the blocks.
+    [L * pages, page, 2 * G, h]: page p of layer l lies at l * pages + p, or where `batch.layer_pages` says. `decode`
+    attends the single tokens, `prefill` the blocks.
     """
     weights, batch, rotation, layer = inputs
-    first_page = layer * (kv_pages.shape[0] // len(weights["q_LDH"]))
+    batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
         queries, keys, values = project_heads(normed_TD, of_layer, rotation=rotation, config=config)

@@ -55,9 +55,9 @@ def attend_latent_layer(
     is that of r elements. Queries come from a latent of their own where `weights` have one (q_a, q_a_norm, q_b).
     """
     weights, batch, rotation, layer = inputs
-    first_page = layer * (kv_pages.shape[0] // len(weights["o_LHD"]))
+    batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
-    latent_width = len(of_layer["v_b_LCH"])
+    latent_width = len(of_layer["kv_a_norm_LC"])
     with jax.named_scope("projections"):
         latents_T1C = _latents(normed_TD, of_layer, rotation, config)
         queries_TAC = _absorbed_queries(normed_TD, of_layer, rotation, config)
@@ -68,8 +68,8 @@ def attend_latent_layer(
         kernels = partial(decode, **how), partial(prefill, **how)
         attended_TAC = attend_blocks(queries_TAC, kv_pages, batch, first_page=first_page, kernels=kernels)
     with jax.named_scope("output_product"):
-        v_b_CAv = of_layer["v_b_LCH"].reshape(latent_width, attended_TAC.shape[1], -1)
-        values_TAv = _multiply("TAC,CAv->TAv", attended_TAC.astype(normed_TD.dtype), v_b_CAv).astype(normed_TD.dtype)
+        v_b_AvC = of_layer["v_b_LHC"].reshape(attended_TAC.shape[1], -1, latent_width)
+        values_TAv = _multiply("TAC,AvC->TAv", attended_TAC.astype(normed_TD.dtype), v_b_AvC).astype(normed_TD.dtype)
         values_TH = values_TAv.reshape(len(normed_TD), -1)
         return jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
 
@@ -78,7 +78,7 @@ def _latents(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
 ) -> jax.Array:
     """What the cache keeps of each token: its normed latent, and the rotated key of all heads, [T, 1, C + r]."""
-    latent_width = len(weights["v_b_LCH"])
+    latent_width = len(weights["kv_a_norm_LC"])
     projected_T1C = project(normed_TD, weights["kv_a_LDC"], weights.get("kv_a_bias_LC"))[:, None]
     latents_T1C, keys_T1r = projected_T1C[..., :latent_width], projected_T1C[..., latent_width:]
     latents_T1C = rms_norm(latents_T1C, weights["kv_a_norm_LC"], config.norm_eps)

@@ -14,7 +14,7 @@ import jax
 
 from rayserve_moe.kernels import attention_ragged, attention_reference, expert_products, kv_pool, layers
 from rayserve_moe.kernels.attention_layer import attend_layer
-from rayserve_moe.kernels.cpu_native import calls
+from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 
@@ -99,6 +99,7 @@ CPU_NATIVE = Kernels(
 
 LATENT_ATTENTION: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "cpu": partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend),
+    "cpu_native": latent.attend_latent_layer,
 }
 """What takes the place of `attention` where a model's is latent, by the name of the table."""
 

@@ -10,6 +10,8 @@ from rayserve_moe.model.config_rope import rope_of, score_scale_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
 from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RouterSpec, UnsupportedModelError
 
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+
 
 def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int, tied: bool = False) -> dict[str, Any]:
     """Read the fields of a ModelSpec that every family has: sizes, norms, the head and the dtype of files.
@@ -23,8 +25,19 @@ def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int
         "norm_eps": number_of(config, "rms_norm_eps", norm_eps),
         "tie_embeddings": flag_of(config, "tie_word_embeddings", tied),
         "max_position_embeddings": integer_of(config, "max_position_embeddings", max_positions),
-        "checkpoint_dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        "checkpoint_dtype": _dtype_of(config),
     }
+
+
+def _dtype_of(config: Mapping[str, Any]) -> str:
+    """The dtype that weights were saved from; float32 where the config names none."""
+    key = "torch_dtype" if config.get("dtype") is None else "dtype"
+    found = config.get(key)
+    if found is not None and found not in DTYPES:
+        raise UnsupportedModelError(
+            f"config.json: {key} = {reprlib.repr(found)} is no type of weights (only {', '.join(DTYPES)})"
+        )
+    return found or "float32"
 
 
 def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[str, Any]:

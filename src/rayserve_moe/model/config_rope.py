@@ -93,7 +93,9 @@ def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
 
 
 def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    if rope.get("factor") is None:
+    if "factor" not in rope:
+        raise UnsupportedModelError("config.json: a yarn scaling has no factor; null derives it from the lengths")
+    if rope["factor"] is None:
         return integer_of(config, "max_position_embeddings") / _original_length(config, rope)
     factor = number_of(rope, "factor", 1.0)
     if factor < 1:

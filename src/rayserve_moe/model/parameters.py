@@ -121,7 +121,8 @@ def _cut_out_of_one(specs: dict[str, ParamSpec], spec: ModelSpec) -> dict[str, P
 def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, ParamSpec]:
     """Latent attention: what leads into latents is held by every device, what leads out of them by heads.
 
-    A file has the keys and values of a head next to each other in one tensor (role `kv_b`), we hold them apart.
+    A file has the keys and values of a head next to each other in one tensor (role `kv_b`), we hold them apart, what
+    leads to values as it lies there: XLA:CPU transposes the right side of a product per head whose heads stand last.
     """
     attention, layers = spec.attention, _all_layers(spec)
     width, cached = spec.hidden_size, latent.kv_lora_rank + latent.rope_dim
@@ -141,7 +142,7 @@ def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, 
         "kv_a_LDC": stack("kv_a", (width, cached), ("model", None)),
         "kv_a_norm_LC": stack("kv_a_norm", (latent.kv_lora_rank,), (None,), "ones"),
         "k_b_LCH": of_latent(0, latent.nope_dim),
-        "v_b_LCH": of_latent(latent.nope_dim, latent.value_dim),
+        "v_b_LHC": of_latent(latent.nope_dim, latent.value_dim).as_in_files(),
         "o_LHD": stack("o", (o_width, width), ("heads", "model")),
     }
     if q_latent is None:

@@ -6,10 +6,10 @@ when a spec is built, so that a family can be described before it is served, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
-from rayserve_moe.experts.router_spec import RouterSpec, any_value
+from rayserve_moe.experts.router_spec import RouterSpec, one_of
 from rayserve_moe.requests import RoutingLayout
 
 
@@ -17,19 +17,8 @@ class UnsupportedModelError(ValueError):
     """A checkpoint asks for something this build does not compute; the message names the key and its value."""
 
 
-def _only(default: Any, *others: Any) -> Any:
-    """A knob of which only `default` and `others` are computed."""
-    return field(default=default, metadata={"plain": default, "computed": (default, *others)})
-
-
-def _everywhere(default: Any) -> Any:
-    """A knob of which every value is computed, whatever the kernels are: none depends on it."""
-    return field(default=default)
-
-
-def _of_files(default: Any, *others: Any) -> Any:
-    """A knob of how files hold a model: no kernel depends on it. `default` and `others` are read."""
-    return field(default=default, metadata={"computed": (default, *others)})
+BESIDE_LATENT = ("latent", "bias", "output_bias", "score_scale")
+"""Knobs of attention that latent attention has; the others stay at their defaults."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +53,16 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    latent: LatentSpec | None = any_value(None)
+    latent: LatentSpec | None = None
     bias: bool = False
     output_bias: bool = False
-    qk_norm: str = _only("none", "head", "full")
-    qk_norm_after_rope: bool = any_value(False)
-    clip_qkv: float | None = any_value(None)
-    sinks: bool = any_value(False)
-    windows: tuple[int, ...] = any_value(())
-    score_scale: float | None = any_value(None)
-    fused_qkv: bool = _of_files(False, True)
+    qk_norm: str = one_of("none", "head", "full")
+    qk_norm_after_rope: bool = False
+    clip_qkv: float | None = None
+    sinks: bool = False
+    windows: tuple[int, ...] = ()
+    score_scale: float | None = None
+    fused_qkv: bool = one_of(False, True)
 
 
 @dataclass(frozen=True)
@@ -99,9 +88,9 @@ class RopeSpec:
     """
 
     theta: float
-    rotary_dim: int | None = any_value(None)
-    interleaved: bool = any_value(False)
-    yarn: YarnSpec | None = any_value(None)
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    yarn: YarnSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -115,10 +104,10 @@ class ExpertSpec:
     """
 
     intermediate_size: int
-    layout: str = _of_files("per_expert", "fused_out_in", "fused_in_out_interleaved")
-    bias: bool = any_value(False)
-    activation: str = any_value("silu")
-    shared: str = any_value("none")
+    layout: str = one_of("per_expert", "fused_out_in", "fused_in_out_interleaved")
+    bias: bool = False
+    activation: str = one_of("silu", "clamped_swiglu")
+    shared: str = one_of("none", "plain", "sigmoid_gated")
     shared_size: int = 0
 
 
@@ -145,9 +134,9 @@ class ModelSpec:
     tie_embeddings: bool
     max_position_embeddings: int
     checkpoint_dtype: str
-    embedding_multiplier: float = _everywhere(1.0)
-    residual_multiplier: float = _everywhere(1.0)
-    logits_divisor: float = _everywhere(1.0)
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         _refuse_what_is_not_computed(self.family, self)
@@ -178,7 +167,7 @@ def _refuse_beside_latent(family: str, attention: AttentionSpec) -> None:
     """Latent attention knows biases and a scale of scores, and none of the other knobs of attention."""
     for knob in fields(attention) if attention.latent else ():
         value, path = getattr(attention, knob.name), f"{family}.attention.{knob.name}"
-        if "plain" in knob.metadata and knob.name not in ("latent", "score_scale") and value != knob.metadata["plain"]:
+        if knob.name not in BESIDE_LATENT and knob.default not in (MISSING, value):
             raise UnsupportedModelError(f"{path} = {value!r} is not computed beside latent attention")
 
 

@@ -180,8 +180,8 @@ def _shared_expert(
     out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, matrices, layer=moe_layer))
     if config.spec.experts.shared != "sigmoid_gated":
         return out_TD
-    gate_T1 = jnp.matmul(normed_TD, weights["out_gate_MD1"][moe_layer], preferred_element_type=jnp.float32)
-    return jax.nn.sigmoid(gate_T1) * out_TD
+    gate_D1 = weights["out_gate_MD1"][moe_layer].astype(jnp.float32)
+    return config.kernels.router_scores(normed_TD, gate_D1, score="sigmoid") * out_TD
 
 
 def _dense_layer(

@@ -37,7 +37,7 @@ class LatentModel:
             "kv_a_LDC": (self.hidden, self.kv_lora + self.rope),
             "kv_a_norm_LC": (self.kv_lora,),
             "k_b_LCH": (self.kv_lora, self.heads * self.nope),
-            "v_b_LCH": (self.kv_lora, self.heads * self.value),
+            "v_b_LHC": (self.heads * self.value, self.kv_lora),
             "o_LHD": (self.heads * self.value, self.hidden),
         }
         queries = self.heads * (self.nope + self.rope)
@@ -66,7 +66,7 @@ class LatentModel:
         queries = queries.reshape(num_tokens, self.heads, -1)
         latents, shared = np.split(self.cached(hidden_TD, weights, layer=layer, theta=theta), [self.kv_lora], axis=1)
         plain = (latents @ w["k_b_LCH"]).reshape(num_tokens, self.heads, self.nope)
-        values = (latents @ w["v_b_LCH"]).reshape(num_tokens, self.heads, self.value)
+        values = (latents @ w["v_b_LHC"].T).reshape(num_tokens, self.heads, self.value)
         keys = np.concatenate([plain, np.repeat(shared[:, None], self.heads, axis=1)], axis=-1)
         queries = np.concatenate(
             [queries[..., : self.nope], turned(queries[..., self.nope :], theta=theta, interleaved=self.interleaved)],

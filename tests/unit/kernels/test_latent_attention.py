@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
-from rayserve_moe.kernels.attention_reference import KEYS_PER_SPAN, attend
-from rayserve_moe.kernels.latent_attention import LatentConfig, attend_latent_layer
-from rayserve_moe.kernels.layers import rotation_of
 from tests.unit.kernels.latent_cases import LatentModel, Weights
-
-PAGE, BLOCK, LAYER, THETA, LENGTH = 16, 8, 1, 100.0, KEYS_PER_SPAN + 21
-PAGES = np.random.default_rng(3).permutation(np.arange(1, 1 + -(-LENGTH // PAGE))).astype(np.int32)
-NUM_PAGES = len(PAGES) + 3
-Chunks = list[int]
-"""Lengths of the chunks of a sequence, one per step; those of one token are single tokens."""
+from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, PAGES, THETA, drawn, run
 
 MODELS = {
     "queries of a latent": LatentModel(),
@@ -28,58 +17,6 @@ MODELS = {
     "biases, a scale, and pairs of neighbours": LatentModel(bias=True, score_scale=0.45, interleaved=True),
     "one head, wide values": LatentModel(heads=1, value=24, nope=4),
 }
-CUTS: dict[str, Chunks] = {
-    "one prompt": [LENGTH],
-    "a prompt, then decoding": [LENGTH - 5, *[1] * 5],
-    "chunks that end within blocks and pages": [3, 41, 30, 60, LENGTH - 134],
-}
-
-
-@cache
-def compiled(model: LatentModel):
-    config = LatentConfig(model.nope, model.norm_eps, model.scale, model.interleaved)
-    frequencies = (THETA ** (-np.arange(0, model.rope, 2) / model.rope)).astype(np.float32)
-    kernel = partial(attend_latent_layer, config=config, decode=attend, prefill=attend)
-
-    def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        rotation = rotation_of(batch.positions_T, frequencies)
-        return kernel(hidden, pool, AttentionInputs(weights, batch, rotation, jnp.int32(LAYER)))
-
-    return jax.jit(layer)
-
-
-def batch_of(first: int, count: int) -> tuple[TokenBatch, slice]:
-    """The next tokens of the sequence, as a single token or as blocks of a step that has both, and their places."""
-    num_blocks = -(-LENGTH // BLOCK)
-    places = slice(0, 1) if count == 1 else slice(1, 1 + count)
-    positions = np.full(1 + num_blocks * BLOCK, -1, np.int32)
-    positions[places] = np.arange(first, first + count)
-    slots = np.where(positions >= 0, PAGES[positions // PAGE] * PAGE + positions % PAGE, 0).astype(np.int32)
-    return TokenBatch(
-        np.zeros_like(slots), positions, slots, np.tile(PAGES, (1 + num_blocks, 1)), num_singles=1
-    ), places
-
-
-def run(
-    model: LatentModel, weights: Weights, hidden: np.ndarray, chunks: Chunks, *, dtype=jnp.float32, pool_dtype=None
-) -> tuple[np.ndarray, jax.Array]:
-    """Outputs of all tokens [T, D], computed chunk by chunk, and the pool. What no token wrote is NaN."""
-    width = model.kv_lora + model.rope
-    pool = jnp.full((model.num_layers * NUM_PAGES, PAGE, 1, width), jnp.nan, pool_dtype or dtype)
-    arrays, outputs, first = {name: jnp.asarray(array, dtype) for name, array in weights.items()}, [], 0
-    for count in chunks:
-        batch, places = batch_of(first, count)
-        rows = np.zeros((len(batch.positions_T), model.hidden), np.float32)
-        rows[places] = hidden[first : first + count]
-        out, pool = compiled(model)(jnp.asarray(rows, dtype), arrays, pool, batch)
-        assert out.dtype == jnp.float32
-        outputs.append(np.asarray(out)[places])
-        first += count
-    return np.concatenate(outputs), pool
-
-
-def drawn(model: LatentModel) -> np.ndarray:
-    return np.random.default_rng(9).standard_normal((LENGTH, model.hidden)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +64,7 @@ def test_devices_with_some_of_the_heads_add_up_to_all_of_them_and_hold_the_same_
 
 def shares_of(weights: Weights) -> list[Weights]:
     """The weights of the first and of the second half of the heads."""
-    split = dict.fromkeys(("q_b_LRH", "k_b_LCH", "v_b_LCH"), -1) | {"o_LHD": 1}
+    split = {"q_b_LRH": -1, "k_b_LCH": -1, "v_b_LHC": 1, "o_LHD": 1}
     return [
         {name: np.split(w, 2, split[name])[half] if name in split else w for name, w in weights.items()}
         for half in (0, 1)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import PROJECTIONS
-from rayserve_moe.kernels.cpu_native.layout import HEAD_WIDTHS, pack
+from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.layers import rotation_of
 from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, Kernels
-from rayserve_moe.model.attention import attention_config, rope_frequencies
+from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.sharding import TENSOR
 from tests.support.native import need_native_kernels
 
 PAGE, BLOCK, NUM_LAYERS, LAYER = 16, 8, 2, 1
@@ -32,9 +36,12 @@ def _kernels():
     need_native_kernels()
 
 
-def spec_with(**changes: object) -> ModelSpec:
-    config = {**asdict(replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6)), **changes}
-    return spec_from_hf(config)
+def spec_with(**changes: Any) -> ModelSpec:
+    """A tiny model with other values in its config, or of knobs of its attention or rotation."""
+    spec = spec_from_hf(asdict(replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6)))
+    rope = {name: value for name, value in changes.items() if hasattr(spec.rope, name)}
+    attention = {name: value for name, value in changes.items() if name not in rope}
+    return replace(spec, attention=replace(spec.attention, **attention), rope=replace(spec.rope, **rope))
 
 
 def drawn_weights(spec: ModelSpec) -> dict[str, jax.Array]:
@@ -73,7 +80,7 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
     """Output [T, D] and the pool, as one compiled program: the pool is written in place there."""
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, spec.attention.head_dim))
+        rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
         inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
         out, pool = kernels.attention(hidden, pool, inputs, config=attention_config(spec))
         return out.astype(hidden.dtype), pool
@@ -82,10 +89,9 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
     return np.asarray(out, np.float32), np.asarray(pool, np.float32)
 
 
-def both_ways(spec: ModelSpec, batch: TokenBatch, hidden: jax.Array):
-    weights = drawn_weights(spec)
-    packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
-    return run(CPU_NATIVE, spec, batch, hidden, packed), run(CPU, spec, batch, hidden, weights)
+def natively(spec: ModelSpec, batch: TokenBatch, hidden: jax.Array):
+    packed = {name: pack(array) if name in PROJECTIONS else array for name, array in drawn_weights(spec).items()}
+    return run(CPU_NATIVE, spec, batch, hidden, packed)
 
 
 def drawn_hidden(num_tokens: int, width: int) -> jax.Array:
@@ -99,11 +105,19 @@ CASES = {
     "blocks, one not full": ([], [(0, 0, 8), (0, 8, 3), (2, 30, 8)]),
     MIXED: ([(1, 50), (1, -1)], [(0, 25, 8), (2, 0, 0), (0, 33, 8)]),
 }
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "norms of heads": {},
-    "biases": {"attention_bias": True},
-    "a head per head": {"num_key_value_heads": 6},
-    **{f"heads of {width}": {"head_dim": width} for width in HEAD_WIDTHS},
+    "biases": {"bias": True, "qk_norm": "none"},
+    "a head per head": {"num_kv_heads": 6},
+    "norms after the rotation": {"qk_norm_after_rope": True},
+    "norms of all heads, and a clip": {"qk_norm": "full", "clip_qkv": 0.7},
+    "sinks and a score scale": {"sinks": True, "score_scale": 0.3},
+    "a window": {"windows": (0, 20)},
+    "a window shorter than a block, sinks": {"windows": (0, 5), "sinks": True, "head_dim": 80, "bias": True},
+    "part of a head": {"rotary_dim": 20},
+    "neighbouring pairs of a part": {"interleaved": True, "rotary_dim": 36, "head_dim": 48},
+    "neighbouring pairs": {"interleaved": True},
+    **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192)},
 }
 
 
@@ -113,7 +127,8 @@ MODELS = {
 def test_it_is_the_pure_layer(model, case):
     spec, batch = spec_with(**MODELS[model]), batch_of(*CASES[case])
     hidden = drawn_hidden(len(batch.positions_T), spec.hidden_size)
-    (out, pool), (expected, expected_pool) = both_ways(spec, batch, hidden)
+    out, pool = natively(spec, batch, hidden)
+    expected, expected_pool = run(CPU, spec, batch, hidden, drawn_weights(spec))
     here = batch.positions_T >= 0
     # Queries, keys and attended values round to 8 bits on either side, and then the result does.
     np.testing.assert_allclose(out[here], expected[here], rtol=2**-7, atol=2**-6 * np.abs(expected[here]).max())
@@ -124,23 +139,84 @@ def test_it_is_the_pure_layer(model, case):
     np.testing.assert_array_equal(pool[untouched], np.asarray(pool_of(spec), np.float32)[untouched])
 
 
-def test_a_token_comes_out_the_same_alone_in_company_and_in_a_block():
-    spec = spec_with()
+@pytest.mark.parametrize("model", ["norms of heads", "a window shorter than a block, sinks", "a window"])
+def test_a_token_comes_out_the_same_alone_in_company_and_in_a_block(model):
+    spec = spec_with(**MODELS[model])
     hidden = drawn_hidden(BLOCK, spec.hidden_size)
-    in_block, pool = both_ways(spec, batch_of([], [(0, 33, 8)]), hidden)[0]
+    in_block, pool = natively(spec, batch_of([], [(0, 33, 8)]), hidden)
     padded = jnp.concatenate([drawn_hidden(3, spec.hidden_size), hidden[:5], jnp.zeros_like(hidden[:3])])
-    in_company, _ = both_ways(spec, batch_of([(1, 3), (2, 60), (2, -1)], [(0, 33, 5)]), padded)[0]
+    in_company, _ = natively(spec, batch_of([(1, 3), (2, 60), (2, -1)], [(0, 33, 5)]), padded)
     np.testing.assert_array_equal(in_company[3:8], in_block[:5])
-    alone, one_written = both_ways(spec, batch_of([(0, 33)], []), hidden[:1])[0]
+    alone, one_written = natively(spec, batch_of([(0, 33)], []), hidden[:1])
     np.testing.assert_array_equal(alone, in_block[:1])
     slot = PAGES_OF[0, 2] + LAYER * NUM_PAGES, 1
     np.testing.assert_array_equal(one_written[slot], pool[slot])
 
 
-def test_heads_that_it_was_not_compiled_for_are_refused():
-    spec, batch = spec_with(head_dim=192), batch_of([(0, 5)], [])
-    with pytest.raises(Exception, match="no such heads"):
-        both_ways(spec, batch, drawn_hidden(1, spec.hidden_size))
+def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
+    spec = spec_with(qk_norm="full", bias=True)
+    batch, plan = batch_of(*CASES[MIXED]), plan_for(jax.devices()[:2], data_size=1)
+    hidden, heads, alike = drawn_hidden(len(batch.positions_T), spec.hidden_size), P(None, None, TENSOR), P()
+
+    def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
+        packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
+        rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
+        inputs = AttentionInputs(packed, batch, rotation, jnp.int32(LAYER))
+        out, pool = CPU_NATIVE.attention(hidden, pool, inputs, config=attention_config(spec, plan))
+        return plan.sum_over_tensor(out), pool
+
+    axes = parameter_specs(spec, dtype="bfloat16", tensor_size=2)["attention"]
+    in_specs = alike, {name: plan.partition(param.axes) for name, param in axes.items()}, heads, alike
+    step = jax.shard_map(layer, mesh=plan.mesh, in_specs=in_specs, out_specs=(alike, heads), check_vma=False)
+    out, _ = jax.jit(step)(hidden, drawn_weights(spec), pool_of(spec), batch)
+    expected, _ = natively(spec, batch, hidden)
+    here = batch.positions_T >= 0
+    np.testing.assert_allclose(np.asarray(out)[here], expected[here], atol=2**-7 * np.abs(expected[here]).max())
+
+
+def test_what_lies_behind_a_window_has_no_effect():
+    """Its pages may be gone: the table then has others in their place, here one of NaN, and one that there is not."""
+    spec = spec_with(windows=(0, 20), sinks=True)
+    batch, hidden = batch_of([(1, 60)], [(0, 38, 8)]), drawn_hidden(1 + BLOCK, spec.hidden_size)
+    whole, _ = natively(spec, batch, hidden)
+    tables = np.array(batch.page_table_BP)
+    tables[0, :2], tables[1, 0] = (0, NUM_PAGES), -1  # the first keys that they see are 41 and 19
+    cut, _ = natively(spec, replace(batch, page_table_BP=tables), hidden)
+    np.testing.assert_array_equal(cut, whole)
+    with pytest.raises(Exception, match="lies outside the pool"):
+        natively(spec, replace(batch, page_table_BP=np.full_like(tables, NUM_PAGES)), hidden)
+
+
+def test_a_later_token_that_is_not_finite_leaves_the_earlier_ones_as_they_are():
+    """A weight of zero times what is not finite is not zero."""
+    spec = spec_with()
+    batch, hidden = batch_of([], [(0, 33, 8)]), drawn_hidden(BLOCK, spec.hidden_size)
+    whole, _ = natively(spec, batch, hidden)
+    for value in (np.nan, np.inf):
+        broken, _ = natively(spec, batch, hidden.at[5].set(value))
+        np.testing.assert_array_equal(broken[:5], whole[:5])
+        assert np.isnan(broken[5:]).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"q_norm_Lh": (NUM_LAYERS, 16)}, {"q_norm_Lh": (1, 32)}, {"sinks_LA": (NUM_LAYERS, 5)},
+        {"q_bias_LH": (NUM_LAYERS, 32)},
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused(wrong):
+    spec = spec_with()
+    weights = drawn_weights(spec) | {name: jnp.ones(shape, jnp.bfloat16) for name, shape in wrong.items()}
+    with pytest.raises(Exception, match="weights of attention do not fit"):
+        run(CPU_NATIVE, spec, batch_of([(0, 5)], []), drawn_hidden(1, spec.hidden_size), weights)
+
+
+def test_windows_of_other_layers_are_refused():
+    spec = spec_with(windows=(0, 5))
+    other = replace(spec, num_layers=3, attention=replace(spec.attention, windows=(0, 5, 5)))
+    with pytest.raises(Exception, match="each layer has a window"):
+        run(CPU_NATIVE, other, batch_of([(0, 5)], []), drawn_hidden(1, spec.hidden_size), drawn_weights(spec))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +232,5 @@ def test_heads_that_it_was_not_compiled_for_are_refused():
 def test_places_outside_the_pool_are_refused(changes):
     spec = spec_with()
     batch = replace(batch_of([(0, 5)], []), **changes)
-    hidden, weights = drawn_hidden(1, spec.hidden_size), drawn_weights(spec)
-    packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
     with pytest.raises(Exception, match="lies outside the pool"):
-        run(CPU_NATIVE, spec, batch, hidden, packed)
+        natively(spec, batch, drawn_hidden(1, spec.hidden_size))

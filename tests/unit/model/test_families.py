@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
+from rayserve_moe.kernels.expert_products import ACTIVATIONS
+from rayserve_moe.kernels.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
-from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
 from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
 
 
@@ -90,6 +93,7 @@ def test_published_spellings_are_those_of_today():
     new = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, **yarn}}
     assert spec_of("deepseek_v3-0", **old) == spec_of("deepseek_v3-0", **new)
     assert spec_of("minimax_m2-0", rope_parameters=None, rope_theta=5e6, rotary_dim=8) == spec_of("minimax_m2-0")
+    assert spec_of("deepseek_v3-0", model_type="kimi_k2") == spec_of("deepseek_v3-0"), "the architecture says it"
     assert spec_of("glm4_moe-0", rope_parameters=None, partial_rotary_factor=0.5) == spec_of("glm4_moe-0")
     assert spec_of("hunyuan_v1_moe-0", moe_topk=[3] * 3, num_shared_expert=[1] * 3) == spec_of("hunyuan_v1_moe-0")
 
@@ -104,6 +108,9 @@ REFUSED = {
     "linear rope": ("mixtral-0", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     "rope per layer type": ("mixtral-0", {"rope_scaling": {"full_attention": {}}}, "per layer type .*full_attention"),
     "shrinking yarn": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor = 0.5"),
+    "yarn without a factor": ("mixtral-0", {"rope_scaling": {"type": "yarn"}}, "a yarn scaling has no factor"),
+    "dtype": ("olmoe-0", {"dtype": "int7"}, "dtype = 'int7' is no type of weights"),
+    "dtype in the old spelling": ("olmoe-0", {"dtype": None, "torch_dtype": 16}, "torch_dtype = 16 is no type"),
     "odd rotation": ("glm4_moe-0", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor = 0.2"),
     "dynamic rope": ("hunyuan_v1_moe-0", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     "score": ("deepseek_v3-0", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
@@ -124,7 +131,7 @@ REFUSED = {
     "odd latent heads": ("deepseek_v3-0", {"qk_rope_head_dim": 15}, "rotary_dim 15 is no even part"),
     "yarn of one frequency": (
         "gpt_oss-0",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}},
         "rope_theta = 1",
     ),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
@@ -135,6 +142,28 @@ REFUSED = {
 def test_what_is_not_computed_is_refused_by_key_and_value(name: str, changes: dict[str, Any], message: str):
     with pytest.raises(UnsupportedModelError, match=message):
         spec_of(name, **changes)
+
+
+CHOICES = ("router.score", "router.group_score", "experts.activation", "experts.shared", "attention.qk_norm")
+
+
+@pytest.mark.parametrize("path", [*CHOICES, "experts.layout"])
+def test_a_misspelled_value_is_refused_when_the_spec_is_built(path: str):
+    spec, (group, name) = spec_of("deepseek_v3-0"), path.split(".")
+    with pytest.raises(UnsupportedModelError, match=f"{path} = 'softmx' is not computed by this build"):
+        replace(spec, **{group: replace(getattr(spec, group), **{name: "softmx"})})
+
+
+def test_every_score_and_activation_that_a_spec_may_name_is_computed():
+    for spec, name, table in ((RouterSpec, "score", SCORES), (ExpertSpec, "activation", ACTIVATIONS)):
+        (knob,) = (each for each in fields(spec) if each.name == name)
+        assert set(knob.metadata["computed"]) <= set(table)
+
+
+def test_a_factor_of_null_follows_from_the_lengths():
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    given, derived = (spec_of("mixtral-0", rope_parameters={**rope, "factor": factor}) for factor in (8.0, None))
+    assert derived == given
 
 
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings, SettingsError
+from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings
 from rayserve_moe.execution.device_state import allocate_state
 from rayserve_moe.execution.memory import page_bytes
 from rayserve_moe.execution.native_kernels import choose_kernels
 from rayserve_moe.execution.weights import model_config
-from rayserve_moe.kernels.registry import CPU_NATIVE, LATENT_ATTENTION, TPU
+from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, LATENT_ATTENTION, TPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
@@ -21,6 +21,7 @@ from rayserve_moe.model.spec import AttentionSpec, LatentSpec, ModelSpec, Unsupp
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import MESH_AXES_OF
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.native import need_native_kernels
 
 WIDTHS = LatentSpec(q_lora_rank=20, kv_lora_rank=16, nope_dim=8, rope_dim=4, value_dim=10)
 ATTENTION = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=12, latent=WIDTHS)
@@ -36,7 +37,7 @@ def parameters_with(*, tensor_size: int = 1, widths: LatentSpec = WIDTHS, **chan
 
 def test_keys_and_values_of_a_head_stand_next_to_each_other_in_one_tensor_of_the_file():
     found = parameters_with()
-    keys, values = found["k_b_LCH"], found["v_b_LCH"]
+    keys, values = found["k_b_LCH"], found["v_b_LHC"]
     assert keys.role == values.role == "kv_b" and keys.file_shape == values.file_shape == (4 * 18, 16)
     of_heads = np.arange(4 * 18).reshape(4, 18)
     np.testing.assert_array_equal(keys.columns_in_file(0, 32), of_heads[:, :8].ravel())
@@ -56,7 +57,7 @@ def test_latents_are_whole_on_every_device_and_heads_are_spread():
     found = parameters_with(tensor_size=2, bias=True, output_bias=True)
     assert found == parameters_with(bias=True, output_bias=True), "nothing is repeated"
     spread = {name for name, p in found.items() if any(MESH_AXES_OF[axis] for axis in p.axes)}
-    assert spread == {"q_b_LRH", "k_b_LCH", "v_b_LCH", "o_LHD"}
+    assert spread == {"q_b_LRH", "k_b_LCH", "v_b_LHC", "o_LHD"}
     assert all(len(p.axes) == len(p.shape) for p in found.values())
 
 
@@ -74,19 +75,19 @@ def test_a_token_takes_one_latent_and_one_rotated_key_on_each_device(data_size, 
 
 def test_kernels_without_latent_attention_refuse_it_by_name():
     plan = plan_for(jax.devices()[:1])
-    for kernels in (TPU, CPU_NATIVE):
-        with pytest.raises(UnsupportedModelError, match=rf"attention\.latent: the {kernels.name} kernels have no"):
-            model_config(spec_with(), plan, experts=ExpertSettings(), kernels=kernels)
-    found = model_config(spec_with(), plan, experts=ExpertSettings()).kernels
-    assert found.name == "cpu" and found.attention is LATENT_ATTENTION["cpu"]
+    with pytest.raises(UnsupportedModelError, match=r"attention\.latent: the tpu kernels have no"):
+        model_config(spec_with(), plan, experts=ExpertSettings(), kernels=TPU)
+    for kernels in (CPU, CPU_NATIVE):
+        found = model_config(spec_with(), plan, experts=ExpertSettings(), kernels=kernels).kernels
+        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]
 
 
-def test_native_kernels_leave_it_to_xla_and_refuse_it_by_name_where_they_are_asked_for():
+def test_native_kernels_have_it():
+    need_native_kernels()
     model, plan = ModelSettings(dtype="bfloat16"), plan_for(jax.devices()[:1])
-    chosen = choose_kernels(spec_with(), plan, model=model, compiling=CompileSettings(cpu_kernels="auto"))
-    assert chosen.name == "cpu"
-    with pytest.raises(SettingsError, match=r"do not know qwen3_moe\.attention\.latent = LatentSpec\("):
-        choose_kernels(spec_with(), plan, model=model, compiling=CompileSettings(cpu_kernels="native"))
+    for wanted in ("auto", "native"):
+        compiling = CompileSettings(cpu_kernels=wanted)
+        assert choose_kernels(spec_with(), plan, model=model, compiling=compiling) is CPU_NATIVE
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import jax
@@ -21,12 +22,20 @@ from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, Pr
 from rayserve_moe.kernels.layers import Rotation
 
 PREFIX = "rayserve_moe_"
-NAMES = ("Attention", "Experts", "Product", "Norm", "Scores", "Rotation")
+NAMES = ("Attention", "Latent", "Experts", "Product", "Norm", "Scores", "Rotation")
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
 PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
-EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD", "gate_NDI", "up_NDI", "down_NID")
-LAYOUT_OF = MappingProxyType({**dict.fromkeys((*PROJECTIONS, *EXPERTS), "packed"), "head": "packed_columns"})
+NORMS = (("q_norm_L", "H"), ("k_norm_L", "G"))
+EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD")
+MLPS = ("gate_NDI", "up_NDI", "down_NID", "gate_MDS", "up_MDS", "down_MSD")
+LATENT = ("q_a_LDR", "q_b_LRH", "kv_a_LDC")
+LAYOUT_OF = MappingProxyType(
+    {
+        **dict.fromkeys((*PROJECTIONS, *LATENT, *EXPERTS, *MLPS), "packed"),
+        **dict.fromkeys(("head", "k_b_LCH", "v_b_LHC"), "packed_columns"),
+    }
+)
 """How the parameters lie that the kernels read as the right side of a product (`layout.LAYOUTS`)."""
 MULTIPLES = MappingProxyType(dict.fromkeys(("expert_inner", "dense_inner", "vocabulary"), PANEL))
 """Axes that are padded to whole panels. What zeros add to gate, up and down is nothing; what they score is cut off."""
@@ -42,19 +51,17 @@ def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 def router_scores(
     hidden_TD: jax.Array, router_DE: jax.Array, *, bias_E: jax.Array | None = None, score: str = "softmax"
 ) -> jax.Array:
-    """Softmax of rows times the float32 router, all in float32: [T, E]."""
-    assert bias_E is None and score == "softmax", "the native kernel knows no other scores"
+    """`layers.router_scores` of bfloat16 rows."""
     assert hidden_TD.shape[1] == router_DE.shape[0], f"{hidden_TD.shape} times {router_DE.shape}"
     shape = jax.ShapeDtypeStruct((hidden_TD.shape[0], router_DE.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(f"{PREFIX}scores", shape)(hidden_TD, router_DE)
+    return jax.ffi.ffi_call(f"{PREFIX}scores", shape)(hidden_TD, router_DE, _or_empty(bias_E, jnp.float32), score=score)
 
 
 def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: float = 1.0) -> Rotation:
     """Cosine and sine of `layers.rotation_of`, float32 [T, h / 2] each."""
-    assert factor == 1.0, "the native kernel knows no factor of cosine and sine"
     shape = jax.ShapeDtypeStruct((len(positions_T), len(frequencies)), jnp.float32)
-    cos_Th, sin_Th = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))(positions_T, frequencies)
-    return Rotation(cos_Th, sin_Th)
+    call = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))
+    return Rotation(*call(positions_T, frequencies, factor=np.float32(factor)))
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
@@ -72,19 +79,25 @@ def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
 def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """`expert_products.sum_results`, each token's results added in the order of its slots: float32 [T, D].
 
-    Weights are packed, without biases. Inner rows and the result of each assignment are rounded to bfloat16.
+    Weights are packed, biases are not. Inner rows and the result of each assignment are rounded to bfloat16.
     """
     weights, config = experts.weights, experts.config
-    assert config.activation == "silu", "the native kernel knows no other activation"
     (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
-    shapes = [(num_all_slots, width, inner)] * 2 + [(num_all_slots, inner, width)]
-    assert [array.shape for array in weights if array is not None] == shapes, (
-        f"weights are no experts of tokens {hidden_TD.shape}"
-    )
+    sizes = [(width, inner), (width, inner), (inner, width), (inner,), (inner,), (width,)]
+    assert all(
+        array is None or array.shape == (num_all_slots, *size) for array, size in zip(weights, sizes, strict=True)
+    ), f"weights are no experts of tokens {hidden_TD.shape}"
     assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"slots {slots_TK.shape}"
     call = jax.ffi.ffi_call(f"{PREFIX}experts", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(experts.first_slot, jnp.int32)
-    return call(hidden_TD, slots_TK, gates_TK, *weights[:3], first, num_slots=np.int64(config.num_slots))
+    arrays = (_or_empty(array, hidden_TD.dtype) for array in weights)
+    counts, activation = np.int64(config.num_slots), config.activation
+    return call(hidden_TD, slots_TK, gates_TK, *arrays, first, num_slots=counts, activation=activation)
+
+
+def _or_empty(array: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What stands for an array that there is not."""
+    return jnp.zeros(0, dtype) if array is None else array
 
 
 def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
@@ -113,30 +126,57 @@ def attend_layer(
     It rounds where that does.
     """
     weights, batch, rotation, layer = inputs
-    assert config.is_plain, f"the native kernel does not know {config}"
+    batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
-    assert rotation.cos.shape == rotation.sin.shape == (len(normed_TD), kv_pages.shape[3] // 2), "whole heads rotate"
+    assert 2 * rotation.cos.shape[1] <= config.head_dim == kv_pages.shape[3], "no such heads rotate"
     assert weights["q_LDH"].shape[1] == weights["o_LHD"].shape[2] == normed_TD.shape[1], "weights of another width"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
-    optional = ("q_norm_Lh", "k_norm_Lh", "q_bias_LH", "k_bias_LG", "v_bias_LG")
+    norms = (weights.get(f"{name}h", weights.get(f"{name}{whole}", nothing)) for name, whole in NORMS)
     call = jax.ffi.ffi_call(
         f"{PREFIX}attention",
         (
             jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ),
-        input_output_aliases={16: 1},
+        input_output_aliases={21: 1},
     )
     out_TD, kv_pages = call(
         normed_TD,
         *(weights[name] for name in PROJECTIONS),
-        *(weights.get(name, nothing) for name in optional),
+        *norms,
+        *(weights.get(name, nothing) for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG", "sinks_LA")),
+        _mean_squares(normed_TD, weights, layer, config),
         *of_tokens,
         batch.page_table_BP,
         jnp.asarray(layer, jnp.int32),
+        jnp.asarray(first_page, jnp.int32),
+        jnp.asarray(num_pages, jnp.int32),
+        np.array(config.windows, np.int32),
         kv_pages,
         num_singles=np.int64(batch.num_singles),
         eps=np.float32(config.eps),
+        scale=np.float32(config.head_dim**-0.5 if config.score_scale is None else config.score_scale),
+        clip=np.float32(config.clip or 0.0),
+        is_interleaved=config.interleaved_rotation,
+        norms_after=config.norms_after_rotation,
     )
     return out_TD, kv_pages
+
+
+def _mean_squares(
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], layer: jax.Array, config: AttentionConfig
+) -> jax.Array:
+    """Mean squares [T, 2] of the queries and keys of all devices where a norm is over those; else empty.
+
+    The kernel has the heads of one device: what it projects is projected once more.
+    """
+    if config.plan is None or config.plan.tensor_size == 1 or "q_norm_LH" not in weights:
+        return jnp.zeros((0, 0), jnp.float32)
+    assert not config.norms_after_rotation, "norms over all heads come ahead of the rotation"
+    sums = []
+    for matrix, bias in (("q_LDH", "q_bias_LH"), ("k_LDG", "k_bias_LG")):
+        heads = product(normed_TD, weights[matrix][layer]).astype(normed_TD.dtype)
+        heads = heads + weights[bias][layer] if bias in weights else heads
+        sums.append(jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=-1))
+    return config.plan.sum_over_tensor(jnp.stack(sums, axis=-1)) / config.plan.tensor_size

@@ -1,15 +1,43 @@
 // Gated expert products of a step: every expert that is used is read once.
 #pragma once
 
+#include <algorithm>
+#include <string_view>
 #include <vector>
 
 #include "products.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace native {
 
+enum class Activation { kSilu, kGelu, kClampedSwiglu, kUnknown };
+
+inline Activation activation_of(std::string_view name) {
+  return name == "silu"             ? Activation::kSilu
+         : name == "gelu"           ? Activation::kGelu
+         : name == "clamped_swiglu" ? Activation::kClampedSwiglu
+                                    : Activation::kUnknown;
+}
+
+// What down is multiplied with: `ACTIVATIONS` of `kernels/expert_products.py`. NaN stays NaN.
+inline __m512 activate(Activation activation, __m512 gate, __m512 up) {
+  if (activation == Activation::kSilu) return _mm512_mul_ps(gated_by_sigmoid(gate, gate), up);
+  if (activation == Activation::kGelu) {  // x (1 + tanh(y)) / 2 is x times the sigmoid of 2 y
+    const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(gate, gate), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
+    const __m512 twice = _mm512_mul_ps(_mm512_mul_ps(gate, cubic), _mm512_set1_ps(1.5957691216f));
+    return _mm512_mul_ps(gated_by_sigmoid(gate, twice), up);
+  }
+  const __m512 limit = _mm512_set1_ps(7.0f);
+  gate = _mm512_min_ps(limit, gate);
+  up = _mm512_max_ps(_mm512_set1_ps(-7.0f), _mm512_min_ps(limit, up));
+  const __m512 gated = gated_by_sigmoid(gate, _mm512_mul_ps(gate, _mm512_set1_ps(1.702f)));
+  return _mm512_mul_ps(gated, _mm512_add_ps(up, _mm512_set1_ps(1.0f)));
+}
+
 struct ExpertShapes {
   int64_t num_tokens, top_k, width, inner, num_slots;
+  Activation activation;
 };
 
 struct ExpertArrays {
@@ -17,10 +45,19 @@ struct ExpertArrays {
   const int32_t* slots;  // [T, K]; num_slots or beyond: no product
   const float* gates;    // [T, K]
   const bf16 *gate, *up, *down;  // packed, [slots, D, F], [slots, D, F], [slots, F, D], from this layer's first slot on
+  const bf16 *gate_bias, *up_bias, *down_bias;  // [slots, F], [slots, F], [slots, D]; null: none
   float* out;            // [T, D]
 };
 
-// Picks in the order of their slots.
+// Where a panel of a bias begins; null: there is none.
+inline const bf16* bias_at(const bf16* bias, int64_t column) { return bias ? bias + column : nullptr; }
+
+inline Pair biased(const Pair& value, const bf16* bias) {
+  if (!bias) return value;
+  return {_mm512_add_ps(value.low, wide(bias)), _mm512_add_ps(value.high, wide(bias + 16))};
+}
+
+// Picks in the order of their slots. Those of a slot are one group, or several of as many rows as a cache holds.
 struct Grouped {
   std::vector<int32_t> picks, slots, begins;  // group i has slot slots[i] and picks begins[i] .. begins[i + 1]
 };
@@ -32,11 +69,13 @@ inline void group_by_slot(const ExpertShapes& shapes, const int32_t* slots, Grou
     if (slots[p] >= 0 && slots[p] < shapes.num_slots) ++counts[slots[p]];
   grouped.slots.clear();
   grouped.begins.assign(1, 0);
+  const int32_t most = int32_t(rows_together(shapes.width));
   for (int32_t s = 0; s < shapes.num_slots; ++s) {
-    if (counts[s] == 0) continue;
-    const int32_t begin = grouped.begins.back();
-    grouped.slots.push_back(s);
-    grouped.begins.push_back(begin + counts[s]);
+    const int32_t begin = grouped.begins.back(), end = begin + counts[s];
+    for (int32_t first = begin; first < end; first += most) {
+      grouped.slots.push_back(s);
+      grouped.begins.push_back(std::min(first + most, end));
+    }
     counts[s] = begin;
   }
   grouped.picks.resize(grouped.begins.back());
@@ -44,44 +83,74 @@ inline void group_by_slot(const ExpertShapes& shapes, const int32_t* slots, Grou
     if (slots[p] >= 0 && slots[p] < shapes.num_slots) grouped.picks[counts[slots[p]]++] = p;
 }
 
-// out[t] = sum over k, in that order, of gates[t, k] * down(silu(gate(hidden[t])) * up(hidden[t])), float32.
+// The rows of `hidden` that picks multiply with, in their order: [picks, D]. Of one token it is the same for all.
+struct PickedRows {
+  const bf16* first;
+  int64_t stride;
+};
+
+inline PickedRows rows_of(const Grouped& grouped, const ExpertShapes& shapes, const bf16* hidden,
+                          Scratch<bf16>& copies) {
+  if (shapes.num_tokens <= 1) return {hidden, 0};
+  const int64_t num_picks = grouped.picks.size(), width = shapes.width;
+  bf16* to = copies.sized(num_picks * width);
+  for_pieces(num_picks, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      std::memcpy(to + r * width, hidden + grouped.picks[r] / shapes.top_k * width, width * sizeof(bf16));
+  });
+  return {to, width};
+}
+
+// inner[r] = activate(gate(row r), up(row r)), of all picks in their order.
+inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays& arrays,
+                                 const PickedRows& rows, bf16* inner) {
+  const int64_t num_panels = shapes.inner / kPanel;
+  for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
+    const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
+    const int64_t offset = (grouped.slots[group] * shapes.inner + column) * shapes.width;
+    const bf16* panels[2] = {arrays.gate + offset, arrays.up + offset};
+    const int64_t of_bias = grouped.slots[group] * shapes.inner + column;
+    const bf16 *gate_bias = bias_at(arrays.gate_bias, of_bias), *up_bias = bias_at(arrays.up_bias, of_bias);
+    multiply_rows(rows.first + begin * rows.stride, rows.stride, grouped.begins[group + 1] - begin, shapes.width, panels,
+                  [&](int64_t r, const Pair(&both)[2]) {
+                    bf16* target = inner + (begin + r) * shapes.inner + column;
+                    const Pair gate = biased(both[0], gate_bias), up = biased(both[1], up_bias);
+                    store(target, activate(shapes.activation, gate.low, up.low));
+                    store(target + 16, activate(shapes.activation, gate.high, up.high));
+                  });
+  });
+}
+
+// results[pick] = down(inner[r]), where row r is that pick's.
+inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays& arrays,
+                          const bf16* inner, bf16* results) {
+  const int64_t num_panels = shapes.width / kPanel;
+  for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
+    const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
+    const int64_t of_bias = grouped.slots[group] * shapes.width + column;
+    const bf16* bias = bias_at(arrays.down_bias, of_bias);
+    const bf16* panels[1] = {arrays.down + of_bias * shapes.inner};
+    multiply_rows(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
+                  [&](int64_t r, const Pair(&result)[1]) {
+                    bf16* target = results + grouped.picks[begin + r] * shapes.width + column;
+                    const Pair sum = biased(result[0], bias);
+                    store(target, sum.low);
+                    store(target + 16, sum.high);
+                  });
+  });
+}
+
+// out[t] = sum over k, in that order, of gates[t, k] * down(activate(gate(hidden[t]), up(hidden[t]))), float32.
 inline void expert_sums(const ExpertShapes& shapes, const ExpertArrays& arrays) {
   thread_local Grouped grouped_here;
-  thread_local std::vector<bf16> inner_here, results_here;
+  thread_local Scratch<bf16> rows_here, inner_here, results_here;
   Grouped& grouped = grouped_here;
   group_by_slot(shapes, arrays.slots, grouped);
-  const int64_t num_groups = grouped.slots.size(), num_picks = shapes.num_tokens * shapes.top_k;
-  if (inner_here.size() < size_t(num_picks * shapes.inner)) inner_here.resize(num_picks * shapes.inner);
-  if (results_here.size() < size_t(num_picks * shapes.width)) results_here.resize(num_picks * shapes.width);
-  bf16 *inner = inner_here.data(), *results = results_here.data();
-  const int64_t size = shapes.width * shapes.inner;
-  const int64_t inner_panels = shapes.inner / kPanel, width_panels = shapes.width / kPanel;
-
-  for_each(num_groups * inner_panels, [&](int64_t item) {
-    const int64_t group = item / inner_panels, panel = item % inner_panels;
-    const int64_t offset = grouped.slots[group] * size + panel * kPanel * shapes.width;
-    const bf16* panels[2] = {arrays.gate + offset, arrays.up + offset};
-    multiply<2>(
-        grouped.begins[group], grouped.begins[group + 1], shapes.width, panels,
-        [&](int64_t r) { return arrays.hidden + grouped.picks[r] / shapes.top_k * shapes.width; },
-        [&](int64_t r, const Pair(&both)[2]) {
-          bf16* target = inner + r * shapes.inner + panel * kPanel;
-          store(target, _mm512_mul_ps(silu(both[0].low), both[1].low));
-          store(target + 16, _mm512_mul_ps(silu(both[0].high), both[1].high));
-        });
-  });
-  for_each(num_groups * width_panels, [&](int64_t item) {
-    const int64_t group = item / width_panels, panel = item % width_panels;
-    const bf16* panels[1] = {arrays.down + grouped.slots[group] * size + panel * kPanel * shapes.inner};
-    multiply<1>(
-        grouped.begins[group], grouped.begins[group + 1], shapes.inner, panels,
-        [&](int64_t r) { return inner + r * shapes.inner; },
-        [&](int64_t r, const Pair(&result)[1]) {
-          bf16* target = results + grouped.picks[r] * shapes.width + panel * kPanel;
-          store(target, result[0].low);
-          store(target + 16, result[0].high);
-        });
-  });
+  bf16* inner = inner_here.sized(grouped.picks.size() * shapes.inner);
+  bf16* results = results_here.sized(shapes.num_tokens * shapes.top_k * shapes.width);
+  const PickedRows rows = rows_of(grouped, shapes, arrays.hidden, rows_here);
+  multiply_gate_and_up(grouped, shapes, arrays, rows, inner);
+  multiply_down(grouped, shapes, arrays, inner, results);
   for_pieces(shapes.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t d = 0; d < shapes.width; d += 16) {

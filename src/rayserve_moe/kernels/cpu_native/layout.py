@@ -13,40 +13,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PANEL = 32
-"""Columns of a packed matrix that lie together: what widths have to divide by."""
-HEAD_WIDTHS = (32, 64, 96, 128, 256)
-"""Widths of a head that attention is compiled for."""
-DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}", f"-DNATIVE_HEAD_WIDTHS={','.join(map(str, HEAD_WIDTHS))}")
+"""Columns of a packed matrix that lie together."""
+DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}",)
 """The same for the compiler."""
 
 
-def shape_problem(head_width: int, hidden_size: int) -> str | None:
-    """Why attention of this head width, or rows of this size, are not supported. None: they are.
+def shape_problem(hidden_size: int) -> str | None:
+    """Why rows of this size are not supported. None: they are.
 
-    Numbers of tokens, heads, KV heads that divide them, experts, assignments, layers, pages and places in a page are
-    free; widths of experts, of dense MLPs and the vocabulary are padded.
+    Numbers of tokens, heads, KV heads that divide them, their even widths, experts, assignments, layers, pages and
+    places in a page are free; widths of experts, of dense MLPs and the vocabulary are padded.
     """
-    if head_width not in HEAD_WIDTHS:
-        return f"head_dim {head_width} is none of {', '.join(map(str, HEAD_WIDTHS))}"
     return f"hidden_size {hidden_size} does not divide by {PANEL}" if hidden_size % PANEL else None
 
 
 def pack(weights_KN: jax.Array) -> jax.Array:
-    """Lay out [..., K, N] for the kernels; K has to be even, and N a multiple of 32. The shape stays.
+    """Lay out [..., K, N] for the kernels; K has to be even. The shape stays.
 
-    Arrays of numpy become such, here and in `pack_columns`.
+    Where N is no multiple of 32 the last panel is narrower. Arrays of numpy become such, here and in `pack_columns`.
     """
+    columns = weights_KN.shape[-1]
+    whole = columns - columns % PANEL
+    if whole == columns:
+        return _panels(weights_KN, PANEL).reshape(weights_KN.shape)
+    parts = _panels(weights_KN[..., :whole], PANEL), _panels(weights_KN[..., whole:], columns - whole)
+    join: Any = np.concatenate if isinstance(weights_KN, np.ndarray) else jnp.concatenate
+    return join(parts, axis=-1).reshape(weights_KN.shape)
+
+
+def _panels(weights_KN: jax.Array, width: int) -> jax.Array:
+    """The panels of `width` columns one after the other, [..., K * N]."""
     *outer, depth, columns = weights_KN.shape
     places = len(outer)
-    cut = weights_KN.reshape(*outer, depth // 2, 2, columns // PANEL, PANEL)
-    return cut.transpose(*range(places), places + 2, places, places + 3, places + 1).reshape(weights_KN.shape)
+    cut = weights_KN.reshape(*outer, depth // 2, 2, columns // width, width)
+    return cut.transpose(*range(places), places + 2, places, places + 3, places + 1).reshape(*outer, depth * columns)
 
 
 def pack_columns(table_VD: jax.Array) -> jax.Array:
-    """Lay out a table whose rows are the columns of a product, as that of tied embeddings; the shape stays."""
-    return pack(table_VD.T).reshape(table_VD.shape)
+    """Lay out [..., V, D] whose rows are the columns of a product, as the table of tied embeddings; the shape stays."""
+    return pack(table_VD.swapaxes(-1, -2)).reshape(table_VD.shape)
 
 
 def _plain(array: jax.Array) -> jax.Array:

@@ -2,13 +2,18 @@
 //
 // A packed [K, N] matrix is N / 32 panels of 32 columns, each [K / 2][32][2]: the pair of weights that one lane of
 // VDPBF16PS takes lies together, and a panel is read from front to back. Every element of a result is one chain of such
-// steps over k = 0, 2, 4, ..., so it has the same bits however many rows are multiplied together.
+// steps over k = 0, 2, 4, ..., so it has the same bits however many rows are multiplied together. Where the processor
+// has tiles (amx.h), all that `multiply_rows` computes is computed by them, one row too: they round sums otherwise.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+#include <optional>
+
+#include "amx.h"
 
 namespace native {
 
@@ -56,9 +61,10 @@ inline __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-inline __m512 silu(__m512 x) {
+// x / (1 + e^-y): `x` times the sigmoid of `y`.
+inline __m512 gated_by_sigmoid(__m512 x, __m512 y) {
   const __m512 one = _mm512_set1_ps(1.0f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), y))));
 }
 
 // `Rows` rows times one panel of each of `Panels` matrices; `row(i)` is where row i of the left side begins.
@@ -117,13 +123,48 @@ inline void multiply(int64_t begin, int64_t end, int64_t depth, const bf16* cons
   }
 }
 
-// One panel of a plain product: rows of `left` [rows, depth] times a panel, into columns of `out` [rows, width].
+// How many rows of such a depth to multiply with one panel after the other, so that a core's cache keeps them.
+inline int64_t rows_together(int64_t depth) {
+  constexpr int64_t kCached = 1 << 19;  // numbers: a part of a core's second cache
+  return std::max<int64_t>(kCached / std::max<int64_t>(depth, 1) / (2 * kTileRows), 1) * 2 * kTileRows;
+}
+
+// Rows of `left`, `stride` numbers from one to the next, times one panel of each matrix: `done(row, results)`. Null
+// `tiles`: by VDPBF16PS.
+template <int Panels, class Done>
+inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
+                          const bf16* const (&panels)[Panels], Done&& done, TileScope* tiles) {
+  if (!tiles) {
+    multiply<Panels>(0, num_rows, depth, panels, [&](int64_t r) { return left + r * stride; }, done);
+    return;
+  }
+  alignas(64) float sums[Panels][2 * kTileRows][kPanel];
+  for (int64_t first = 0; first < num_rows; first += 2 * kTileRows) {
+    const int64_t count = std::min(num_rows - first, 2 * kTileRows);
+    for (int p = 0; p < Panels; ++p)
+      tiles->multiply(left + first * stride, stride, count, depth, panels[p], sums[p][0]);
+    for (int64_t r = 0; r < count; ++r) {
+      Pair results[Panels];
+      for (int p = 0; p < Panels; ++p) results[p] = {_mm512_load_ps(sums[p][r]), _mm512_load_ps(sums[p][r] + 16)};
+      done(first + r, results);
+    }
+  }
+}
+
+// By the tiles that the processor has.
+template <int Panels, class Done>
+inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
+                          const bf16* const (&panels)[Panels], Done&& done) {
+  std::optional<TileScope> tiles;
+  if (has_tiles) tiles.emplace();
+  multiply_rows(left, stride, num_rows, depth, panels, done, tiles ? &*tiles : nullptr);
+}
+
+// One panel of a plain product: rows of `left` [rows, depth] times a panel.
 template <class Store>
 inline void multiply_panel(const bf16* left, int64_t num_rows, int64_t depth, const bf16* panel, Store&& put) {
   const bf16* panels[1] = {panel};
-  multiply<1>(
-      0, num_rows, depth, panels, [&](int64_t r) { return left + r * depth; },
-      [&](int64_t r, const Pair(&result)[1]) { put(r, result[0]); });
+  multiply_rows(left, depth, num_rows, depth, panels, [&](int64_t r, const Pair(&result)[1]) { put(r, result[0]); });
 }
 
 }  // namespace native

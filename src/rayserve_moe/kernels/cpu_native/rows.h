@@ -8,39 +8,46 @@
 
 namespace native {
 
-// Divides by the root mean square over `width`, rounds, then scales: `rms_norm` of `model/layers.py`.
-inline void norm_row(const bf16* row, const bf16* scale, bf16* out, int64_t width, float eps) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < width; i += 16) {
-    const __m512 x = wide(row + i);
-    squares = _mm512_fmadd_ps(x, x, squares);
-  }
-  const __m512 shrink = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / width + eps));
-  for (int64_t i = 0; i < width; i += 16)
-    store(out + i, _mm512_mul_ps(rounded(_mm512_mul_ps(wide(row + i), shrink)), wide(scale + i)));
-}
-
 inline __mmask16 lanes_of(int64_t begin, int64_t end) {
   return end - begin >= 16 ? __mmask16(0xffff) : __mmask16((1u << (end - begin)) - 1);
 }
 
-// Softmax of a row times a float32 matrix [width, experts].
-inline void score_row(const bf16* row, const float* router, float* out, int64_t width, int64_t experts) {
-  constexpr int kChunks = 8;
-  for (int64_t begin = 0; begin < experts; begin += 16 * kChunks) {
-    const int chunks = int((std::min<int64_t>(experts - begin, 16 * kChunks) + 15) / 16);
-    __m512 sums[kChunks];
-    for (int c = 0; c < chunks; ++c) sums[c] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < width; ++d) {
-      const __m512 x = _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(row[d]) << 16));
-      for (int c = 0; c < chunks; ++c) {
-        const int64_t e = begin + 16 * c;
-        sums[c] = _mm512_fmadd_ps(x, _mm512_maskz_loadu_ps(lanes_of(e, experts), router + d * experts + e), sums[c]);
-      }
-    }
-    for (int c = 0; c < chunks; ++c)
-      _mm512_mask_storeu_ps(out + begin + 16 * c, lanes_of(begin + 16 * c, experts), sums[c]);
+inline float narrow(bf16 value) { return _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(int32_t(value) << 16))); }
+
+// As `wide` and `store` of products.h, of some lanes: the others are zeros, and stay.
+inline __m512 wide(const bf16* source, __mmask16 lanes) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, source)), 16));
+}
+
+inline void store(bf16* target, __m512 value, __mmask16 lanes) {
+  _mm256_mask_storeu_epi16(target, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+inline float mean_square_of(const bf16* row, int64_t width) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < width; i += 16) {
+    const __m512 x = wide(row + i, lanes_of(i, width));
+    squares = _mm512_fmadd_ps(x, x, squares);
   }
+  return _mm512_reduce_add_ps(squares) / width;
+}
+
+// Shrinks a row, rounds, then scales.
+inline void scale_row(const bf16* row, const bf16* scale, bf16* out, int64_t width, float shrink) {
+  for (int64_t i = 0; i < width; i += 16) {
+    const __mmask16 lanes = lanes_of(i, width);
+    const __m512 shrunk = rounded(_mm512_mul_ps(wide(row + i, lanes), _mm512_set1_ps(shrink)));
+    store(out + i, _mm512_mul_ps(shrunk, wide(scale + i, lanes)), lanes);
+  }
+}
+
+// Divides by the root mean square over `width`, rounds, then scales: `rms_norm` of `model/layers.py`.
+inline void norm_row(const bf16* row, const bf16* scale, bf16* out, int64_t width, float eps) {
+  scale_row(row, scale, out, width, 1.0f / std::sqrt(mean_square_of(row, width) + eps));
+}
+
+// Replaces logits by their softmax.
+inline void softmax_row(float* out, int64_t experts) {
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
   __m512 largest = nothing, total = _mm512_setzero_ps();
   for (int64_t e = 0; e < experts; e += 16)
@@ -57,6 +64,72 @@ inline void score_row(const bf16* row, const float* router, float* out, int64_t 
     const __mmask16 lanes = lanes_of(e, experts);
     _mm512_mask_storeu_ps(out + e, lanes, _mm512_div_ps(_mm512_maskz_loadu_ps(lanes, out + e), sum));
   }
+}
+
+struct Router {
+  const float* matrix;  // [width, experts]
+  const float* bias;    // [experts]; null: none
+  bool is_sigmoid;
+  int64_t width, experts;
+};
+
+// Logits, or sigmoids, of `Rows` rows for the experts from `begin` on, `Chunks` registers of them.
+template <int Rows, int Chunks>
+inline void score_chunks(const bf16* rows, const Router& router, int64_t begin, float* out) {
+  const int64_t width = router.width, experts = router.experts;
+  __m512 sums[Rows][Chunks];
+  __mmask16 lanes[Chunks];
+#pragma GCC unroll 4
+  for (int c = 0; c < Chunks; ++c) {
+    lanes[c] = lanes_of(begin + 16 * c, experts);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) sums[r][c] = _mm512_setzero_ps();
+  }
+  for (int64_t d = 0; d < width; ++d) {
+    __m512 column[Chunks];
+#pragma GCC unroll 4
+    for (int c = 0; c < Chunks; ++c)
+      column[c] = _mm512_maskz_loadu_ps(lanes[c], router.matrix + d * experts + begin + 16 * c);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const __m512 x = _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(rows[r * width + d]) << 16));
+#pragma GCC unroll 4
+      for (int c = 0; c < Chunks; ++c) sums[r][c] = _mm512_fmadd_ps(x, column[c], sums[r][c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < Chunks; ++c)
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const int64_t e = begin + 16 * c;
+      __m512 score = sums[r][c];
+      if (router.bias) score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(lanes[c], router.bias + e));
+      if (router.is_sigmoid) score = gated_by_sigmoid(_mm512_set1_ps(1.0f), score);
+      _mm512_mask_storeu_ps(out + r * experts + e, lanes[c], score);
+    }
+}
+
+template <int Rows>
+inline void score_block(const bf16* rows, const Router& router, float* out) {
+  for (int64_t begin = 0; begin < router.experts; begin += 64) {
+    switch (std::min<int64_t>((router.experts - begin + 15) / 16, 4)) {
+      case 1: score_chunks<Rows, 1>(rows, router, begin, out); break;
+      case 2: score_chunks<Rows, 2>(rows, router, begin, out); break;
+      case 3: score_chunks<Rows, 3>(rows, router, begin, out); break;
+      default: score_chunks<Rows, 4>(rows, router, begin, out);
+    }
+  }
+  for (int r = 0; r < Rows && !router.is_sigmoid; ++r) softmax_row(out + r * router.experts, router.experts);
+}
+
+constexpr int kScoredRows = 4;  // that share a reading of the matrix
+
+// Softmax, or sigmoids, of rows times the router's float32 matrix plus its bias: [rows, experts].
+inline void score_rows(const bf16* rows, int64_t num_rows, const Router& router, float* out) {
+  int64_t r = 0;
+  for (; r + kScoredRows <= num_rows; r += kScoredRows)
+    score_block<kScoredRows>(rows + r * router.width, router, out + r * router.experts);
+  for (; r < num_rows; ++r) score_block<1>(rows + r * router.width, router, out + r * router.experts);
 }
 
 }  // namespace native

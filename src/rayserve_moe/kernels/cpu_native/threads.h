@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -18,7 +19,9 @@ namespace native {
 constexpr int kMostThreads = 16;  // more would wait for memory, and for each other
 constexpr uint64_t kNoItem = 0xffffffff;
 constexpr uint64_t kFirstTurn = kNoItem - 15;  // turns are counted in 32 bits: every process sees the count start over
-constexpr int kSpins = 4000;  // pauses of a helper before it sleeps: longer than what lies between two calls of a step
+constexpr int kClaimsOfShare = 2;  // a claim takes this part of what each thread would have of the items left
+constexpr int kSpins = 30000;  // pauses of a helper before it sleeps: longer than what lies between two steps
+constexpr int kPausesOfYield = 256;  // after so many it gives way to the threads that bring the next call
 
 class Crew {
  public:
@@ -52,6 +55,8 @@ class Crew {
     busy_.store(false, std::memory_order_release);
   }
 
+  int num_threads() const { return num_helpers_ + 1; }
+
  private:
   Crew() {
     cpu_set_t cpus;
@@ -60,18 +65,20 @@ class Crew {
     for (int i = 0; i < num_helpers_; ++i) std::thread([this] { help(); }).detach();
   }
 
-  // Claims and runs items of `turn`. A claim succeeds only while that turn has items left: what was read of it holds.
+  // Claims and runs items of `turn`, neighbours first in long stretches of memory, at last one by one, so that all
+  // threads end together. A claim succeeds only while the turn has items left: what was read of it holds.
   void work(uint64_t turn) {
     for (;;) {
       uint64_t claims = claims_.load(std::memory_order_acquire);
       if (claims >> 32 != turn) return;
       auto run = run_.load(std::memory_order_relaxed);
       void* context = context_.load(std::memory_order_relaxed);
-      const int64_t item = claims & kNoItem;
-      if (item >= num_items_.load(std::memory_order_relaxed)) return;
-      if (!claims_.compare_exchange_weak(claims, claims + 1, std::memory_order_acq_rel)) continue;
-      run(context, item);
-      finished_.fetch_add(1, std::memory_order_release);
+      const int64_t first = claims & kNoItem, left = num_items_.load(std::memory_order_relaxed) - first;
+      if (left <= 0) return;
+      const int64_t count = std::max<int64_t>(left / (kClaimsOfShare * (num_helpers_ + 1)), 1);
+      if (!claims_.compare_exchange_weak(claims, claims + count, std::memory_order_acq_rel)) continue;
+      for (int64_t item = first; item < first + count; ++item) run(context, item);
+      finished_.fetch_add(count, std::memory_order_release);
     }
   }
 
@@ -81,6 +88,7 @@ class Crew {
       int spins = 0;
       while (claims_.load(std::memory_order_acquire) >> 32 == seen) {
         if (++spins < kSpins) {
+          if (spins % kPausesOfYield == 0) sched_yield();
           _mm_pause();
           continue;
         }

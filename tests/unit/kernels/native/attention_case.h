@@ -7,11 +7,15 @@
 #include "case.h"
 #include "checks.h"
 
-constexpr int64_t kWidth = 64, kMost = 75;  // of the model; tokens of a sequence
+constexpr int64_t kWidth = 80, kMost = 75;  // of the model; tokens of a sequence
 
 struct Layer {
   int64_t singles, blocks, block_tokens, heads, kv_heads, head_width, page_size;
-  bool has_norms, has_biases;
+  bool has_norms, has_biases, has_sinks, is_norm_of_all, norms_after, is_interleaved;
+  int64_t rotated_pairs, window;
+  float clip;
+  int64_t q_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? q_width() : head_width; }
+  int64_t k_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? kv_width() : head_width; }
   int64_t tokens() const { return singles + blocks * block_tokens; }
   int64_t rows() const { return singles + blocks; }
   int64_t table_width() const { return (kMost + page_size - 1) / page_size; }
@@ -19,6 +23,16 @@ struct Layer {
   int64_t q_width() const { return heads * head_width; }
   int64_t kv_width() const { return kv_heads * head_width; }
 };
+
+// With knobs of any values.
+inline Layer layer_of(Case& c, Layer l) {
+  for (bool* knob : {&l.has_norms, &l.has_biases, &l.has_sinks, &l.is_norm_of_all, &l.norms_after, &l.is_interleaved})
+    *knob = c.below(2);
+  l.rotated_pairs = c.below(2) ? l.head_width / 2 : c.below(int(l.head_width / 2) + 1);
+  l.window = c.below(2) ? 0 : 1 + c.below(50);
+  l.clip = c.below(3) ? 0.0f : 0.7f;
+  return l;
+}
 
 // Who the tokens are, and what their sequences have in the pool.
 struct Batch {
@@ -28,14 +42,15 @@ struct Batch {
 
   Batch(Case& c, const Layer& l)
       : table(l.rows() * l.table_width(), INT32_MAX), positions(l.tokens(), -1), slots(l.tokens()), row_of(l.tokens()),
-        cos(l.tokens() * l.head_width / 2), sin(cos), pool(l.pages() * l.page_size * 2 * l.kv_width(), kNan) {
+        cos(l.tokens() * l.rotated_pairs), sin(cos), pool(l.pages() * l.page_size * 2 * l.kv_width(), kNan) {
     int64_t t = 0;
     for (int64_t row = 0; row < l.rows(); ++row) {
       const int64_t room = row < l.singles ? 1 : l.block_tokens, used = c.below(4) ? 1 + c.below(int(room)) : 0;
       const int64_t first = c.below(int(kMost - room) + 1), end = used ? first + used : 0;
-      for (int64_t p = 0; p * l.page_size < end; ++p)
+      const int64_t first_seen = l.window ? std::max<int64_t>(0, first - l.window + 1) : 0;
+      for (int64_t p = first_seen / l.page_size; p * l.page_size < end; ++p)
         table[row * l.table_width() + p] = int32_t(1 + p * l.rows() + row);
-      for (int64_t place = 0; place < end && place < first; ++place) {
+      for (int64_t place = first_seen; place < end && place < first; ++place) {
         const Numbers both = c.draw(2 * l.kv_width());
         std::copy(both.begin(), both.end(), pool.begin() + slot(l, row, place) * 2 * l.kv_width());
       }
@@ -44,7 +59,7 @@ struct Batch {
         if (i < used) positions[t] = int32_t(first + i), slots[t] = int32_t(slot(l, row, first + i));
       }
     }
-    for (size_t i = 0, half = l.head_width / 2; i < cos.size(); ++i) {
+    for (size_t i = 0, half = l.rotated_pairs; i < cos.size(); ++i) {
       const double angle = positions[i / half] * std::pow(1e4, -double(i % half) / double(half));
       cos[i] = float(std::cos(angle)), sin[i] = float(std::sin(angle));
     }
@@ -56,36 +71,47 @@ struct Batch {
 };
 
 struct Weights {
-  Numbers q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias;
+  Numbers q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, sinks;
 
   Weights(Case& c, const Layer& l)
       : q(c.draw(kWidth * l.q_width(), 0.2)), k(c.draw(kWidth * l.kv_width(), 0.2)),
         v(c.draw(kWidth * l.kv_width(), 0.2)), o(c.draw(l.q_width() * kWidth, 0.2)),
-        q_norm(c.draw(l.has_norms ? l.head_width : 0, 0.2, 1)), k_norm(c.draw(l.has_norms ? l.head_width : 0, 0.2, 1)),
+        q_norm(c.draw(l.q_norm_width(), 0.2, 1)), k_norm(c.draw(l.k_norm_width(), 0.2, 1)),
         q_bias(c.draw(l.has_biases ? l.q_width() : 0)), k_bias(c.draw(l.has_biases ? l.kv_width() : 0)),
-        v_bias(c.draw(l.has_biases ? l.kv_width() : 0)) {}
+        v_bias(c.draw(l.has_biases ? l.kv_width() : 0)), sinks(c.draw(l.has_sinks ? l.heads : 0)) {}
 };
 
-// Heads of one token as the definition has them: projected, with a bias, normed, rotated; rounded after each.
-inline Numbers heads_of(const bf16* row, const Numbers& weights, const Numbers& bias, const Numbers& norm,
-                        const float* cos, const float* sin, int64_t depth, int64_t width, int64_t head_width) {
+inline void norm(Numbers& heads, const Numbers& scale) {
+  const int64_t width = int64_t(scale.size());
+  for (int64_t first = 0; width && first < int64_t(heads.size()); first += width) {
+    double squares = 0;
+    for (int64_t i = 0; i < width; ++i) squares += value_of(heads[first + i]) * value_of(heads[first + i]);
+    for (int64_t i = 0; i < width; ++i) {
+      const bf16 shrunk = rounded(value_of(heads[first + i]) / std::sqrt(squares / double(width) + 1e-6));
+      heads[first + i] = rounded(value_of(shrunk) * value_of(scale[i]));
+    }
+  }
+}
+
+// Heads of one token as the definition has them: projected, with a bias, normed, bounded, rotated; rounded after each.
+inline Numbers heads_of(const Layer& l, const bf16* row, const Numbers& weights, const Numbers& bias,
+                        const Numbers& scale, const float* cos, const float* sin, int64_t width) {
   Numbers out(width);
   for (int64_t i = 0; i < width; ++i) {
-    out[i] = rounded(dot(row, weights, i, depth, width));
+    out[i] = rounded(dot(row, weights, i, kWidth, width));
     if (!bias.empty()) out[i] = rounded(value_of(out[i]) + value_of(bias[i]));
   }
-  for (int64_t first = 0; first < width && cos; first += head_width) {
-    double squares = 0;
-    for (int64_t i = 0; i < head_width; ++i) squares += value_of(out[first + i]) * value_of(out[first + i]);
-    for (int64_t i = 0; i < head_width && !norm.empty(); ++i) {
-      const bf16 shrunk = rounded(value_of(out[first + i]) / std::sqrt(squares / double(head_width) + 1e-6));
-      out[first + i] = rounded(value_of(shrunk) * value_of(norm[i]));
+  if (!l.norms_after) norm(out, scale);
+  const double bound = value_of(rounded(double(l.clip)));
+  for (bf16& each : out)
+    if (bound > 0) each = rounded(std::clamp(value_of(each), -bound, bound));
+  for (int64_t first = 0; first < width && cos; first += l.head_width)
+    for (int64_t i = 0; i < l.rotated_pairs; ++i) {
+      const int64_t one = first + (l.is_interleaved ? 2 * i : i), two = one + (l.is_interleaved ? 1 : l.rotated_pairs);
+      const double a = value_of(out[one]), b = value_of(out[two]);
+      out[one] = rounded(a * cos[i] - b * sin[i]), out[two] = rounded(b * cos[i] + a * sin[i]);
     }
-    for (int64_t i = 0, half = head_width / 2; i < half; ++i) {
-      const double a = value_of(out[first + i]), b = value_of(out[first + half + i]);
-      out[first + i] = rounded(a * cos[i] - b * sin[i]), out[first + half + i] = rounded(b * cos[i] + a * sin[i]);
-    }
-  }
+  if (l.norms_after) norm(out, scale);
   return out;
 }
 
@@ -96,10 +122,10 @@ inline std::vector<Numbers> project(const Layer& l, const Weights& w, const Batc
   const int64_t h = l.head_width, kv_width = l.kv_width();
   for (int64_t t = 0; t < l.tokens(); ++t) {
     const bf16* row = hidden.data() + t * kWidth;
-    const float *cos = b.cos.data() + t * h / 2, *sin = b.sin.data() + t * h / 2;
-    queries.push_back(heads_of(row, w.q, w.q_bias, w.q_norm, cos, sin, kWidth, l.q_width(), h));
-    const Numbers key = heads_of(row, w.k, w.k_bias, w.k_norm, cos, sin, kWidth, kv_width, h);
-    const Numbers value = heads_of(row, w.v, w.v_bias, {}, nullptr, nullptr, kWidth, kv_width, h);
+    const float *cos = b.cos.data() + t * l.rotated_pairs, *sin = b.sin.data() + t * l.rotated_pairs;
+    queries.push_back(heads_of(l, row, w.q, w.q_bias, w.q_norm, cos, sin, l.q_width()));
+    const Numbers key = heads_of(l, row, w.k, w.k_bias, w.k_norm, cos, sin, kv_width);
+    const Numbers value = heads_of(l, row, w.v, w.v_bias, {}, nullptr, nullptr, kv_width);
     for (int64_t i = 0; i < kv_width && b.positions[t] >= 0; ++i) {
       bf16* target = pool.data() + b.slots[t] * 2 * kv_width + i / h * 2 * h + i % h;
       target[0] = key[i], target[h] = value[i];
@@ -109,18 +135,21 @@ inline std::vector<Numbers> project(const Layer& l, const Weights& w, const Batc
 }
 
 // What one head of a token sees of its sequence.
-inline Numbers attend(const Layer& l, const Batch& b, const Numbers& pool, const bf16* query, int64_t t, int64_t head) {
+inline Numbers attend(const Layer& l, const Batch& b, const Weights& w, const Numbers& pool, const bf16* query, int64_t t,
+                      int64_t head) {
   const int64_t h = l.head_width, group = head / (l.heads / l.kv_heads);
   std::vector<const bf16*> keys;
   Exact totals(h), scores;
-  double sum = 0, largest = -1e30;
-  for (int64_t place = 0; place <= b.positions[t]; ++place) {
+  double sum = 0, largest = l.has_sinks ? value_of(w.sinks[head]) : -1e30;
+  const int64_t first = l.window ? std::max<int64_t>(0, b.positions[t] - l.window + 1) : 0;
+  for (int64_t place = first; place <= b.positions[t]; ++place) {
     keys.push_back(pool.data() + (b.slot(l, b.row_of[t], place) * l.kv_heads + group) * 2 * h);
     double score = 0;
     for (int64_t i = 0; i < h; ++i) score += value_of(query[i]) * value_of(keys.back()[i]);
     scores.push_back(score / std::sqrt(double(h)));
     largest = std::max(largest, scores.back());
   }
+  if (l.has_sinks) sum = std::exp(value_of(w.sinks[head]) - largest);
   for (size_t i = 0; i < keys.size(); ++i) {
     const double weight = std::exp(scores[i] - largest);
     sum += weight;
@@ -136,7 +165,7 @@ inline void check_places(Case& c, const native::AttentionShapes& s, native::Atte
   bool is_right = native::fit(s) && native::are_in_pool(s, a);
   const int64_t t = std::max_element(a.positions, a.positions + s.num_tokens) - a.positions, last = a.positions[t];
   const int64_t block = t < s.num_singles ? t : s.num_singles + (t - s.num_singles) / s.block_tokens;
-  const int32_t num_slots = int32_t(s.pages_per_layer * s.page_size), num_pages = int32_t(s.pages_per_layer);
+  const int32_t num_slots = int32_t(s.num_pages * s.page_size), num_pages = int32_t(s.num_pages);
   const auto is_taken = [&](const int32_t*& array, int64_t size, int64_t place, int32_t value) {
     std::vector<int32_t> other(array, array + size);
     other[place] = value;
@@ -154,8 +183,10 @@ inline void check_places(Case& c, const native::AttentionShapes& s, native::Atte
   for (int32_t page : {-1, num_pages, INT32_MAX})
     is_right &= last < 0 || !is_taken(a.page_table, table_size, block * s.table_width + last / s.page_size, page);
   native::AttentionShapes wide = s;
-  wide.head_width += 16;
-  if (is_right && !native::fit(wide)) return;
+  wide.rules.rotated_pairs = wide.rules.head_width / 2 + 1;
+  native::AttentionShapes odd = s;
+  odd.rules.head_width += 1, odd.rules.rotated_pairs = 0;
+  if (is_right && !native::fit(wide) && !native::fit(odd)) return;
   ++num_wrong;
   std::printf("%s %d: places that are there are refused, or others are not\n", c.name, c.number);
 }
@@ -171,12 +202,16 @@ inline void attention(Case c, const Layer& l) {
   Numbers expected_pool = b.pool;
   std::vector<float> found(l.tokens() * kWidth);
   const native::AttentionShapes shapes{
-      l.tokens(), kWidth,    l.heads,  l.kv_heads,     l.head_width,    l.page_size,
-      l.pages(),  l.singles, l.blocks, l.block_tokens, l.table_width(), 1e-6f};
-  const native::AttentionArrays arrays{
-      hidden.data(),      q.data(),            k.data(),          v.data(),      o.data(),       or_null(w.q_norm),
-      or_null(w.k_norm),  or_null(w.q_bias),   or_null(w.k_bias), or_null(w.v_bias), b.cos.data(), b.sin.data(),
-      b.slots.data(),     b.positions.data(),  b.table.data(),    b.pool.data(), found.data()};
+      l.tokens(),  kWidth,   l.heads,        l.kv_heads,      l.page_size, l.pages(),
+      l.singles,   l.blocks, l.block_tokens, l.table_width(), l.window,    1 / std::sqrt(float(l.head_width)),
+      {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f}};
+  native::AttentionArrays arrays{};
+  arrays.hidden = hidden.data(), arrays.q = q.data(), arrays.k = k.data(), arrays.v = v.data(), arrays.o = o.data();
+  arrays.q_norm = {or_null(w.q_norm), l.q_norm_width()}, arrays.k_norm = {or_null(w.k_norm), l.k_norm_width()};
+  arrays.q_bias = or_null(w.q_bias), arrays.k_bias = or_null(w.k_bias), arrays.v_bias = or_null(w.v_bias);
+  arrays.sinks = or_null(w.sinks), arrays.cos = b.cos.data(), arrays.sin = b.sin.data();
+  arrays.kv_slots = b.slots.data(), arrays.positions = b.positions.data(), arrays.page_table = b.table.data();
+  arrays.pool = b.pool.data(), arrays.out = found.data();
   check_places(c, shapes, arrays);
   native::attention_layer(shapes, arrays);
   const std::vector<Numbers> queries = project(l, w, b, hidden, expected_pool);
@@ -184,7 +219,7 @@ inline void attention(Case c, const Layer& l) {
   for (int64_t t = 0; t < l.tokens(); ++t) {
     Numbers attended;
     for (int64_t head = 0; head < l.heads; ++head) {
-      const Numbers one = attend(l, b, expected_pool, queries[t].data() + head * l.head_width, t, head);
+      const Numbers one = attend(l, b, w, expected_pool, queries[t].data() + head * l.head_width, t, head);
       attended.insert(attended.end(), one.begin(), one.end());
     }
     for (int64_t d = 0; d < kWidth; ++d) expected.push_back(dot(attended.data(), w.o, d, l.q_width(), kWidth));

@@ -1,6 +1,7 @@
 // A case of the driver: what it draws, and how what is found is compared; and a matrix as the kernels want it to lie.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <random>
@@ -59,12 +60,14 @@ struct Case {
   }
 };
 
-// [K, N] as panels of 32 columns, in each the pairs of neighbouring k.
+// [K, N] as panels of 32 columns, the last one of what remains, in each the pairs of neighbouring k.
 inline Numbers packed(const Numbers& plain, int64_t depth, int64_t width) {
   Numbers out(plain.size());
   for (int64_t k = 0; k < depth; ++k)
-    for (int64_t n = 0; n < width; ++n)
-      out[n / 32 * 32 * depth + k / 2 * 64 + n % 32 * 2 + k % 2] = plain[k * width + n];
+    for (int64_t n = 0; n < width; ++n) {
+      const int64_t columns = std::min<int64_t>(32, width - n / 32 * 32);
+      out[n / 32 * 32 * depth + k / 2 * 2 * columns + n % 32 * 2 + k % 2] = plain[k * width + n];
+    }
   return out;
 }
 

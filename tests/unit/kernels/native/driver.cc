@@ -10,41 +10,66 @@
 
 #include "attention_case.h"
 #include "experts.h"
+#include "latent_case.h"
 
 namespace {
 
 int num_cpus = 1;
 
+// By the instruction that `multiply_rows` takes on this machine, and by the one that every machine has.
 void product(Case c, int64_t rows, int64_t depth, int64_t width) {
   const Numbers left = c.draw(rows * depth), right = c.draw(depth * width), lying = packed(right, depth, width);
-  std::vector<float> found(rows * width);
-  native::for_each(width / 32, [&](int64_t panel) {
-    native::multiply_panel(left.data(), rows, depth, lying.data() + panel * 32 * depth,
-                           [&](int64_t r, const native::Pair& result) {
-                             _mm512_storeu_ps(found.data() + r * width + panel * 32, result.low);
-                             _mm512_storeu_ps(found.data() + r * width + panel * 32 + 16, result.high);
-                           });
+  std::vector<float> found(rows * width), by_dots(found);
+  native::for_each(native::num_panels(width), [&](int64_t panel) {
+    const bf16* panels[1] = {native::panel_of(lying.data(), depth, width, panel)};
+    const auto into = [&](std::vector<float>& out) {
+      return [&, panel](int64_t r, const native::Pair(&result)[1]) {
+        native::store_columns(out.data() + r * width, result[0], panel * 32, width);
+      };
+    };
+    native::multiply_rows(left.data(), depth, rows, depth, panels, into(found));
+    native::multiply<1>(0, rows, depth, panels, [&](int64_t r) { return left.data() + r * depth; }, into(by_dots));
   });
   Exact expected;
   for (int64_t i = 0; i < rows * width; ++i)
     expected.push_back(dot(left.data() + i / width * depth, right, i % width, depth, width));
-  c.compare("product", found, expected, 1e-5);
+  c.compare("product", found, expected, 1e-6);
+  c.compare("product by dots", by_dots, expected, 1e-6);
 }
 
 void scores(Case c, int64_t width, int64_t experts) {
-  const Numbers row = c.draw(width);
-  std::vector<float> router(width * experts), found(experts + 16, 7);  // sanitizers do not see masked stores
-  for (float& each : router) each = float(value_of(rounded(c.below(1000) / 500.0 - 1)));
-  native::score_row(row.data(), router.data(), found.data(), width, experts);
-  Exact expected(experts);
-  double total = 0;
-  for (int64_t e = 0; e < experts; ++e) {
-    for (int64_t d = 0; d < width; ++d) expected[e] += value_of(row[d]) * router[d * experts + e];
-    total += expected[e] = std::exp(expected[e]);
+  const int64_t num_rows = 1 + c.number % 6;
+  const Numbers rows = c.draw(num_rows * width);
+  std::vector<float> matrix(width * experts), found(num_rows * experts + 16, 7);  // sanitizers do not see masked stores
+  for (float& each : matrix) each = float(value_of(rounded(c.below(1000) / 500.0 - 1)));
+  std::vector<float> bias(experts), alone(experts);
+  for (float& each : bias) each = c.below(100) / 50.0f - 1;
+  const bool is_sigmoid = c.number % 2, is_biased = c.number / 2 % 2;
+  const native::Router router{matrix.data(), is_biased ? bias.data() : nullptr, is_sigmoid, width, experts};
+  native::score_rows(rows.data(), num_rows, router, found.data());
+  Exact expected;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    native::score_rows(rows.data() + r * width, 1, router, alone.data());
+    c.compare("scores of a row alone", found.data() + r * experts, Exact(alone.begin(), alone.end()), 0);
+    Exact of_row(experts);
+    double total = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      for (int64_t d = 0; d < width; ++d) of_row[e] += value_of(rows[r * width + d]) * matrix[d * experts + e];
+      if (is_biased) of_row[e] += bias[e];
+      total += of_row[e] = std::exp(of_row[e]);
+    }
+    for (double& each : of_row) expected.push_back(each / (is_sigmoid ? 1 + each : total));
   }
-  for (double& each : expected) each /= total;
   expected.insert(expected.end(), 16, 7);
   c.compare("scores", found, expected, 1e-5);
+}
+
+double activated(native::Activation activation, double gate, double up) {
+  if (activation == native::Activation::kSilu) return gate / (1 + std::exp(-gate)) * up;
+  if (activation == native::Activation::kGelu)
+    return gate * (1 + std::tanh(std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate))) / 2 * up;
+  gate = std::min(gate, 7.0), up = std::clamp(up, -7.0, 7.0);
+  return gate / (1 + std::exp(-1.702 * gate)) * (up + 1);
 }
 
 void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner, int64_t slots) {
@@ -64,19 +89,29 @@ void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner
   std::vector<float> gates(picks), found(tokens * width);
   for (int32_t& each : slot_of) each = c.below(int(slots) + 3) - 1;  // some lie on other devices
   for (float& each : gates) each = float(c.below(1000)) / 1000;
-  native::expert_sums({tokens, top_k, width, inner, slots}, {hidden.data(), slot_of.data(), gates.data(),
-                      lying[0].data(), lying[1].data(), lying[2].data(), found.data()});
+  const auto activation = native::Activation(c.number % 3);
+  const bool has_biases = c.number / 3 % 2;
+  const Numbers biases[3] = {c.draw(slots * inner, 2), c.draw(slots * inner, 2), c.draw(slots * width)};
+  const bf16* given[3] = {};
+  for (int i = 0; i < 3 && has_biases; ++i) given[i] = biases[i].data();
+  const auto bias = [&](int i, int64_t place) { return has_biases ? value_of(biases[i][place]) : 0.0; };
+  native::expert_sums({tokens, top_k, width, inner, slots, activation},
+                      {hidden.data(), slot_of.data(), gates.data(), lying[0].data(), lying[1].data(), lying[2].data(),
+                       given[0], given[1], given[2], found.data()});
   Exact expected(tokens * width);
   for (int64_t pick = 0; pick < picks; ++pick) {
     if (slot_of[pick] < 0 || slot_of[pick] >= slots) continue;
-    const int64_t t = pick / top_k, first = slot_of[pick] * size;
+    const int64_t t = pick / top_k, slot = slot_of[pick], first = slot * size;
     Numbers row(inner);
     for (int64_t f = 0; f < inner; ++f) {
-      const double g = dot(hidden.data() + t * width, gate, first + f, width, inner);
-      row[f] = rounded(g / (1 + std::exp(-g)) * dot(hidden.data() + t * width, up, first + f, width, inner));
+      const double g = dot(hidden.data() + t * width, gate, first + f, width, inner) + bias(0, slot * inner + f);
+      const double u = dot(hidden.data() + t * width, up, first + f, width, inner) + bias(1, slot * inner + f);
+      row[f] = rounded(activated(activation, g, u));
     }
-    for (int64_t d = 0; d < width; ++d)
-      expected[t * width + d] += gates[pick] * value_of(rounded(dot(row.data(), down, first + d, inner, width)));
+    for (int64_t d = 0; d < width; ++d) {
+      const double sum = dot(row.data(), down, first + d, inner, width) + bias(2, slot * width + d);
+      expected[t * width + d] += gates[pick] * value_of(rounded(sum));
+    }
   }
   c.compare("sums of experts", found, expected, 0x1p-8);
 }
@@ -94,9 +129,9 @@ int main(int, char** arguments) {
   const int stride = std::atoi(arguments[1]), num_callers = std::atoi(arguments[3]);
   num_cpus = std::atoi(arguments[2]);
   std::vector<std::function<void(int)>> cases;
-  for (int64_t rows : {0, 1, 2, 5, 11, 12, 13, 29})
-    for (int64_t depth : {2, 6, 64})
-      for (int64_t width : {32, 96})
+  for (int64_t rows : {0, 1, 2, 5, 11, 12, 13, 16, 17, 32, 33, 40})
+    for (int64_t depth : {2, 30, 64, 70})
+      for (int64_t width : {32, 96, 3, 50})
         cases.push_back([=](int i) { product({"product", i, std::mt19937(i)}, rows, depth, width); });
   for (int64_t width : {32, 96})
     for (int64_t count : {1, 5, 16, 17, 127, 128, 129, 200})
@@ -107,14 +142,22 @@ int main(int, char** arguments) {
       for (int64_t slots : {1, 3, 16})
         for (int64_t inner : {32, 96})
           cases.push_back([=](int i) { experts({"experts", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
-  for (int64_t head_width : {NATIVE_HEAD_WIDTHS})
+  for (int64_t head_width : {32, 64, 160, 2, 24, 80})
     for (auto heads : {std::pair{1, 1}, {2, 1}, {6, 2}, {3, 3}, {14, 2}})
       for (int64_t page_size : {1, 16, 33, 128})
         for (auto blocks : {std::array{1, 0, 0}, {0, 1, 1}, {5, 0, 0}, {2, 2, 8}, {1, 1, 37}})
           cases.push_back([=](int i) {
-            attention({"attention", i, std::mt19937(i)}, {blocks[0], blocks[1], blocks[2], heads.first, heads.second,
-                                                          head_width, page_size, i % 2 == 0, i % 3 == 0});
+            Case c{"attention", i, std::mt19937(i)};
+            attention(c, layer_of(c, {blocks[0], blocks[1], blocks[2], heads.first, heads.second, head_width, page_size}));
           });
+  for (auto widths : {std::array{64, 2, 32, 32, 32, 32, 64}, {24, 3, 8, 4, 12, 16, 20}, {32, 6, 34, 18, 7, 50, 0}})
+    for (int64_t page_size : {1, 16, 33})
+      for (auto blocks : {std::array{1, 0, 0}, {0, 1, 1}, {5, 0, 0}, {2, 2, 8}, {1, 1, 37}})
+        cases.push_back([=](int i) {
+          latent_attention({"latent attention", i, std::mt19937(i)},
+                           {blocks[0], blocks[1], blocks[2], widths[0], widths[1], widths[2], widths[3], widths[4],
+                            widths[5], widths[6], page_size, i % 2 == 0, i % 3 == 0});
+        });
   std::vector<int> chosen;
   for (int i = 0; i < int(cases.size()); ++i)
     if (i < num_cheap || i % stride == 0) chosen.push_back(i);

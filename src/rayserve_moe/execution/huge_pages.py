@@ -1,0 +1,44 @@
+"""Arrays of CPU devices on pages of 2 MiB: a decode step reads all its weights, and with pages of 4 KiB it waits for
+the translation of their addresses as well."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterable, Iterator
+
+import jax
+
+HUGE_PAGE_BYTES = 2 << 20
+ADVICE = {"MADV_HUGEPAGE": 14, "MADV_COLLAPSE": 25}
+"""What the kernel is advised of each array, in this order: to allow the pages, and to make them now (Linux 6.1)."""
+log = logging.getLogger(__name__)
+
+
+def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
+    """Move what `arrays` hold in host memory to huge pages; returns how many bytes were moved, or had been before.
+
+    Contents and addresses stay. A kernel that does not have the advice or no such pages leaves arrays as they are.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    num_bytes = 0
+    for begin, end in _whole_pages(arrays):
+        failed = [name for name, number in ADVICE.items() if libc.madvise(begin, end - begin, number)]
+        if failed:
+            log.debug("no huge pages: %s: %s", failed[0], os.strerror(ctypes.get_errno()))
+        else:
+            num_bytes += end - begin
+    return num_bytes
+
+
+def _whole_pages(arrays: Iterable[jax.Array]) -> Iterator[tuple[int, int]]:
+    """Addresses of the huge pages that lie wholly within an array."""
+    for array in arrays:
+        for shard in array.addressable_shards:
+            address, size = shard.data.unsafe_buffer_pointer(), shard.data.nbytes
+            begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            end = (address + size) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            if begin < end:
+                yield begin, end

@@ -1,0 +1,182 @@
+// Attention of query rows over the keys and values on a sequence's pages: spans of keys with an online softmax.
+//
+// Heads have any even width of keys and any width of values. A row's sums are formed over spans that begin at multiples
+// of kSpan, each key in order of its position, so that they have the same bits whichever rows share the spans.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention_spans.h"
+
+namespace native {
+
+struct BlockTokens {
+  int64_t first, count;
+};
+
+struct Scoring {
+  float scale;
+  int64_t window;     // positions that a query sees, its own among them; 0: all
+  const bf16* sinks;  // scores of all query heads, each in the denominator of its softmax alone; null: none
+};
+
+// The queries of one block that share a KV head: row r is query r / group, head first_head + r % group.
+struct QueryRows {
+  const bf16* queries;       // [T, heads, key width]
+  const int32_t* positions;  // [T]; -1: padding
+  BlockTokens tokens;
+  int64_t num_heads, first_head, group;
+  int64_t count() const { return tokens.count * group; }
+  int64_t head(int64_t row) const { return first_head + row % group; }
+  int64_t place(int64_t row) const { return (tokens.first + row / group) * num_heads + head(row); }  // in [T, heads]
+  int64_t position(int64_t row) const { return positions[tokens.first + row / group]; }
+};
+
+inline Range seen_from(int64_t position, int64_t window) {
+  return {window > 0 ? std::max<int64_t>(0, position - window + 1) : 0, position + 1};
+}
+
+// What any of the tokens sees; empty where all are padding.
+inline Range seen_by(const BlockTokens& tokens, const int32_t* positions, int64_t window) {
+  Range all{INT64_MAX, 0};
+  for (int64_t t = tokens.first; t < tokens.first + tokens.count; ++t) {
+    if (positions[t] < 0) continue;
+    const Range seen = seen_from(positions[t], window);
+    all = {std::min(all.begin, seen.begin), std::max(all.end, seen.end)};
+  }
+  return all;
+}
+
+// Which of 16 keys, from `first` on, lie in a range.
+inline __mmask16 lanes_in(Range here, int64_t first) {
+  if (here.begin <= first && first + 16 <= here.end) return 0xffff;
+  const auto bits_below = [first](int64_t key) { return (1u << std::clamp<int64_t>(key - first, 0, 16)) - 1; };
+  return __mmask16(bits_below(here.end) & ~bits_below(here.begin));
+}
+
+// One row's running softmax over the keys `here` of a span, of which `count` have scores: its weights, bfloat16, and by
+// what earlier sums shrink.
+inline void weigh(int64_t row, int64_t num_rows, Range here, int64_t count, float scale, SpanBuffers& b) {
+  const __m512 factor = _mm512_set1_ps(scale);
+  const auto scores = [&](int64_t key) {
+    return _mm512_loadu_ps(b.scores.data() + (key / kPanel * num_rows + row) * kPanel + key % kPanel);
+  };
+  const float before = b.largest[row];
+  __m512 most = _mm512_set1_ps(before);
+  for (int64_t key = 0; key < count; key += 16)
+    most = _mm512_mask_max_ps(most, lanes_in(here, key), most, _mm512_mul_ps(scores(key), factor));
+  const float largest = _mm512_reduce_max_ps(most);
+  const __m512 top = _mm512_set1_ps(largest);
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t key = 0; key < count; key += 16) {
+    const __m512 weight = exponential(_mm512_fmsub_ps(scores(key), factor, top));
+    const __m512 seen = rounded(_mm512_maskz_mov_ps(lanes_in(here, key), weight));
+    store(b.weights.data() + row * kSpan + key, seen);
+    sum = _mm512_add_ps(sum, seen);
+  }
+  const float shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(before - largest)));
+  float* sums = b.sums.data() + row * 16;
+  _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(shrink), sum));
+  b.largest[row] = largest;
+  b.shrinks[row] = shrink;
+}
+
+// Adds the weighted values of the first `count` keys of a span to the totals of rows begin .. end - 1, after shrinking
+// them.
+inline void add_values(int64_t begin, int64_t end, int64_t count, int64_t width, TileScope* tiles, SpanBuffers& b) {
+  const auto add = [&](const auto& panels, int64_t column) {
+    multiply_rows(b.weights.data() + begin * kSpan, kSpan, end - begin, count, panels, [&](int64_t r, const auto& sums) {
+      const float shrink = b.shrinks[begin + r];
+      if (shrink < 0) return;  // it sees nothing of the span
+      float* total = b.totals.data() + (begin + r) * width + column;
+      for (const Pair& sum : sums) {
+        _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_set1_ps(shrink), sum.low));
+        _mm512_storeu_ps(total + 16, _mm512_fmadd_ps(_mm512_loadu_ps(total + 16), _mm512_set1_ps(shrink), sum.high));
+        total += kPanel;
+      }
+    }, tiles);
+  };
+  int64_t column = 0;
+  for (; column + 2 * kPanel <= width; column += 2 * kPanel) {
+    const bf16* panels[2] = {b.values.data() + column * kSpan, b.values.data() + (column + kPanel) * kSpan};
+    add(panels, column);
+  }
+  if (column == width) return;
+  const bf16* panels[1] = {b.values.data() + column * kSpan};
+  add(panels, column);
+}
+
+// Where the queries of the rows lie, one behind the other: where they are, or in a copy.
+inline const bf16* rows_of(const QueryRows& rows, int64_t width, SpanBuffers& b) {
+  if (rows.group == rows.num_heads || rows.tokens.count == 1) return rows.queries + rows.place(0) * width;
+  b.queries.resize(rows.count() * width);
+  for (int64_t r = 0; r < rows.count(); ++r)
+    std::copy_n(rows.queries + rows.place(r) * width, width, b.queries.data() + r * width);
+  return b.queries.data();
+}
+
+// The sink of each row's head counts as a key whose value is zero.
+inline void begin_with_sinks(const QueryRows& rows, const bf16* sinks, SpanBuffers& b) {
+  for (int64_t r = 0; r < rows.count(); ++r) b.largest[r] = narrow(sinks[rows.head(r)]), b.sums[r * 16] = 1.0f;
+}
+
+// Attends rows to the keys up to their own positions, as far as the window reaches: `out` is [T, heads, value width].
+inline void attend(const QueryRows& rows, const int32_t* pages, const PagedKeys& kv, const Scoring& scoring,
+                   bf16* out) {
+  thread_local SpanBuffers buffers;
+  SpanBuffers& b = buffers;
+  const int64_t width = whole_panels(kv.value_width);
+  const Range all = seen_by(rows.tokens, rows.positions, scoring.window);
+  b.fit(rows.count(), kv);
+  if (scoring.sinks) begin_with_sinks(rows, scoring.sinks, b);
+  const bf16* const queries = rows_of(rows, kv.key_width, b);
+  const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
+  std::optional<TileScope> scope;
+  if (has_tiles) scope.emplace();
+  TileScope* const tiles = scope ? &*scope : nullptr;
+  int64_t begin = 0, end = rows.count();  // rows beside them see nothing of the span, nor of those after it
+  for (int64_t start = all.begin / kSpan * kSpan; start < all.end; start += kSpan) {
+    const auto seen = [&](int64_t r) {
+      const Range range = seen_from(rows.position(r), scoring.window);
+      return Range{std::max<int64_t>(0, range.begin - start), std::min(kSpan, range.end - start)};
+    };
+    const int64_t num_keys = std::min(all.end - start, kSpan), count = (num_keys + kPanel - 1) / kPanel * kPanel;
+    find_span(pages, start, {std::max(all.begin, start), start + num_keys}, kv, b);
+    while (begin < end && rows.position(begin) < start) ++begin;
+    int64_t stop = end;
+    while (begin < stop && seen(stop - 1).begin >= seen(stop - 1).end) --stop;
+    for (int64_t key = 0; key < count; key += kPanel) {
+      load_keys(key, kv, b);
+      float* const target = b.scores.data() + (key / kPanel * rows.count() + begin) * kPanel;
+      multiply_rows(queries + begin * kv.key_width, kv.key_width, stop - begin, kv.key_width, panels,
+                    [&](int64_t r, const Pair(&products)[1]) {
+                      _mm512_storeu_ps(target + r * kPanel, products[0].low);
+                      _mm512_storeu_ps(target + r * kPanel + 16, products[0].high);
+                    }, tiles);
+    }
+    for (int64_t r = begin; r < stop; ++r) {
+      const Range here = seen(r);
+      b.shrinks[r] = -1;
+      if (here.begin < here.end) weigh(r, rows.count(), here, count, scoring.scale, b);
+    }
+    if (load_values({0, kSpan}, count, kv, b)) {
+      add_values(begin, stop, count, width, tiles, b);
+      continue;
+    }
+    for (int64_t r = begin; r < stop; ++r) {  // zero times what is not finite is not zero: only what the row sees
+      load_values(seen(r), count, kv, b);
+      add_values(r, r + 1, count, width, tiles, b);
+    }
+  }
+  for (int64_t r = 0; r < rows.count(); ++r) {
+    const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(b.sums.data() + r * 16));
+    const __m512 weight = _mm512_set1_ps(1.0f / std::max(sum, 1.0f));
+    bf16* target = out + rows.place(r) * kv.value_width;
+    const float* total = b.totals.data() + r * width;
+    for (int64_t d = 0; d < kv.value_width; d += 16)
+      store(target + d, _mm512_mul_ps(_mm512_loadu_ps(total + d), weight), lanes_of(d, kv.value_width));
+  }
+}
+
+}  // namespace native

@@ -1,0 +1,130 @@
+// The keys and values of a span of positions, laid out as panels of products.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "panels.h"
+#include "products.h"
+#include "rows.h"
+
+namespace native {
+
+constexpr int64_t kSpan = 64;  // keys that are visited together, from positions that it divides
+static_assert(kSpan % kPanel == 0, "a span of keys is several panels of a product");
+
+// Where keys and values of one KV head lie: slot s at `first + s * stride`, its value `value_offset` behind its key.
+struct PagedKeys {
+  const bf16* first;
+  int64_t stride, page_size, key_width, value_width, value_offset;
+};
+
+// Positions begin .. end - 1.
+struct Range {
+  int64_t begin, end;
+};
+
+inline int64_t whole_panels(int64_t width) { return num_panels(width) * kPanel; }
+
+struct SpanBuffers {
+  std::vector<bf16> queries;     // [rows][key width], where rows do not lie behind each other
+  std::vector<int32_t> keys;     // [key width / 2, to whole vectors][32] pairs of a key's numbers: a panel of the span
+  std::vector<float> scores;     // [panels of the span][rows][32]
+  std::vector<bf16> values;      // panels of [span / 2][32] pairs of the numbers of two neighbouring keys
+  std::vector<bf16> weights;     // [rows][span]
+  std::vector<float> totals;     // [rows] of whole panels
+  std::vector<float> largest, shrinks, sums;  // [rows], [rows], [rows][16]
+  const bf16* rows[kSpan];       // of the pool, the span's keys; null: the block does not see the key
+
+  void fit(int64_t num_rows, const PagedKeys& kv) {
+    keys.resize((kv.key_width / 2 + 15) / 16 * 16 * kPanel);
+    scores.resize(num_rows * kSpan);
+    values.resize(kSpan * whole_panels(kv.value_width));
+    weights.resize(num_rows * kSpan);
+    shrinks.resize(num_rows);
+    totals.assign(num_rows * whole_panels(kv.value_width), 0.0f);
+    sums.assign(num_rows * 16, 0.0f);
+    largest.assign(num_rows, -1e30f);
+  }
+};
+
+// Turns 16 rows of 16 words into 16 rows that hold one word of each.
+inline void transpose(const __m512i (&rows)[16], int32_t* target, int64_t stride) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(target + i * stride, _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88));
+    _mm512_storeu_si512(target + (i + 4) * stride, _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88));
+    _mm512_storeu_si512(target + (i + 8) * stride, _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd));
+    _mm512_storeu_si512(target + (i + 12) * stride, _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd));
+  }
+}
+
+// Lays out the 32 keys from `key` on as one panel of a product whose columns are the keys.
+inline void load_keys(int64_t key, const PagedKeys& kv, SpanBuffers& b) {
+  const int64_t num_words = kv.key_width / 2;
+  const bf16* const* rows = b.rows + key;
+  for (int64_t first = 0; first < kPanel; first += 16)
+    for (int64_t word = 0; word < num_words; word += 16) {
+      const __mmask16 lanes = lanes_of(word, num_words);
+      __m512i words[16];
+      for (int64_t i = 0; i < 16; ++i)
+        words[i] = rows[first + i] ? _mm512_maskz_loadu_epi32(lanes, rows[first + i] + 2 * word) : _mm512_setzero_si512();
+      transpose(words, b.keys.data() + word * kPanel + first, kPanel);
+    }
+}
+
+// Lays out values of `seen` keys, of the first `count`, as panels of a product whose depth is the keys, beside zeros.
+// Whether all are finite.
+inline bool load_values(Range seen, int64_t count, const PagedKeys& kv, SpanBuffers& b) {
+  alignas(64) uint16_t places[2][32];
+  for (int i = 0; i < 32; ++i)
+    for (int half : {0, 1}) places[half][i] = uint16_t(16 * half + i / 2 + i % 2 * 32);
+  const __m512i low = _mm512_load_si512(places[0]), high = _mm512_load_si512(places[1]);
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  __mmask32 not_finite = 0;
+  for (int64_t i = 0; i < count; i += 2)
+    for (int64_t d = 0; d < kv.value_width; d += kPanel) {
+      const int64_t left = kv.value_width - d;
+      const __mmask32 lanes = left >= kPanel ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+      __m512i pair[2];
+      for (int64_t key : {0, 1}) {
+        const bool is_seen = b.rows[i + key] && i + key >= seen.begin && i + key < seen.end;
+        pair[key] = is_seen ? _mm512_maskz_loadu_epi16(lanes, b.rows[i + key] + kv.value_offset + d)
+                            : _mm512_setzero_si512();
+        not_finite |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(pair[key], exponent), exponent);
+      }
+      bf16* const target = b.values.data() + d * kSpan + i * kPanel;
+      _mm512_storeu_si512(target, _mm512_permutex2var_epi16(pair[0], low, pair[1]));
+      _mm512_storeu_si512(target + kPanel, _mm512_permutex2var_epi16(pair[0], high, pair[1]));
+    }
+  return not_finite == 0;
+}
+
+// Finds the keys of `here`, a part of the span from `start` on.
+inline void find_span(const int32_t* pages, int64_t start, Range here, const PagedKeys& kv, SpanBuffers& b) {
+  std::fill(b.rows, b.rows + kSpan, nullptr);
+  for (int64_t place = here.begin; place < here.end;) {
+    const int64_t page = place / kv.page_size, in_page = place - page * kv.page_size;
+    const bf16* row = kv.first + (pages[page] * kv.page_size + in_page) * kv.stride;
+    const int64_t last = std::min(here.end, place + kv.page_size - in_page);
+    for (; place < last; ++place, row += kv.stride) b.rows[place - start] = row;
+  }
+}
+
+}  // namespace native

@@ -1,0 +1,59 @@
+// Panels of packed matrices of any width: products of matrices whose last panel is narrower than the others.
+#pragma once
+
+#include <vector>
+
+#include "products.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace native {
+
+inline int64_t num_panels(int64_t width) { return (width + kPanel - 1) / kPanel; }
+
+// A panel of a packed [depth, width] matrix. A narrower one is copied with zeros beside it, and lies there until this
+// thread asks for the next.
+inline const bf16* panel_of(const bf16* matrix, int64_t depth, int64_t width, int64_t panel) {
+  const int64_t columns = width - panel * kPanel;
+  const bf16* here = matrix + panel * kPanel * depth;
+  if (columns >= kPanel) return here;
+  thread_local std::vector<bf16> copy;
+  copy.assign(depth * kPanel, 0);
+  for (int64_t k = 0; k < depth; k += 2)
+    std::memcpy(copy.data() + k * kPanel, here + k * columns, 2 * columns * sizeof(bf16));
+  return copy.data();
+}
+
+// Stores what a row of a product has at `column` and behind it, as far as the matrix is wide.
+inline void store_columns(float* target, const Pair& result, int64_t column, int64_t width) {
+  _mm512_mask_storeu_ps(target + column, lanes_of(column, width), result.low);
+  if (column + 16 < width) _mm512_mask_storeu_ps(target + column + 16, lanes_of(column + 16, width), result.high);
+}
+
+inline void store_columns(bf16* target, const Pair& result, int64_t column, int64_t width) {
+  store(target + column, result.low, lanes_of(column, width));
+  if (column + 16 < width) store(target + column + 16, result.high, lanes_of(column + 16, width));
+}
+
+// Runs `body(first row, rows, panel)` on all threads, for as many rows at a time as their caches hold.
+template <class Body>
+void for_panels(int64_t num_rows, int64_t depth, int64_t num_panels, Body&& body) {
+  const int64_t most = rows_together(depth);
+  for_each((num_rows + most - 1) / most * num_panels, [&](int64_t item) {
+    const int64_t first = item / num_panels * most;
+    body(first, std::min(most, num_rows - first), item % num_panels);
+  });
+}
+
+// Rows of `left` [rows, depth] times a packed matrix [depth, width].
+template <class Number>
+void multiply_all(const bf16* left, int64_t num_rows, int64_t depth, const bf16* matrix, int64_t width, Number* out) {
+  for_panels(num_rows, depth, num_panels(width), [&](int64_t first, int64_t count, int64_t panel) {
+    multiply_panel(left + first * depth, count, depth, panel_of(matrix, depth, width, panel),
+                   [&](int64_t r, const Pair& result) {
+                     store_columns(out + (first + r) * width, result, panel * kPanel, width);
+                   });
+  });
+}
+
+}  // namespace native

@@ -1,0 +1,84 @@
+"""A sequence through one layer of latent attention, chunk by chunk, by the kernels of any table that has it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_reference import KEYS_PER_SPAN
+from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
+from rayserve_moe.kernels.latent_attention import LatentConfig
+from rayserve_moe.kernels.layers import rotation_of
+from rayserve_moe.kernels.registry import KERNELS, LATENT_ATTENTION
+from tests.unit.kernels.latent_cases import LatentModel, Weights
+
+PAGE, BLOCK, LAYER, THETA, LENGTH = 16, 8, 1, 100.0, KEYS_PER_SPAN + 21
+PAGES = np.random.default_rng(3).permutation(np.arange(1, 1 + -(-LENGTH // PAGE))).astype(np.int32)
+NUM_PAGES = len(PAGES) + 3
+Chunks = list[int]
+"""Lengths of the chunks of a sequence, one per step; those of one token are single tokens."""
+CUTS: dict[str, Chunks] = {
+    "one prompt": [LENGTH],
+    "a prompt, then decoding": [LENGTH - 5, *[1] * 5],
+    "chunks that end within blocks and pages": [3, 41, 30, 60, LENGTH - 134],
+}
+
+
+@cache
+def compiled(model: LatentModel, kernels: str):
+    config = LatentConfig(model.nope, model.norm_eps, model.scale, model.interleaved)
+    frequencies = (THETA ** (-np.arange(0, model.rope, 2) / model.rope)).astype(np.float32)
+
+    def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
+        rotation = rotation_of(batch.positions_T, frequencies)
+        inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
+        return LATENT_ATTENTION[kernels](hidden, pool, inputs, config=config)
+
+    return jax.jit(layer)
+
+
+def batch_of(first: int, count: int) -> tuple[TokenBatch, slice]:
+    """The next tokens of the sequence, as a single token or as blocks of a step that has both, and their places."""
+    num_blocks = -(-LENGTH // BLOCK)
+    places = slice(0, 1) if count == 1 else slice(1, 1 + count)
+    positions = np.full(1 + num_blocks * BLOCK, -1, np.int32)
+    positions[places] = np.arange(first, first + count)
+    slots = np.where(positions >= 0, PAGES[positions // PAGE] * PAGE + positions % PAGE, 0).astype(np.int32)
+    return TokenBatch(
+        np.zeros_like(slots), positions, slots, np.tile(PAGES, (1 + num_blocks, 1)), num_singles=1
+    ), places
+
+
+def run(
+    model: LatentModel,
+    weights: Weights,
+    hidden: np.ndarray,
+    chunks: Chunks,
+    *,
+    dtype=jnp.float32,
+    pool_dtype=None,
+    kernels: str = "cpu",
+) -> tuple[np.ndarray, jax.Array]:
+    """Outputs of all tokens [T, D], computed chunk by chunk, and the pool. What no token wrote is NaN."""
+    width = model.kv_lora + model.rope
+    pool = jnp.full((model.num_layers * NUM_PAGES, PAGE, 1, width), jnp.nan, pool_dtype or dtype)
+    arrays, outputs, first = {name: jnp.asarray(array, dtype) for name, array in weights.items()}, [], 0
+    layouts = KERNELS[kernels].layouts
+    arrays = {name: LAYOUTS[layouts.get(name, "")](array) for name, array in arrays.items()}
+    for count in chunks:
+        batch, places = batch_of(first, count)
+        rows = np.zeros((len(batch.positions_T), model.hidden), np.float32)
+        rows[places] = hidden[first : first + count]
+        out, pool = compiled(model, kernels)(jnp.asarray(rows, dtype), arrays, pool, batch)
+        assert out.dtype == jnp.float32
+        outputs.append(np.asarray(out)[places])
+        first += count
+    return np.concatenate(outputs), pool
+
+
+def drawn(model: LatentModel) -> np.ndarray:
+    return np.random.default_rng(9).standard_normal((LENGTH, model.hidden)).astype(np.float32)

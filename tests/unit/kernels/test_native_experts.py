@@ -1,0 +1,140 @@
+"""Knobs of experts, routers and rotations by the native CPU kernels: those of the pure JAX path, row by row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.kernels import layers
+from rayserve_moe.kernels.cpu_native import calls
+from rayserve_moe.kernels.cpu_native.layout import pack
+from rayserve_moe.kernels.expert_products import (
+    ACTIVATIONS,
+    ExpertWeights,
+    LayerExperts,
+    ProductConfig,
+    multiply_in_blocks,
+)
+from tests.support.native import need_native_kernels
+
+TOKENS, WIDTH, INNER, SLOTS, TOP_K = 9, 64, 96, 5, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels():
+    need_native_kernels()
+
+
+def draw(generator: np.random.Generator, *shape: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(generator.standard_normal(shape) * scale, jnp.bfloat16)
+
+
+def weights_of(generator: np.random.Generator, *, has_biases: bool) -> ExpertWeights:
+    """Of two layers; gates reach beyond 7, where one activation clips."""
+    shapes = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
+    biases = [(INNER,), (INNER,), (WIDTH,)] if has_biases else []
+    return ExpertWeights(*(draw(generator, 2 * SLOTS, *shape, scale=0.5) for shape in (*shapes, *biases)))
+
+
+def packed(weights: ExpertWeights) -> ExpertWeights:
+    return ExpertWeights(*map(pack, weights[:3]), *weights[3:])
+
+
+def experts_of(weights: ExpertWeights, activation: str) -> LayerExperts:
+    """Those of the second layer."""
+    return LayerExperts(weights, SLOTS, ProductConfig(SLOTS, TOKENS * TOP_K / SLOTS, activation))
+
+
+def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, activation: str) -> np.ndarray:
+    """Results [T, K, D] in float64, the inner rows rounded to bfloat16 as both kernels round them."""
+    wide = [None if array is None else np.asarray(array, np.float64)[SLOTS:][slots] for array in weights]
+    gate, up, down, *biases = wide
+    gate_bias, up_bias, down_bias = (0.0 if bias is None else bias for bias in biases)
+    rows = np.asarray(hidden, np.float64)
+    gate, up = (np.einsum("TD,TKDF->TKF", rows, each) + bias for each, bias in ((gate, gate_bias), (up, up_bias)))
+    inner = ACTIVATIONS[activation](jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32)).astype(jnp.bfloat16)
+    return np.einsum("TKF,TKFD->TKD", np.asarray(inner, np.float64), down) + down_bias
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activation, has_biases):
+    generator = np.random.default_rng(len(activation))
+    weights, hidden = weights_of(generator, has_biases=has_biases), draw(generator, TOKENS, WIDTH)
+    slots = np.stack([generator.permutation(SLOTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
+    exact = rounding_of(weights, hidden, slots, activation)
+    blocks = multiply_in_blocks(hidden, jnp.asarray(slots), experts_of(weights, activation))
+    native = calls.expert_results(hidden, jnp.asarray(slots), experts_of(packed(weights), activation))
+    for found in (blocks, native):
+        # An inner number at the middle of two is rounded to either side.
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, atol=2**-7 * np.abs(exact).max())
+    row = calls.expert_results(hidden[3:4], jnp.asarray(slots[3:4]), experts_of(packed(weights), activation))
+    np.testing.assert_array_equal(row[0], native[3])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_columns_of_zeros_add_nothing(activation):
+    """Weights and biases whose inner width is padded give the same bits."""
+    generator = np.random.default_rng(1)
+    weights, hidden = weights_of(generator, has_biases=True), draw(generator, TOKENS, WIDTH)
+    slots = jnp.asarray(generator.integers(0, SLOTS, (TOKENS, TOP_K)), jnp.int32)
+    padding = [(0, 0), (0, 32)]
+    more = ExpertWeights(
+        *(jnp.pad(weights[i], [(0, 0), *padding]) for i in (0, 1)),
+        jnp.pad(weights.down_XFD, [(0, 0), (0, 32), (0, 0)]),
+        *(jnp.pad(weights[i], padding) for i in (3, 4)),
+        weights.down_bias_XD,
+    )
+    once, again = (
+        calls.expert_results(hidden, slots, experts_of(packed(each), activation)) for each in (weights, more)
+    )
+    np.testing.assert_array_equal(once, again)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_no_number_stays_none(activation):
+    generator = np.random.default_rng(2)
+    weights, hidden = weights_of(generator, has_biases=True), draw(generator, TOKENS, WIDTH)
+    slots = jnp.asarray(generator.integers(0, SLOTS, (TOKENS, TOP_K)), jnp.int32)
+    experts = experts_of(packed(weights), activation)
+    found = np.asarray(calls.expert_results(hidden.at[4, 7].set(jnp.nan), slots, experts), np.float32)
+    assert np.isnan(found[4]).all()
+    np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(calls.expert_results(hidden, slots, experts), 4, 0))
+
+
+@pytest.mark.parametrize("activation", ["relu", ""])
+def test_other_activations_are_refused(activation):
+    generator = np.random.default_rng(3)
+    experts = experts_of(weights_of(generator, has_biases=False), activation)
+    with pytest.raises(Exception, match="no such activation"):
+        jax.block_until_ready(
+            calls.expert_results(draw(generator, TOKENS, WIDTH), jnp.zeros((TOKENS, 1), jnp.int32), experts)
+        )
+
+
+@pytest.mark.parametrize("score", layers.SCORES)
+@pytest.mark.parametrize(("is_biased", "num_experts"), [(False, 1), (True, 8), (True, 40), (False, 200)])
+def test_scores_are_those_of_jax_row_by_row(score, is_biased, num_experts):
+    generator = np.random.default_rng(num_experts)
+    rows, router = draw(generator, 7, WIDTH), jnp.asarray(generator.standard_normal((WIDTH, num_experts)), jnp.float32)
+    bias = jnp.asarray(generator.standard_normal(num_experts) * 3, jnp.float32) if is_biased else None
+    found = calls.router_scores(rows, router, bias_E=bias, score=score)
+    expected = layers.router_scores(rows, router, bias_E=bias, score=score)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-30)
+    np.testing.assert_array_equal(calls.router_scores(rows[2:3], router, bias_E=bias, score=score)[0], found[2])
+    poisoned = calls.router_scores(rows.at[2, 3].set(jnp.nan), router, bias_E=bias, score=score)
+    assert np.isnan(poisoned[2]).all() and np.isfinite(np.delete(poisoned, 2, axis=0)).all()
+
+
+def test_other_scores_are_refused():
+    with pytest.raises(Exception, match="no such score"):
+        jax.block_until_ready(calls.router_scores(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3)), score="tanh"))
+
+
+def test_the_factor_of_a_rotation_multiplies_cosine_and_sine():
+    positions, frequencies = jnp.asarray([0, 1, 50, 1000], jnp.int32), np.float32([1.0, 0.25, 1e-3])
+    found = calls.rotation_of(positions, frequencies, factor=1.3)
+    for ours, theirs in zip(found, layers.rotation_of(positions, frequencies, factor=1.3), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
