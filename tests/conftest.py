@@ -40,6 +40,7 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from tests.support.checkpoints import CORE_CONFIG, NATIVE_CORE_CONFIG
+from tests.support.family_cases import FamilyCase
 from tests.support.native import need_native_kernels
 
 hypothesis.settings.register_profile("local", deadline=None)
@@ -59,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
         metavar="I/N",
-        help="run the tests of every Nth file only, from file I on in the order of their paths: N runs make the whole",
+        help="run every Nth file only, or model of a file over families, in the order of names: N runs make the whole",
     )
 
 
@@ -80,10 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With the native kernels only tests over the core model run: what they compute, no other test sees."""
     if part := config.getoption("--part"):
         index, num_parts = map(int, part.split("/"))
-        files = sorted({item.path for item in items})
-        chosen = {file for position, file in enumerate(files) if position % num_parts == index % num_parts}
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
-        items[:] = [item for item in items if item.path in chosen]
+        groups = sorted({_part_group(item) for item in items})
+        chosen = {group for position, group in enumerate(groups) if position % num_parts == index % num_parts}
+        config.hook.pytest_deselected(items=[item for item in items if _part_group(item) not in chosen])
+        items[:] = [item for item in items if _part_group(item) in chosen]
     if config.getoption("--cpu-kernels") != "native":
         return
     others = [item for item in items if "is_native" not in getattr(item, "fixturenames", ())]
@@ -92,6 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := item.get_closest_marker("float32"):
             item.add_marker(pytest.mark.skip(reason=f"float32 only: {marker.args[0]}"))
+
+
+def _part_group(item: pytest.Item) -> tuple[str, str]:
+    """What one part runs as a whole: a file, or of a file over families those of one model."""
+    callspec = getattr(item, "callspec", None)
+    case = callspec.params.get("case") if callspec else None
+    return str(item.path), case.name if isinstance(case, FamilyCase) else ""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

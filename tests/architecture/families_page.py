@@ -22,8 +22,7 @@ away from their defaults in the models on which every family is compared with tr
 "Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of the rotation other than YaRN
 (and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
 
-The reference kernels compute every family in float32 and bfloat16 on any mesh. Where native CPU kernels do not know a
-knob of a model, `auto` takes the reference and `native` is refused by the knob.
+The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
 | Architecture | Model | What it needs | Served for |
 |---|---|---|---|

@@ -41,28 +41,9 @@ class FamilyReference:
         found = [array for name, array in arrays.items() if name.endswith("e_score_correction_bias")]
         return np.stack([array.detach().numpy().reshape(-1) for array in found]) if found else np.zeros(1, np.float32)
 
-    @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Run all positions of one sequence at once."""
-        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def keep(_router: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
-            seen.append((outputs[0].float(), outputs[2]))
-
-        hooks = [
-            module.register_forward_hook(keep)
-            for module in self.model.modules()
-            if type(module).__name__.endswith(_ROUTERS)
-        ]
-        try:
-            logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].numpy()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        assert seen and len(seen) == len(hooks), "every router ran once"
-        return Scored(
-            logits, np.stack([found[0].numpy() for found in seen], 1), np.stack([found[1].numpy() for found in seen], 1)
-        )
+        return score(self.model, [token_ids])
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], *, count: int) -> list[int]:
@@ -79,6 +60,30 @@ def reference_model(case: FamilyCase) -> FamilyReference | LingReference:
     return FamilyReference(case) if case.family in CONFIG_MAPPING else LingReference(case)
 
 
+def routers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """In the order of the layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith(_ROUTERS)]
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
+    """Run all positions of sequences of one length at once; they follow each other in what is returned."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(_router: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
+        seen.append((outputs[0].float(), outputs[2]))
+
+    hooks = [router.register_forward_hook(keep) for router in routers_of(model)]
+    try:
+        logits = model(torch.tensor([list(ids) for ids in sequences]), use_cache=False).logits.float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen and len(seen) == len(hooks), "every router ran once"
+    router_logits, chosen = (np.stack([found[i].numpy() for found in seen], 1) for i in (0, 1))
+    return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen)
+
+
 @torch.no_grad()
 def _perturb(model: PreTrainedModel, generator: torch.Generator) -> None:
     arrays = dict(model.named_parameters()) | {
@@ -91,4 +96,4 @@ def _perturb(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif name.endswith(("bias", "sinks", "_bias")):
             array.copy_((0.1 if "correction" in name else 0.3) * drawn)
         else:
-            array.copy_(0.12 * drawn)
+            array.copy_(0.96 * model.config.hidden_size**-0.5 * drawn)

@@ -15,7 +15,7 @@ from rayserve_moe.kernels.registry import CPU_NATIVE
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, run_alone
 from tests.support.engines import CORE, ONE_BUCKET
-from tests.support.native import NativeReference
+from tests.support.native import IdleReference
 from tests.support.outcomes import Outcomes
 from tests.support.router_reference import RouterReference
 from tests.support.runners import optimized
@@ -46,7 +46,7 @@ def engine_with(
             key = repr(sorted(settings.items()))
             if key not in by_settings:
                 engine = Engine(str(core_checkpoint), **{**always, **settings})
-                assert (engine.runner.config.kernels is CPU_NATIVE) == bool(kernel_settings)
+                assert (engine.runner.config.kernels.name == CPU_NATIVE.name) == bool(kernel_settings)
                 by_settings[key] = running.enter_context(engine)
                 started.append(engine)
             return by_settings[key]
@@ -63,7 +63,7 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
         def of(checkpoint: Path) -> RouterReference:
             if not kernel_settings:
                 return RouterReference(checkpoint)
-            return NativeReference(running.enter_context(Engine(str(checkpoint), **CORE, **kernel_settings)))
+            return IdleReference(running.enter_context(Engine(str(checkpoint), **CORE, **kernel_settings)))
 
         yield of
 

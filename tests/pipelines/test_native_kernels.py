@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.kernels.registry import CPU, CPU_NATIVE
+from rayserve_moe.requests import GenerationRequest
 from tests.support.checkpoints import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, preempt_every, run_alone, run_together
 from tests.support.engines import ONE_BUCKET
@@ -39,25 +43,51 @@ def engine_at(path: Path, **settings: object) -> Engine:
     return Engine(str(path), **{**wanted, **settings})
 
 
+LATENT = SyntheticModel(
+    dict(FAMILY_PRESETS["deepseek-v3-tiny"].config)
+    | {
+        "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 3, "q_lora_rank": 40, "kv_lora_rank": 36,
+        "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 18, "attention_bias": True,
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    },
+    scale=0.1,
+    norm_jitter=0.2,
+)  # fmt: skip
+"""Latent attention in widths that are no whole panels, and a shared expert; all experts are selected, none by a tie."""
+MODELS = {"head": NATIVE_CORE_CONFIG, "tied": replace(NATIVE_CORE_CONFIG, tie_word_embeddings=True), "latent": LATENT}
+CALCULATOR = "calculator"
+
+
 @pytest.fixture(
-    scope="module", params=[pytest.param(False, id="head"), pytest.param(True, id="tied", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in ("tied", CALCULATOR) else ())
+        for name in (*MODELS, CALCULATOR)
+    ],
 )
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()
-    config = replace(NATIVE_CORE_CONFIG, tie_word_embeddings=request.param)
-    return write_checkpoint(tmp_path_factory.mktemp("native") / "model", config, seed=3)
+    if request.param == CALCULATOR:
+        return TRAINED[CALCULATOR]
+    return write_checkpoint(tmp_path_factory.mktemp("native") / "model", MODELS[request.param], seed=3)
 
 
 @pytest.fixture(scope="module")
 def native(path: Path) -> Iterator[Engine]:
     with engine_at(path) as engine:
-        assert engine.runner.config.kernels is CPU_NATIVE and engine.runner.dtype == "bfloat16"
+        assert engine.runner.config.kernels.name == CPU_NATIVE.name and engine.runner.dtype == "bfloat16"
         yield engine
+
+
+def workload(engine: Engine) -> list[GenerationRequest]:
+    """Over the tokens of its model."""
+    size = engine.card.vocab_size
+    return [replace(request, prompt_ids=request.prompt_ids % size) for request in mixed_workload()]
 
 
 @pytest.fixture(scope="module")
 def alone(native: Engine) -> Outcomes:
-    return run_alone(native.runner, native.card, mixed_workload(), way=Way(chunk_tokens=64, **STEP))
+    return run_alone(native.runner, native.card, workload(native), way=Way(chunk_tokens=64, **STEP))
 
 
 @pytest.mark.parametrize(
@@ -65,22 +95,23 @@ def alone(native: Engine) -> Outcomes:
     [pytest.param(way, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, way in WAYS.items()],
 )
 def test_outputs_do_not_depend_on_scheduling(native: Engine, alone: Outcomes, way: Way):
-    assert_all_same(run_together(native.runner, native.card, mixed_workload(), way=way), alone)
+    assert_all_same(run_together(native.runner, native.card, workload(native), way=way), alone)
 
 
 def test_logits_are_as_near_to_float32_as_those_of_xla(path: Path, native: Engine):
     """The two round sums at different places. Their streams have 8 bits, so logits differ by some 1 % of their spread;
     where a router is within that of a tie, it may turn. So it is the root of the mean square that is held."""
-    prompts = [request.prompt_ids.tolist() for request in mixed_workload() if len(request.prompt_ids) <= LONGEST]
+    prompts = [request.prompt_ids.tolist() for request in workload(native) if len(request.prompt_ids) <= LONGEST]
     runners = native.runner, loaded(path, dtype="bfloat16", cpu_kernels="off"), loaded(path, dtype="float32")
     ours, xla, exact = (np.concatenate([*map(prompt_logits_of(each, longest=LONGEST), prompts)]) for each in runners)
     assert rms(ours - exact) <= 1.25 * rms(xla - exact)
-    assert rms(ours - xla) <= 2**-5 * rms(exact)
+    if path != TRAINED[CALCULATOR]:  # bytes at random bring its trained routers near ties
+        assert rms(ours - xla) <= 2**-5 * rms(exact)
 
 
 def loaded(path: Path, **settings: object) -> HostRunner:
     runner = new_runner(path, **settings)
-    assert runner.config.kernels is CPU
+    assert runner.config.kernels.name == CPU.name
     runner.load()
     return runner
 
@@ -94,5 +125,5 @@ def test_two_devices_have_kernels_of_their_own(path: Path):
     """Partial sums of two devices round otherwise than one sum, so only the laws are the same."""
     with engine_at(path, cpu_kernels="native", devices_per_host=2) as engine:
         way = Way(chunk_tokens=64, **STEP)
-        alone = run_alone(engine.runner, engine.card, mixed_workload(), way=way)
-        assert_all_same(run_together(engine.runner, engine.card, mixed_workload(), way=way), alone)
+        alone = run_alone(engine.runner, engine.card, workload(engine), way=way)
+        assert_all_same(run_together(engine.runner, engine.card, workload(engine), way=way), alone)

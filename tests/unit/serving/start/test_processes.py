@@ -63,7 +63,8 @@ def test_only_an_own_orphan_is_ended(tmp_path, sleeper):
     end_orphans(tmp_path / "8001")
     assert sleeper.poll() is None
     end_orphans(tmp_path / "8000")
-    assert sleeper.wait(timeout=60) == -signal.SIGTERM
+    reaped = 0  # what is left to say of a child whose end `end_orphans` has collected
+    assert sleeper.wait(timeout=60) in (-signal.SIGTERM, reaped)
 
 
 def test_a_process_is_read_with_its_parent_and_its_end(sleeper):

@@ -1,0 +1,137 @@
+"""Models of every family answer alike however they are scheduled, cached and spread, and while their experts move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.requests import GenerationRequest, ModelCard
+from tests.pipelines.families.conftest import families
+from tests.pipelines.test_migration import assert_slots_hold, expert_weights, heading_elsewhere
+from tests.support.asking import forcing, other_rows
+from tests.support.checkpoints import PAGE_SIZE
+from tests.support.drive import cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.workload import mixed_workload
+
+pytestmark = families("deepseek_v3-0", "gpt_oss-0", variants=3)
+
+TIGHT = 29
+"""Pages for two long sequences."""
+MESHES = [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.slow)]
+RunnerOf = Callable[..., HostRunner]
+
+
+def workload() -> list[GenerationRequest]:
+    """Prompts from 2 to 200 tokens, greedy and drawn, one choice and several."""
+    return mixed_workload()[:14:2]
+
+
+@pytest.fixture(scope="module")
+def card(core_checkpoint: Path) -> ModelCard:
+    return card_of(core_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def runner_of(core_checkpoint: Path, kernel_settings: dict[str, str]) -> RunnerOf:
+    """Compiled runners by their mesh: experts of those of several devices can move."""
+    moving = {"enable_eplb": True, "eplb_slots_per_step": 1, "num_redundant_experts": 4}
+
+    @cache
+    def prepared(mesh: tuple[int, int]) -> HostRunner:
+        changes = kernel_settings if mesh == (1, 1) else {**kernel_settings, **moving}
+        return prepared_runner(core_checkpoint, mesh=mesh, enable_return_routed_experts=True, **TWO_SHAPES, **changes)
+
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def one_device(runner_of: RunnerOf) -> HostRunner:
+    return runner_of((1, 1))
+
+
+@pytest.fixture(scope="module")
+def each_alone(one_device: HostRunner, card: ModelCard) -> Outcomes:
+    """Each request alone on one device."""
+    return run_alone(one_device, card, workload(), way=WAY)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"chunk_tokens": 7, "num_rows": 3}, {"num_pages": TIGHT, "intervene": preempt_every(23, forgets=True)}],
+    ids=["together", "small chunks", "preempted in a small pool"],
+)
+def test_scheduling_does_not_show(one_device: HostRunner, card: ModelCard, each_alone: Outcomes, changes: dict):
+    assert_all_same(run_together(one_device, card, workload(), way=replace(WAY, **changes)), each_alone)
+
+
+def test_cached_prompts_come_to_the_same(one_device: HostRunner, card: ModelCard, each_alone: Outcomes):
+    cycle = cycle_for(one_device, card, WAY)
+    for _ in range(2):
+        found = run_on(cycle, card, workload())
+        assert_all_same(found, each_alone)
+    assert all(
+        found[request.request_id, 0].num_cached == (len(request.prompt_ids) - 1) // PAGE_SIZE * PAGE_SIZE
+        for request in workload()
+    )
+    cycle.scheduler.flush()
+
+
+def test_rows_are_those_of_the_layers_with_experts(core_checkpoint: Path, card: ModelCard, each_alone: Outcomes):
+    with safe_open(core_checkpoint / "model.safetensors", "np") as tensors:
+        dense = {int(name.split(".")[2]) for name in tensors.offset_keys() if name.endswith(".mlp.gate_proj.weight")}
+    layout = card.routing
+    assert layout.layer_ids == tuple(layer for layer in range(layout.num_hidden_layers) if layer not in dense)
+    for outcome in each_alone.values():
+        assert outcome.rows.shape[1:] == (len(layout.layer_ids), layout.top_k)
+        assert outcome.rows.max() < layout.num_experts
+        assert (np.diff(np.sort(outcome.rows, axis=-1), axis=-1) > 0).all(), "an expert is chosen twice"
+
+
+def test_forced_routing_reproduces_a_run_and_other_experts_change_it(
+    one_device: HostRunner, card: ModelCard, each_alone: Outcomes
+):
+    requests = [replace(request, score_prompt_from=0) for request in workload() if 4 < len(request.prompt_ids) < 70]
+    prompts = [each_alone[request.request_id, 0].rows[: len(request.prompt_ids)] for request in requests]
+    free = run_together(one_device, card, requests, way=WAY)
+    replayed = [forcing(request, rows) for request, rows in zip(requests, prompts, strict=True)]
+    assert_all_same(run_together(one_device, card, replayed, way=replace(WAY, chunk_tokens=7)), free)
+    others = [other_rows(rows, num_experts=card.routing.num_experts) for rows in prompts]
+    forced = [forcing(request, rows) for request, rows in zip(requests, others, strict=True)]
+    changed = run_together(one_device, card, forced, way=WAY)
+    for request, rows in zip(requests, others, strict=True):
+        ours, theirs = (outcomes[request.request_id, 0] for outcomes in (changed, free))
+        np.testing.assert_array_equal(ours.rows[: len(rows)], rows)
+        assert ours.scores is not None and theirs.scores is not None
+        assert np.abs(ours.scores.logprobs - theirs.scores.logprobs).max() > 1e-3
+
+
+@pytest.mark.float32("devices add up parts of sums")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_mesh_whose_experts_move_is_one_device(
+    runner_of: RunnerOf, one_device: HostRunner, card: ModelCard, each_alone: Outcomes, mesh: tuple[int, int]
+):
+    """Whatever a slot holds moves with its expert, and every token is counted once."""
+    runner = runner_of(mesh)
+    eplb = EplbSteps(Migration(runner.placement, hosts=1, slots_per_step=1), counts_every=1)
+    elsewhere = replace(WAY, eplb=eplb, intervene=heading_elsewhere(eplb))
+    before = runner.expert_counts().copy()
+    found = run_together(runner, card, workload(), way=elsewhere)
+    assert_all_same(found, each_alone)
+    assert eplb.migration.progress.version >= 4
+    assert_slots_hold(runner, eplb.migration.placement, expert_weights(one_device))
+    computed = np.concatenate([outcome.rows[outcome.num_cached :] for outcome in found.values()])
+    expected = [
+        np.bincount(computed[:, i].ravel(), minlength=card.routing.num_experts) for i in range(computed.shape[1])
+    ]
+    np.testing.assert_array_equal(runner.expert_counts() - before, expected)

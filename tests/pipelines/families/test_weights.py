@@ -1,0 +1,43 @@
+"""Weights of every family change while an engine serves on four devices: those that come back answer as they did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rayserve_moe import Engine
+from tests.pipelines.families.conftest import families
+from tests.support.engines import CORE
+
+pytestmark = families("gpt_oss-0")
+
+SPREAD: dict[str, Any] = {"devices_per_host": 4, "data_parallel_size": 2, "num_redundant_experts": 4}
+PROMPTS = [list(range(3, 3 + length)) for length in (5, 40)]
+
+
+def test_weights_that_come_back_answer_as_they_did(
+    core_checkpoint: Path, other_checkpoint: Path, kernel_settings: dict[str, str]
+):
+    with Engine(str(core_checkpoint), **CORE, **SPREAD, **kernel_settings) as engine:
+        before = _answers(engine)
+        assert engine.update_weights_from_disk(other_checkpoint).success
+        changed = _answers(engine)
+        assert engine.update_weights_from_disk(core_checkpoint).success
+        assert _answers(engine) == before
+    assert all(one["output_ids"] != other["output_ids"] for one, other in zip(before, changed, strict=True))
+
+
+def _answers(engine: Engine) -> list[dict[str, Any]]:
+    answers = engine.generate(
+        input_ids=PROMPTS,
+        ignore_eos=True,
+        temperature=0.0,
+        max_new_tokens=12,
+        return_logprob=True,
+        return_routed_experts=True,
+    )
+    return [
+        {"output_ids": answer["output_ids"]}
+        | {name: answer["meta_info"][name] for name in ("output_token_logprobs", "routed_experts")}
+        for answer in answers
+    ]
