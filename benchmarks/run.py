@@ -36,7 +36,7 @@ def measure(name: str, engine: Engine, *, peer: PeerProcess | None, repeats: int
         prompts = prompts_of(name, repeat, vocab_size=engine.card.vocab_size)
         ours.append(run_engine(engine, workload, prompts=prompts, seed=repeat + 1)[0])
         if peer is not None:
-            theirs.append(peer.run(workload, prompts, seed=repeat + 1))
+            theirs.append(peer.run(workload, prompts, seed=repeat + 1)[0])
         rates = [f"{workload.total_new_tokens / side[-1]['seconds']:.1f}" for side in (ours, theirs) if side]
         note(f"{name} {repeat + 1}/{repeats}: {' against '.join(rates)} output tokens/s")
     return {"workload": asdict(workload), "ours": ours[1:], "theirs": theirs[1:]}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.balance_tables import realised_balance, rebalance
+from benchmarks.calculator_table import calculator
 from benchmarks.figures import (
     HOST_PARTS,
     OUTSIDE,
@@ -26,6 +27,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.peers.tables import expert_reading, peers
 from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
+from benchmarks.routing_table import bfloat16_routing
 from benchmarks.selection_table import balanced_selection
 from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
@@ -301,6 +303,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "balanced_selection": balanced_selection,
     "peers": peers,
     "expert_reading": expert_reading,
+    "calculator": calculator,
+    "bfloat16_routing": bfloat16_routing,
     "house": house,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

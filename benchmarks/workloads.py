@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rayserve_moe.checkpoints.synthetic import PRESETS
+from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+
 FIRST_PLAIN_ID = 3
 """Ids below are special tokens of the synthetic tokenizer."""
 
@@ -46,7 +49,7 @@ WORKLOADS = {
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
     """Add what to run, on which checkpoint, how often, and where the result goes."""
-    parser.add_argument("--size", choices=["tiny", "small", "mid"], default="small")
+    parser.add_argument("--size", choices=[*PRESETS, *FAMILY_PRESETS], default="small", help="synthetic preset")
     parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="default: a file of benchmarks/results named by the size")

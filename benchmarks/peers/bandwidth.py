@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from benchmarks.conditions import num_cores
+from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.spec import ModelSpec
 
 BUFFER_BYTES = 1 << 30
 REPEATS = 7
@@ -27,15 +29,18 @@ def read_bytes_per_s() -> float:
     return best
 
 
-def bytes_per_step(config: dict[str, Any], num_streams: int) -> float:
+def bytes_per_step(spec: ModelSpec, num_streams: int) -> float:
     """Weights that a step of `num_streams` single tokens reads, in bfloat16; experts as even routing touches them."""
-    width, layers, experts = config["hidden_size"], config["num_hidden_layers"], config["num_experts"]
-    heads = config["head_dim"] * (config["num_attention_heads"] + config["num_key_value_heads"])
-    touched = experts * (1 - (1 - config["num_experts_per_tok"] / experts) ** num_streams)
-    of_layer = 2 * width * heads + touched * 3 * width * config["moe_intermediate_size"]
-    return BF16_BYTES * (layers * of_layer + config["vocab_size"] * width)
+    touched = 1 - (1 - spec.router.top_k / spec.router.num_experts) ** num_streams
+    read = 0.0
+    for group in parameter_specs(spec, dtype="bfloat16").values():
+        for param in group.values():
+            of_tokens_alone = param.role == "embedding" and not spec.tie_embeddings
+            share = touched if param.num_experts else 0.0 if of_tokens_alone else 1.0
+            read += share * math.prod(param.shape)
+    return BF16_BYTES * read
 
 
-def most_tokens_per_s(config: dict[str, Any], num_streams: int, *, bytes_per_s: float) -> float:
+def most_tokens_per_s(spec: ModelSpec, num_streams: int, *, bytes_per_s: float) -> float:
     """Output tokens a second of `num_streams` that decode together, if reading weights were all."""
-    return num_streams * bytes_per_s / bytes_per_step(config, num_streams)
+    return num_streams * bytes_per_s / bytes_per_step(spec, num_streams)

@@ -23,6 +23,8 @@ HOST = "127.0.0.1"
 NUM_SLOTS = 16
 SIZES = ("--parallel", str(NUM_SLOTS), "--ctx-size", str(NUM_SLOTS * 1024), "--kv-unified", "--batch-size", "2048")
 QUIET = ("--cache-ram", "0", "--offline")
+WIDE = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
+"""Of a float32 checkpoint: the server's cache and its flash attention are in float16."""
 
 
 def main() -> None:
@@ -32,15 +34,15 @@ def main() -> None:
     """
     model, folder = map(Path, sys.argv[1:])
     binary = folder / "build" / "bin" / "llama-server"
-    cores = sorted(os.sched_getaffinity(0))
-    options = [*SIZES, *QUIET, "--threads", str(len(cores))]
+    cores, dtype = sorted(os.sched_getaffinity(0)), json.loads((model / "config.json").read_text())["dtype"]
+    options = [*SIZES, *QUIET, "--threads", str(len(cores)), *(WIDE if dtype == "float32" else ())]
     with tempfile.TemporaryDirectory() as directory:
         file, log, port = write_gguf(model, Path(directory) / "model.gguf"), Path(directory) / "log", free_port()
         command = [str(binary), "--model", str(file), "--host", HOST, "--port", str(port), *options]
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
             try:
                 wait(server, port, log)
-                print(json.dumps(facts(binary, options) | {"cores": cores}), flush=True)
+                print(json.dumps(facts(binary, options) | {"cores": cores, "dtype": dtype}), flush=True)
                 for line in sys.stdin:
                     print(json.dumps(generate(port, json.loads(line))), flush=True)
             finally:
@@ -77,7 +79,7 @@ def facts(binary: Path, options: list[str]) -> dict[str, Any]:
     traced = _output(binary, "--log-verbosity", "4", "--model", "none")
     features = [line.partition("system_info: ")[2] for line in traced if "system_info: " in line]
     found = {"version": version.removeprefix("version: ").partition(" ")[0], "built": version, "compiler": compiler}
-    return found | {"dtype": "bfloat16", "features": features, "options": options}
+    return found | {"features": features, "options": options}
 
 
 def _output(*command: object) -> list[str]:
@@ -85,26 +87,27 @@ def _output(*command: object) -> list[str]:
     return (found.stdout + found.stderr).splitlines()
 
 
-def generate(port: int, request: dict[str, Any]) -> dict[str, float]:
+def generate(port: int, request: dict[str, Any]) -> dict[str, Any]:
     """Run one request: greedy, or sampled at temperature 1 where there are several choices."""
     sampling: dict[str, Any] = {"temperature": 0.0}
     if request["n"] > 1:
         rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": request["seed"]}
         sampling = {"temperature": 1.0, "n_cmpl": request["n"], **rest}
-    body = {"n_predict": request["num_new_tokens"], "ignore_eos": True, "cache_prompt": False, **sampling}
+    always = {"ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+    body = {"n_predict": request["num_new_tokens"], **always, **sampling}
     started = time.perf_counter()
     with ThreadPoolExecutor(len(request["prompts"])) as pool:
-        counts = list(pool.map(lambda prompt: complete(port, {**body, "prompt": prompt}), request["prompts"]))
-    return {"seconds": time.perf_counter() - started, "num_new_tokens": sum(counts)}
+        found = list(pool.map(lambda prompt: complete(port, {**body, "prompt": prompt}), request["prompts"]))
+    return {"seconds": time.perf_counter() - started, "output_ids": [ids for choices in found for ids in choices]}
 
 
-def complete(port: int, body: dict[str, Any]) -> int:
-    """Complete one prompt; returns how many tokens came out, over all choices."""
+def complete(port: int, body: dict[str, Any]) -> list[list[int]]:
+    """Complete one prompt; returns the output ids of every choice."""
     connection = http.client.HTTPConnection(HOST, port, timeout=600)
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
     answer = json.loads(connection.getresponse().read())
     connection.close()
-    return sum(choice["tokens_predicted"] for choice in (answer if isinstance(answer, list) else [answer]))
+    return [choice["tokens"] for choice in (answer if isinstance(answer, list) else [answer])]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A JSON line asks for a run, a JSON line answers:
 
-    {"prompts": [[id, ...], ...], "num_new_tokens": 8, "n": 1, "seed": 0}  ->  {"seconds": 1.2, "num_new_tokens": 128}
+    {"prompts": [[id, ...], ...], "num_new_tokens": 8, "n": 1, "seed": 0}  ->  {"seconds": 1.2, "output_ids": [[id]]}
 
 The first line out says what is running. A run may add `first_token_s`.
 """
@@ -42,8 +42,10 @@ class PeerProcess:
             raise
         self._signal(signal.SIGSTOP)
 
-    def run(self, workload: Workload, prompts: list[list[int]], *, seed: int) -> dict[str, float]:
-        """Let it generate, and check that it did all of the work."""
+    def run(
+        self, workload: Workload, prompts: list[list[int]], *, seed: int
+    ) -> tuple[dict[str, float], list[list[int]]]:
+        """Let it generate, and check that it did all of the work; returns the run and the ids of every choice."""
         request = {"prompts": prompts, "num_new_tokens": workload.num_new_tokens, "n": workload.n, "seed": seed}
         self._signal(signal.SIGCONT)
         try:
@@ -52,8 +54,9 @@ class PeerProcess:
             answer = self._read()
         finally:
             self._signal(signal.SIGSTOP)
-        check_complete(answer.pop("num_new_tokens"), workload)
-        return answer
+        output_ids = answer.pop("output_ids")
+        check_complete(sum(map(len, output_ids)), workload)
+        return answer, output_ids
 
     def _read(self) -> dict[str, Any]:
         line = self._child.stdout.readline()

@@ -3,9 +3,11 @@
     python -m benchmarks.peers.install [--peers DIR]
     python -m benchmarks.peers.run --size small [--sides vllm,llamacpp] [--peers DIR] [--workloads W1,W2] [--repeats 5]
 
-The first command makes each peer as fast as it runs here, and writes down how: that stands in the result, with the
-environment that it runs in. Who is not asked is stopped. The sides take turns repeat by repeat, so that the machine's
-slow changes meet all of them; leave it idle all the same.
+The size is that of a synthetic preset, `olmoe-mid` as well. The first command makes each peer as fast as
+it runs here, and writes down how: that stands in the result, with the environment that it runs in. Who is not asked is
+stopped. The sides take turns repeat by repeat, so that the machine's slow changes meet all of them; leave it idle all
+the same. The read bandwidth is the best that was measured before, between and after the workloads. Whether a peer
+computes the same model: `python -m benchmarks.peers.agreement`.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.execution.native_kernels import CPU_OPTIONS, OPTIONS
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import ModelSpec
 
 HERE = Path(__file__).parent
 SCRIPTS = {"vllm": "vllm_peer.py", "llamacpp": "llamacpp_peer.py"}
+VLLM_LATENT_WIDTH = 512 + 64
+"""The one width of a cached row for which vLLM has latent attention on a processor."""
 
 
 def measure(name: str, engine: Engine, *, peers: dict[str, PeerProcess], repeats: int) -> dict[str, Any]:
@@ -44,10 +50,18 @@ def measure(name: str, engine: Engine, *, peers: dict[str, PeerProcess], repeats
             if side == OURS:
                 runs[side].append(run_engine(engine, workload, prompts=prompts, seed=repeat + 1)[0])
             else:
-                runs[side].append(peers[side].run(workload, prompts, seed=repeat + 1))
+                runs[side].append(peers[side].run(workload, prompts, seed=repeat + 1)[0])
         rates = ", ".join(f"{side} {workload.total_new_tokens / runs[side][-1]['seconds']:.1f}" for side in runs)
         note(f"{name} {repeat + 1}/{repeats}: {rates} output tokens/s")
     return {"workload": asdict(workload), "runs": {side: each[1:] for side, each in runs.items()}}
+
+
+def facts_for(facts: dict[str, Any], name: str, spec: ModelSpec) -> dict[str, Any]:
+    """The same with the environment that a peer needs for this model: vLLM expands latents that it does not know."""
+    latent = spec.attention.latent
+    if name != "vllm" or not latent or latent.kv_lora_rank + latent.rope_dim == VLLM_LATENT_WIDTH:
+        return facts
+    return facts | {"environment": facts["environment"] | {"VLLM_MLA_DISABLE": "1"}}
 
 
 def start(name: str, model: Path, *, peers: Path, facts: dict[str, Any]) -> PeerProcess:
@@ -77,8 +91,8 @@ def main() -> None:
     """Measure, write the result file, print its tables."""
     arguments = parse_arguments()
     load_before, path = load_before_start(), checkpoint_of(arguments.size)
-    config, bandwidth = read_config(path), read_bytes_per_s()
-    found = {name: installed(arguments.peers.resolve(), name) for name in arguments.sides}
+    spec, bandwidths, workloads = spec_from_config(read_config(path)), [read_bytes_per_s()], {}
+    found = {name: facts_for(installed(arguments.peers.resolve(), name), name, spec) for name in arguments.sides}
     with ExitStack() as stack:
         peers = {
             name: stack.enter_context(start(name, path, peers=arguments.peers.resolve(), facts=facts))
@@ -87,13 +101,14 @@ def main() -> None:
         engine = stack.enter_context(Engine(str(path), dtype="bfloat16", max_model_len=1024))
         result = conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
         result["ours"] |= our_facts(engine)
-        workloads = {
-            name: measure(name, engine, peers=peers, repeats=arguments.repeats) for name in arguments.workloads
-        }
+        for name in arguments.workloads:
+            workloads[name] = measure(name, engine, peers=peers, repeats=arguments.repeats)
+            bandwidths.append(read_bytes_per_s())
+    bandwidth = max(bandwidths)
     result["peers"] = {
         "facts": {name: peer.facts | found[name] for name, peer in peers.items()},
         "read_bytes_per_s": bandwidth,
-        "limits": {str(count): most_tokens_per_s(config, count, bytes_per_s=bandwidth) for count in (1, 2, 4, 8, 16)},
+        "limits": {str(count): most_tokens_per_s(spec, count, bytes_per_s=bandwidth) for count in (1, 2, 4, 8, 16)},
         "workloads": workloads,
     }
     save(result, arguments.out or RESULTS / f"peers-{arguments.size}.json")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import zipfile
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 
@@ -16,9 +17,10 @@ from benchmarks.peers.folders import FACTS, installed
 from benchmarks.peers.install import requirements
 from benchmarks.peers.process import PeerProcess
 from benchmarks.workloads import Workload
-from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.model.families.qwen3_moe import spec_from_hf
-from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.model.family_table import spec_from_config
 
 COUNTING = """
 import json, sys, threading, time
@@ -31,8 +33,9 @@ threading.Thread(target=tick, daemon=True).start()
 print(json.dumps({"version": sys.argv[1]}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
-    count = len(request["prompts"]) * request["n"] * request["num_new_tokens"] - request["seed"]
-    print(json.dumps({"seconds": 0.5, "num_new_tokens": count, "ticks": ticks[0]}), flush=True)
+    ids = [prompt[:1] * request["num_new_tokens"] for prompt in request["prompts"]]
+    ids[-1] = ids[-1][request["seed"] :]
+    print(json.dumps({"seconds": 0.5, "output_ids": ids, "ticks": ticks[0]}), flush=True)
 """
 WORKLOAD = Workload(2, 3, 4)
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -46,9 +49,10 @@ def peer():
 
 def test_a_peer_rests_between_its_runs(peer: PeerProcess):
     assert peer.facts == {"version": "a-model"}
-    before = peer.run(WORKLOAD, PROMPTS, seed=0)
+    before, _ = peer.run(WORKLOAD, PROMPTS, seed=0)
     time.sleep(0.5)
-    after = peer.run(WORKLOAD, PROMPTS, seed=0)
+    after, output_ids = peer.run(WORKLOAD, PROMPTS, seed=0)
+    assert output_ids == [[1] * 4, [4] * 4]
     assert after["seconds"] == 0.5
     assert after["ticks"] - before["ticks"] < 100, "half a second has 500 ticks"
 
@@ -81,6 +85,23 @@ def test_a_peer_runs_as_its_folder_says(tmp_path, monkeypatch):
         assert peer.facts == {"version": "tcmalloc", "arguments": [str(tmp_path / "model"), str(folder)]}
 
 
+@pytest.mark.parametrize(
+    ("size", "side", "changes", "disabled"),
+    [
+        ("deepseek-v3-tiny", "vllm", {}, True),
+        ("deepseek-v3-mid", "vllm", {}, False),
+        ("deepseek-v3-mid", "vllm", {"kv_lora_rank": 256}, True),
+        ("deepseek-v3-tiny", "llamacpp", {}, False),
+        ("olmoe-mid", "vllm", {}, False),
+    ],
+)
+def test_vllm_is_asked_to_expand_the_latents_that_it_cannot_attend_to(size, side, changes, disabled):
+    facts = {"build": {}, "environment": {"A": "1"}}
+    spec = spec_from_config(FAMILY_PRESETS[size].hf_config("bfloat16") | changes)
+    more = {"VLLM_MLA_DISABLE": "1"} if disabled else {}
+    assert run.facts_for(facts, side, spec) == {"build": {}, "environment": {"A": "1", **more}}
+
+
 def test_a_peer_that_is_not_installed_is_said_with_the_command(tmp_path):
     with pytest.raises(SystemExit, match=r"python -m benchmarks\.peers\.install llamacpp --peers"):
         installed(tmp_path, "llamacpp")
@@ -100,19 +121,21 @@ def test_vllm_is_installed_without_media_and_without_what_is_for_others(tmp_path
     assert sorted(requirements(tmp_path / "w.whl")) == ["a<2,>=1", "regex"]
 
 
-@pytest.mark.parametrize("size", ["small", "mid"])
-def test_a_step_of_many_streams_reads_every_weight(size):
-    config = asdict(PRESETS[size])
-    tree = parameter_specs(spec_from_hf(config), dtype="bfloat16")
-    per_token = ("table_VD", "final_norm_D", "norm_LD", "q_norm_Lh", "k_norm_Lh", "scale", "router_MDE")
-    sizes = {name: param for group in tree.values() for name, param in group.items() if name not in per_token}
-    total = 0
-    for param in sizes.values():
-        elements = 2
-        for dim in param.shape:
-            elements *= dim
-        total += elements
-    assert bytes_per_step(config, 10_000) == pytest.approx(total)
-    few = bytes_per_step(config, 1)
-    assert few < bytes_per_step(config, 2) < total
-    assert most_tokens_per_s(config, 1, bytes_per_s=few) == 1.0
+FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny"]
+
+
+@pytest.mark.parametrize("size", FAMILIES)
+def test_a_step_reads_every_weight_but_the_experts_that_no_token_chose(size, tmp_path):
+    path = ensure_checkpoint(tmp_path, size)
+    config = json.loads((path / "config.json").read_text())
+    spec = spec_from_config(config)
+    sizes = {name: math.prod(tensor.shape) for name, tensor in open_checkpoint(path).tensors.items()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - of_experts - sizes["model.embed_tokens.weight"]
+    share = config["num_experts_per_tok"] / spec.router.num_experts
+    assert bytes_per_step(spec, 1) == pytest.approx(2 * (others + of_experts * share))
+    assert bytes_per_step(spec, 2) == pytest.approx(2 * (others + of_experts * (1 - (1 - share) ** 2)))
+    assert bytes_per_step(spec, 10_000) == pytest.approx(2 * (others + of_experts))
+    assert most_tokens_per_s(spec, 1, bytes_per_s=bytes_per_step(spec, 1)) == 1.0
+    tied = replace(spec, tie_embeddings=True)
+    assert bytes_per_step(tied, 1) == bytes_per_step(spec, 1), "a table that is the head too is read as that"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import table
+from benchmarks.calculator_table import TITLES
 from benchmarks.engine import SIDES, WATCHED
 from benchmarks.engine_runs import check_complete
 from benchmarks.figures import (
@@ -21,6 +22,7 @@ from benchmarks.figures import (
     spread,
     step_parts,
 )
+from benchmarks.routing_table import PAIRS
 from benchmarks.sections import SECTIONS
 from benchmarks.selection_table import MODES
 from benchmarks.table import tables
@@ -150,6 +152,13 @@ def every_section() -> dict:
             "steps": 10, "read_bytes_per_s": [20e9, 20e9],
             "streams": {"1": {"bytes": 1_500_000_000, "seconds": [0.1, 0.1]}},
         },
+        "calculator": {
+            "tasks": {"sums": {"problems": 8, "right": dict.fromkeys(TITLES, 7), "same": dict.fromkeys(TITLES, 8)}},
+            "runs": {side: [run_of(1.0 if side == "native" else 2.0)] for side in TITLES},
+        },
+        "bfloat16_routing": {
+            "families": {"mixtral": {"token_layers": 8192, "differing": dict.fromkeys(PAIRS.values(), 0.0625)}}
+        },
         "house": {"before": size, "after": size},
         "http": {
             **w2,
@@ -257,6 +266,9 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("rebalance", "0.50 (0.50-0.50)"),
         ("weight_updates", "3.00 (3.00-3.00)"),
         ("realised_balance", "1.56% (3.12%)"),
+        ("calculator", "2.00 (2.00-2.00)"),
+        ("calculator", "87.5%"),
+        ("bfloat16_routing", "6.25%"),
         ("house", "27 (13)"),
     ],
 )

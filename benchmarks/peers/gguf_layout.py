@@ -1,0 +1,188 @@
+"""What llama.cpp calls the sizes and the tensors of a checkpoint, and how it holds them; numpy alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "olmoe": "olmoe", "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss"}
+"""By `model_type`."""
+
+_MLP = {f"{part}_proj.weight": f"ffn_{part}{{kind}}.weight" for part in ("gate", "up", "down")}
+TENSORS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **{f"self_attn.{part}_proj.{kind}": f"attn_{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")},
+    **{f"self_attn.o_proj.{kind}": f"attn_output.{kind}" for kind in ("weight", "bias")},
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+    **{f"mlp.{theirs}": ours.format(kind="") for theirs, ours in _MLP.items()},
+    **{f"mlp.shared_experts.{theirs}": ours.format(kind="_shexp") for theirs, ours in _MLP.items()},
+    **{f"mlp.experts.*.{theirs}": ours.format(kind="_exps") for theirs, ours in _MLP.items()},
+}
+"""Tensors that are held as files hold them, and the experts of a layer, one upon the other."""
+RENAMED = {"gpt-oss": {"ffn_norm.weight": "post_attention_norm.weight"}}
+ALWAYS_WIDE = ("ffn_gate_inp.weight", ".bias")
+"""Float32 in every file, as are vectors."""
+
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:(?<=experts\.)(\d+)(\..*))?$")
+
+
+def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str]:
+    """Sizes under llama.cpp's names, without the architecture that goes before them. KeyError for other families."""
+    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "block_count": config["num_hidden_layers"],
+        "vocab_size": config["vocab_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float(rope["rope_theta"]),
+        "expert_used_count": config["num_experts_per_tok"],
+        **_FAMILY_SIZES[config["model_type"]](config),
+        **(_yarn_sizes(rope) if rope.get("rope_type") == "yarn" else {}),
+    }
+
+
+def _olmoe_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    return {"expert_count": config["num_experts"]}
+
+
+def _qwen3_moe_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "expert_count": config["num_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+    }
+
+
+def _gpt_oss_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.sliding_window": config["sliding_window"],
+        "expert_count": config["num_local_experts"],
+        "expert_feed_forward_length": config["intermediate_size"],
+    }
+
+
+def _deepseek_v3_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """One KV head, the latent with the rotated key; `_mla` are the sizes of a head."""
+    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + rotated,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotated,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_gating_func": {"softmax": 1, "sigmoid": 2}[config["scoring_func"]],
+    }
+
+
+_FAMILY_SIZES = {
+    "qwen3_moe": _qwen3_moe_sizes,
+    "olmoe": _olmoe_sizes,
+    "deepseek_v3": _deepseek_v3_sizes,
+    "gpt_oss": _gpt_oss_sizes,
+}
+
+
+def _yarn_sizes(rope: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp always rounds the ends of the ramp to whole dimensions."""
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+    }
+
+
+def tensors_of(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor with its name: uint16 holds the bits of bfloat16. KeyError for a name that no table has."""
+    renamed, experts = RENAMED.get(ARCHITECTURES[config["model_type"]], {}), defaultdict(dict)
+    for name, array in _read_all(model).items():
+        if not (found := _IN_LAYER.match(name)):
+            yield TENSORS[name], widened(array) if array.ndim == 1 else array
+            continue
+        layer, part, expert, rest = found.groups()
+        if expert:
+            experts[f"blk.{layer}.{TENSORS[f'{part}*{rest}']}"][int(expert)] = array
+            continue
+        for ours, held in _held(part, array, config):
+            is_wide = held.ndim == 1 or ours.endswith(ALWAYS_WIDE)
+            yield f"blk.{layer}.{renamed.get(ours, ours)}", widened(held) if is_wide else np.ascontiguousarray(held)
+    for name, arrays in experts.items():
+        yield name, np.stack([arrays[expert] for expert in range(len(arrays))])
+
+
+def _held(part: str, array: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """What llama.cpp makes of one tensor of a layer."""
+    if part == "self_attn.kv_b_proj.weight":
+        of_heads = array.reshape(config["num_attention_heads"], -1, array.shape[-1])
+        keys, values = np.split(of_heads, [config["qk_nope_head_dim"]], axis=1)
+        return [("attn_k_b.weight", keys.swapaxes(1, 2)), ("attn_v_b.weight", values)]
+    if part == "mlp.experts.down_proj":
+        return [("ffn_down_exps.weight", array.swapaxes(1, 2))]
+    if part.startswith("mlp.experts.gate_up_proj"):
+        is_bias = part.endswith("_bias")
+        kind, rows = "bias" if is_bias else "weight", array if is_bias else array.swapaxes(1, 2)
+        return [(f"ffn_{name}_exps.{kind}", rows[:, start::2]) for start, name in enumerate(("gate", "up"))]
+    return [(TENSORS[part], array)]
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """In float32, exactly."""
+    return array if array.dtype == np.float32 else (array.astype(np.uint32) << 16).view(np.float32)
+
+
+def _read_all(model: Path) -> dict[str, np.ndarray]:
+    """Every tensor, mapped from the safetensors files: float32, or bits of bfloat16 as uint16."""
+    tensors = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        raw = np.memmap(file, np.uint8, "r", offset=8 + length)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            dtype = {"BF16": np.uint16, "F32": np.float32}[entry["dtype"]]
+            tensors[name] = raw[begin:end].view(dtype).reshape(entry["shape"])
+    return tensors
