@@ -25,6 +25,7 @@ from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
+from tests.support.family_cases import FAMILY_CASES, config_of
 from tests.support.native import need_native_kernels
 
 
@@ -36,6 +37,11 @@ def chosen(setting: str, spec: ModelSpec | None = None, *, dtype: str = "auto", 
     plan = plan_for(jax.devices()[:num_devices])
     settings = {"model": ModelSettings(dtype=dtype), "compiling": CompileSettings(cpu_kernels=setting)}
     return choose_kernels(spec or spec_with(), plan, **settings)
+
+
+def family_spec(name: str, **changes: object) -> ModelSpec:
+    case = next(case for case in FAMILY_CASES if case.name == name)
+    return spec_from_config(config_of(case, dtype="bfloat16", **changes))
 
 
 @pytest.fixture
@@ -130,6 +136,11 @@ def test_they_are_chosen_where_they_help():
     [
         (spec_with(), "float32", "in bfloat16, and the model in float32"),
         (spec_with(hidden_size=144), "auto", "hidden_size 144 does not divide by 32"),
+        (family_spec("glm4_moe-0", head_dim=33), "auto", "head_dim 33 is odd"),
+        (family_spec("deepseek_v3-0", kv_lora_rank=23), "auto", "kv_lora_rank 23 is odd"),
+        (family_spec("deepseek_v2-0", q_lora_rank=21), "auto", "q_lora_rank 21 is odd"),
+        (family_spec("glm4_moe_lite-0", qk_nope_head_dim=15), "auto", "qk_nope_head_dim 15 is odd"),
+        (family_spec("deepseek_v3-0", v_head_dim=7, num_attention_heads=3), "auto", "v_head_dim 7 times 3 heads"),
     ],
 )
 def test_models_they_cannot_do_are_left_to_xla(spec, dtype, reason, caplog):
@@ -138,6 +149,14 @@ def test_models_they_cannot_do_are_left_to_xla(spec, dtype, reason, caplog):
     assert reason in caplog.text
     with pytest.raises(SettingsError, match=reason):
         chosen("native", spec, dtype=dtype)
+
+
+def test_heads_of_a_device_are_judged_as_they_lie_there():
+    need_native_kernels()
+    spec = family_spec("deepseek_v3-0", v_head_dim=7, num_attention_heads=6)
+    assert chosen("native", spec) is CPU_NATIVE
+    with pytest.raises(SettingsError, match="v_head_dim 7 times 3 heads of a device: 21 is odd"):
+        chosen("native", spec, num_devices=2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ its shape, so code that moves, shards or counts weights by their leading dimensi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,13 +21,15 @@ DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}",)
 """The same for the compiler."""
 
 
-def shape_problem(hidden_size: int) -> str | None:
-    """Why rows of this size are not supported. None: they are.
+def shape_problem(hidden_size: int, depths: Mapping[str, int]) -> str | None:
+    """Why rows of this size, or products of these `depths` by name, are not supported. None: they are.
 
-    Numbers of tokens, heads, KV heads that divide them, their even widths, experts, assignments, layers, pages and
-    places in a page are free; widths of experts, of dense MLPs and the vocabulary are padded.
+    Numbers of tokens, heads, KV heads that divide them, experts, assignments, layers, pages and places in a page are
+    free; widths of experts, of dense MLPs and the vocabulary are padded.
     """
-    return f"hidden_size {hidden_size} does not divide by {PANEL}" if hidden_size % PANEL else None
+    if hidden_size % PANEL:
+        return f"hidden_size {hidden_size} does not divide by {PANEL}"
+    return next((f"{name} {depth} is odd" for name, depth in depths.items() if depth % 2), None)
 
 
 def pack(weights_KN: jax.Array) -> jax.Array:

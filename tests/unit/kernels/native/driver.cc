@@ -150,7 +150,8 @@ int main(int, char** arguments) {
             Case c{"attention", i, std::mt19937(i)};
             attention(c, layer_of(c, {blocks[0], blocks[1], blocks[2], heads.first, heads.second, head_width, page_size}));
           });
-  for (auto widths : {std::array{64, 2, 32, 32, 32, 32, 64}, {24, 3, 8, 4, 12, 16, 20}, {32, 6, 34, 18, 7, 50, 0}})
+  for (auto widths : {std::array{64, 2, 32, 32, 32, 32, 64}, {24, 3, 8, 4, 12, 16, 20}, {32, 6, 34, 18, 7, 50, 0},
+                     {32, 9, 16, 2, 8, 162, 34}})
     for (int64_t page_size : {1, 16, 33})
       for (auto blocks : {std::array{1, 0, 0}, {0, 1, 1}, {5, 0, 0}, {2, 2, 8}, {1, 1, 37}})
         cases.push_back([=](int i) {

@@ -10,7 +10,7 @@
 struct LatentLayer {
   int64_t singles, blocks, block_tokens, width, heads, nope, rope, value, latent, query_latent, page_size;
   bool has_biases, is_interleaved;
-  static constexpr int64_t kLongest = 70;  // tokens of a sequence
+  static constexpr int64_t kLongest = 150;  // tokens of a sequence
   int64_t tokens() const { return singles + blocks * block_tokens; }
   int64_t rows() const { return singles + blocks; }
   int64_t table_width() const { return (kLongest + page_size - 1) / page_size; }
