@@ -38,12 +38,13 @@ class RouterSpec:
     def problem(self) -> str | None:
         """What about the numbers no router can have; None where there is nothing."""
         if self.top_k > self.num_experts:
-            return f"top_k {self.top_k} exceeds {self.num_experts} experts"
+            return f"num_experts_per_tok (moe_k, moe_topk) {self.top_k} exceeds {self.num_experts} experts"
         if not 1 <= self.groups_kept <= self.num_groups or self.num_experts % self.num_groups:
             return f"{self.groups_kept} of {self.num_groups} groups of {self.num_experts} experts cannot be kept"
         per_group = self.num_experts // self.num_groups
-        if self.top_k > self.groups_kept * per_group:
-            return f"top_k {self.top_k} exceeds the {self.groups_kept * per_group} experts of the groups that are kept"
+        num_left = self.groups_kept * per_group
+        if self.top_k > num_left:
+            return f"num_experts_per_tok {self.top_k} exceeds the {num_left} experts of the groups that are kept"
         if self.num_groups > 1 and self.group_score == "top2_sum" and per_group < 2:
             return f"groups of one expert have no top2_sum ({self.num_groups} groups)"
         return None

@@ -47,7 +47,7 @@ def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[
     return {
         "num_heads": heads,
         "num_kv_heads": integer_of(config, "num_key_value_heads", heads),
-        "head_dim": integer_of(config, "head_dim", head_dim or share),
+        "head_dim": integer_of(config, "head_dim", head_dim or max(1, share)),
     }
 
 
@@ -84,9 +84,11 @@ def biased_sigmoid_router_of(
     `scale` and `groups`, their number and how many are kept, are the defaults; `experts` is the key of their number.
     """
     num_groups, kept = integer_of(config, "n_group", groups[0]), integer_of(config, "topk_group", groups[1])
+    if config.get(experts) is None and config.get("num_local_experts") is not None:
+        experts = "num_local_experts"
     return grouped(
         RouterSpec(
-            num_experts=integer_of(config, experts if config.get(experts) is not None else "num_local_experts"),
+            num_experts=integer_of(config, experts),
             top_k=integer_of(config, "num_experts_per_tok"),
             renormalize=flag_of(config, "norm_topk_prob", True),
             score="sigmoid",
@@ -102,10 +104,12 @@ def biased_sigmoid_router_of(
 def grouped(router: RouterSpec) -> RouterSpec:
     """Return `router`; UnsupportedModelError where its groups are unequal, or those kept hold fewer than top_k."""
     size, rest = divmod(router.num_experts, router.num_groups)
-    if rest or not 1 <= router.groups_kept <= router.num_groups or router.groups_kept * size < router.top_k:
+    if router.top_k <= router.num_experts and (
+        rest or not 1 <= router.groups_kept <= router.num_groups or router.groups_kept * size < router.top_k
+    ):
         raise UnsupportedModelError(
             f"config.json: n_group = {router.num_groups} with topk_group = {router.groups_kept} does not fit "
-            f"{router.num_experts} experts of which {router.top_k} are chosen"
+            f"{router.num_experts} experts of which num_experts_per_tok = {router.top_k} are chosen"
         )
     return router
 
@@ -121,7 +125,7 @@ def first_layers_dense(config: Mapping[str, Any], *, default: int) -> tuple[int,
 
 def layers_between_dense(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers without experts: those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
-    listed = config.get("mlp_only_layers") or []
+    listed = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
     if not isinstance(listed, list | tuple) or any(type(layer) is not int for layer in listed):
         raise UnsupportedModelError(f"config.json: mlp_only_layers must be a list of layers: {reprlib.repr(listed)}")
     dense, every = set(listed), integer_of(config, "decoder_sparse_step", 1)
@@ -138,6 +142,8 @@ def windows_of(config: Mapping[str, Any], *, default: int, sliding: tuple[int, .
     if config.get("layer_types") is not None:
         types = _layer_types(config, "layer_types", "full_attention sliding_attention")
         sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    if sliding and config.get("sliding_window", default) is None:
+        raise UnsupportedModelError("config.json: sliding_window is null, and layers have sliding attention")
     return tuple(window if i in sliding else 0 for i in range(num_layers)) if sliding else ()
 
 
@@ -154,11 +160,17 @@ def _layer_types(config: Mapping[str, Any], key: str, known: str) -> list[str]:
     return list(types[:num_layers])
 
 
+def experts_of(config: Mapping[str, Any], key: str, *, default: int) -> ExpertSpec:
+    """Experts of `moe_intermediate_size`, and a shared one as wide as `key` of them: none where that is null or 0."""
+    width = integer_of(config, "moe_intermediate_size")
+    num_shared = 0 if config.get(key, default) is None else count_of(config, key, default)
+    return ExpertSpec(width, shared="plain" if num_shared else "none", shared_size=width * num_shared)
+
+
 def latent_model_of(
     config: Mapping[str, Any], family: str, *, router: RouterSpec, num_dense: int, outline: Mapping[str, Any]
 ) -> ModelSpec:
     """A model of latent attention whose layers have shared experts, but for the first `num_dense` by default."""
-    width = integer_of(config, "moe_intermediate_size")
     return ModelSpec(
         family=family,
         **outline,
@@ -167,5 +179,5 @@ def latent_model_of(
         attention=latent_attention_of(config),
         rope=rope_of(config, family, interleaved=flag_of(config, "rope_interleave", True)),
         router=router,
-        experts=ExpertSpec(width, shared="plain", shared_size=width * integer_of(config, "n_shared_experts", 1)),
+        experts=experts_of(config, "n_shared_experts", default=1),
     )

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_values import flag_of, integer_of, number_of, object_of, refuse_other_values
+from rayserve_moe.model.config_values import amount_of, flag_of, integer_of, number_of, object_of, refuse_other_values
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
 
 
@@ -27,26 +27,30 @@ def rope_of(
     """
     rope = _parameters(config)
     found = number_of(rope, "rope_theta", number_of(config, "rope_theta", theta))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "dynamic" and alpha_dim and rope.get("alpha"):
+    kind = _kind(rope)
+    if kind == "dynamic" and alpha_dim and alpha_dim > 2 and rope.get("alpha") is not None:
         found *= number_of(rope, "alpha", 1.0) ** (alpha_dim / (alpha_dim - 2))
         kind = "default"
     refuse_other_values({"rope_type": kind}, family, rope_type=("default", "yarn"))
     if rotary_dim is None:
         refuse_other_values({"partial_rotary_factor": _partial(config)}, family, partial_rotary_factor=(1.0,))
+    if found < 1:
+        raise UnsupportedModelError(f"config.json: rope_theta = {found:g} (with its scaling) is less than 1")
     yarn = _yarn(config, rope) if kind == "yarn" else None
     if yarn and found <= 1:
         raise UnsupportedModelError(f"config.json: rope_theta = {found:g} gives a yarn scaling no frequencies to part")
     return RopeSpec(found, rotary_dim=rotary_dim, interleaved=interleaved, yarn=yarn)
 
 
-def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: float = 1.0) -> int | None:
-    """How many elements of a head are rotated, by `partial_rotary_factor` or its default; None for all of them."""
-    factor = number_of({"partial_rotary_factor": _partial(config)}, "partial_rotary_factor", default)
-    width = int(head_dim * factor)
+def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: int) -> int | None:
+    """How many elements of a head are rotated, by `partial_rotary_factor` or `default` of them; None for all."""
+    key, width = "rotary_dim", default
+    if (factor := _partial(config)) is not None:
+        key = f"partial_rotary_factor = {reprlib.repr(factor)}"
+        width = int(head_dim * number_of({"partial_rotary_factor": factor}, "partial_rotary_factor", 1.0))
     if width % 2 or not 2 <= width <= head_dim:
         raise UnsupportedModelError(
-            f"config.json: partial_rotary_factor = {factor} rotates {width} of {head_dim} elements, not an even number"
+            f"config.json: {key} rotates {width} of head_dim = {head_dim} elements, not an even number"
         )
     return None if width == head_dim else width
 
@@ -54,14 +58,20 @@ def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: float = 
 def score_scale_of(config: Mapping[str, Any], head_dim: int) -> float | None:
     """The scale of attention scores that `mscale_all_dim` of a yarn scaling asks for; None for head_dim ** -0.5."""
     rope = _parameters(config)
-    if (rope.get("rope_type") or rope.get("type") or "default") == "default" or not rope.get("mscale_all_dim"):
+    if _kind(rope) == "default" or not (weight := amount_of(rope, "mscale_all_dim")):
         return None
-    grown = _mscale(_factor(config, rope), number_of(rope, "mscale_all_dim", 1.0))
+    grown = _mscale(_factor(config, rope), weight)
     return head_dim**-0.5 * grown * grown
 
 
+def _kind(rope: Mapping[str, Any]) -> Any:
+    kinds = (kind for key in ("rope_type", "type") if (kind := rope.get(key)) is not None)
+    return next(kinds, "default")
+
+
 def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = object_of(config, "rope_scaling") or object_of(config, "rope_parameters")
+    scaling, parameters = (object_of(config, key) for key in ("rope_scaling", "rope_parameters"))
+    found = scaling or parameters
     nested = [key for key, value in found.items() if isinstance(value, Mapping)]
     if nested:
         raise UnsupportedModelError(f"config.json: rope_parameters per layer type ({nested[0]!r}) are not supported")
@@ -75,7 +85,7 @@ def _partial(config: Mapping[str, Any]) -> Any:
 
 def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any]) -> YarnSpec:
     factor = _factor(config, rope)
-    mscale, mscale_all = (number_of(rope, key, 0.0) if rope.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    mscale, mscale_all = (amount_of(rope, key) for key in ("mscale", "mscale_all_dim"))
     grown = _mscale(factor, mscale) / _mscale(factor, mscale_all) if mscale and mscale_all else _mscale(factor, 1.0)
     return YarnSpec(
         factor=factor,
@@ -89,12 +99,12 @@ def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any]) -> YarnSpec:
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     key = "original_max_position_embeddings"
-    return integer_of(config if config.get(key) else rope, key, integer_of(config, "max_position_embeddings"))
+    return integer_of(rope if config.get(key) is None else config, key, integer_of(config, "max_position_embeddings"))
 
 
 def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
     if "factor" not in rope:
-        raise UnsupportedModelError("config.json: a yarn scaling has no factor; null derives it from the lengths")
+        raise UnsupportedModelError("config.json: rope_parameters: a yarn scaling has no factor; null derives it")
     if rope["factor"] is None:
         return integer_of(config, "max_position_embeddings") / _original_length(config, rope)
     factor = number_of(rope, "factor", 1.0)

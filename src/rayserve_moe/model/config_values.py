@@ -47,7 +47,8 @@ MOST = {
     "original_max_position_embeddings": 1 << 24,
 }
 """Largest value of each integer: several times what published models have."""
-MOST_NUMBER = 1e12
+LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e12
+"""Of numbers that are not whole: products with them are to stay within float32."""
 
 
 def integer_of(config: Mapping[str, Any], key: str, default: int = 0) -> int:
@@ -63,11 +64,19 @@ def integer_of(config: Mapping[str, Any], key: str, default: int = 0) -> int:
 def number_of(config: Mapping[str, Any], key: str, default: float) -> float:
     """The positive number under `key`, or `default` where there is none; UnsupportedModelError for anything else."""
     value = default if config.get(key) is None else config[key]
-    if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:
+    if type(value) not in (int, float) or not LEAST_NUMBER <= value <= MOST_NUMBER:
         raise UnsupportedModelError(
-            f"config.json: {key} must be a positive number up to {MOST_NUMBER:g}, found {reprlib.repr(value)}"
+            f"config.json: {key} must be a positive number from {LEAST_NUMBER:g} to {MOST_NUMBER:g}, "
+            f"found {reprlib.repr(value)}"
         )
     return float(value)
+
+
+def amount_of(config: Mapping[str, Any], key: str) -> float:
+    """The number under `key`, zero or more, 0 where there is none; UnsupportedModelError for anything else."""
+    value = config.get(key)
+    is_nothing = value is None or (type(value) in (int, float) and value == 0)
+    return 0.0 if is_nothing else number_of(config, key, 0.0)
 
 
 def count_of(config: Mapping[str, Any], key: str, default: int) -> int:
@@ -76,9 +85,12 @@ def count_of(config: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def flag_of(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """The truth value under `key`, or `default` where there is none; UnsupportedModelError for anything else."""
+    """The truth value under `key`, or `default` where there is none; UnsupportedModelError for anything else.
+
+    Readers differ in what null means where the default is true.
+    """
     value = config.get(key)
-    if value not in (None, True, False):
+    if value not in (None, True, False) or (value is None and default and key in config):
         raise UnsupportedModelError(f"config.json: {key} must be true or false, found {reprlib.repr(value)}")
     return default if value is None else bool(value)
 
@@ -95,7 +107,7 @@ def refuse_other_values(config: Mapping[str, Any], family: str, **supported: tup
 
 def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under `key`, empty where there is none; UnsupportedModelError for anything else."""
-    value = config.get(key) or {}
+    value = {} if config.get(key) is None else config[key]
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(f"config.json: {key} must be an object, found {reprlib.repr(value)}")
     return value

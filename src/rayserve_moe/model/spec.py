@@ -141,14 +141,17 @@ class ModelSpec:
     def __post_init__(self) -> None:
         _refuse_what_is_not_computed(self.family, self)
         if not self.moe_layer_ids:
-            raise UnsupportedModelError(f"{self.family}: no layer has experts")
+            raise UnsupportedModelError(
+                f"{self.family}: no layer has experts: all of num_hidden_layers = {self.num_layers} are dense by "
+                "first_k_dense_replace, mlp_layer_types, mlp_only_layers, decoder_sparse_step or moe_layer_*"
+            )
         if problem := self.router.problem():
             raise UnsupportedModelError(f"{self.family}: {problem}")
         _refuse_beside_latent(self.family, self.attention)
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise UnsupportedModelError(
-                f"{self.family}: {self.attention.num_heads} heads do not divide over "
-                f"{self.attention.num_kv_heads} KV heads"
+                f"{self.family}: num_attention_heads = {self.attention.num_heads} do not divide over "
+                f"num_key_value_heads = {self.attention.num_kv_heads}"
             )
         _refuse_unfit_positions(self)
 
@@ -175,7 +178,10 @@ def _refuse_unfit_positions(spec: ModelSpec) -> None:
     latent, head_dim, windows = spec.attention.latent, spec.attention.head_dim, spec.attention.windows
     rotated = spec.rope.rotary_dim or (latent.rope_dim if latent else head_dim)
     if rotated % 2 or rotated > head_dim:
-        raise UnsupportedModelError(f"{spec.family}: rotary_dim {rotated} is no even part of heads of {head_dim}")
+        key = "qk_rope_head_dim" if latent else "head_dim (or hidden_size / num_attention_heads)"
+        raise UnsupportedModelError(
+            f"{spec.family}: rotary_dim {rotated} is no even part of heads of {head_dim}: see {key}"
+        )
     if windows and (len(windows) != spec.num_layers or min(windows) < 0):
         raise UnsupportedModelError(f"{spec.family}: windows {windows} are no positions for {spec.num_layers} layers")
 

@@ -203,11 +203,11 @@ def test_scores_that_are_all_zero_give_no_nan():
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
-        ({"top_k": 17}, "top_k 17 exceeds 16 experts"),
+        ({"top_k": 17}, "17 exceeds 16 experts"),
         ({"num_groups": 3}, "1 of 3 groups of 16 experts cannot be kept"),
         ({"num_groups": 0}, "1 of 0 groups"),
         ({"num_groups": 4, "groups_kept": 5}, "5 of 4 groups"),
-        ({"num_groups": 4, "groups_kept": 1, "top_k": 6}, "top_k 6 exceeds the 4 experts of the groups"),
+        ({"num_groups": 4, "groups_kept": 1, "top_k": 6}, "num_experts_per_tok 6 exceeds the 4 experts of the groups"),
         ({"num_groups": 16, "groups_kept": 8, "group_score": "top2_sum"}, "groups of one expert have no top2_sum"),
     ],
 )

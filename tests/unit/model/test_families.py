@@ -134,6 +134,27 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}},
         "rope_theta = 1",
     ),
+    "theta below one": ("qwen3_moe-0", {"rope_parameters": {"rope_theta": 0.5}}, "rope_theta = 0.5 .* is less than 1"),
+    "alpha of one pair": (
+        "hunyuan_v1_moe-1",
+        {"head_dim": 2},
+        "rope_type = 'dynamic'",
+    ),
+    "rope of another kind": ("mixtral-0", {"rope_scaling": 0}, "rope_scaling must be an object"),
+    "type of another kind": ("mixtral-0", {"rope_scaling": {"rope_type": 0, "factor": 2.0}}, "rope_type = 0"),
+    "weight of another kind": (
+        "deepseek_v3-1",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": False}},
+        "mscale must be",
+    ),
+    "layers of another kind": ("qwen3_moe-0", {"mlp_only_layers": 0}, "mlp_only_layers must be a list"),
+    "null where files are read as true": ("deepseek_v3-0", {"norm_topk_prob": None}, "norm_topk_prob must be true or"),
+    "windows of null": ("gpt_oss-0", {"sliding_window": None}, "sliding_window is null"),
+    "more than a head rotated": ("minimax_m2-0", {"rope_parameters": None, "rotary_dim": 32}, "rotary_dim rotates 32"),
+    "number below any": ("mixtral-0", {"rms_norm_eps": 1e-300}, "rms_norm_eps must be a positive number from 1e-30"),
+    "experts of no key": ("bailing_moe_v2-0", {"num_experts": None}, "num_experts must be a positive"),
+    "more experts than there are": ("glm4_moe-0", {"num_experts_per_tok": 17}, "num_experts_per_tok .* 17 exceeds 16"),
+    "dense layers alone": ("glm4_moe-0", {"first_k_dense_replace": 3}, "no layer has experts: .*first_k_dense_replace"),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
 }
 
@@ -167,12 +188,37 @@ def test_a_factor_of_null_follows_from_the_lengths():
 
 
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)
-def test_no_value_of_any_key_raises_anything_else(family: str):
-    junk = ["x", -1, [], {"a": {}}, 10**30, math.nan, [{}] * 4]
+def test_a_value_of_any_key_is_read_or_refused_by_a_key(family: str):
+    junk = [None, "", "x", False, 0, -1, 1, 2, 7, 1e-300, [], {}, {"a": {}}, 10**30, math.nan, [{}] * 4]
     config = config_of(next(case for case in FAMILY_CASES if case.family == family))
     rope = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "alpha": 2.0}
     changed = [{key: value} for key in config for value in junk]
     changed += [{"rope_parameters": {**rope, key: value}} for key in rope for value in junk]
+    messages = []
     for change in changed:
-        with contextlib.suppress(UnsupportedModelError):
+        try:
             assert spec_from_config({**config, **change}).family == family
+        except UnsupportedModelError as error:
+            messages.append(str(error))
+    keys = (*config, *rope, "topk_group", "rope_theta", "num_experts")
+    assert all(any(key in message for key in keys) for message in messages)
+    assert all(message.isprintable() and len(message) < 600 for message in messages)
+    for missing in config:
+        rest = {key: value for key, value in config.items() if key != missing}
+        with contextlib.suppress(UnsupportedModelError):
+            assert spec_from_config(rest).family == family
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2-0", "deepseek_v3-0", "glm4_moe-0", "glm4_moe_lite-0"])
+def test_no_shared_experts_are_none(name: str):
+    """In the spelling of files that have none, and of DeepSeek's own reader."""
+    for number in (0, None):
+        assert spec_of(name, n_shared_experts=number).experts.shared == "none"
+    assert spec_of(name).experts.shared == "plain"
+
+
+def test_a_rotated_width_is_taken_as_it_is_written():
+    """Also where its share of a head, times the head, is rounded below it."""
+    assert int(98 * (2 / 98)) == 1
+    changes = {"rope_parameters": None, "head_dim": 98, "rotary_dim": 2}
+    assert spec_of("minimax_m2-0", **changes).rope.rotary_dim == 2

@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rayserve_moe.model.config_parts import biased_sigmoid_router_of, first_layers_dense, heads_of, outline_of
+from rayserve_moe.model.config_parts import (
+    biased_sigmoid_router_of,
+    experts_of,
+    first_layers_dense,
+    heads_of,
+    outline_of,
+)
 from rayserve_moe.model.config_rope import rope_of, rotary_dim_of
-from rayserve_moe.model.config_values import count_of, flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec
+from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
+from rayserve_moe.model.spec import AttentionSpec, ModelSpec
 from rayserve_moe.model.tensor_names import DECODER, DENSE_MLP, EXPERTS, SHARED_EXPERTS
 
 ARCHITECTURE = "BailingMoeV2ForCausalLM"
@@ -44,9 +50,8 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         norm_head=(False,),
         norm_softmax=(False,),
     )
-    heads, width = heads_of(config), integer_of(config, "moe_intermediate_size")
+    heads = heads_of(config)
     router = biased_sigmoid_router_of(config, scale=1.0, groups=(8, 4), experts="num_experts")
-    num_shared = 0 if config.get("num_shared_experts", 1) is None else count_of(config, "num_shared_experts", 1)
     return ModelSpec(
         family="bailing_moe_v2",
         **outline_of(config, norm_eps=1e-6, max_positions=32768),
@@ -59,8 +64,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             qk_norm="head" if flag_of(config, "use_qk_norm", True) else "none",
             fused_qkv=True,
         ),
-        rope=rope_of(config, "bailing_moe_v2", theta=6e5, rotary_dim=rotary_dim_of(config, heads["head_dim"])),
+        rope=rope_of(
+            config,
+            "bailing_moe_v2",
+            theta=6e5,
+            rotary_dim=rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"]),
+        ),
         # The only expert of a token has its score as weight.
         router=replace(router, renormalize=router.top_k > 1),
-        experts=ExpertSpec(width, shared="plain" if num_shared else "none", shared_size=width * num_shared),
+        experts=experts_of(config, "num_shared_experts", default=1),
     )

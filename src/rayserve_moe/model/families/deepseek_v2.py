@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import first_layers_dense, grouped, latent_attention_of, outline_of
+from rayserve_moe.model.config_parts import experts_of, first_layers_dense, grouped, latent_attention_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import integer_of, number_of, refuse_other_values
-from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.spec import ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import DECODER, DENSE_MLP, EXPERTS, LATENT_ATTENTION, SHARED_EXPERTS
 
 ARCHITECTURE = "DeepseekV2ForCausalLM"
@@ -29,7 +29,6 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         scoring_func=("softmax",),
         topk_method=("greedy", "group_limited_greedy"),
     )
-    width = integer_of(config, "moe_intermediate_size")
     return ModelSpec(
         family="deepseek_v2",
         **outline_of(config, norm_eps=1e-6, max_positions=2048),
@@ -38,7 +37,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         attention=latent_attention_of(config),
         rope=rope_of(config, "deepseek_v2", interleaved=True),
         router=_router(config),
-        experts=ExpertSpec(width, shared="plain", shared_size=width * integer_of(config, "n_shared_experts", 2)),
+        experts=experts_of(config, "n_shared_experts", default=2),
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_parts import experts_of, heads_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import count_of, integer_of, number_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.spec import AttentionSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS, SHARED_EXPERTS
 
 ARCHITECTURE = "Ernie4_5_MoeForCausalLM"
@@ -29,7 +29,6 @@ IGNORED = ("model.mtp_*",)
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
     refuse_other_values(config, "ernie4_5_moe", hidden_act=("silu",), use_bias=(False,))
-    width, num_shared = integer_of(config, "moe_intermediate_size"), count_of(config, "moe_num_shared_experts", 2)
     return ModelSpec(
         family="ernie4_5_moe",
         **outline_of(config, norm_eps=1e-5, max_positions=131072, tied=True),
@@ -45,7 +44,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             selection_bias_in_row=True,
             renormalize_floor=number_of(config, "moe_norm_min", 1e-12),
         ),
-        experts=ExpertSpec(width, shared="plain" if num_shared else "none", shared_size=width * num_shared),
+        experts=experts_of(config, "moe_num_shared_experts", default=2),
     )
 
 

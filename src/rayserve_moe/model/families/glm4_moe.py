@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import biased_sigmoid_router_of, first_layers_dense, heads_of, outline_of
+from rayserve_moe.model.config_parts import (
+    biased_sigmoid_router_of,
+    experts_of,
+    first_layers_dense,
+    heads_of,
+    outline_of,
+)
 from rayserve_moe.model.config_rope import rope_of, rotary_dim_of
 from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec
+from rayserve_moe.model.spec import AttentionSpec, ModelSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS, SELECTION_BIAS, SHARED_EXPERTS
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
@@ -25,7 +31,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         scoring_func=("sigmoid",),
         topk_method=("noaux_tc",),
     )
-    heads, width = heads_of(config), integer_of(config, "moe_intermediate_size")
+    heads = heads_of(config)
     return ModelSpec(
         family="glm4_moe",
         **outline_of(config, norm_eps=1e-5, max_positions=131072),
@@ -36,7 +42,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             bias=flag_of(config, "attention_bias"),
             qk_norm="head" if flag_of(config, "use_qk_norm") else "none",
         ),
-        rope=rope_of(config, "glm4_moe", rotary_dim=rotary_dim_of(config, heads["head_dim"], default=0.5)),
+        rope=rope_of(
+            config, "glm4_moe", rotary_dim=rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"] // 2)
+        ),
         router=biased_sigmoid_router_of(config, scale=1.0),
-        experts=ExpertSpec(width, shared="plain", shared_size=width * integer_of(config, "n_shared_experts", 1)),
+        experts=experts_of(config, "n_shared_experts", default=1),
     )

@@ -34,7 +34,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         shared_intermediate_size=(0,),
     )
     heads = heads_of(config, head_dim=128)
-    default = integer_of(config, "rotary_dim", heads["head_dim"]) / heads["head_dim"]
+    rotated = integer_of(config, "rotary_dim", heads["head_dim"])
     return ModelSpec(
         family="minimax_m2",
         **outline_of(config, norm_eps=1e-6, max_positions=196608),
@@ -42,7 +42,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         dense_intermediate_size=0,
         attention=AttentionSpec(**heads, qk_norm="full"),
         rope=rope_of(
-            config, "minimax_m2", theta=5e6, rotary_dim=rotary_dim_of(config, heads["head_dim"], default=default)
+            config, "minimax_m2", theta=5e6, rotary_dim=rotary_dim_of(config, heads["head_dim"], default=rotated)
         ),
         router=RouterSpec(
             num_experts=integer_of(config, "num_local_experts"),
