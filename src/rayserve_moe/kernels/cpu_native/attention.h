@@ -84,8 +84,35 @@ inline void place_token(const AttentionShapes& s, const AttentionArrays& a, int6
   }
 }
 
+// How many KV heads of a single token one item attends with: all, or as many as leave each thread as much to do.
+inline int64_t heads_together(const AttentionShapes& s, int64_t num_threads) {
+  constexpr int64_t kManyItems = 4;  // of a thread: enough to share out whatever their number
+  int64_t shares = 1;
+  while (shares < s.num_kv_heads && s.num_singles * shares < kManyItems * num_threads &&
+         s.num_singles * shares % num_threads)
+    ++shares;
+  return (s.num_kv_heads + shares - 1) / shares;
+}
+
+// Attends all blocks. Single tokens read more than they compute, and take several heads at a time; other blocks one.
+inline void attend_blocks(const AttentionShapes& s, const AttentionArrays& a, const bf16* queries, bf16* attended) {
+  const int64_t h = s.rules.head_width, group = s.num_heads / s.num_kv_heads;
+  const int64_t together = heads_together(s, Crew::instance().num_threads());
+  const int64_t pieces = (s.num_kv_heads + together - 1) / together, of_singles = s.num_singles * pieces;
+  const auto run = [&](int64_t block, int64_t g, int64_t count) {
+    const QueryRows rows{queries, a.positions, tokens_of(block, s), s.num_heads, g * group, group};
+    const PagedKeys kv{a.pool + g * 2 * h, 2 * s.kv_width(), s.page_size, h, h, h, 2 * h};
+    attend(rows, count, a.page_table + block * s.table_width, kv, {s.scale, s.window, a.sinks}, attended);
+  };
+  for_each(of_singles + s.num_blocks * s.num_kv_heads, [&](int64_t item) {
+    const int64_t g = item % pieces * together, in_blocks = item - of_singles;
+    if (in_blocks < 0) run(item / pieces, g, std::min(together, s.num_kv_heads - g));
+    else run(s.num_singles + in_blocks / s.num_kv_heads, in_blocks % s.num_kv_heads, 1);
+  });
+}
+
 inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) {
-  const int64_t q_width = s.q_width(), kv_width = s.kv_width(), h = s.rules.head_width;
+  const int64_t q_width = s.q_width(), kv_width = s.kv_width();
   thread_local Scratch<bf16> scratch;
   bf16* queries = scratch.sized(s.num_tokens * 2 * (q_width + kv_width));
   bf16* attended = queries + s.num_tokens * q_width;
@@ -97,13 +124,7 @@ inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) 
     for (int64_t t = begin; t < end; ++t)
       place_token(s, a, t, queries + t * q_width, keys + t * kv_width, values + t * kv_width);
   });
-  const int64_t group = s.num_heads / s.num_kv_heads;
-  for_each((s.num_singles + s.num_blocks) * s.num_kv_heads, [&](int64_t item) {
-    const int64_t block = item / s.num_kv_heads, g = item % s.num_kv_heads;
-    const QueryRows rows{queries, a.positions, tokens_of(block, s), s.num_heads, g * group, group};
-    const PagedKeys kv{a.pool + g * 2 * h, 2 * kv_width, s.page_size, h, h, h};
-    attend(rows, a.page_table + block * s.table_width, kv, {s.scale, s.window, a.sinks}, attended);
-  });
+  attend_blocks(s, a, queries, attended);
   multiply_all(attended, s.num_tokens, q_width, a.o, s.width, a.out);
 }
 

@@ -121,62 +121,95 @@ inline void begin_with_sinks(const QueryRows& rows, const bf16* sinks, SpanBuffe
   for (int64_t r = 0; r < rows.count(); ++r) b.largest[r] = narrow(sinks[rows.head(r)]), b.sums[r * 16] = 1.0f;
 }
 
-// Attends rows to the keys up to their own positions, as far as the window reaches: `out` is [T, heads, value width].
-inline void attend(const QueryRows& rows, const int32_t* pages, const PagedKeys& kv, const Scoring& scoring,
-                   bf16* out) {
-  thread_local SpanBuffers buffers;
-  SpanBuffers& b = buffers;
-  const int64_t width = whole_panels(kv.value_width);
-  const Range all = seen_by(rows.tokens, rows.positions, scoring.window);
+// Rows on their way over the keys: those beside begin .. end - 1 see nothing of the next span, nor of those after it.
+struct Walk {
+  const QueryRows* rows;
+  const bf16* queries;
+  int64_t begin, end;
+};
+
+inline Walk begin_walk(const QueryRows& rows, const PagedKeys& kv, const Scoring& scoring, SpanBuffers& b) {
   b.fit(rows.count(), kv);
   if (scoring.sinks) begin_with_sinks(rows, scoring.sinks, b);
-  const bf16* const queries = rows_of(rows, kv.key_width, b);
+  return {&rows, rows_of(rows, kv.key_width, b), 0, rows.count()};
+}
+
+// Attends rows to the keys of the span from `start` on, which `b` has found; `end` is behind the last that any row sees.
+inline void visit_span(Walk& walk, int64_t start, int64_t end, const PagedKeys& kv, const Scoring& scoring,
+                       TileScope* tiles, SpanBuffers& b) {
+  const QueryRows& rows = *walk.rows;
+  const int64_t width = whole_panels(kv.value_width), count = whole_panels(std::min(end - start, kSpan));
   const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
-  std::optional<TileScope> scope;
-  if (has_tiles) scope.emplace();
-  TileScope* const tiles = scope ? &*scope : nullptr;
-  int64_t begin = 0, end = rows.count();  // rows beside them see nothing of the span, nor of those after it
-  for (int64_t start = all.begin / kSpan * kSpan; start < all.end; start += kSpan) {
-    const auto seen = [&](int64_t r) {
-      const Range range = seen_from(rows.position(r), scoring.window);
-      return Range{std::max<int64_t>(0, range.begin - start), std::min(kSpan, range.end - start)};
-    };
-    const int64_t num_keys = std::min(all.end - start, kSpan), count = (num_keys + kPanel - 1) / kPanel * kPanel;
-    find_span(pages, start, {std::max(all.begin, start), start + num_keys}, kv, b);
-    while (begin < end && rows.position(begin) < start) ++begin;
-    int64_t stop = end;
-    while (begin < stop && seen(stop - 1).begin >= seen(stop - 1).end) --stop;
-    for (int64_t key = 0; key < count; key += kPanel) {
-      load_keys(key, kv, b);
-      float* const target = b.scores.data() + (key / kPanel * rows.count() + begin) * kPanel;
-      multiply_rows(queries + begin * kv.key_width, kv.key_width, stop - begin, kv.key_width, panels,
-                    [&](int64_t r, const Pair(&products)[1]) {
-                      _mm512_storeu_ps(target + r * kPanel, products[0].low);
-                      _mm512_storeu_ps(target + r * kPanel + 16, products[0].high);
-                    }, tiles);
-    }
-    for (int64_t r = begin; r < stop; ++r) {
-      const Range here = seen(r);
-      b.shrinks[r] = -1;
-      if (here.begin < here.end) weigh(r, rows.count(), here, count, scoring.scale, b);
-    }
-    if (load_values({0, kSpan}, count, kv, b)) {
-      add_values(begin, stop, count, width, tiles, b);
-      continue;
-    }
-    for (int64_t r = begin; r < stop; ++r) {  // zero times what is not finite is not zero: only what the row sees
-      load_values(seen(r), count, kv, b);
-      add_values(r, r + 1, count, width, tiles, b);
-    }
+  const auto seen = [&](int64_t r) {
+    const Range range = seen_from(rows.position(r), scoring.window);
+    return Range{std::max<int64_t>(0, range.begin - start), std::min(kSpan, range.end - start)};
+  };
+  while (walk.begin < walk.end && rows.position(walk.begin) < start) ++walk.begin;
+  const int64_t begin = walk.begin;
+  int64_t stop = walk.end;
+  while (begin < stop && seen(stop - 1).begin >= seen(stop - 1).end) --stop;
+  for (int64_t key = 0; key < count; key += kPanel) {
+    load_keys(key, kv, b);
+    float* const target = b.scores.data() + (key / kPanel * rows.count() + begin) * kPanel;
+    multiply_rows(walk.queries + begin * kv.key_width, kv.key_width, stop - begin, kv.key_width, panels,
+                  [&](int64_t r, const Pair(&products)[1]) {
+                    _mm512_storeu_ps(target + r * kPanel, products[0].low);
+                    _mm512_storeu_ps(target + r * kPanel + 16, products[0].high);
+                  }, tiles);
   }
+  for (int64_t r = begin; r < stop; ++r) {
+    const Range here = seen(r);
+    b.shrinks[r] = -1;
+    if (here.begin < here.end) weigh(r, rows.count(), here, count, scoring.scale, b);
+  }
+  if (load_values({0, kSpan}, count, kv, b)) return add_values(begin, stop, count, width, tiles, b);
+  for (int64_t r = begin; r < stop; ++r) {  // zero times what is not finite is not zero: only what the row sees
+    load_values(seen(r), count, kv, b);
+    add_values(r, r + 1, count, width, tiles, b);
+  }
+}
+
+// Writes what the rows have summed up, [T, heads, value width].
+inline void end_walk(const QueryRows& rows, const PagedKeys& kv, const SpanBuffers& b, bf16* out) {
   for (int64_t r = 0; r < rows.count(); ++r) {
     const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(b.sums.data() + r * 16));
     const __m512 weight = _mm512_set1_ps(1.0f / std::max(sum, 1.0f));
     bf16* target = out + rows.place(r) * kv.value_width;
-    const float* total = b.totals.data() + r * width;
+    const float* total = b.totals.data() + r * whole_panels(kv.value_width);
     for (int64_t d = 0; d < kv.value_width; d += 16)
       store(target + d, _mm512_mul_ps(_mm512_loadu_ps(total + d), weight), lanes_of(d, kv.value_width));
   }
+}
+
+// Attends the rows of neighbouring KV heads to the keys up to their own positions, as far as the window reaches: `out`
+// is [T, heads, value width]. `first` and `kv` are those of the first head; each head attends as if alone.
+//
+// Heads go over a span together, after all that they have there has been read in the order in which it lies: one head
+// is a few lines of a place, and a processor foresees what is read next only where lines follow each other.
+inline void attend(const QueryRows& first, int64_t num_kv_heads, const int32_t* pages, const PagedKeys& kv,
+                   const Scoring& scoring, bf16* out) {
+  thread_local std::vector<SpanBuffers> buffers;
+  thread_local std::vector<QueryRows> rows;
+  thread_local std::vector<Walk> walks;
+  if (int64_t(buffers.size()) < num_kv_heads) buffers.resize(num_kv_heads);
+  rows.assign(num_kv_heads, first), walks.clear();
+  for (int64_t g = 0; g < num_kv_heads; ++g) {
+    rows[g].first_head += g * first.group;
+    walks.push_back(begin_walk(rows[g], kv, scoring, buffers[g]));
+  }
+  std::optional<TileScope> scope;
+  if (has_tiles) scope.emplace();
+  const Range all = seen_by(first.tokens, first.positions, scoring.window);
+  for (int64_t start = all.begin / kSpan * kSpan; start < all.end; start += kSpan) {
+    const Range here{std::max(all.begin, start), std::min(all.end, start + kSpan)};
+    PagedKeys of_head = kv;
+    for (int64_t g = 0; g < num_kv_heads; ++g, of_head.first += kv.head_stride) {
+      find_span(pages, start, here, of_head, buffers[g]);
+      if (g == 0 && num_kv_heads > 1) read_ahead(num_kv_heads * kv.head_stride, buffers[0]);
+      visit_span(walks[g], start, all.end, of_head, scoring, scope ? &*scope : nullptr, buffers[g]);
+    }
+  }
+  for (int64_t g = 0; g < num_kv_heads; ++g) end_walk(rows[g], kv, buffers[g], out);
 }
 
 }  // namespace native

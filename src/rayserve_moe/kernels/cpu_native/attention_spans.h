@@ -13,10 +13,11 @@ namespace native {
 constexpr int64_t kSpan = 64;  // keys that are visited together, from positions that it divides
 static_assert(kSpan % kPanel == 0, "a span of keys is several panels of a product");
 
-// Where keys and values of one KV head lie: slot s at `first + s * stride`, its value `value_offset` behind its key.
+// Where keys and values of one KV head lie: slot s at `first + s * stride`, its value `value_offset` behind its key, and
+// the next head's `head_stride` behind both.
 struct PagedKeys {
   const bf16* first;
-  int64_t stride, page_size, key_width, value_width, value_offset;
+  int64_t stride, page_size, key_width, value_width, value_offset, head_stride;
 };
 
 // Positions begin .. end - 1.
@@ -125,6 +126,13 @@ inline void find_span(const int32_t* pages, int64_t start, Range here, const Pag
     const int64_t last = std::min(here.end, place + kv.page_size - in_page);
     for (; place < last; ++place, row += kv.stride) b.rows[place - start] = row;
   }
+}
+
+// Reads one number of each cache line of the first `size` numbers of the keys of a span.
+inline void read_ahead(int64_t size, const SpanBuffers& b) {
+  constexpr int64_t kLine = 64 / sizeof(bf16);
+  for (const bf16* row : b.rows)
+    for (int64_t i = 0; row && i < size; i += kLine) (void)*const_cast<const volatile bf16*>(row + i);
 }
 
 }  // namespace native

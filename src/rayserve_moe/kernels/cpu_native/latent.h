@@ -164,7 +164,7 @@ inline void attend_to_latents(const LatentShapes& s, const LatentArrays& a, Late
   for_each(int64_t(pieces.size()), [&](int64_t item) {
     const LatentPiece& piece = pieces[item];
     const QueryRows queries{rows.absorbed.data(), a.positions, piece.tokens, s.heads(), piece.first_head, piece.num_heads};
-    attend(queries, a.page_table + piece.block * b.table_width, kv, {b.scale, 0, nullptr}, rows.attended.data());
+    attend(queries, 1, a.page_table + piece.block * b.table_width, kv, {b.scale, 0, nullptr}, rows.attended.data());
   });
 }
 
