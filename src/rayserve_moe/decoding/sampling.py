@@ -9,6 +9,7 @@ the log-probabilities that survive truncation. So it depends on no other row of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
+from rayserve_moe.kernels.layers import gumbel_noise
 
+Noise = Callable[..., jax.Array]
+"""`layers.gumbel_noise`, or a kernel in its place."""
 LOWEST_LOGPROB = -9999.0
 """Reported for tokens that are less likely still, or cannot be sampled at all."""
 
@@ -58,7 +62,7 @@ class Sampled(NamedTuple):
 
 
 @jax.named_scope("sampling")
-def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampled:
+def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int, noise: Noise = gumbel_noise) -> Sampled:
     """Sample one token per row from float32 logits.
 
     Temperature 0 is greedy (ties to the smaller id). Truncation order: top-k, then top-p of what is left, then min-p
@@ -74,8 +78,8 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int) -> Sampl
     scaled_SV = relative_SV / jnp.where(greedy_S, 1.0, rows.temperature_S)[:, None]
     with jax.named_scope("log_probs"):
         logprobs_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
-    best_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
-    drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows))
+    best_S = _place_of_largest(logits_SV)
+    drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows, noise))
     ids_S = jnp.where(greedy_S, best_S, drawn_S)
     top = likeliest(logprobs_SV, num_wanted=jnp.max(rows.num_top_S).astype(jnp.int32), most_top=most_top)
     first_S = jnp.ones_like(ids_S)
@@ -121,16 +125,20 @@ def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -
     return jax.lax.fori_loop(0, jnp.minimum(num_wanted, count), find, first)[0]
 
 
-def _draw(logprobs_SV: jax.Array, rows: SamplingBatch) -> jax.Array:
+def _draw(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise) -> jax.Array:
     truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
     find = partial(last_kept, logprobs_SV, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
     last = jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
     kept_SV = jnp.where(is_kept(logprobs_SV, last), logprobs_SV, -jnp.inf)
-    noise_SV = jax.vmap(partial(_noise, size=logprobs_SV.shape[1]))(rows.seed_S, rows.choice_S, rows.position_S)
-    return jnp.argmax(kept_SV + noise_SV, axis=-1).astype(jnp.int32)
+    noise_SV = noise(rows.seed_S, rows.choice_S, rows.position_S, size=logprobs_SV.shape[1])
+    return _place_of_largest(kept_SV + noise_SV)
 
 
-def _noise(seed: jax.Array, choice: jax.Array, position: jax.Array, *, size: int) -> jax.Array:
-    """Gumbel noise [size] of one token."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
-    return jax.random.gumbel(key, (size,), jnp.float32)
+def _place_of_largest(values_SV: jax.Array) -> jax.Array:
+    """`argmax` of each row, int32 [S], ties to the smaller id; of rows with NaN the last id.
+
+    XLA:CPU takes ten times as long for a reduction of pairs as for these two of numbers.
+    """
+    ids_V, last = jnp.arange(values_SV.shape[1], dtype=jnp.int32), values_SV.shape[1] - 1
+    is_largest_SV = values_SV == values_SV.max(axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_largest_SV, ids_V, last), axis=-1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.adjustment import adjust, note_samples
-from rayserve_moe.decoding.sampling import Sampled, TopTokens, sample
+from rayserve_moe.decoding.sampling import Noise, Sampled, TopTokens, sample
 from rayserve_moe.execution.prompt_scores import score_prompts
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepOutput
@@ -78,7 +78,7 @@ def run_step(
         state = replace(state, kv_pages=out.kv_pages)
         if not config.samples:
             return state, logits_SV
-        sampled, state = _sampled(logits_SV, state, step)
+        sampled, state = _sampled(logits_SV, state, step, noise=config.model.kernels.noise)
         state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
         scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
         tally_14 = None if out.tally_4 is None else out.tally_4[None]
@@ -128,11 +128,13 @@ def step_logits(
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 
 
-def _sampled(logits_SV: jax.Array, state: DeviceState, step: DeviceInput) -> tuple[Sampled, DeviceState]:
+def _sampled(
+    logits_SV: jax.Array, state: DeviceState, step: DeviceInput, *, noise: Noise
+) -> tuple[Sampled, DeviceState]:
     """Sample, and record of the rows what they have sampled."""
     of_rows = {"rows_S": step.sample_rows_S, "penalties": step.penalties}
     adjusted_SV = adjust(logits_SV, state, **of_rows)
-    sampled = sample(adjusted_SV, step.sampling, most_top=MAX_TOP_LOGPROBS)
+    sampled = sample(adjusted_SV, step.sampling, most_top=MAX_TOP_LOGPROBS, noise=noise)
     last_tokens_R = state.last_tokens_R.at[step.sample_rows_S].set(sampled.ids_S, mode="drop")
     seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
     return sampled, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)

@@ -57,6 +57,16 @@ def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
     return table_VD[ids_T]
 
 
+def gumbel_noise(seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, size: int) -> jax.Array:
+    """Gumbel noise [S, size] of samples: a row's is that of its uint32 seed, choice and position alone."""
+
+    def of_row(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    return jax.vmap(of_row)(seed_S, choice_S, position_S)
+
+
 class Rotation(NamedTuple):
     """Cosine and sine of every rotary angle, float32 [T, r / 2]: the same for all layers and heads."""
 

@@ -29,6 +29,7 @@ class Kernels:
     two paged kernels bound. `router_scores`: `layers.router_scores`. `expert_results`:
     `expert_products.multiply_in_blocks`. `expert_sums`: `expert_products.sum_results` with its product bound. `mlp`:
     `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table that is also the head.
+    `noise`: `layers.gumbel_noise`.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
     the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are
@@ -47,6 +48,7 @@ class Kernels:
     mlp: Kernel
     head: Kernel
     tied_rows: Kernel
+    noise: Kernel
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
     multiples: Mapping[str, int] = field(default_factory=dict, hash=False)
     dtype: str = ""
@@ -69,6 +71,7 @@ CPU = Kernels(
     mlp=layers.gated_mlp,
     head=layers.head_logits,
     tied_rows=layers.take_rows,
+    noise=layers.gumbel_noise,
     pool_dtypes={"bfloat16": kv_pool.BITS_OF_BFLOAT16.name},
 )
 TPU = replace(
@@ -91,6 +94,7 @@ CPU_NATIVE = Kernels(
     mlp=calls.gated_mlp,
     head=calls.head_logits,
     tied_rows=take_columns,
+    noise=calls.gumbel_noise,
     layouts=calls.LAYOUT_OF,
     multiples=calls.MULTIPLES,
     dtype="bfloat16",

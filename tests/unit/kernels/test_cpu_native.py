@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns, take_columns
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
-from rayserve_moe.kernels.layers import rms_norm, rotation_of
+from rayserve_moe.kernels.layers import gumbel_noise, rms_norm, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 from tests.support.native import need_native_kernels
@@ -100,6 +100,16 @@ def test_angles_are_those_of_jax_position_by_position():
     np.testing.assert_array_equal(alone[1][0], found[1][3])
 
 
+@pytest.mark.parametrize("size", [1, 16, 1000, 2051])
+def test_noise_is_that_of_jax_row_by_row(size):
+    generator = np.random.default_rng(size)
+    numbers = [jnp.asarray(generator.integers(0, 2**32, 5, np.uint32)) for _ in range(3)]
+    found = np.asarray(calls.gumbel_noise(*numbers, size=size))
+    np.testing.assert_allclose(found, gumbel_noise(*numbers, size=size), rtol=2e-6, atol=3e-7)
+    alone = calls.gumbel_noise(*(words[3:4] for words in numbers), size=size)
+    np.testing.assert_array_equal(alone[0], found[3])
+
+
 def expert_case(generator: np.random.Generator, num_tokens: int, top_k: int, num_slots: int):
     width, inner, num_layers = 64, 96, 2
     shapes = [(width, inner), (width, inner), (inner, width)]
@@ -166,6 +176,7 @@ def test_slots_beyond_the_weights_are_refused(first_slot):
 
 
 ROWS, VECTOR = jnp.ones((2, 64), jnp.bfloat16), jnp.ones(64, jnp.bfloat16)
+WORDS = jnp.zeros(2, jnp.uint32)
 NUMBERS, SLOTS = jnp.ones((2, 64)), jnp.zeros((2, 1), jnp.int32)
 EXPERT, OUT = jnp.ones((1, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64), jnp.float32)
 MATRICES = EXPERT, EXPERT, EXPERT.reshape(1, 32, 64)
@@ -189,6 +200,8 @@ ATTRIBUTES = {
         ("norm", (ROWS, VECTOR[:32]), jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)),
         ("norm", (VECTOR, VECTOR), jax.ShapeDtypeStruct((64,), jnp.bfloat16)),
         ("rotation", (SLOTS[:, 0], NUMBERS[0, :8]), (OUT, OUT)),
+        ("noise", (WORDS, WORDS, WORDS[:1]), OUT),
+        ("noise", (WORDS[:1], WORDS[:1], WORDS[:1]), OUT),
         ("experts", (ROWS, SLOTS, NUMBERS, *MATRICES, *BIASES, jnp.int32(0)), OUT),
         ("experts", (ROWS, SLOTS, NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, *BIASES, jnp.int32(0)), OUT),
         ("experts", (ROWS, SLOTS[:1], NUMBERS[:, :1], *MATRICES, *BIASES, jnp.int32(0)), OUT),

@@ -11,6 +11,7 @@ namespace ffi = xla::ffi;
 using Bf16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
+using U32 = ffi::Buffer<ffi::U32>;
 
 namespace {
 

@@ -22,7 +22,7 @@ from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, Pr
 from rayserve_moe.kernels.layers import Rotation
 
 PREFIX = "rayserve_moe_"
-NAMES = ("Attention", "Latent", "Experts", "Product", "Norm", "Scores", "Rotation")
+NAMES = ("Attention", "Latent", "Experts", "Product", "Norm", "Scores", "Rotation", "Noise")
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
 PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
@@ -62,6 +62,12 @@ def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: floa
     shape = jax.ShapeDtypeStruct((len(positions_T), len(frequencies)), jnp.float32)
     call = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))
     return Rotation(*call(positions_T, frequencies, factor=np.float32(factor)))
+
+
+def gumbel_noise(seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, size: int) -> jax.Array:
+    """`layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last one."""
+    shape = jax.ShapeDtypeStruct((len(seed_S), size), jnp.float32)
+    return jax.ffi.ffi_call(f"{PREFIX}noise", shape)(seed_S, choice_S, position_S)
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:

@@ -7,8 +7,11 @@
 #include "checks.h"
 #include "experts.h"
 #include "latent_call.h"
+#include "noise.h"
 
 namespace {
+
+constexpr int64_t kNoisePiece = 1024;  // words of a row that a thread takes together
 
 // Scales of a norm of each head, or of all `width` elements together; false where they fit neither.
 bool is_norm(Bf16& scale, int64_t num_layers, int64_t head_width, int64_t width) {
@@ -151,8 +154,25 @@ ffi::Error Rotation(S32 positions, F32 frequencies, float factor, ffi::ResultBuf
   return ffi::Error::Success();
 }
 
+// Noise [rows, words] of samples: of each row's seed, choice and position, as `gumbel_noise` of `kernels/layers.py`.
+ffi::Error Noise(U32 seeds, U32 choices, U32 positions, ffi::ResultBuffer<ffi::F32> out) {
+  if (!have_dims(1, seeds) || !have_dims(2, *out)) return wrong("noise has rows of words");
+  const int64_t rows = size_of(seeds, 0), words = size_of(*out, 1), pieces = (words + kNoisePiece - 1) / kNoisePiece;
+  if (!is(choices, {rows}) || !is(positions, {rows}) || size_of(*out, 0) != rows)
+    return wrong("noise has other numbers of rows");
+  native::for_each(rows * pieces, [&](int64_t item) {
+    const int64_t row = item / pieces, begin = item % pieces * kNoisePiece;
+    uint32_t key[2] = {0, seeds.typed_data()[row]};
+    native::fold_in(key, choices.typed_data()[row]);
+    native::fold_in(key, positions.typed_data()[row]);
+    native::gumbel(key, begin, std::min(begin + kNoisePiece, words), out->typed_data() + row * words);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise, ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Attr<float>("eps").Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeScores, Scores,

@@ -1,0 +1,72 @@
+// Gumbel noise of samples, the same as jax.random's: counters through Threefry-2x32 (Salmon et al., SC 2011), 16 at once.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "rows.h"
+
+namespace native {
+
+struct Words {
+  __m512i first, second;
+};
+
+// 20 rounds: 16 counters under one key.
+inline Words threefry(const uint32_t (&key)[2], Words counters) {
+  const uint32_t all[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1bd11bdau};
+  const auto add = [](__m512i words, uint32_t number) { return _mm512_add_epi32(words, _mm512_set1_epi32(int32_t(number))); };
+  __m512i x = add(counters.first, all[0]), y = add(counters.second, all[1]);
+#pragma GCC unroll 5
+  for (uint32_t i = 1; i <= 5; ++i) {
+    constexpr int kTurns[2][4] = {{17, 29, 16, 24}, {13, 15, 26, 6}};
+#pragma GCC unroll 4
+    for (int turn : kTurns[i % 2]) {
+      x = _mm512_add_epi32(x, y);
+      y = _mm512_xor_si512(x, _mm512_rolv_epi32(y, _mm512_set1_epi32(turn)));
+    }
+    x = add(x, all[i % 3]), y = add(y, all[(i + 1) % 3] + i);
+  }
+  return {x, y};
+}
+
+// Makes a key that of its `number`: jax.random.fold_in.
+inline void fold_in(uint32_t (&key)[2], uint32_t number) {
+  const Words words = threefry(key, {_mm512_setzero_si512(), _mm512_set1_epi32(int32_t(number))});
+  key[0] = uint32_t(_mm512_cvtsi512_si32(words.first)), key[1] = uint32_t(_mm512_cvtsi512_si32(words.second));
+}
+
+// Natural logarithm of positive normal numbers, to about one unit in the last place: Cephes' polynomial.
+inline __m512 logarithm(__m512 x) {
+  __m512 exponent = _mm512_getexp_ps(x), m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __mmask16 is_large = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
+  m = _mm512_mask_mul_ps(m, is_large, m, _mm512_set1_ps(0.5f));
+  exponent = _mm512_mask_add_ps(exponent, is_large, exponent, one);
+  const __m512 r = _mm512_sub_ps(m, one), square = _mm512_mul_ps(r, r);
+  __m512 p = _mm512_set1_ps(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  __m512 rest = _mm512_fmadd_ps(exponent, _mm512_set1_ps(-2.12194440e-4f), _mm512_mul_ps(_mm512_mul_ps(p, r), square));
+  rest = _mm512_fnmadd_ps(_mm512_set1_ps(0.5f), square, rest);
+  return _mm512_fmadd_ps(exponent, _mm512_set1_ps(0.693359375f), _mm512_add_ps(r, rest));
+}
+
+// Noise of the words begin .. end - 1 under a key: minus the logarithm of minus that of a number above 0 and below 1.
+inline void gumbel(const uint32_t (&key)[2], int64_t begin, int64_t end, float* out) {
+  const __m512i places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512 one = _mm512_set1_ps(1.0f), least = _mm512_set1_ps(1.17549435e-38f), zero = _mm512_setzero_ps();
+  for (int64_t word = begin; word < end; word += 16) {
+    const __m512i counters = _mm512_add_epi32(places, _mm512_set1_epi32(int32_t(word)));
+    const Words words = threefry(key, {_mm512_setzero_si512(), counters});
+    const __m512i bits = _mm512_srli_epi32(_mm512_xor_si512(words.first, words.second), 9);
+    const __m512 above_one = _mm512_castsi512_ps(_mm512_or_si512(bits, _mm512_set1_epi32(0x3f800000)));
+    const __m512 uniform = _mm512_max_ps(least, _mm512_add_ps(_mm512_sub_ps(above_one, one), least));
+    const __m512 inner = _mm512_sub_ps(zero, logarithm(uniform));
+    _mm512_mask_storeu_ps(out + word, lanes_of(word, end), _mm512_sub_ps(zero, logarithm(inner)));
+  }
+}
+
+}  // namespace native
