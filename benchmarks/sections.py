@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.balance_tables import realised_balance, rebalance
 from benchmarks.calculator_table import calculator
+from benchmarks.estimate_table import step_estimate
 from benchmarks.figures import (
     HOST_PARTS,
     OUTSIDE,
@@ -296,6 +297,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "exchange_bytes": exchange_bytes,
     "step_transports": step_transports,
     "compile_gate": compile_gate,
+    "step_estimate": step_estimate,
     "planner": planner,
     "rebalance": rebalance,
     "realised_balance": realised_balance,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.rollouts import batch_job
 from rayserve_moe.serving.start import command as start
 from rayserve_moe.tools.check_table import render
-from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, check, use_host_alone
+from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, check, estimator_of, use_host_alone
+from rayserve_moe.tools.estimate.dump import dump_environment
 from rayserve_moe.tools.presets import preset_names, read_config
 from rayserve_moe.tools.step_programs import ServedSetting
 
@@ -59,11 +61,17 @@ def _add_compile_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--return-routed-experts", action="store_true", help="compile routing capture into the steps")
     parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")
     parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
+    parser.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _compile_check(options: argparse.Namespace) -> int:
-    set_environment_defaults(COMPILER_ENVIRONMENT)
+    with tempfile.TemporaryDirectory(prefix="rayserve-moe-schedules-") as folder:
+        return _check_dumping_to(Path(folder), options)
+
+
+def _check_dumping_to(folder: Path, options: argparse.Namespace) -> int:
+    set_environment_defaults(COMPILER_ENVIRONMENT | (dump_environment(folder) if options.estimate else {}))
     use_host_alone()
     setting = ServedSetting(
         options.topology,
@@ -82,7 +90,8 @@ def _compile_check(options: argparse.Namespace) -> int:
     )
     config = read_config(options.model, num_layers=options.layers)
     names = tuple(name.strip() for name in options.programs.split(",") if name.strip())
-    report = check(config, setting, model=Path(options.model).name, names=names)
+    estimator = estimator_of(read_config(options.model), setting, dump=folder) if options.estimate else None
+    report = check(config, setting, model=Path(options.model).name, names=names, estimator=estimator)
     text = json.dumps(report.as_json(), indent=2) if options.json else render(report)
     sys.stdout.write(text + "\n")
     for program in report.programs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rayserve_moe.tools.compile_check import CheckReport, ProgramReport
+from rayserve_moe.tools.estimate.report import estimate_lines
 
 GB = 1e9
 
@@ -48,3 +49,5 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
         f"  XLA's own cycles {program.xla_cycles:,} (bodies once {program.xla_cycles_once:,}); "
         f"reading weights and KV once: {program.roofline_s * 1e3:.2f} ms"
     )
+    if program.estimate:
+        yield from estimate_lines(program.estimate)

@@ -9,12 +9,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
+from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.estimate.dump import DumpFolder
+from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
+from rayserve_moe.tools.estimate.workload import StepSizes
 from rayserve_moe.tools.hlo_report import (
     Collective,
     CopyOfPiece,
@@ -23,7 +28,7 @@ from rayserve_moe.tools.hlo_report import (
     cycles_of,
     kernels_of,
 )
-from rayserve_moe.tools.hlo_text import read_program
+from rayserve_moe.tools.hlo_text import ProgramText, read_program
 from rayserve_moe.tools.step_programs import (
     Program,
     ServedModel,
@@ -44,9 +49,6 @@ COMPILER_ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
 }
 """Environment of the TPU compiler where there is no TPU: no lock file, no metadata server, no log."""
-
-HBM_BYTES_PER_S = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1638e9, "tpu7x": 3690e9}
-"""Memory bandwidth of a device as published (half a chip's for tpu7x), by the first part of the topology's name."""
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT]?)\)")
@@ -72,6 +74,7 @@ class ProgramReport:
 
     `xla_cycles` add up what XLA estimates for its own fusions, `_once` with the body of every loop counted once;
     neither is a latency. `roofline_s` is the time that reading weights and KV once takes at the memory's bandwidth.
+    `estimate` is there where it was asked for, and the program is a step.
     """
 
     name: str
@@ -87,6 +90,7 @@ class ProgramReport:
     xla_cycles: int = 0
     xla_cycles_once: int = 0
     roofline_s: float = 0.0
+    estimate: EstimateReport | None = None
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,19 @@ def use_host_alone() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def check(config: Mapping[str, Any], setting: ServedSetting, *, model: str, names: tuple[str, ...] = ()) -> CheckReport:
+def check(
+    config: Mapping[str, Any],
+    setting: ServedSetting,
+    *,
+    model: str,
+    names: tuple[str, ...] = (),
+    estimator: Estimator | None = None,
+) -> CheckReport:
     """Compile the programs of a model (all, or those of `names`) one after the other.
 
-    `config` is a parsed `config.json`, `model` what to call it. ValueError where model, setting and topology do not go
-    together or a name is unknown; refusals of the compiler are in the report.
+    `config` is a parsed `config.json`, `model` what to call it. With an `estimator` its steps are estimated. ValueError
+    where model, setting and topology do not go together or a name is unknown; refusals of the compiler are in the
+    report.
     """
     served = lay_out(config, setting)
     programs = _chosen(programs_of(served), names)
@@ -137,12 +149,24 @@ def check(config: Mapping[str, Any], setting: ServedSetting, *, model: str, name
         weights_bytes=bytes_on_device(served.weights),
         kv_pool_bytes=bytes_on_device(served.state.kv_pages),
         compilers=dict(_versions()),
-        programs=[check_program(program, served, limit=limit) for program in programs],
+        programs=[check_program(program, served, limit=limit, estimator=estimator) for program in programs],
     )
 
 
-def check_program(program: Program, served: ServedModel, *, limit: int) -> ProgramReport:
+def estimator_of(config: Mapping[str, Any], setting: ServedSetting, *, dump: Path) -> Estimator:
+    """What estimates the steps of a setting for the whole model of `config`; libtpu must have been asked for dumps."""
+    sizes = StepSizes(
+        setting.topology, setting.batch, setting.context, setting.page_size, setting.dtype, setting.kv_dtype
+    )
+    return Estimator(DumpFolder(dump), lay_out(config, setting).config.model, sizes)
+
+
+def check_program(
+    program: Program, served: ServedModel, *, limit: int, estimator: Estimator | None = None
+) -> ProgramReport:
     """Compile one program and read what came out; `limit` is the HBM of a device, bytes."""
+    if estimator:
+        estimator.dump.pass_over()
     started = time.perf_counter()
     try:
         lowered = lower(program, served)
@@ -151,8 +175,11 @@ def check_program(program: Program, served: ServedModel, *, limit: int) -> Progr
     except jax.errors.JaxRuntimeError as error:
         return ProgramReport(program.name, error=compilers_sentence(error))
     seconds = {"lower_s": lowered_at - started, "compile_s": time.perf_counter() - lowered_at}
-    report = _read(program, compiled, served=served, limit=limit)
-    return replace(report, **{name: round(value, 2) for name, value in seconds.items()})
+    text = read_program(compiled.as_text() or "")
+    report = _read(program, compiled, text, served=served, limit=limit)
+    is_estimated = estimator is not None and program.prompt_tokens is not None
+    estimate = estimator.estimate(text, prompt_tokens=program.prompt_tokens) if is_estimated else None
+    return replace(report, estimate=estimate, **{name: round(value, 2) for name, value in seconds.items()})
 
 
 def lower(program: Program, served: ServedModel) -> jax.stages.Lowered:
@@ -183,13 +210,15 @@ def compilers_sentence(error: Exception) -> str:
 
 def roofline_s(served: ServedModel) -> float:
     """Seconds to read weights and KV of one device once; 0 for a chip of unknown bandwidth."""
-    chip = served.setting.topology.split(":")[0]
+    chip = CHIPS.get(served.setting.topology.split(":")[0])
     read = bytes_on_device(served.weights) + bytes_on_device(served.state.kv_pages)
-    return read / HBM_BYTES_PER_S[chip] if chip in HBM_BYTES_PER_S else 0.0
+    return read / chip.device_hbm_bytes if chip else 0.0
 
 
-def _read(program: Program, compiled: jax.stages.Compiled, *, served: ServedModel, limit: int) -> ProgramReport:
-    analysis, text = compiled.memory_analysis(), read_program(compiled.as_text() or "")
+def _read(
+    program: Program, compiled: jax.stages.Compiled, text: ProgramText, *, served: ServedModel, limit: int
+) -> ProgramReport:
+    analysis = compiled.memory_analysis()
     assert analysis is not None, "the TPU compiler accounts for memory"
     copies, (once, cycles) = copies_of(text, pieces_of(served)), cycles_of(text)
     copied_bytes = Counter[str]()

@@ -131,14 +131,14 @@ class ProgramText:
             yield Execution(instruction, times, is_least, computation)
             if instruction.opcode not in _CONTROL:
                 continue
-            trips = self._trips(instruction) if instruction.opcode == "while" else 1
+            trips = self.trips(instruction) if instruction.opcode == "while" else 1
             for name in instruction.called:
-                if name != _condition_of(instruction):
+                if name != condition_of(instruction):
                     yield from self._executions(name, times=times * (trips or 1), is_least=is_least or trips is None)
 
-    def _trips(self, loop: Instruction) -> int | None:
+    def trips(self, loop: Instruction) -> int | None:
         """The constant that a counting loop's condition compares with; None where it is computed."""
-        condition = self.computations[_condition_of(loop)]
+        condition = self.computations[condition_of(loop)]
         root = next(instruction for instruction in condition if instruction.is_root)
         for instruction in condition:
             limit = _CONSTANT.match(instruction.attributes)
@@ -180,7 +180,8 @@ def _space(layout: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _condition_of(loop: Instruction) -> str:
+def condition_of(loop: Instruction) -> str:
+    """The computation that decides whether a `while` goes on; empty where the instruction names none."""
     found = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
     return found.group(1) if found else ""
 

@@ -66,7 +66,8 @@ class ServedSetting:
 class Program:
     """One program: a function of weights, state and named inputs, whose state is donated, and their shapes.
 
-    `in_place` is the part of the state that must not be copied.
+    `in_place` is the part of the state that must not be copied. A step takes `prompt_tokens` per data rank beside the
+    sequences of the setting; None: it is no step.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Program:
     state: Any
     inputs: dict[str, Any]
     in_place: Any
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ def _program(name: str, shape: StepShape, *, served: ServedModel, samples: bool 
     blocks = block_input_shapes(shape, served.config.model) if shape.num_blocks else None
     inputs = {"vectors_NW": vectors_NW, "blocks": blocks}
     program = partial(run_step, layout=layout, config=replace(served.config, samples=samples))
-    return Program(name, program, served.weights, served.state, inputs, served.state.kv_pages)
+    tokens = shape.num_blocks * PREFILL_BLOCK_TOKENS
+    return Program(name, program, served.weights, served.state, inputs, served.state.kv_pages, prompt_tokens=tokens)
 
 
 def _migration_programs(served: ServedModel) -> Iterator[Program]:

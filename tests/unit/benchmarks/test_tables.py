@@ -63,6 +63,14 @@ def every_section() -> dict:
     loads = {"imbalance": 1.25, "kept_share": 0.75, "unfilled": 0.0}
     memory = dict.fromkeys(("peak", "temporaries", "limit"), 2_500_000_000)
     compiled = {"name": "decode", "memory": memory, "collectives": [], "copied_bytes": {}, "compile_s": 1.5}
+    part = dict.fromkeys(("num_ops", "small_ops", "bundles", "hbm_bytes", "seconds", "bare_seconds"), 0.5)
+    named = {"scope": "experts", "name": "fusion.1"} | dict.fromkeys(
+        ("times", "us", "bare_us", "bundles", "hbm_bytes"), 1
+    )
+    estimated = {
+        "overhead_us": 1.2, "layer": part, "step": part, "roofline": {"hbm_s": 0.25}, "bound": "hbm",
+        "share_of_roofline": 0.5, "bare_share_of_roofline": 1.0, "largest_in_layer": [named],
+    }  # fmt: skip
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
     moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}
     moves = {"slots": 5, "steps": 9, "quiet_step_s": 0.25, "busy_step_s": 0.5, "longest_gap": 3, "longest_quiet_gap": 1}
@@ -109,6 +117,9 @@ def every_section() -> dict:
         },
         "compile_gate": {
             "m@t": {"programs": [compiled]}
+        },
+        "step_estimate": {
+            "decode": estimated
         },
         "balanced_selection": {
             "load_before": 0.1, "cores": 2, "drawn_skew": "zipf 1",
@@ -254,6 +265,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("exchange_bytes", "0.875"),
         ("step_transports", "250 (250-250)"),
         ("compile_gate", "2.50"),
+        ("step_estimate", "50% (100%)"),
         ("programs", "528"),
         ("peers", "1.50 (1.50-1.50)"),
         ("peers", "vLLM: flags -O3 -mavx; LD_PRELOAD=libx.so:liby.so; on cores [0, 1]."),

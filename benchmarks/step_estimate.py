@@ -1,0 +1,62 @@
+"""Step times estimated from the schedules that libtpu writes for a whole model: no TPU is needed, nothing is measured.
+
+    python -m benchmarks.step_estimate [--only "decode, 16 sequences"] [--out FILE.json]
+
+Each case is compiled by `rayserve-moe compile-check --estimate` in a process of its own, which takes one to three
+minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import tables
+
+MODEL, TOPOLOGY, CONTEXT = "qwen3-30b-a3b", "v6e:2x4", 1024
+CASES: dict[str, tuple[str, int]] = {
+    "decode, 16 sequences": ("decode", 2),
+    "decode, 128 sequences": ("decode", 16),
+    "decode, 256 sequences": ("decode", 32),
+    "decode, 1024 sequences": ("decode", 128),
+    "prefill, 65536 tokens": ("prefill", 16),
+}
+"""Program, and sequences per data rank; a prefill step has 8192 prompt tokens per data rank besides."""
+
+KEY = "step_estimate"
+RESULTS = Path(__file__).parent / "results"
+
+
+def run(case: str) -> dict[str, Any]:
+    """Compile one case; returns the estimate. RuntimeError with the last line of the error where there is none."""
+    program, batch = CASES[case]
+    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", "--model", MODEL, "--topology", TOPOLOGY]
+    options = ["--context", str(CONTEXT), "--batch", str(batch), "--programs", program, "--estimate", "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    if not done.stdout.strip():
+        raise RuntimeError(f"{case}: {(done.stderr.strip() or 'no report').splitlines()[-1]}")
+    (found,) = json.loads(done.stdout)["programs"]
+    if found["error"]:
+        raise RuntimeError(f"{case}: {found['error']}")
+    return found["estimate"]
+
+
+def main() -> None:
+    """Estimate every case, writing the result file after each; then print its tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=list(CASES), action="append", help="may be given more than once")
+    parser.add_argument("--out", type=Path, default=RESULTS / "step_estimate.json")
+    arguments = parser.parse_args()
+    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {KEY: {}}
+    for case in arguments.only or CASES:
+        known[KEY][case] = run(case)
+        arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    print(tables(known))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What a step asks of one device, and of the kernels whose loops only a run can count."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from rayserve_moe.tools.hlo_report import HBM
+from rayserve_moe.tools.hlo_text import Instruction
+
+_TILING = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
+_NUMBERED = re.compile(r"(\.clone)*\.\d+$")
+ROUND_SLACK = 1.5
+"""Rows that an exchange can receive, over those of even routing (`experts.tokens.round_rows`)."""
+PARALLEL = "dimension_semantics<parallel>"
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Runs of one kind of query rows of a layer: blocks of queries, pairs of block and sequence, visits of key blocks.
+
+    `kv_bytes` is what the visits read.
+    """
+
+    num_query_blocks: int
+    num_runs: int
+    num_visits: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A step's work on one device: per layer for kernels, in all for the roofline.
+
+    `used_slots` of a layer's expert slots have any rows, `expert_rows` of them in all. `attention` is by query rows of
+    a kernel call. `flops` and `hbm_bytes` are the least that the whole model takes: weights that are used and keys and
+    values, each once.
+    """
+
+    used_slots: float
+    expert_rows: float
+    attention: dict[int, AttentionWork]
+    flops: float
+    hbm_bytes: float
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """HBM bytes of one call of a kernel, and the trips of its nested open loops (see `Schedule.spent`)."""
+
+    hbm_bytes: float
+    open_trips: tuple[float, ...]
+
+
+def kernel_name(instruction: Instruction) -> str:
+    """A kernel's name without the number that makes it an instruction's; empty where it is no kernel."""
+    is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
+    return _NUMBERED.sub("", instruction.name) if is_kernel else ""
+
+
+def work_of(instruction: Instruction, operands: list[Instruction], *, work: StepWork) -> KernelWork | None:
+    """What `work` is for a call of a known kernel; None for every other op."""
+    match kernel_name(instruction):
+        case "ragged-dot-none":
+            return _grouped_product(instruction, operands, work)
+        case "ragged_paged_attention_kernel":
+            return _paged_attention(instruction, work)
+    return None
+
+
+def _grouped_product(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+    """Visits of row tiles: one per used slot, and one more wherever a tile ends within a slot's rows.
+
+    A visit reads the weights of its slot again only where another slot was in between.
+    """
+    given = [shape for operand in operands for shape in operand.shapes]
+    weights = max(given, key=lambda shape: len(shape.dims))
+    *_, inner, outer = weights.dims
+    tiling = _TILING.search(instruction.attributes)
+    tile, inner_tile, outer_tile = map(int, tiling.groups()) if tiling else (128, inner, outer)
+    # Where tokens come in chunks a call has a part of the rows, in an array for more than that.
+    capacity = max(shape.dims[0] for shape in given if len(shape.dims) == len(weights.dims) - 1)
+    rows = min(work.expert_rows, capacity / ROUND_SLACK)
+    visits = work.used_slots + math.ceil(rows / tile) - 1
+    blocks = math.ceil(inner / inner_tile) * math.ceil(outer / outer_tile)
+    slot_bytes = weights.num_bytes / weights.num_elements * inner * outer
+    shapes = [shape for shape in (*given, *instruction.shapes) if shape is not weights]
+    rows_bytes = sum(shape.num_bytes for shape in shapes if shape.space == HBM)
+    return KernelWork(work.used_slots * slot_bytes + rows_bytes, (max(1.0, visits) * blocks,))
+
+
+def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:
+    rows = instruction.shapes[0].dims[0]
+    attention = work.attention.get(rows)
+    if attention is None:
+        return None
+    trips = (attention.num_query_blocks, attention.num_runs, attention.num_visits)
+    return KernelWork(attention.kv_bytes, trips)

@@ -1,0 +1,83 @@
+"""Bytes that collectives send over the links of a slice: the cut that takes longest decides."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.tools.estimate.chips import Chip
+from rayserve_moe.tools.hlo_text import Instruction
+
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}")
+_BY_SHAPE = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+Coordinates = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The chips of a topology, and where each device of a program sits; devices may share a chip."""
+
+    chip: Chip
+    devices: tuple[Coordinates, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(max(place) + 1 for place in zip(*self.devices, strict=True))
+
+    def cuts(self) -> list[tuple[set[int], int]]:
+        """Devices on one side of each plane between two chips, and the links that cross it."""
+        found = []
+        for axis, size in enumerate(self.shape):
+            links = math.prod(self.shape) // size * (2 if size > 2 and self.chip.is_ring(self.shape, axis) else 1)
+            found += [(self._below(axis, border), links) for border in range(1, size)]
+        return found
+
+    def _below(self, axis: int, border: int) -> set[int]:
+        return {number for number, place in enumerate(self.devices) if place[axis] < border}
+
+    def seconds(self, operation: str, num_bytes: int, *, groups: Sequence[Sequence[int]]) -> float:
+        """Time over the narrowest cut of a collective among `groups` of devices; 0 where no link is crossed.
+
+        `num_bytes` is what a device contributes: its shard to a gather, its array to a reduction, its rows to an
+        exchange, which are taken to be spread evenly.
+        """
+        worst = 0.0
+        for side, links in self.cuts():
+            crossing = sum(_crossing_bytes(operation, num_bytes, group, side) for group in groups)
+            worst = max(worst, crossing / links)
+        return worst / self.chip.link_bytes
+
+
+def groups_of(instruction: Instruction, *, num_devices: int) -> list[list[int]]:
+    """The groups of devices that exchange with each other; all of them where the program does not say it."""
+    listed, shaped = _LISTED.search(instruction.attributes), _BY_SHAPE.search(instruction.attributes)
+    if shaped:
+        groups, dims, turned = ([int(size) for size in (text or "").split(",") if size] for text in shaped.groups())
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return (ids.transpose(turned) if turned else ids).reshape(groups).tolist()
+    if listed:
+        return [[int(one) for one in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed.group(1))]
+    return [list(range(num_devices))]
+
+
+def _crossing_bytes(operation: str, num_bytes: int, group: Sequence[int], side: set[int]) -> float:
+    """Bytes of one group over a cut in its busier direction."""
+    here = sum(device in side for device in group)
+    there = len(group) - here
+    if not here or not there:
+        return 0.0
+    match operation:
+        case "all-gather":
+            return num_bytes * max(here, there)
+        case "all-reduce":
+            return num_bytes
+        case "reduce-scatter":
+            return num_bytes * max(here, there) / len(group)
+        case "all-to-all" | "ragged-all-to-all":
+            return num_bytes * here * there / len(group)
+    return num_bytes

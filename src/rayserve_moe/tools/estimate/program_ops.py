@@ -1,0 +1,201 @@
+"""A compiled program as a tree of what the device executes: ops with their schedules, loops, branches."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rayserve_moe.tools.estimate.dump import Schedules
+from rayserve_moe.tools.estimate.kernel_work import PARALLEL, StepWork, work_of
+from rayserve_moe.tools.estimate.links import Slice, groups_of
+from rayserve_moe.tools.estimate.loop_trips import trips_of
+from rayserve_moe.tools.estimate.traffic import bytes_by_shape
+from rayserve_moe.tools.hlo_report import COLLECTIVES, HBM
+from rayserve_moe.tools.hlo_text import ArrayShape, Instruction, ProgramText, condition_of
+
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_BOUNDS = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
+_KERNEL_BODY = re.compile(r'"body":"([^"]*)"')
+_KERNEL_BOUNDS = re.compile(r"iteration_bounds = array<i64: ([^>]*)>")
+_KERNEL_DIMENSIONS = re.compile(r"dimension_semantics = \[([^\]]*)\]")
+_NOT_SCOPES = re.compile(
+    r"[^/]*\(.*\)|while|body|cond|closed_call|shard_map|branch_\d+_fun|checkpoint|remat\d*|custom_jvp_call|pjit"
+)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of one execution on one device; `scope` is where its source has it, by `jax.named_scope`.
+
+    It copies `hbm_bytes` and keeps links busy for `link_s`. `starts_at` is the place in its block of the op that
+    started it, where it goes on beside those in between. `bundles` are those of one core. A kernel that leaves cores of
+    its device idle has one core's share of the bandwidth: `idle_factor` is cores over those in use. `is_least`: some of
+    its loops count once for want of more.
+    """
+
+    name: str
+    opcode: str
+    scope: str
+    bundles: float = 0.0
+    hbm_bytes: float = 0.0
+    link_s: float = 0.0
+    starts_at: int = -1
+    idle_factor: float = 1.0
+    is_least: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is executed one after the other."""
+
+    items: list[Op | Loop | Branches] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A body and its trips; `is_layers`: they are the layers of the model."""
+
+    body: Block
+    trips: int
+    is_layers: bool
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Blocks of which one is executed."""
+
+    options: list[Block]
+
+
+@dataclass(frozen=True)
+class ProgramReader:
+    """Builds the tree of one program, from its text, its schedules, where it runs and what it is to do."""
+
+    program: ProgramText
+    schedules: Schedules
+    place: Slice
+    work: StepWork
+
+    def tree(self) -> Block:
+        return self._block(self.program.entry)
+
+    def _block(self, computation: str) -> Block:
+        block = Block()
+        by_name = {one.name: one for one in self.program.computations[computation]}
+        started: dict[str, int] = {}
+        scope = ""
+        for instruction in by_name.values():
+            scope = scope_of(instruction, self.program) or scope
+            operands = [by_name[name] for name in instruction.operands if name in by_name]
+            match instruction.opcode:
+                case "while":
+                    block.items.append(self._loop(instruction, by_name))
+                case "conditional":
+                    block.items.append(Branches([self._block(name) for name in instruction.called]))
+                case "call" | "call-start":
+                    block.items.extend(item for name in instruction.called for item in self._block(name).items)
+                case opcode if opcode.endswith("-start"):
+                    started[instruction.name] = len(block.items)
+                case opcode if opcode.endswith("-done") and operands and operands[0].name in started:
+                    place = started[operands[0].name]
+                    block.items.append(self._completed(operands[0], scope, by_name, done=instruction, place=place))
+                case _:
+                    block.items.extend(self._op(instruction, scope, operands))
+        return block
+
+    def _loop(self, loop: Instruction, beside: dict[str, Instruction]) -> Loop:
+        condition, trips = condition_of(loop), trips_of(self.program, loop, beside=beside)
+        (body,) = (name for name in loop.called if name != condition)
+        return Loop(self._block(body), trips, is_layers=trips > 1 and not scope_of(loop, self.program))
+
+    def _op(self, instruction: Instruction, scope: str, operands: list[Instruction]) -> list[Op]:
+        """The op of an instruction; none where the device executes nothing of its own for it."""
+        if instruction.opcode in COLLECTIVES:
+            return [self._collective(instruction, scope, operands, instruction)]
+        schedule = self.schedules.of(instruction)
+        if schedule is None:
+            return []
+        cores = self.place.chip.cores_per_device
+        kernel = work_of(instruction, operands, work=self.work)
+        uses_all = instruction.opcode != "custom-call" or divides_over_cores(instruction)
+        share = cores if uses_all else 1
+        open_trips = [trips / share for trips in kernel.open_trips] if kernel else ()
+        spent = schedule.spent(iterations=math.ceil(_iterations(instruction) / cores), open_trips=open_trips)
+        moved = kernel.hbm_bytes if kernel else bytes_by_shape(self.program, instruction, operands=operands)
+        if not kernel and spent.hbm_bytes is not None:
+            moved = spent.hbm_bytes * share
+        name, opcode, idle = instruction.name, instruction.opcode, cores / share
+        return [Op(name, opcode, scope, spent.bundles, moved, idle_factor=idle, is_least=spent.is_least)]
+
+    def _completed(
+        self, start: Instruction, scope: str, by_name: dict[str, Instruction], *, done: Instruction, place: int
+    ) -> Op:
+        """What goes on from its start to here beside the ops in between: a collective, or a copy to or from HBM."""
+        inner = self._inside(start)
+        operation = inner.opcode.removesuffix("-start")
+        operands = [by_name[name] for name in start.operands if name in by_name]
+        if operation in COLLECTIVES:
+            op = self._collective(inner, scope, operands, done)
+            return replace(op, name=start.name, starts_at=place)
+        sent, result = (_largest(one.shapes) for one in (operands[0], done))
+        moved = result.num_bytes if HBM in (result.space, sent.space) else 0
+        return Op(start.name, operation, scope, hbm_bytes=moved, starts_at=place)
+
+    def _inside(self, start: Instruction) -> Instruction:
+        """The instruction that an asynchronous one wraps, or itself."""
+        wrapped = [one for name in start.called for one in self.program.computations.get(name, []) if one.is_root]
+        return wrapped[0] if wrapped and start.opcode == "async-start" else start
+
+    def _collective(self, instruction: Instruction, scope: str, operands: list[Instruction], done: Instruction) -> Op:
+        """A collective; of a ragged one the smaller array is full, the other one is larger for uneven routing."""
+        operation = instruction.opcode.removesuffix("-start")
+        groups = groups_of(instruction, num_devices=len(self.place.devices))
+        sent = sum(_largest(operand.shapes).num_bytes for operand in operands)
+        if operation == "ragged-all-to-all":
+            sent = min(_largest(one.shapes).num_bytes for one in (operands[0], done))
+        return Op(instruction.name, operation, scope, link_s=self.place.seconds(operation, sent, groups=groups))
+
+
+def scope_of(instruction: Instruction, program: ProgramText) -> str:
+    """The named scopes an instruction was traced in, joined by `/`; those of what it is made of where it has none."""
+    for part in [instruction, *program.fused(instruction)]:
+        found = _OP_NAME.search(part.attributes)
+        if found:
+            *outer, _ = found.group(1).split(";")[0].split("/")
+            return "/".join(part for part in outer if not _NOT_SCOPES.fullmatch(part))
+    return ""
+
+
+def divides_over_cores(kernel: Instruction) -> bool:
+    """Whether a Mosaic kernel has a parallel grid dimension of more than one step: cores share its steps.
+
+    XLA's own ops are divided over cores by XLA. A schedule is that of one core.
+    """
+    encoded = _KERNEL_BODY.search(kernel.attributes)
+    try:
+        body = base64.b64decode(encoded.group(1)) if encoded else b""
+    except binascii.Error:
+        return False
+    text = body.decode("latin-1")
+    bounds, dimensions = _KERNEL_BOUNDS.search(text), _KERNEL_DIMENSIONS.search(text)
+    if not bounds or not dimensions:
+        return PARALLEL in text
+    steps = zip(bounds.group(1).split(","), dimensions.group(1).split(","), strict=False)
+    return any(PARALLEL in dimension and bound.strip() != "1" for bound, dimension in steps)
+
+
+def _iterations(instruction: Instruction) -> int:
+    """How often XLA's pipeline around an op runs; 0 where it does not say."""
+    found = _BOUNDS.search(instruction.attributes)
+    count = 1 if found else 0
+    for bound in re.findall(r"\d+", found.group(1)) if found else []:
+        count *= int(bound)
+    return count
+
+
+def _largest(shapes: Iterable[ArrayShape]) -> ArrayShape:
+    return max(shapes, key=lambda shape: shape.num_bytes)

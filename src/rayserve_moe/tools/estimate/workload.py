@@ -1,0 +1,99 @@
+"""The work of a step of a served model on one device: what kernels and the roofline are asked to do.
+
+Every sequence has its whole context, prompts start at their first token, and routing is even.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from rayserve_moe.execution.weights import parameter_tree
+from rayserve_moe.kernels.attention_blocks import AttentionShape, KernelBlocks, decode_blocks, prefill_blocks
+from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What a data rank serves on a topology: sequences and tokens of each, and how weights and pages are stored."""
+
+    topology: str
+    sequences: int
+    context: int
+    page_size: int = 128
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+
+
+def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -> StepWork:
+    """The work of a step of all sequences, with `prompt_tokens` more per data rank.
+
+    Each layer is taken to see all positions. Weights count where a step uses them: of expert slots the expected share.
+    """
+    plan, spec, experts = model.plan, model.spec, model.experts
+    num_devices = plan.mesh.devices.size
+    rank_tokens = sizes.sequences + prompt_tokens
+    all_tokens = rank_tokens * plan.data_size
+    slots = experts.num_slots // num_devices
+    used_slots = slots * (1 - (1 - spec.router.top_k / experts.num_slots) ** all_tokens)
+    expert_rows = all_tokens * spec.router.top_k / num_devices
+    flops, weight_bytes = 0.0, 0.0
+    for group, specs in parameter_tree(model, dtype=sizes.dtype).items():
+        for name, param in specs.items():
+            elements = math.prod(plan.sharding(param.axes).shard_shape(param.shape))
+            used = used_slots / slots if param.num_experts else 1.0
+            rows = expert_rows / slots if param.num_experts else rank_tokens
+            if group == "embedding":
+                used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.sequences * plan.data_size
+            weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
+            flops += 2 * elements * rows * (1 if used else 0)
+    row_bytes = cache_row(spec, tensor_size=plan.tensor_size).local_size(plan) * jnp.dtype(sizes.kv_dtype).itemsize
+    attention = _attention_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+    seen = sizes.sequences * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
+    heads = spec.attention.num_heads // plan.tensor_size
+    flops += 4 * heads * spec.attention.head_dim * seen * spec.num_layers
+    kv_bytes = row_bytes * (sizes.sequences * sizes.context + prompt_tokens) * spec.num_layers
+    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + kv_bytes)
+
+
+def _of_table(name: str, *, ties: bool) -> float:
+    """The head is read whole; of the table only the rows of tokens, unless it is the head."""
+    return 1.0 if ties or not name.startswith("table") else 0.0
+
+
+def _attention_work(
+    model: ModelConfig, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
+) -> dict[int, AttentionWork]:
+    attention, tensor_size = model.spec.attention, model.plan.tensor_size
+    chip = sizes.topology.split(":")[0].removeprefix("tpu")
+    shape = AttentionShape(
+        attention.num_heads // tensor_size,
+        max(1, attention.num_kv_heads // tensor_size),
+        attention.head_dim,
+        sizes.page_size,
+        math.ceil(sizes.context / sizes.page_size),
+        jnp.dtype(sizes.kv_dtype).itemsize,
+    )
+    decode = _runs(decode_blocks(shape, chip=chip), shape, [sizes.context] * sizes.sequences)
+    work = {sizes.sequences: AttentionWork(*decode, sizes.sequences * sizes.context * row_bytes)}
+    if prompt_tokens:
+        blocks = prefill_blocks(shape, chip=chip)
+        length = min(sizes.context, prompt_tokens)
+        ends = [min(length, end + blocks.num_queries) for end in range(0, length, blocks.num_queries)]
+        counts = _runs(blocks, shape, ends * math.ceil(prompt_tokens / length), shares_blocks=False)
+        block_bytes = blocks.num_pages * sizes.page_size * row_bytes
+        work[prompt_tokens] = AttentionWork(*counts, counts[2] * block_bytes)
+    return work
+
+
+def _runs(
+    blocks: KernelBlocks, shape: AttentionShape, lengths: list[int], *, shares_blocks: bool = True
+) -> tuple[int, int, int]:
+    """Query blocks, runs, and visits of key blocks of runs that see `lengths` keys."""
+    keys = blocks.num_pages * shape.page_size
+    num_blocks = math.ceil(len(lengths) / blocks.num_queries) if shares_blocks else len(lengths)
+    return num_blocks, len(lengths), sum(math.ceil(length / keys) for length in lengths)

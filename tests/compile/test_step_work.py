@@ -1,0 +1,69 @@
+"""The work of a step, without compiling it: what kernels and the roofline of an estimate start from."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from rayserve_moe.tools.estimate.chips import chip_of
+from rayserve_moe.tools.estimate.kernel_work import StepWork
+from rayserve_moe.tools.estimate.workload import StepSizes, step_work
+from rayserve_moe.tools.presets import read_config
+from rayserve_moe.tools.step_programs import ServedModel, ServedSetting, bytes_on_device, lay_out
+
+LAYERS, KV_BYTES = 48, 2 * 4 * 128 * 2
+"""Of Qwen3-30B-A3B: layers, and what they keep of a token."""
+
+
+@cache
+def served(batch: int, *, tp: int = 1, redundant: int = 0) -> ServedModel:
+    setting = ServedSetting("v6e:2x4", context=1024, batch=batch, tp=tp, redundant_experts=redundant)
+    return lay_out(read_config("qwen3-30b-a3b"), setting)
+
+
+def work(batch: int, *, prompt_tokens: int = 0, tp: int = 1, redundant: int = 0) -> StepWork:
+    sizes = StepSizes("v6e:2x4", batch, 1024)
+    return step_work(served(batch, tp=tp, redundant=redundant).config.model, sizes, prompt_tokens=prompt_tokens)
+
+
+def test_few_tokens_use_few_slots_and_many_use_all():
+    assert work(2).used_slots == pytest.approx(16 * (1 - (1 - 8 / 128) ** 16))
+    assert work(128).used_slots == pytest.approx(16)
+    assert work(128, redundant=32).used_slots == pytest.approx(20)
+    assert work(128).expert_rows == 128 * 8
+
+
+def test_a_full_step_reads_all_weights_but_the_table_and_all_keys():
+    found = served(128)
+    table = 151936 // 8 * 2048 * 2
+    kv_bytes = 128 * 1024 * KV_BYTES * LAYERS
+    assert work(128).hbm_bytes == pytest.approx(bytes_on_device(found.weights) - table + kv_bytes)
+
+
+def test_decode_of_16_sequences_takes_four_milliseconds_of_memory():
+    assert work(2).hbm_bytes / chip_of("v6e").device_hbm_bytes == pytest.approx(4.16e-3, rel=0.01)
+
+
+def test_operations_grow_with_tokens():
+    few, many = work(2), work(128)
+    assert many.flops == pytest.approx(64 * few.flops)
+    prefill = work(16, prompt_tokens=8192)
+    active = 2 * 3.0e9 * (8192 + 16)
+    assert 0.8 * active < prefill.flops < 1.5 * active
+
+
+def test_kernels_visit_blocks_of_keys():
+    (decode,) = work(2).attention.values()
+    assert (decode.num_runs, decode.kv_bytes) == (2, 2 * 1024 * KV_BYTES)
+    assert decode.num_visits == 2 * 2, "512 keys a block"
+    prefill = work(16, prompt_tokens=8192).attention
+    assert set(prefill) == {16, 8192}
+    blocks = prefill[8192]
+    assert blocks.num_query_blocks == blocks.num_runs == 8192 // 64
+    assert 8192 // 64 < blocks.num_visits < 8192 // 64 * 2, "on average half of a prompt is seen"
+    assert blocks.kv_bytes == blocks.num_visits * 512 * KV_BYTES
+
+
+def test_devices_that_share_heads_read_less():
+    assert work(8, tp=4).hbm_bytes < work(8).hbm_bytes

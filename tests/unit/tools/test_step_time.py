@@ -1,0 +1,340 @@
+"""One formula over a program's ops: trips of loops, what is hidden, cheapest branches, layers not compiled."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
+from rayserve_moe.tools.estimate.dump import Schedules
+from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
+from rayserve_moe.tools.estimate.links import Slice
+from rayserve_moe.tools.estimate.program_ops import Op, ProgramReader, divides_over_cores, scope_of
+from rayserve_moe.tools.estimate.step_time import Estimate, estimate
+from rayserve_moe.tools.hlo_text import Instruction, read_program
+
+V6E = CHIPS["v6e"]
+WORK = StepWork(
+    used_slots=4.0, expert_rows=100.0, attention={2: AttentionWork(1, 2, 6, 6144)}, flops=1e9, hbm_bytes=2e6
+)
+BUNDLES = 100
+
+
+def schedule(num_bundles: int = BUNDLES, copy: str = "") -> str:
+    lines = [f"  {address:#5x}   :  {{}}" if address else "     0   :  {}" for address in range(num_bundles)]
+    if copy:
+        lines[-1] = lines[-1].replace("{}", f"{{ %8 = dma.hbm_to_vmem [thread:$0] /*size_in_granules=*/{copy}, x }}")
+    return "\n".join(lines)
+
+
+PROGRAM = """\
+HloModule step, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %next = s32[] add(%x, %x)
+  %first = f32[8]{0} fusion(%x), kind=kLoop, calls=%inner, \
+metadata={op_name="jit(run)/while/body/closed_call/attention/projections/dot"}
+  %twin = f32[8]{0} fusion(%first), kind=kLoop, calls=%inner.2, metadata={op_name="jit(run)/while/body/router/add"}
+  %sum = f32[8]{0} all-reduce(%twin), replica_groups={{0,1}}, to_apply=%add, metadata={op_name="jit(run)/combine/psum"}
+  ROOT %out = (s32[], f32[8]{0}) tuple(%next, %sum)
+}
+
+%condition (p.1: (s32[], f32[8])) -> pred[] {
+  %p.1 = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p.1), index=0
+  %limit = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+
+%inner (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %doubled = f32[8]{0} add(%a, %a)
+}
+
+%inner.2 (a.2: f32[8]) -> f32[8] {
+  %a.2 = f32[8]{0} parameter(0)
+  ROOT %doubled.2 = f32[8]{0} add(%a.2, %a.2)
+}
+
+%other (o: f32[8]) -> f32[8] {
+  %o = f32[8]{0} parameter(0)
+  ROOT %squared = f32[8]{0} multiply(%o, %o)
+}
+
+%cheap (c: f32[8]) -> f32[8] {
+  ROOT %c = f32[8]{0} parameter(0)
+}
+
+%dear (d: f32[8]) -> f32[8] {
+  %d = f32[8]{0} parameter(0)
+  ROOT %worked = f32[8]{0} fusion(%d), kind=kLoop, calls=%other
+}
+
+ENTRY %main (arg: (s32[], f32[8]), big: f32[1024,1024], chosen: pred[]) -> f32[8] {
+  %arg = (s32[], f32[8]{0}) parameter(0)
+  %big = f32[1024,1024]{1,0} parameter(1)
+  %chosen = pred[] parameter(2)
+  %fetch = (f32[1024,1024]{1,0:S(1)}, f32[1024,1024]{1,0}, u32[]) copy-start(%big)
+  %beside = f32[8]{0} fusion(%arg), kind=kLoop, calls=%other, metadata={op_name="jit(run)/head/SD,VD->SV/dot"}
+  %fetched = f32[1024,1024]{1,0:S(1)} copy-done(%fetch)
+  %layers = (s32[], f32[8]{0}) while(%arg), condition=%condition, body=%body, \
+metadata={op_name="jit(run)/shard_map/while"}
+  %y = f32[8]{0} get-tuple-element(%layers), index=1
+  ROOT %end = f32[8]{0} conditional(%chosen, %y, %y), true_computation=%dear, false_computation=%cheap
+}
+"""
+SCHEDULES = {"first": schedule(copy="1000"), "beside": schedule(500), "worked": schedule(7)}
+
+
+def read(
+    text: str = PROGRAM, schedules: dict[str, str] | None = None, *, chip: str = "v6e", num_layers: int = 0
+) -> Estimate:
+    program, figures = read_program(text), CHIPS[chip]
+    place = Slice(figures, ((0, 0, 0), (1, 0, 0)))
+    reader = ProgramReader(program, Schedules(program, SCHEDULES if schedules is None else schedules), place, WORK)
+    return estimate(reader.tree(), chip=figures, work=WORK, num_layers=num_layers)
+
+
+def op_named(found: Estimate, name: str) -> Op:
+    return next(one.op for one in found.ops if one.op.name == name)
+
+
+def test_an_op_costs_its_bundles_or_its_bytes_and_the_overhead():
+    found = read()
+    costs = {one.op.name: one for one in found.ops}
+    in_memory, in_core = 1000 * 32 / V6E.hbm_bytes, BUNDLES / V6E.clock_hz
+    assert in_core > in_memory
+    assert costs["first"].bare_seconds == pytest.approx(in_core)
+    assert costs["first"].seconds == pytest.approx(in_core + OVERHEAD_S)
+    slower = read(schedules=SCHEDULES | {"first": schedule(copy="100000")})
+    (first,) = (one for one in slower.ops if one.op.name == "first")
+    assert first.bare_seconds == pytest.approx(100000 * 32 / V6E.hbm_bytes)
+
+
+def test_ops_that_are_alike_share_a_schedule_and_scalars_are_no_ops():
+    found = read()
+    assert op_named(found, "twin").bundles == BUNDLES
+    assert "next" not in {one.op.name for one in found.ops}
+
+
+def test_ops_are_named_by_their_scope():
+    found = read()
+    scopes = {one.op.name: one.op.scope for one in found.ops}
+    assert scopes["first"] == "attention/projections" and scopes["twin"] == "router" and scopes["sum"] == "combine"
+    assert set(found.by_scope()) == {"attention/projections", "router", "combine"}
+
+
+def test_a_loop_over_layers_is_scaled_to_the_model():
+    compiled, whole = read(), read(num_layers=48)
+    assert (compiled.num_layers, whole.num_layers) == (3, 48)
+    assert compiled.layer == whole.layer and whole.layer.num_ops == 3
+    assert whole.step.seconds - compiled.step.seconds == pytest.approx(45 * whole.layer.seconds)
+    flat = PROGRAM.replace(
+        'metadata={op_name="jit(run)/shard_map/while"}', 'metadata={op_name="jit(run)/sampling/while"}'
+    )
+    with pytest.raises(ValueError, match="one loop over layers is needed"):
+        read(flat, num_layers=48)
+    assert read(flat).step.seconds == pytest.approx(compiled.step.seconds), "three trips all the same"
+
+
+def test_of_a_conditional_the_cheapest_branch_counts():
+    assert "worked" not in {one.op.name for one in read().ops}
+    only = PROGRAM.replace("false_computation=%cheap", "false_computation=%dear")
+    assert "worked" in {one.op.name for one in read(only).ops}
+
+
+def test_what_was_started_earlier_costs_what_is_not_hidden():
+    found = read()
+    transfer = 4 * 1024 * 1024 / V6E.hbm_bytes
+    (fetch,) = (one for one in found.ops if one.op.name == "fetch")
+    assert fetch.bare_seconds == pytest.approx(transfer - 500 / V6E.clock_hz)
+    assert fetch.seconds == pytest.approx(transfer + OVERHEAD_S - 500 / V6E.clock_hz - OVERHEAD_S)
+    hidden = read(schedules=SCHEDULES | {"beside": schedule(5000)})
+    (fetch,) = (one for one in hidden.ops if one.op.name == "fetch")
+    assert fetch.seconds == 0
+    # Beside an op that waits for memory itself nothing is hidden from memory.
+    busy = read(schedules=SCHEDULES | {"beside": schedule(5, copy="10000000")})
+    (fetch,) = (one for one in busy.ops if one.op.name == "fetch")
+    assert fetch.bare_seconds == pytest.approx(transfer)
+
+
+def test_a_collective_costs_its_links():
+    found = read()
+    (exchange,) = (one for one in found.ops if one.op.name == "sum")
+    assert exchange.seconds == pytest.approx(32 / V6E.link_bytes + OVERHEAD_S)
+    assert found.roofline.link_s == pytest.approx(3 * 32 / V6E.link_bytes)
+
+
+def test_the_roofline_is_the_largest_bound():
+    found = read()
+    assert found.roofline.seconds == pytest.approx(2e6 / V6E.hbm_bytes) and found.roofline.bound == "hbm"
+    assert found.share_of_roofline == pytest.approx(found.roofline.seconds / found.step.seconds)
+
+
+def test_the_largest_ops_come_first():
+    found = read()
+    assert [one.op.name for one in found.largest(1, in_layer=False)] == ["fetch"]
+    seconds = [one.seconds * one.times for one in found.largest(10)]
+    assert seconds == sorted(seconds, reverse=True) and len(seconds) == 3
+
+
+ROUNDS = """\
+HloModule rounds, is_scheduled=true
+
+%body (p: (s32[], s32[])) -> (s32[], s32[]) {
+  %p = (s32[], s32[]) parameter(0)
+  %i.2 = s32[] get-tuple-element(%p), index=0
+  %work = f32[8]{0} fusion(%i.2), kind=kLoop, calls=%inner
+  ROOT %out = (s32[], s32[]) tuple(%i.2, %i.2)
+}
+
+%inner (a: s32[]) -> f32[8] {
+  %a = s32[] parameter(0)
+  ROOT %wide = f32[8]{0} broadcast(%a), dimensions={}
+}
+
+%condition (p.1: (s32[], s32[])) -> pred[] {
+  %p.1 = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p.1), index=0
+  %needed = s32[] get-tuple-element(%p.1), index=1
+  ROOT %less = pred[] compare(%i, %needed), direction=LT
+}
+
+ENTRY %main (needed.1: s32[]) -> (s32[], s32[]) {
+  %needed.1 = s32[] parameter(0)
+  %start = s32[] constant(FIRST)
+  %copied = s32[] copy(%start)
+  %state = (s32[], s32[]) tuple(%copied, %needed.1)
+  ROOT %loop = (s32[], s32[]) while(%state), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("first", "times"), [("0", 1), ("1", 0)])
+def test_rounds_that_only_a_run_can_count_are_one_in_all(first, times):
+    found = read(ROUNDS.replace("FIRST", first), {"work": schedule()})
+    (work,) = found.ops
+    assert work.times == times
+
+
+KERNELS = """\
+HloModule kernels, is_scheduled=true
+
+ENTRY %main (rows: bf16[48,64], weights: bf16[12,64,32], q: bf16[2,4,8]) -> f32[48,32] {
+  %rows = bf16[48,64]{1,0} parameter(0)
+  %weights = bf16[12,64,32]{2,1,0} parameter(1)
+  %q = bf16[2,4,8]{2,1,0} parameter(2)
+  %ragged_paged_attention_kernel.7 = bf16[2,4,8]{2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
+  ROOT %ragged-dot-none.3 = f32[48,32]{1,0} custom-call(%rows, %weights), \
+custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="16,64,32"}
+}
+"""
+PIPELINED = """\
+     0   :  { %s1_s1 = smov 0 } /* Start region 1 */
+   0x1 LB: > { %s3_s3 = sphi %s1_s1, %s2_s2 /* iteration index, stage = 1 */ } /* Start region 5 */
+   0x2   : > { %s2_s2 = sadd.s32 1, %s3_s3  ;;  %8 = dma.hbm_to_vmem [thread:$0] /*size_in_granules=*/64, x }
+   0x3   : > { %p1_p1 = scmp.ge.s32.totalorder %s2_s2, LIMIT  ;;  %20 = sbr.rel (!%p1_p1) target = $region5 }
+   0x4   :  {}
+"""
+VISIT = """\
+     0   :  {}
+   0x1   : > {} /* Start region 5 */
+   0x2   : > { %20 = sbr.rel (!%p1_p1) target = $region5 }
+"""
+
+
+def test_kernels_are_told_the_trips_that_only_a_run_knows():
+    found = read(KERNELS, {"ragged_paged_attention_kernel.7": VISIT, "ragged-dot-none.3": VISIT})
+    attention, product = op_named(found, "ragged_paged_attention_kernel.7"), op_named(found, "ragged-dot-none.3")
+    assert attention.bundles == 1 + 6 * 2 and attention.hbm_bytes == 6144
+    # 48 rows of room hold 32 of even routing: two tiles, so four used slots are visited five times.
+    assert product.bundles == 1 + 5 * 2
+    assert product.hbm_bytes == 4 * 64 * 32 * 2 + 48 * 64 * 2 + 48 * 32 * 4
+    assert not attention.is_least and not product.is_least
+
+
+def test_a_kernel_that_leaves_a_core_idle_counts_double():
+    """A schedule is one core's: of a grid that cores share it has half of the steps, and half of the bytes."""
+    body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()
+    shared = KERNELS.replace("frontend_attributes={", f'backend_config={{"body":"{body}"}}, frontend_attributes={{')
+    schedules = {"ragged_paged_attention_kernel.7": VISIT, "ragged-dot-none.3": VISIT}
+    idle, both = (op_named(read(text, schedules, chip="v5p"), "ragged-dot-none.3") for text in (KERNELS, shared))
+    assert idle.bundles == 1 + 5 * 2 and both.bundles == 1 + 5
+    assert (idle.idle_factor, both.idle_factor) == (2, 1) and idle.hbm_bytes == both.hbm_bytes
+
+
+def test_xla_divides_its_ops_over_cores():
+    loop = PIPELINED.replace("LIMIT", "6")
+    text = PROGRAM.replace("kind=kLoop, calls=%other", 'kind=kLoop, calls=%other, x={"iteration_bounds":["4","2"]}')
+    one, two = (op_named(read(text, SCHEDULES | {"beside": loop}, chip=chip), "beside") for chip in ("v6e", "v5p"))
+    assert one.bundles == 2 + 8 * 3 and two.bundles == 2 + 4 * 3
+    assert one.hbm_bytes == two.hbm_bytes == 8 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("body", "divides"),
+    [
+        ("dimension_semantics = [#tpu.dimension_semantics<parallel>], iteration_bounds = array<i64: 4>", True),
+        ("dimension_semantics = [#tpu.dimension_semantics<parallel>], iteration_bounds = array<i64: 1>", False),
+        ("dimension_semantics = [#tpu.dimension_semantics<arbitrary>], iteration_bounds = array<i64: 4>", False),
+        ("bytecode with #tpu.dimension_semantics<parallel> in it", True),
+        ("", False),
+    ],
+)
+def test_kernels_divide_over_cores_by_parallel_dimensions(body, divides):
+    encoded = base64.b64encode(body.encode()).decode()
+    kernel = Instruction("k", "custom-call", (), f'%a), backend_config={{"body":"{encoded}"}}', is_root=False)
+    assert divides_over_cores(kernel) == divides
+
+
+def test_a_body_that_is_no_base64_divides_over_nothing():
+    kernel = Instruction("k", "custom-call", (), '%a), backend_config={"body":"abc"}', is_root=False)
+    assert not divides_over_cores(kernel)
+
+
+PARTS = """\
+HloModule parts, is_scheduled=true
+
+%taken (t: f32[100,8], i: s32[4]) -> f32[4,8] {
+  %t = f32[100,8]{1,0} parameter(0)
+  %i = s32[4]{0} parameter(1)
+  ROOT %g = f32[4,8]{1,0} gather(%t, %i), offset_dims={1}
+}
+
+%changed (c: f32[100,8], u: f32[1,8], n: s32[]) -> f32[100,8] {
+  %c = f32[100,8]{1,0} parameter(0)
+  %u = f32[1,8]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %d = f32[100,8]{1,0} dynamic-update-slice(%c, %u, %n, %n)
+}
+
+ENTRY %main (a: f32[100,8], b: s32[4], e: f32[1,8], n.1: s32[]) -> f32[100,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %b = s32[4]{0:S(1)} parameter(1)
+  %e = f32[1,8]{1,0} parameter(2)
+  %n.1 = s32[]{:S(2)} parameter(3)
+  %rows = f32[4,8]{1,0} fusion(%a, %b), kind=kCustom, calls=%taken
+  %whole = f32[100,8]{1,0} add(%a, %a)
+  ROOT %written = f32[100,8]{1,0} fusion(%a, %e, %n.1), kind=kLoop, calls=%changed
+}
+"""
+
+
+def test_bytes_of_unknown_copies_follow_from_shapes():
+    open_copy = schedule(copy="%s1_s1")
+    found = read(PARTS, {"rows": open_copy, "whole": open_copy, "written": open_copy})
+    assert op_named(found, "rows").hbm_bytes == 2 * 4 * 8 * 4, "four rows read, four written"
+    assert op_named(found, "whole").hbm_bytes == 3 * 100 * 8 * 4
+    assert op_named(found, "written").hbm_bytes == 2 * 8 * 4, "one row read, one changed in place"
+
+
+def test_an_op_without_a_name_has_the_scope_of_its_parts():
+    text = PARTS.replace(
+        "offset_dims={1}", 'offset_dims={1}, metadata={op_name="jit(f)/cond/branch_1_fun/experts/gather"}'
+    )
+    program = read_program(text)
+    rows = next(one for one in program.computations["main"] if one.name == "rows")
+    assert scope_of(rows, program) == "experts"
