@@ -34,6 +34,8 @@ _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 FP4_PAIRS = np.stack([np.concatenate([_FP4, -_FP4])[nibble] for nibble in (_BYTES & 15, _BYTES >> 4)], axis=-1)
 INT4_PAIRS = np.stack([(nibble.astype(np.float32) - 8) for nibble in (_BYTES & 15, _BYTES >> 4)], axis=-1)
 """Two values per byte, float32 [256, 2], the low half first."""
+NAN_OF_SCALES = 255
+"""Of MXFP4: E8M0 has no infinities, and one NaN."""
 VALUES_OF = {"F8_E4M3": FP8, "I8": INT8}
 
 
@@ -52,7 +54,8 @@ class QuantizedTensor:
         assert all(step == 1 for *_, step in bounds), "a decoded slice is contiguous"
         if any(stop <= start for start, stop, _ in bounds):
             return np.empty([max(0, stop - start) for start, stop, _ in bounds], np.float32)
-        return self.decode(read, tuple((start, stop) for start, stop, _ in bounds))
+        with np.errstate(over="ignore", invalid="ignore"):  # who reads refuses what is not finite
+            return self.decode(read, tuple((start, stop) for start, stop, _ in bounds))
 
 
 def find_quantized(config: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> dict[str, QuantizedTensor]:
@@ -100,9 +103,10 @@ def _find_block_fp8(settings: Mapping[str, Any], stored: Mapping[str, TensorEntr
         isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     ):
         raise CheckpointError(f"config.json: weight_block_size must be two positive sizes, found {str(block)[:80]}")
+    blocks = ((block[0], block[1]),) if block else ()
     for name in stored:
         if name.endswith("weight_scale_inv"):
-            yield _bytes(name.removesuffix("_scale_inv"), name, stored, tuple(block) if block else None)
+            yield _bytes(name.removesuffix("_scale_inv"), name, stored, blocks)
 
 
 def _find_mxfp4(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:
@@ -120,10 +124,11 @@ def _find_mxfp4(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) 
 
 
 def _find_compressed(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:
-    groups = settings.get("config_groups")
+    groups, blocks = settings.get("config_groups"), list[_Block | None]()
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         weights = weights if isinstance(weights, Mapping) else {}
+        blocks.append(_block_stated(weights))
         if weights.get("symmetric", True) is not True:
             raise CheckpointError("config.json: compressed-tensors weights with zero points are not read")
         if settings.get("format") == "pack-quantized" and (bits := weights.get("num_bits", 4)) != 4:
@@ -131,25 +136,36 @@ def _find_compressed(settings: Mapping[str, Any], stored: Mapping[str, TensorEnt
     for scale in stored:
         if scale.endswith("weight_scale"):
             name = scale.removesuffix("_scale")
-            yield (_packed if f"{name}_packed" in stored else _bytes)(name, scale, stored, None)
+            stated = tuple(block for block in blocks if block) if all(blocks) else ()
+            yield (_packed if f"{name}_packed" in stored else _bytes)(name, scale, stored, stated)
+
+
+def _block_stated(weights: Mapping[str, Any]) -> _Block | None:
+    """The block of a `strategy` of compressed-tensors; None where nothing says it."""
+    strategy, size, sizes = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
+    if strategy == "block" and isinstance(sizes, list) and len(sizes) == 2 and all(type(one) is int for one in sizes):
+        return (sizes[0], sizes[1]) if min(sizes) > 0 else None
+    if strategy == "group" and type(size) is int and size > 0:
+        return 1, size
+    return {"channel": (1, 0), "tensor": (0, 0)}.get(str(strategy))
 
 
 FINDERS = {"fp8": _find_block_fp8, "mxfp4": _find_mxfp4, "compressed-tensors": _find_compressed}
 _Found = tuple[str, QuantizedTensor]
 _Block = tuple[int, int]
-"""Rows and columns that share a scale."""
+"""Rows and columns that share a scale; 0 stands for all of a matrix."""
 
 
-def _bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], block: _Block | None) -> _Found:
+def _bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[_Block, ...]) -> _Found:
     """A matrix of one byte per value."""
     shape = _shape_of(name, stored, tuple(VALUES_OF), 2)
-    table, block = VALUES_OF[stored[name].dtype], _block_of(shape, scale, stored, block)
+    table, block = VALUES_OF[stored[name].dtype], _block_of(shape, scale, stored, blocks)
     return name, QuantizedTensor(
         shape, (name, scale), partial(_decode_bytes, parts=(name, scale), table=table, block=block)
     )
 
 
-def _packed(name: str, scale: str, stored: Mapping[str, TensorEntry], block: _Block | None) -> _Found:
+def _packed(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[_Block, ...]) -> _Found:
     """A matrix of eight 4-bit values per word."""
     for part in (f"{name}_zero_point", f"{name}_g_idx"):
         if part in stored:
@@ -157,13 +173,13 @@ def _packed(name: str, scale: str, stored: Mapping[str, TensorEntry], block: _Bl
     rows, words = _shape_of(packed := f"{name}_packed", stored, ("I32",), 2)
     shape = (rows, words * NIBBLES_PER_WORD)
     parts = (packed, scale, *(part for part in (f"{name}_shape",) if part in stored))
-    block = _block_of(shape, scale, stored, block)
+    block = _block_of(shape, scale, stored, blocks)
     return name, QuantizedTensor(shape, parts, partial(_decode_packed, parts=(packed, scale), block=block))
 
 
 def _shape_of(name: str, stored: Mapping[str, TensorEntry], dtypes: tuple[str, ...], num_dims: int) -> tuple[int, ...]:
     entry = stored.get(name)
-    if entry is None or entry.dtype not in dtypes or len(entry.shape) != num_dims:
+    if entry is None or entry.dtype not in dtypes or len(entry.shape) != num_dims or 0 in entry.shape:
         found = "nothing" if entry is None else f"{entry.dtype} of shape {list(entry.shape)} in {entry.file.name}"
         raise CheckpointError(
             f"quantised tensor {name} must be {' or '.join(dtypes)} with {num_dims} dimensions, found {found}"
@@ -171,22 +187,22 @@ def _shape_of(name: str, stored: Mapping[str, TensorEntry], dtypes: tuple[str, .
     return entry.shape
 
 
-def _block_of(shape: tuple[int, ...], scale: str, stored: Mapping[str, TensorEntry], block: _Block | None) -> _Block:
-    """Rows and columns of a block: `block`, or what divides the matrix into the shape of its scales."""
+def _block_of(
+    shape: tuple[int, ...], scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[_Block, ...]
+) -> _Block:
+    """The one of `blocks` that divides a matrix into the shape of its scales; without any, what does."""
     entry = stored[scale]
     grid = (1, 1) if math.prod(entry.shape) == 1 else entry.shape
-    if block is None and len(grid) == 2 and all(grid):
-        block = -(-shape[0] // grid[0]), -(-shape[1] // grid[1])
-    if (
-        entry.dtype not in FLOATING
-        or block is None
-        or grid != tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
-    ):
-        raise CheckpointError(
-            f"{entry.file.name}: {scale}, {entry.dtype} of shape {list(entry.shape)}, is no scale of a matrix of shape "
-            f"{list(shape)}" + (f" in blocks of {list(block)}" if block else "")
-        )
-    return block
+    sizes = [(rows or shape[0], columns or shape[1]) for rows, columns in blocks]
+    if not blocks and len(grid) == 2 and all(grid):
+        sizes = [(-(-shape[0] // grid[0]), -(-shape[1] // grid[1]))]
+    for block in sizes if entry.dtype in FLOATING else ():
+        if grid == tuple(-(-size // part) for size, part in zip(shape, block, strict=True)):
+            return block
+    raise CheckpointError(
+        f"{entry.file.name}: {scale}, {entry.dtype} of shape {list(entry.shape)}, is no scale of a matrix of shape "
+        f"{list(shape)}" + (f" in blocks of {' or '.join(str(list(size)) for size in sizes)}" if sizes else "")
+    )
 
 
 def _decode_bytes(
@@ -222,5 +238,6 @@ def _decode_mxfp4(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], w
     within = (slice(*experts), slice(*out), groups)
     values = FP4_PAIRS[read(blocks, within)].reshape(*(read_scales := read(scales, within)).shape, width)
     values = np.ldexp(values, read_scales.astype(np.int32)[..., None] - 127, out=values)
+    values[read_scales == NAN_OF_SCALES] = np.nan
     values = values.reshape(*values.shape[:2], -1)[..., start - groups.start * width : stop - groups.start * width]
     return values.transpose(0, 2, 1)

@@ -105,6 +105,11 @@ def with_change(case: str, **changes: np.ndarray | None) -> dict[str, np.ndarray
     return {name: values for name, values in stored.items() if values is not None}
 
 
+def of_strategy(strategy: str, **more: object) -> dict[str, object]:
+    weights = {"num_bits": 4, "symmetric": True, "strategy": strategy, **more}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
 ODD = np.ones((2, 2), np.float32)
 INT8_GROUPS = {"group_0": {"weights": {"num_bits": 8}}}
 REFUSED = {
@@ -145,6 +150,21 @@ REFUSED = {
         FORMATS["int8 by rows"].settings,
         "I32 .* is no scale",
     ),
+    "nothing quantised": (
+        with_change("int8 by rows", **{"": np.zeros((0, 21), np.int8)}),
+        FORMATS["int8 by rows"].settings,
+        r"w.weight must be F8_E4M3 or I8 .* found I8 of shape \[0, 21\]",
+    ),
+    "scales of other groups": (
+        with_change("int4 by groups", scale=np.ones((7, 1), np.float32)),
+        of_strategy("group", group_size=32),
+        r"w.weight_scale, F32 of shape \[7, 1\], is no scale .* in blocks of \[1, 32\]",
+    ),
+    "one scale for all rows": (
+        with_change("int8 by rows", scale=np.ones((1, 1), np.float32)),
+        of_strategy("channel"),
+        r"w.weight_scale, .* is no scale .* in blocks of \[1, 21\]",
+    ),
     "blocks without scales": (
         with_change("mxfp4", scales=None),
         FORMATS["mxfp4"].settings,
@@ -158,3 +178,31 @@ def test_what_is_not_read_is_refused_by_name_when_the_checkpoint_is_opened(tmp_p
     with pytest.raises(CheckpointError, match=message) as refusal:
         opened(tmp_path / "model", stored or {"w.weight": ODD}, settings)
     assert str(refusal.value).startswith(str(tmp_path / "model")), "the directory is named"
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("int4 by groups", of_strategy("group", group_size=32)),
+        ("int8 by rows", of_strategy("channel")),
+        ("fp8 with one scale", of_strategy("tensor")),
+        ("fp8 with one scale", of_strategy("block", block_structure=[16, 128])),
+    ],
+    ids=str,
+)
+def test_scales_are_those_of_the_strategy_where_one_is_stated(tmp_path, case, settings):
+    made = FORMATS[case]
+    stored = made.make(np.random.default_rng(0))
+    plain, stated = (opened(tmp_path / str(i), stored, each) for i, each in enumerate((made.settings, settings)))
+    np.testing.assert_array_equal(stated.read(NAME), plain.read(NAME))
+
+
+@pytest.mark.parametrize(
+    ("case", "scale"), [("block fp8", "scale_inv"), ("int4 by groups", "scale"), ("mxfp4", "scales")]
+)
+def test_scales_that_are_not_finite_give_values_that_are_not(tmp_path, case, scale):
+    """Without a warning: who loads them refuses the tensor."""
+    made = FORMATS[case]
+    of_case = with_change(case)[f"w.weight_{scale}"]
+    stored = with_change(case, **{scale: np.full_like(of_case, 255 if case == "mxfp4" else np.inf)})
+    assert not np.isfinite(opened(tmp_path / "model", stored, made.settings).read(NAME)).any()
