@@ -81,7 +81,8 @@ def amount_of(config: Mapping[str, Any], key: str) -> float:
 
 def count_of(config: Mapping[str, Any], key: str, default: int) -> int:
     """The integer under `key`, zero or more, or `default` where there is none; UnsupportedModelError otherwise."""
-    return 0 if type(config.get(key)) is int and config[key] == 0 else integer_of(config, key, default)
+    value = default if config.get(key) is None else config[key]
+    return 0 if type(value) is int and value == 0 else integer_of(config, key, default)
 
 
 def flag_of(config: Mapping[str, Any], key: str, default: bool = False) -> bool:

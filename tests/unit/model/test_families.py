@@ -104,6 +104,12 @@ def test_a_config_that_puts_windows_on_no_layer_has_none():
     assert spec_of("qwen2_moe-1", **windowed, max_window_layers=0).attention.windows == ()
 
 
+def test_a_single_layer_has_its_experts():
+    """Also where the last layer with experts is the first one by default."""
+    spec = spec_of("ernie4_5_moe-0", num_hidden_layers=1, moe_layer_start_index=0, moe_layer_end_index=None)
+    assert spec.moe_layer_ids == (0,)
+
+
 REFUSED = {
     "linear rope": ("mixtral-0", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     "rope per layer type": ("mixtral-0", {"rope_scaling": {"full_attention": {}}}, "per layer type .*full_attention"),
