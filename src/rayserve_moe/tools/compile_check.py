@@ -177,8 +177,10 @@ def check_program(
     seconds = {"lower_s": lowered_at - started, "compile_s": time.perf_counter() - lowered_at}
     text = read_program(compiled.as_text() or "")
     report = _read(program, compiled, text, served=served, limit=limit)
-    is_estimated = estimator is not None and program.prompt_tokens is not None
-    estimate = estimator.estimate(text, prompt_tokens=program.prompt_tokens) if is_estimated else None
+    estimate = None
+    if estimator is not None and program.prompt_tokens is not None:
+        num_layers = served.config.model.spec.num_layers
+        estimate = estimator.estimate(text, prompt_tokens=program.prompt_tokens, num_layers=num_layers)
     return replace(report, estimate=estimate, **{name: round(value, 2) for name, value in seconds.items()})
 
 

@@ -90,12 +90,12 @@ SCHEDULES = {"first": schedule(copy="1000"), "beside": schedule(500), "worked": 
 
 
 def read(
-    text: str = PROGRAM, schedules: dict[str, str] | None = None, *, chip: str = "v6e", num_layers: int = 0
+    text: str = PROGRAM, schedules: dict[str, str] | None = None, *, chip: str = "v6e", missing_layers: int = 0
 ) -> Estimate:
     program, figures = read_program(text), CHIPS[chip]
     place = Slice(figures, ((0, 0, 0), (1, 0, 0)))
     reader = ProgramReader(program, Schedules(program, SCHEDULES if schedules is None else schedules), place, WORK)
-    return estimate(reader.tree(), chip=figures, work=WORK, num_layers=num_layers)
+    return estimate(reader.tree(), chip=figures, work=WORK, missing_layers=missing_layers)
 
 
 def op_named(found: Estimate, name: str) -> Op:
@@ -128,16 +128,37 @@ def test_ops_are_named_by_their_scope():
 
 
 def test_a_loop_over_layers_is_scaled_to_the_model():
-    compiled, whole = read(), read(num_layers=48)
-    assert (compiled.num_layers, whole.num_layers) == (3, 48)
+    compiled, whole = read(), read(missing_layers=45)
     assert compiled.layer == whole.layer and whole.layer.num_ops == 3
     assert whole.step.seconds - compiled.step.seconds == pytest.approx(45 * whole.layer.seconds)
     flat = PROGRAM.replace(
         'metadata={op_name="jit(run)/shard_map/while"}', 'metadata={op_name="jit(run)/sampling/while"}'
     )
     with pytest.raises(ValueError, match="one loop over layers is needed"):
-        read(flat, num_layers=48)
+        read(flat, missing_layers=45)
     assert read(flat).step.seconds == pytest.approx(compiled.step.seconds), "three trips all the same"
+
+
+def test_two_loops_over_layers_are_one_average_layer():
+    twice = PROGRAM.replace(
+        "  %y = f32[8]",
+        '  %more = (s32[], f32[8]{0}) while(%layers), condition=%condition, body=%body.2, metadata={op_name="while"}\n'
+        "  %y = f32[8]",
+    ).replace(
+        "%condition (p.1",
+        "%body.2 (q: (s32[], f32[8])) -> (s32[], f32[8]) {\n"
+        "  %q = (s32[], f32[8]{0}) parameter(0)\n"
+        "  %z = f32[8]{0} get-tuple-element(%q), index=1\n"
+        "  %alone = f32[8]{0} fusion(%z), kind=kLoop, calls=%inner\n"
+        "  ROOT %out.2 = (s32[], f32[8]{0}) tuple(%z, %alone)\n"
+        "}\n\n%condition (p.1",
+    )
+    one, both = read(), read(twice)
+    (alone,) = (found for found in both.ops if found.op.name == "alone")
+    assert alone.times == 0.5 and both.layer.num_ops == (3 + 1) / 2
+    assert both.step.seconds - one.step.seconds == pytest.approx(3 * alone.seconds)
+    with pytest.raises(ValueError, match="the program has 2"):
+        read(twice, missing_layers=1)
 
 
 def test_of_a_conditional_the_cheapest_branch_counts():

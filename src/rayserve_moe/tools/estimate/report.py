@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from rayserve_moe.model.transformer import ModelConfig
@@ -69,41 +69,33 @@ class Estimator:
     model: ModelConfig
     sizes: StepSizes
 
-    def estimate(self, program: ProgramText, *, prompt_tokens: int = 0) -> EstimateReport:
+    def estimate(self, program: ProgramText, *, prompt_tokens: int = 0, num_layers: int = 0) -> EstimateReport:
         """Estimate the step that was compiled last, of which `program` is the text.
 
-        It may have fewer layers than the model. `prompt_tokens` are those per data rank beside the sequences.
-        NoScheduleError where nothing was dumped; ValueError for a chip without figures, and where layers cannot be
-        scaled (see `step_time.estimate`).
+        `prompt_tokens` are those per data rank beside the sequences; `num_layers` > 0 are what was compiled, where that
+        are fewer than the model has. NoScheduleError where nothing was dumped; ValueError for a chip without figures,
+        and where the layers that are missing cannot be added (see `step_time.estimate`).
         """
-        return estimate_program(
-            program, self.dump.take(), model=self.model, sizes=self.sizes, prompt_tokens=prompt_tokens
+        chip, work = chip_of(self.sizes.topology), step_work(self.model, self.sizes, prompt_tokens=prompt_tokens)
+        place = Slice(chip, tuple(tuple(device.coords) for device in self.model.plan.mesh.devices.flat))
+        tree = ProgramReader(program, Schedules(program, self.dump.take()), place, work).tree()
+        whole = self.model.spec.num_layers
+        found = estimate(tree, chip=chip, work=work, missing_layers=whole - (num_layers or whole))
+        return EstimateReport(
+            whole,
+            num_layers or whole,
+            OVERHEAD_S / MICROSECOND,
+            found.layer,
+            found.step,
+            found.roofline,
+            found.roofline.bound,
+            found.roofline.seconds / found.step.seconds,
+            found.roofline.seconds / found.step.bare_seconds,
+            found.by_scope(),
+            [_named(one) for one in found.largest(NUM_NAMED)],
+            [_named(one) for one in found.largest(NUM_NAMED, in_layer=False)],
+            len(found.open_ops),
         )
-
-
-def estimate_program(
-    program: ProgramText, schedules: Mapping[str, str], *, model: ModelConfig, sizes: StepSizes, prompt_tokens: int
-) -> EstimateReport:
-    """Estimate a compiled step from its text, and the schedules that were dumped with it, by op name."""
-    chip, work = chip_of(sizes.topology), step_work(model, sizes, prompt_tokens=prompt_tokens)
-    place = Slice(chip, tuple(tuple(device.coords) for device in model.plan.mesh.devices.flat))
-    tree = ProgramReader(program, Schedules(program, schedules), place, work).tree()
-    found = estimate(tree, chip=chip, work=work, num_layers=model.spec.num_layers)
-    return EstimateReport(
-        found.num_layers,
-        found.compiled_layers,
-        OVERHEAD_S / MICROSECOND,
-        found.layer,
-        found.step,
-        found.roofline,
-        found.roofline.bound,
-        found.roofline.seconds / found.step.seconds,
-        found.roofline.seconds / found.step.bare_seconds,
-        found.by_scope(),
-        [_named(one) for one in found.largest(NUM_NAMED)],
-        [_named(one) for one in found.largest(NUM_NAMED, in_layer=False)],
-        len(found.open_ops),
-    )
 
 
 def estimate_lines(report: EstimateReport) -> Iterator[str]:

@@ -68,12 +68,9 @@ class Roofline:
 class Estimate:
     """The estimate of one program: a layer, a whole step, and the ops of both.
 
-    `num_layers` is what the step is given for, `compiled_layers` what was compiled. `open_ops` are those of which a
-    loop counts once because only a run knows its trips.
+    `open_ops` are those of which a loop counts once because only a run knows its trips.
     """
 
-    num_layers: int
-    compiled_layers: int
     layer: Part
     step: Part
     roofline: Roofline
@@ -96,30 +93,22 @@ class Estimate:
         return {scope: _sum(one for one in self.ops if one.in_layer and one.op.scope == scope) for scope in scopes}
 
 
-def estimate(tree: Block, *, chip: Chip, work: StepWork, num_layers: int = 0) -> Estimate:
-    """Price a program's tree for `chip`.
+def estimate(tree: Block, *, chip: Chip, work: StepWork, missing_layers: int = 0) -> Estimate:
+    """Price a program's tree for `chip`, with `missing_layers` more than it was compiled with.
 
-    The loop over layers runs `num_layers` times, or as often as it was compiled to with 0. ValueError where more layers
-    are asked for than were compiled and no loop is over layers.
+    Layers are the trips of loops over layers; where there are several such loops, a layer is the average one.
+    ValueError where layers are missing, and not exactly one loop could have them.
     """
-    pricing = Pricing(chip)
     loops = [item for item in tree.items if isinstance(item, Loop) and item.is_layers]
     compiled = sum(loop.trips for loop in loops)
-    if num_layers and num_layers != compiled and len(loops) != 1:
-        raise ValueError(
-            f"one loop over layers is needed to scale to {num_layers} layers, the program has {len(loops)}"
-        )
-    layers = num_layers or compiled
-    ops = tuple(pricing.ops(tree))
-    outside, layer = _sum(one for one in ops if not one.in_layer), _sum(one for one in ops if one.in_layer)
-    # Several loops over layers are one average layer.
-    if len(loops) > 1:
-        layer = _scaled(layer, 1 / compiled)
-    step = _added(outside, _scaled(layer, layers))
+    if missing_layers and len(loops) != 1:
+        raise ValueError(f"one loop over layers is needed to add {missing_layers} layers, the program has {len(loops)}")
+    ops = tuple(Pricing(chip).ops(tree))
+    outside = _sum(one for one in ops if not one.in_layer)
+    layer = _sum(one for one in ops if one.in_layer)
+    step = _added(outside, _scaled(layer, compiled + missing_layers))
     roofline = Roofline(work.flops / chip.device_flops, work.hbm_bytes / chip.device_hbm_bytes, step.link_s)
-    return Estimate(
-        layers, compiled, layer, step, roofline, ops, tuple(sorted({one.op.name for one in ops if one.op.is_least}))
-    )
+    return Estimate(layer, step, roofline, ops, tuple(sorted({one.op.name for one in ops if one.op.is_least})))
 
 
 @dataclass(frozen=True)
@@ -129,14 +118,15 @@ class Pricing:
     chip: Chip
 
     def ops(self, block: Block, *, times: float = 1.0, in_layer: bool = False) -> Iterator[OpTime]:
-        """All ops of a block with their costs; those of a loop over layers as often as one layer has them."""
+        """All ops of a block with their costs; those of loops over layers as often as one layer has them."""
         with_overhead, bare = self.costs(block, OVERHEAD_S), self.costs(block, 0.0)
         for item, seconds, bare_seconds in zip(block.items, with_overhead, bare, strict=True):
             match item:
                 case Op():
                     yield OpTime(item, times, in_layer, seconds, bare_seconds)
                 case Loop() if item.is_layers and not in_layer:
-                    yield from self.ops(item.body, times=1.0, in_layer=True)
+                    layers = sum(one.trips for one in block.items if isinstance(one, Loop) and one.is_layers)
+                    yield from self.ops(item.body, times=item.trips / layers, in_layer=True)
                 case Loop():
                     yield from self.ops(item.body, times=times * item.trips, in_layer=in_layer)
                 case Branches():
