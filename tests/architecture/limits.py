@@ -20,11 +20,12 @@ MAX_FUNCTION_LINES = 50
 MAX_CLASS_LINES = 200
 MAX_PUBLIC_METHODS = 12
 MAX_POSITIONAL = 2
-MAX_PACKAGE_LINES = 20_900
+MAX_PACKAGE_LINES = 21_800
 
 MAY_COMPILE = {"execution/compiled_steps.py", "tools/compile_check.py"}
 MAY_READ_ENVIRONMENT = {"config/load.py"}
 MAY_CATCH_ALL = {
+    "checkpoints/transfer.py",
     "engine/engine_loop.py",
     "serving/errors.py",
     "cluster/step_sockets.py",

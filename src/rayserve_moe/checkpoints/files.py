@@ -7,9 +7,9 @@ checks that it is still the file that was opened. `names` maps tensors to parame
 from __future__ import annotations
 
 import math
-import os
 import reprlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,23 @@ from rayserve_moe.checkpoints.header import (
     is_usable_name,
     read_header,
 )
+from rayserve_moe.checkpoints.places import check_directory, exists, place_of
 from rayserve_moe.checkpoints.quantized import QuantizedTensor, decoded_entries, find_quantized
+from rayserve_moe.checkpoints.remote import (
+    NUM_CONNECTIONS,
+    AnyDirectory,
+    AnyFile,
+    AnyStamp,
+    RemoteDirectory,
+    opened_anywhere,
+)
 from rayserve_moe.config.given_files import (
     ANYWHERE,
     MOST_BYTES_AT_ONCE,
-    FileStamp,
-    GivenFile,
     GivenFileError,
     Reach,
-    opened,
-    read_json_object,
+    ReadableFile,
+    json_object_of,
 )
 
 CONFIG_FILE = "config.json"
@@ -49,10 +56,10 @@ class CheckpointFiles:
     Quantised tensors are seen decoded, as float32; `stored` has the tensors as files hold them.
     """
 
-    directory: Path
+    directory: AnyDirectory
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    stamps: Mapping[AnyFile, AnyStamp] = field(default_factory=dict)
     reach: Reach = ANYWHERE
     stored: Mapping[str, TensorEntry] = field(default_factory=dict)
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
@@ -61,6 +68,15 @@ class CheckpointFiles:
     def num_bytes(self) -> int:
         """Of all tensors, as files hold them."""
         return sum(entry.end - entry.begin for entry in self.stored.values())
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reads go over the network, each of them as a range of bytes."""
+        return isinstance(self.directory, RemoteDirectory)
+
+    def row_dim(self, name: str) -> int:
+        """The dimension of a tensor, from its end, whose parts can be read without what lies around them."""
+        return self.quantized[name].row_dim if name in self.quantized else -2
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Copy `tensor[index]` out of its file, in the file's dtype or decoded; other rows are not read.
@@ -82,88 +98,93 @@ class CheckpointFiles:
     def _read_stored(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         entry = self.stored[name]
         try:
-            with opened(entry.file, self.reach) as given:
-                self._check_stamp(entry.file, given)
+            with opened_anywhere(entry.file, self.reach) as given:
+                self._check_stamp(entry.file, given.stamp)
                 return _read_slices(given, entry, index)
         except GivenFileError as error:
             raise CheckpointError(f"{entry.file}: cannot read tensor {name}: {error}") from error
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError where a file has changed since it was opened: what was read may be torn."""
-        for file in self.stamps:
-            try:
-                with opened(file, self.reach) as given:
-                    self._check_stamp(file, given)
-            except GivenFileError as error:
-                raise CheckpointError(f"{file}: {error}") from error
+        try:
+            if isinstance(self.directory, RemoteDirectory):
+                renewed = self.directory.renewed()
+                with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+                    list(pool.map(lambda file: self._check_now(renewed / file.name), self.stamps))
+                return
+            for file in self.stamps:
+                self._check_now(file)
+        except GivenFileError as error:
+            raise CheckpointError(str(error)) from error
 
-    def _check_stamp(self, file: Path, given: GivenFile) -> None:
-        if given.stamp != self.stamps[file]:
+    def _check_now(self, file: AnyFile) -> None:
+        try:
+            with opened_anywhere(file, self.reach) as given:
+                self._check_stamp(file, given.stamp)
+        except GivenFileError as error:
+            raise GivenFileError(f"{file}: {error}") from error
+
+    def _check_stamp(self, file: AnyFile, stamp: AnyStamp) -> None:
+        if stamp != self.stamps[file]:
             raise GivenFileError("the file has changed since it was opened")
 
 
-def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE) -> CheckpointFiles:
+def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE, *, cache: Path | None = None) -> CheckpointFiles:
     """Open a directory that holds `config.json` with `model.safetensors`, alone or as an indexed set.
 
+    `directory` may be a URL, or a model of the Hub (see `places`); what is read of it is kept below the folder `cache`.
     CheckpointError for anything missing, unreadable, truncated, stated twice or out of reach.
     """
-    path = Path(directory)
-    config = read_config(path, reach)
-    stamps: dict[Path, FileStamp] = {}
-    if _exists(path / INDEX_FILE):
-        tensors = _read_indexed(path, stamps, reach)
-    elif _exists(path / SINGLE_FILE):
-        tensors = _read_shard(path / SINGLE_FILE, stamps, reach)
+    place = place_of(directory, reach, cache=cache)
+    config = _config_of(place, reach)
+    stamps: dict[AnyFile, AnyStamp] = {}
+    if exists(place / INDEX_FILE, reach):
+        tensors = _read_indexed(place, stamps, reach)
+    elif exists(place / SINGLE_FILE, reach):
+        tensors = _read_shard(place / SINGLE_FILE, stamps, reach)
     else:
-        raise CheckpointError(f"{path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise CheckpointError(f"{place}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     try:
         quantized = find_quantized(config, tensors)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    return CheckpointFiles(path, config, decoded_entries(tensors, quantized), stamps, reach, tensors, quantized)
+        raise CheckpointError(f"{place}: {error}") from error
+    return CheckpointFiles(place, config, decoded_entries(tensors, quantized), stamps, reach, tensors, quantized)
 
 
 def read_config(directory: str | Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
     """Parse `config.json` of a checkpoint directory without looking at its weights."""
-    path = Path(directory)
-    if not reach.covers(path):
-        raise CheckpointError(f"{path}: lies outside of weight_roots")
-    try:
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint directory")
-    except OSError as error:
-        raise CheckpointError(f"{path}: not readable: {error.strerror}") from error
-    config = _read_json(path / CONFIG_FILE, reach)
+    return _config_of(place_of(directory, reach), reach)
+
+
+def _config_of(place: AnyDirectory, reach: Reach) -> dict[str, Any]:
+    check_directory(place, reach, holds=CONFIG_FILE)
+    config = _read_json(place / CONFIG_FILE, reach)
     if not isinstance(quantization := config.get("quantization_config") or {}, dict):
         raise CheckpointError(
-            f"{path / CONFIG_FILE}: quantization_config must be an object, found {reprlib.repr(quantization)}"
+            f"{place / CONFIG_FILE}: quantization_config must be an object, found {reprlib.repr(quantization)}"
         )
     return config
 
 
-def _exists(file: Path) -> bool:
-    """Whether there is anything under that name."""
-    return os.path.lexists(file)
-
-
-def _read_json(file: Path, reach: Reach) -> dict[str, Any]:
+def _read_json(file: AnyFile, reach: Reach) -> dict[str, Any]:
     try:
-        return read_json_object(file, reach)
+        with opened_anywhere(file, reach) as given:
+            return json_object_of(given)
     except GivenFileError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def _read_shard(file: Path, stamps: dict[Path, FileStamp], reach: Reach) -> dict[str, TensorEntry]:
+def _read_shard(file: AnyFile, stamps: dict[AnyFile, AnyStamp], reach: Reach) -> dict[str, TensorEntry]:
     """Read the header of one file, and note the file in `stamps`."""
     try:
-        with opened(file, reach) as given:
+        with opened_anywhere(file, reach) as given:
             stamps[file] = given.stamp
             return read_header(file, given)
     except GivenFileError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def _read_indexed(directory: Path, stamps: dict[Path, FileStamp], reach: Reach) -> dict[str, TensorEntry]:
+def _read_indexed(directory: AnyDirectory, stamps: dict[AnyFile, AnyStamp], reach: Reach) -> dict[str, TensorEntry]:
     index_file = directory / INDEX_FILE
     weight_map = _read_json(index_file, reach).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
@@ -171,8 +192,11 @@ def _read_indexed(directory: Path, stamps: dict[Path, FileStamp], reach: Reach) 
     ):
         raise CheckpointError(f"{index_file}: weight_map must map tensor names to file names")
     tensors: dict[str, TensorEntry] = {}
-    for file_name in sorted(set(weight_map.values())):
-        for name, entry in _read_shard(_shard_path(index_file, file_name), stamps, reach).items():
+    names = sorted(set(weight_map.values()))
+    with ThreadPoolExecutor(NUM_CONNECTIONS if isinstance(directory, RemoteDirectory) else 1) as pool:
+        headers = list(pool.map(lambda name: _read_shard(_shard_path(index_file, name, reach), stamps, reach), names))
+    for header in headers:
+        for name, entry in header.items():
             if name in tensors:
                 raise CheckpointError(f"{entry.file}: tensor {name} is already in {tensors[name].file.name}")
             tensors[name] = entry
@@ -186,17 +210,17 @@ def _read_indexed(directory: Path, stamps: dict[Path, FileStamp], reach: Reach) 
     return tensors
 
 
-def _shard_path(index_file: Path, file_name: str) -> Path:
+def _shard_path(index_file: AnyFile, file_name: str, reach: Reach) -> AnyFile:
     """Resolve a file named by the index; it must be a plain name beside it."""
     if Path(file_name).name != file_name or file_name == "..":
         raise CheckpointError(f"{index_file}: {file_name[:LONGEST_NAME]!r} is not the name of a file beside the index")
     shard = index_file.parent / file_name
-    if not _exists(shard):
+    if not exists(shard, reach):
         raise CheckpointError(f"{shard}: file is missing, though {INDEX_FILE} lists it")
     return shard
 
 
-def _read_slices(given: GivenFile, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
+def _read_slices(given: ReadableFile, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
     """Copy the part of a tensor that `index` names, as far as it can be without what lies around it."""
     dtype, shape, begin = STORED_DTYPES[entry.dtype], entry.shape or (1,), entry.begin
     parts = [*index, *[slice(None)] * (len(shape) - len(index))]
@@ -210,7 +234,7 @@ def _read_slices(given: GivenFile, entry: TensorEntry, index: tuple[slice, ...])
 
 
 def _read_rows(
-    given: GivenFile, dtype: np.dtype, begin: int, *, shape: tuple[int, ...], parts: list[slice]
+    given: ReadableFile, dtype: np.dtype, begin: int, *, shape: tuple[int, ...], parts: list[slice]
 ) -> np.ndarray:
     """Copy the rows of `parts[0]`, then their columns, a bounded number of rows at a time."""
     num_rows, *row_shape = shape

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import reprlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
+from rayserve_moe.checkpoints.remote import AnyFile
 from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFileError, parse_json_object
 
 DTYPES: dict[str, np.dtype] = {
@@ -57,14 +57,14 @@ class TensorEntry:
     """Where one tensor lies: bytes `[begin, end)` of `file`, C order, `dtype` as the header spells it."""
 
     name: str
-    file: Path
+    file: AnyFile
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
-def read_header(file: Path, source: ByteSource) -> dict[str, TensorEntry]:
+def read_header(file: AnyFile, source: ByteSource) -> dict[str, TensorEntry]:
     """Read the header of a source; returns its tensors by name. Errors and entries name it `file`.
 
     CheckpointError unless the tensors fill the source from the header to its end, without gap or overlap.
@@ -92,7 +92,7 @@ def is_usable_name(name: Any) -> bool:
     return isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
 
 
-def _entry(file: Path, name: str, fields: Any, start: int) -> TensorEntry:
+def _entry(file: AnyFile, name: str, fields: Any, start: int) -> TensorEntry:
     """Check one header field; `start` is where the tensor bytes of the file begin."""
     if not is_usable_name(name):
         raise CheckpointError(f"{file}: a tensor has no usable name: {reprlib.repr(name)}")
@@ -122,7 +122,7 @@ def _is_well_formed(fields: dict[str, Any]) -> bool:
     )
 
 
-def _check_places(file: Path, entries: list[TensorEntry], start: int, size: int) -> None:
+def _check_places(file: AnyFile, entries: list[TensorEntry], start: int, size: int) -> None:
     """Check that tensors follow each other up to the end of the file."""
     end = start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):

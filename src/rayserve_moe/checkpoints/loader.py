@@ -1,13 +1,15 @@
 """Load parameters onto devices: every host reads only the slices that its own devices hold.
 
 Host memory stays at about one device's shard of one parameter, and KEPT_BYTES: shards are read, copied to the device
-and dropped in turn. What several devices of a host hold, such as an expert with replicas, is read once.
+and dropped in turn. What several devices of a host hold, such as an expert with replicas, is read once. A shard is
+filled part by part on all cores. Parts of a remote checkpoint are read ahead, many at once (`pieces`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,14 +18,24 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from rayserve_moe.checkpoints.casting import assign
 from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, verify, walk
+from rayserve_moe.checkpoints.pieces import (
+    OpenedPieces,
+    Piece,
+    PieceReader,
+    Region,
+    as_read,
+    fill_all,
+    opened_pieces,
+)
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.model.param_spec import ParamSpec
 
-KEPT_BYTES = 4 << 30
-"""Most bytes kept for later devices; beyond that a slice is read again, most likely from the page cache."""
+PART_BYTES = 16 << 20
+"""Of a tensor, in float32, that is read, cast and put into its place at once, by one thread."""
 
 INFINITIES = {
     np.dtype(ml_dtypes.bfloat16): (np.int16, np.uint16, 0x7F80, 0xFF80),
@@ -34,11 +46,6 @@ INFINITIES = {
 
 Signed, the largest is the largest positive value; unsigned, the largest negative one. NaNs lie beyond the infinities.
 """
-
-Range = tuple[int, int]
-Region = tuple[Range, ...]
-Piece = tuple[str, Region]
-"""A tensor's name, and `[from, to)` for each of its dimensions in the file."""
 
 
 @dataclass(frozen=True)
@@ -67,58 +74,37 @@ class StagedParameter:
         return _on_devices(self.spec, self.sharding, shards=self.shards)
 
 
-class PieceReader:
-    """Reads pieces in any order, keeping those that will be needed again, in the smaller of two dtypes."""
-
-    def __init__(self, files: CheckpointFiles, wanted: Iterable[Piece], *, dtype: np.dtype) -> None:
-        self._files, self._dtype = files, dtype
-        self._times_wanted = Counter(wanted)
-        self._kept: dict[Piece, np.ndarray] = {}
-        self.kept_bytes = 0
-
-    def take(self, piece: Piece) -> np.ndarray:
-        """Return a piece in the file's orientation and dtype, or in the parameter's where that is smaller."""
-        name, region = piece
-        values = self._kept.get(piece)
-        if values is None:
-            values = self._files.read(name, tuple(slice(*bounds) for bounds in region))
-            values = values.astype(self._dtype) if values.itemsize > self._dtype.itemsize else values
-        self._times_wanted[piece] -= 1
-        if piece not in self._kept and self._times_wanted[piece] and self.kept_bytes + values.nbytes <= KEPT_BYTES:
-            self._kept[piece] = values
-            self.kept_bytes += values.nbytes
-        elif piece in self._kept and not self._times_wanted[piece]:
-            self.kept_bytes -= self._kept.pop(piece).nbytes
-        return values
-
-
 def load_parameters(
     source: WeightSource,
     tree: SpecTree,
     *,
     sharding_of: Callable[[ParamSpec], jax.sharding.Sharding],
     in_host_memory: bool = False,
+    num_threads: int = 0,
 ) -> dict[str, Any]:
     """Verify the checkpoint, then build one jax.Array per ParamSpec in a tree of the same keys.
 
     Arrays have the spec's shape and dtype and the sharding that `sharding_of` returns for it. In a multi-process run
     every process calls this with the same arguments and reads its own part. With `in_host_memory` leaves are
-    StagedParameters. CheckpointError as in `names.verify`, for values that are not finite, and for files that change
-    meanwhile; ValueError where the source's `expert_of_slot` does not fit the tree's layers, slots and experts.
+    StagedParameters. `num_threads` fill shards, one per core where it is 0. CheckpointError as in `names.verify`, for
+    values that are not finite, and for files that change meanwhile; ValueError where the source's `expert_of_slot` does
+    not fit the tree's layers, slots and experts.
     """
     for _, spec in walk(tree):
         if spec.num_experts:
             _check_slots(spec, source.expert_of_slot)
     verify(source.files, tree, rules=source.rules, ignored=source.ignored)
 
-    def load(spec: ParamSpec) -> jax.Array | StagedParameter:
-        sharding = sharding_of(spec)
-        shards = _shards(source, spec, sharding)
-        if in_host_memory:
-            return StagedParameter(spec, sharding, tuple(shards))
-        return _on_devices(spec, sharding, shards=shards)
+    with opened_pieces(source.files, _all_pieces(source, tree, sharding_of), num_threads=num_threads) as pieces:
 
-    loaded = _mapped(load, tree)
+        def load(spec: ParamSpec) -> jax.Array | StagedParameter:
+            sharding = sharding_of(spec)
+            shards = _shards(source, spec, sharding, pieces=pieces)
+            if in_host_memory:
+                return StagedParameter(spec, sharding, tuple(shards))
+            return _on_devices(spec, sharding, shards=shards)
+
+        loaded = _mapped(load, tree)
     source.files.check_unchanged()
     return loaded
 
@@ -140,18 +126,40 @@ def _mapped(read: Callable[[ParamSpec], Any], tree: SpecTree) -> dict[str, Any]:
     return {key: read(node) if isinstance(node, ParamSpec) else _mapped(read, node) for key, node in tree.items()}
 
 
-def _shards(
-    source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding
-) -> Iterator[tuple[np.ndarray, list[jax.Device]]]:
-    """Read the shards of the devices of this host, one region after the other."""
+def _regions(spec: ParamSpec, sharding: jax.sharding.Sharding) -> dict[Region, list[jax.Device]]:
+    """The shards of the devices of this host."""
     devices_by_region: dict[Region, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         assert index is not None, "every addressable device holds a shard"
         devices_by_region.setdefault(_region(index, spec.shape), []).append(device)
-    wanted = (piece for region in devices_by_region for _, piece in _pieces(source, spec, region))
-    reader = PieceReader(source.files, wanted, dtype=jax.numpy.dtype(spec.dtype))
+    return devices_by_region
+
+
+def _all_pieces(
+    source: WeightSource, tree: SpecTree, sharding_of: Callable[[ParamSpec], jax.sharding.Sharding]
+) -> Iterator[Piece]:
+    """The pieces of all shards in the order in which they are wanted first, those of a parameter once."""
+    for _, spec in walk(tree):
+        regions = _regions(spec, sharding_of(spec))
+        yield from dict.fromkeys(piece for region in regions for piece in _wanted(source, spec, region))
+
+
+def _wanted(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Piece]:
+    """The pieces of a region, in the order of its parts, as they are read."""
+    for part in _parts(source, spec, region):
+        for _, piece in _pieces(source, spec, part):
+            yield as_read(source.files, piece)
+
+
+def _shards(
+    source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding, *, pieces: OpenedPieces
+) -> Iterator[tuple[np.ndarray, list[jax.Device]]]:
+    """Read the shards of the devices of this host, one region after the other."""
+    devices_by_region = _regions(spec, sharding)
+    wanted = (piece for region in devices_by_region for piece in _wanted(source, spec, region))
+    reader = PieceReader(source.files, wanted, dtype=jax.numpy.dtype(spec.dtype), ahead=pieces.ahead)
     for region, devices in devices_by_region.items():
-        yield read_region(source, spec, region=region, reader=reader), devices
+        yield read_region(source, spec, region=region, reader=reader, pool=pieces.pool), devices
 
 
 def _on_devices(
@@ -172,26 +180,71 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
 
 
 def read_region(
-    source: WeightSource, spec: ParamSpec, *, region: Region, reader: PieceReader | None = None
+    source: WeightSource,
+    spec: ParamSpec,
+    *,
+    region: Region,
+    reader: PieceReader | None = None,
+    pool: ThreadPoolExecutor | None = None,
 ) -> np.ndarray:
     """Read one block of a parameter, `[from, to)` per dimension, in the spec's dtype, orientation and layout.
 
-    Padding is zeros. `reader` has what is shared with other regions.
+    Padding is zeros. `reader` has what is shared with other regions, `pool` the threads that share the work.
     """
     dtype = jax.numpy.dtype(spec.dtype)
-    reader = reader or PieceReader(source.files, (piece for _, piece in _pieces(source, spec, region)), dtype=dtype)
+    reader = reader or PieceReader(source.files, _wanted(source, spec, region), dtype=dtype)
     values = np.zeros([stop - start for start, stop in region], dtype)
-    filled = _filled(spec, region)
-    columns = _columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
+
+    def fill(part: Region) -> None:
+        place = tuple(
+            slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, region, strict=True)
+        )
+        _fill(source, spec, values[place], part=part, reader=reader)
+
+    parts = _parts(source, spec, region)
+    if pool is None:
+        for part in parts:
+            fill(part)
+    else:
+        fill_all(pool, parts, fill=fill)
+    return LAYOUTS[spec.layout](values)
+
+
+def _fill(source: WeightSource, spec: ParamSpec, values: np.ndarray, *, part: Region, reader: PieceReader) -> None:
+    """Read a part of a region into its place."""
+    filled = _filled(spec, part)
     within = tuple(slice(0, stop - start) for start, stop in filled)
-    for place, piece in _pieces(source, spec, region):
+    for place, piece in _pieces(source, spec, part):
+        columns = _columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
         read = reader.take(piece)
         read = read.reshape(read.shape[spec.num_leading_dims :])
         held = read.T if spec.transposed else read
-        values[place + within] = held[columns] if spec.column_dim == 0 else held[..., columns]
+        assign(values[place + within], held[columns] if spec.column_dim == 0 else held[..., columns])
         if not is_finite(values[place + within]):
             raise CheckpointError(f"{source.files.directory}: tensor {piece[0]} holds values that are not finite")
-    return LAYOUTS[spec.layout](values)
+
+
+def _parts(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Region]:
+    """Cut a region into parts of one tensor each, and of PART_BYTES of its rows: what is read at once."""
+    stacked, within = region[: spec.num_stacked_dims], region[spec.num_stacked_dims :]
+    row_dim = 0
+    if len(within) > 1:
+        name = tensor_name(spec, (0,) * len(stacked), rules=source.rules)
+        rows_last = (source.files.row_dim(name) == -1) != spec.transposed
+        row_dim = len(within) - 1 if rows_last else 0
+    start, stop = within[row_dim]
+    row_bytes = 4 * math.prod(spec.file_shape[spec.num_leading_dims :]) // max(1, _file_rows(spec, row_dim))
+    num_rows = max(1, PART_BYTES // max(1, row_bytes))
+    for index in product(*(range(*bounds) for bounds in stacked)):
+        for first in range(start, stop, num_rows):
+            rows = first, min(first + num_rows, stop)
+            yield (*((each, each + 1) for each in index), *within[:row_dim], rows, *within[row_dim + 1 :])
+
+
+def _file_rows(spec: ParamSpec, row_dim: int) -> int:
+    """Rows of a tensor of the file, those of other parameters included."""
+    is_columns = row_dim == spec.column_dim % len(spec.filled_shape)
+    return spec.num_file_columns if is_columns else spec.filled_shape[row_dim]
 
 
 def is_finite(values: np.ndarray) -> bool:

@@ -1,16 +1,37 @@
-"""Where the checkpoint that a setting names lies: a directory, the package's own, or one that is made on first use."""
+"""Where the checkpoint that a setting names lies: a directory, the package's own, one made on first use, or a URL."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from rayserve_moe.checkpoints.files import CheckpointError
+from rayserve_moe.checkpoints.hub import SCHEME
+from rayserve_moe.checkpoints.places import exists, one_revision, place_of
+from rayserve_moe.checkpoints.range_cache import cache_for
+from rayserve_moe.checkpoints.remote import NUM_CONNECTIONS, RemoteDirectory, opened_anywhere
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.config.given_files import GivenFileError, is_url
 
 SYNTHETIC_PREFIX = "synthetic:"
 TRAINED_PREFIX = "trained:"
 TRAINED = {"calculator": Path(__file__).parent / "calculator"}
 """Checkpoints that come with the package, as `examples/train_calculator.py` makes them."""
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""What a checkpoint has beside its weights: config, tokenizer and chat template."""
+MOST_SMALL_BYTES = 64 << 20
 
 
 def resolve_model_path(model_path: str, *, cache_directory: Path) -> Path:
@@ -28,3 +49,56 @@ def resolve_model_path(model_path: str, *, cache_directory: Path) -> Path:
         preset = model_path.removeprefix(SYNTHETIC_PREFIX)
         return ensure_checkpoint(cache_directory / "checkpoints" / preset, preset)
     return Path(model_path).expanduser()
+
+
+def located(model_path: str, *, cache_directory: Path) -> str:
+    """The place of `model_path` for all hosts of a group: a directory, or a URL.
+
+    As `resolve_model_path`; a model of the Hub is `hf://organisation/name@commit`. CheckpointError also as in
+    `places.one_revision`.
+    """
+    if (place := one_revision(model_path)) != model_path or is_url(place):
+        return place
+    return str(resolve_model_path(model_path, cache_directory=cache_directory))
+
+
+def with_small_files(place: str, *, cache_directory: Path) -> Path:
+    """A local directory with config, tokenizer and chat template of a located checkpoint: the checkpoint's own, or a
+    copy of those of a remote one under `cache_directory`. CheckpointError where one cannot be read.
+    """
+    directory = place_of(place)
+    if not isinstance(directory, RemoteDirectory):
+        return directory
+    folder = cache_for(place, cache_directory / "remote").folder / "small"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+        list(pool.map(lambda name: _copy(directory, name, folder=folder), SMALL_FILES))
+    return folder
+
+
+def model_name(place: str) -> str:
+    """What a located checkpoint is called where nothing else is said: its directory's name, or its id on the Hub."""
+    if place.startswith(SCHEME):
+        return place.removeprefix(SCHEME).partition("@")[0]
+    return place.rstrip("/").rpartition("/")[2]
+
+
+def _copy(directory: RemoteDirectory, name: str, *, folder: Path) -> None:
+    """Copy a file, or remove the copy of one that is no more."""
+    file, copy = directory / name, folder / name
+    if not exists(file):
+        copy.unlink(missing_ok=True)
+        return
+    try:
+        with opened_anywhere(file) as given:
+            if given.num_bytes > MOST_SMALL_BYTES:
+                raise GivenFileError(f"{given.num_bytes} bytes are more than {MOST_SMALL_BYTES}")
+            content = given.read(given.num_bytes)
+    except GivenFileError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    with suppress(FileNotFoundError):
+        if copy.read_bytes() == content:
+            return
+    partial = folder / f".{name}.{id(content)}"
+    partial.write_bytes(content)
+    partial.replace(copy)

@@ -46,6 +46,8 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     decode: Callable[[ReadStored, Bounds], np.ndarray]
+    row_dim: int = -2
+    """The dimension whose parts lie one after the other in the file."""
 
     def read(self, read: ReadStored, index: tuple[slice, ...]) -> np.ndarray:
         """Decode `tensor[index]`: one slice per leading dimension, without steps."""
@@ -120,7 +122,7 @@ def _find_mxfp4(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) 
                 f"{stored[scales].file.name}: {scales} does not have a scale for each block of {blocks}"
             )
         decode = partial(_decode_mxfp4, parts=(blocks, scales), width=2 * half)
-        yield name, QuantizedTensor((num_experts, 2 * half * groups, out), (blocks, scales), decode)
+        yield name, QuantizedTensor((num_experts, 2 * half * groups, out), (blocks, scales), decode, row_dim=-1)
 
 
 def _find_compressed(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:
@@ -224,11 +226,12 @@ def _decode_packed(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], 
 
 def _scaled(values: np.ndarray, read: ReadStored, scale: str, *, block: _Block, bounds: Bounds) -> np.ndarray:
     """Multiply the values within `bounds` by the scales of their blocks, in place."""
-    scales = read(scale, ())
+    rows, columns = (np.arange(*bound) // size for bound, size in zip(bounds, block, strict=True))
+    first, last = int(rows[0]), int(rows[-1])
+    scales = read(scale, (slice(first, last + 1),))
     if scales.size == 1:
         return np.multiply(values, scales.reshape(()).astype(np.float32), out=values)
-    rows, columns = (np.arange(*bound) // size for bound, size in zip(bounds, block, strict=True))
-    return np.multiply(values, scales.astype(np.float32)[np.ix_(rows, columns)], out=values)
+    return np.multiply(values, scales.astype(np.float32)[np.ix_(rows - first, columns)], out=values)
 
 
 def _decode_mxfp4(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], width: int) -> np.ndarray:

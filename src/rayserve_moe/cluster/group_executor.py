@@ -12,10 +12,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from rayserve_moe.checkpoints.header import CheckpointError
+from rayserve_moe.checkpoints.places import one_revision
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.slice_placement import SliceReservation, get, reserve_slice
 from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
 from rayserve_moe.config import derive
+from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.step_cycle import ExecutorFailure
 from rayserve_moe.execution.host_runner import RunnerSettings
@@ -83,7 +86,9 @@ class GroupExecutor:
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         timeout_s = self._settings.updates.staging_timeout_s
         try:
-            outcomes = self._staged(model_path, expert_of_slot, deadline=time.monotonic() + timeout_s)
+            outcomes = self._staged(
+                self._one_revision_of(model_path), expert_of_slot, deadline=time.monotonic() + timeout_s
+            )
             refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(outcomes) if refusal]
             if refusals:
                 self._drop_staged()
@@ -107,6 +112,18 @@ class GroupExecutor:
         while None in (outcomes := results_of([worker.staging_outcome.remote() for worker in self.workers])):
             time.sleep(POLL_S)
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def _one_revision_of(self, model_path: str) -> str:
+        """The same for all hosts, where it is a URL; WeightsRefusedError where it lies below no root, or nowhere."""
+        if not is_url(model_path):
+            return model_path
+        roots = self._settings.updates.weight_roots
+        if not any(is_url(root) for root in roots):
+            raise WeightsRefusedError("a URL is read below one of weight_roots only, and none of them is a URL")
+        try:
+            return one_revision(model_path, Reach(roots))
+        except CheckpointError as error:
+            raise WeightsRefusedError(one_line(str(error))) from error
 
     def _drop_staged(self) -> None:
         """Have every host forget what it read. One that does not answer does so before it reads anything else.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 MOST_JSON_BYTES = 32 << 20
 """Longest JSON that is parsed: far above a checkpoint of a hundred thousand tensors."""
@@ -23,7 +24,15 @@ MOST_BYTES_AT_ONCE = 16 << 20
 """Bytes copied between two checks of whether reading was given up."""
 LONGEST_MESSAGE = 300
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_CLIMBS = re.compile(r"/\.{1,2}(/|$)|%|\\")
+"""What may lead out of a URL's folder."""
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, as `gs://bucket/folder`."""
+    return _URL.match(path) is not None
 
 
 class GivenFileError(ValueError):
@@ -38,9 +47,13 @@ class Reach:
     given_up: threading.Event = field(default_factory=threading.Event)
 
     def covers(self, path: str | Path) -> bool:
-        """Whether a path lies below a root, where there are roots."""
+        """Whether a path or a URL lies below a root, where there are roots."""
+        if is_url(str(path)):
+            below = any(str(path).startswith((f"{root.rstrip('/')}/", f"{root}@")) for root in self.roots)
+            return not self.roots or (below and not _CLIMBS.search(str(path)))
         real = Path(os.path.realpath(path))
-        return not self.roots or any(real.is_relative_to(os.path.realpath(root)) for root in self.roots)
+        roots = (os.path.realpath(root) for root in self.roots if not is_url(root))
+        return not self.roots or any(real.is_relative_to(root) for root in roots)
 
     def check_wanted(self) -> None:
         """Raise GivenFileError once reading was given up."""
@@ -87,6 +100,21 @@ class GivenFile:
         return bytes(content)
 
 
+class ReadableFile(Protocol):
+    """An open file of known size, local or remote."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read(self, num_bytes: int, offset: int = 0) -> bytes:
+        """Copy `num_bytes` from `offset` on; GivenFileError where the file has fewer."""
+        ...
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from `offset` on; GivenFileError where the file ends before."""
+        ...
+
+
 ANYWHERE = Reach()
 
 
@@ -115,9 +143,14 @@ def opened(file: Path, reach: Reach = ANYWHERE) -> Generator[GivenFile]:
 def read_json_object(file: Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
     """Parse a file that holds one JSON object; GivenFileError says what is wrong with it."""
     with opened(file, reach) as given:
-        if given.num_bytes > MOST_JSON_BYTES:
-            raise GivenFileError(f"{given.num_bytes} bytes of JSON are more than {MOST_JSON_BYTES}")
-        return parse_json_object(given.read(given.num_bytes))
+        return json_object_of(given)
+
+
+def json_object_of(given: ReadableFile) -> dict[str, Any]:
+    """Parse an open file that holds one JSON object; GivenFileError says what is wrong with it."""
+    if given.num_bytes > MOST_JSON_BYTES:
+        raise GivenFileError(f"{given.num_bytes} bytes of JSON are more than {MOST_JSON_BYTES}")
+    return parse_json_object(given.read(given.num_bytes))
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.settings import ParallelSettings, Settings, SettingsError
 from rayserve_moe.config.topology import check_slices
 
@@ -114,6 +115,13 @@ def default_cache_directory() -> Path:
     return Path(root) / "rayserve_moe"
 
 
+def checkpoint_cache(setting: str) -> Path | None:
+    """The directory that `checkpoint_cache` names; None for `off`."""
+    if setting == "off":
+        return None
+    return default_cache_directory() / "remote" if setting == "auto" else Path(setting).expanduser()
+
+
 def _keys() -> dict[str, _Key]:
     keys = {}
     for section, section_type in get_type_hints(Settings).items():
@@ -183,10 +191,12 @@ def _shown(value: Any) -> str:
 def _check_together(settings: Settings) -> None:
     if not settings.model.path:
         raise SettingsError(
-            "model_path is missing: give a checkpoint directory, trained:calculator or synthetic:<preset>"
+            "model_path is missing: give a checkpoint directory, a URL such as gs://bucket/folder, a model of the "
+            "Hugging Face Hub, trained:calculator or synthetic:<preset>"
         )
-    if not settings.compile.cache:
-        raise SettingsError("compile_cache must be auto, off or a directory, found ''")
+    kept = {"compile_cache": settings.compile.cache, "checkpoint_cache": settings.model.checkpoint_cache}
+    if not all(kept.values()):
+        raise SettingsError(f"{min(kept, key=kept.__getitem__)} must be auto, off or a directory, found ''")
     if settings.cache.num_pages == 1:
         raise SettingsError("num_pages must be at least 2: one page holds padding")
     if settings.cache.num_pages * settings.cache.page_size > MOST_CACHED_TOKENS:
@@ -195,9 +205,9 @@ def _check_together(settings: Settings) -> None:
         )
     if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
         raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
-    for root in settings.updates.weight_roots:
-        if not Path(root).is_absolute():
-            raise SettingsError(f"weight_roots must be absolute directories, found {_shown(root)}")
+    wrong = [root for root in settings.updates.weight_roots if not (Path(root).is_absolute() or is_url(root))]
+    if wrong:
+        raise SettingsError(f"weight_roots must be absolute directories or URLs, found {_shown(wrong[0])}")
     if settings.server.admin_api_key and settings.server.admin_api_key == settings.server.api_key:
         raise SettingsError("admin_api_key is api_key: give it another value, or leave it empty")
     _check_parallel(settings.parallel)

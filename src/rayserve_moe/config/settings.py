@@ -41,14 +41,18 @@ class ModelSettings:
     """Which checkpoint is served, and as what."""
 
     path: str = _named("", "model_path")
-    """A Hugging Face directory, `trained:calculator` for the small model that comes with this package, or
-    `synthetic:<preset>` for a seeded random checkpoint made on first start."""
+    """A Hugging Face directory; a folder behind a URL, such as `gs://bucket/folder`; a model of the Hugging Face Hub,
+    `organisation/name` or `hf://organisation/name`, `@revision` or not; `trained:calculator` for the small model that
+    comes with this package; or `synthetic:<preset>` for a seeded random checkpoint made on first start."""
     served_name: str = _named("", "served_model_name")
     """Name on the API; the checkpoint directory's name when empty."""
     dtype: str = _choice("auto", "float32", "bfloat16")
     """`float32`, `bfloat16`, or `auto`: the checkpoint's on an accelerator or by native CPU kernels, else float32."""
     max_model_len: int = _number(0, (0, MOST_TOKENS))
     """Longest prompt plus output, tokens; 0 takes the checkpoint's own limit."""
+    checkpoint_cache: str = "auto"
+    """Directory on each host's own disk that keeps what was read of a remote checkpoint, for later starts; `auto` is
+    one in the user's cache directory, `off` none. A tenth of the disk stays free."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,8 @@ class UpdateSettings:
     """Other weights while the server runs."""
 
     weight_roots: tuple[str, ...] = ()
-    """Directories below which weights may be read, wherever links lead; empty: every local directory."""
+    """Directories and URLs below which weights may be read, wherever links lead; empty: every local directory, and no
+    URL."""
     staging_timeout_s: float = _number(600.0, (0.1, DAY_S))
     """Longest time that hosts may take to read and check other weights; after it the old ones serve on."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rayserve_moe.config.given_files import is_url
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.step_cycle import NO_ROWS, Executor, ExecutorFailure, StepCycle
@@ -26,7 +27,7 @@ ABORTED = FinishReason("abort")
 
 @dataclass(frozen=True)
 class WeightOrder:
-    """The checkpoint to take weights from: a directory that every host sees at the same absolute path.
+    """The checkpoint to take weights from: a directory that every host sees at the same absolute path, or a URL.
 
     Without `weight_version` the number after the last one is taken. `aborts_requests` aborts all requests when the
     weights change.
@@ -94,10 +95,10 @@ class EngineControl:
         """Have every host read and check a checkpoint while steps run on, then switch to it between two steps.
 
         If a host refuses it the old weights stay, and the outcome says why. If a host is lost the engine fails, and so
-        does the future. RequestError for a path that is not absolute.
+        does the future. RequestError for a path that is neither absolute nor a URL.
         """
-        if not Path(order.model_path).is_absolute():
-            raise RequestError("`model_path` must be an absolute path", "model_path")
+        if not (Path(order.model_path).is_absolute() or is_url(order.model_path)):
+            raise RequestError("`model_path` must be an absolute path or a URL", "model_path")
         self._commands.check_open()
         return self._updates.submit(self._update, order)
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from rayserve_moe.checkpoints.files import read_config
-from rayserve_moe.checkpoints.model_path import resolve_model_path
+from rayserve_moe.checkpoints.model_path import located, model_name, with_small_files
 from rayserve_moe.config.derive import max_model_len
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings
@@ -27,20 +27,23 @@ class DescribedModel:
 
 
 def describe_model(settings: Settings) -> DescribedModel:
-    """Read config and tokenizer of the checkpoint; a synthetic one is created if it does not exist.
+    """Read config and tokenizer of the checkpoint; a synthetic one is created if it does not exist, and of a remote one
+    these files are copied.
 
     Raises ValueError with what is missing or unsupported.
     """
-    path = resolve_model_path(settings.model.path, cache_directory=default_cache_directory())
+    kept = default_cache_directory()
+    place = located(settings.model.path, cache_directory=kept)
+    path = with_small_files(place, cache_directory=kept)
     # The config first: a tokenizer's loader reads it too, and would call itself unusable for a value of the model.
     spec = spec_from_config(read_config(path))
-    model, tokenizer = dataclasses.replace(settings.model, path=str(path)), Tokenizer(path)
+    model, tokenizer = dataclasses.replace(settings.model, path=place), Tokenizer(path)
     card = model_card(
         spec,
         model=model,
         replay=settings.replay,
         experts=settings.experts,
-        name=path.name,
+        name=model_name(place),
         eos_token_ids=tokenizer.eos_token_ids,
     )
     runner = RunnerSettings(

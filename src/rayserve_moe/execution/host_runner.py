@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.balancing.migration import MigrationPiece
-from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import (
     BalancingSettings,
@@ -45,7 +44,7 @@ from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
-from rayserve_moe.execution.weights import first_placement, load_weights, model_config, with_capacity
+from rayserve_moe.execution.weights import first_placement, load_weights, model_config, open_model, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.kv_cache import layer_pages_of, windows_of
 from rayserve_moe.parallel.mesh import platform_of
@@ -75,7 +74,7 @@ class HostRunner:
     """
 
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
-        self._settings, self._files = settings, open_checkpoint(settings.model.path)
+        self._settings, self._files = settings, open_model(settings.model)
         spec, balancing = spec_from_config(self._files.config), settings.balancing
         kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
         self.config = model_config(spec, plan, experts=settings.experts, kernels=kernels)

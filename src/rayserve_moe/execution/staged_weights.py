@@ -18,13 +18,14 @@ from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.loader import StagedParameter
 from rayserve_moe.checkpoints.names import walk
-from rayserve_moe.config.given_files import Reach, one_line
+from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.execution.memory import spare_bytes
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.execution.weights import parameter_tree, read_parameters
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.model.transformer import ModelConfig, Parameters
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.requests import WeightsRefusedError
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,11 @@ class StagedWeights:
         free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
         is_full = free < SPARE_SHARE * self.bytes_per_device
         slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
-        return read_parameters(files, self._tree, plan=plan, expert_of_slot=slots, in_host_memory=is_full)
+        # On a CPU the steps need the cores.
+        num_threads = 1 if platform_of(plan.mesh) == "cpu" else 0
+        return read_parameters(
+            files, self._tree, plan=plan, expert_of_slot=slots, in_host_memory=is_full, num_threads=num_threads
+        )
 
 
 def _put(ready: Any, serving: Any) -> Any:
@@ -131,7 +136,7 @@ def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
 
 def _without_place(message: str, directory: str) -> str:
     """A message without the path that the client gave, plain or as Python quotes it."""
-    place = str(Path(directory))
+    place = directory.rstrip("/") if is_url(directory) else str(Path(directory))
     for spelled in (place, repr(place)[1:-1]):
         message = message.replace(f"{spelled}/", "").replace(spelled, "the checkpoint")
     return message

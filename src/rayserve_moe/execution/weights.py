@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, lowered_redundancy
-from rayserve_moe.checkpoints.files import CheckpointFiles
+from rayserve_moe.checkpoints.files import CheckpointFiles, open_checkpoint
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.names import SpecTree
-from rayserve_moe.config.settings import ExpertSettings, SettingsError
+from rayserve_moe.config.load import checkpoint_cache
+from rayserve_moe.config.settings import ExpertSettings, ModelSettings, SettingsError
 from rayserve_moe.execution.huge_pages import use_huge_pages
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.experts.config import ExpertConfig
@@ -72,6 +73,11 @@ def first_placement(config: ModelConfig) -> ExpertPlacement:
     )
 
 
+def open_model(model: ModelSettings) -> CheckpointFiles:
+    """Open the checkpoint that is served; what is read of a remote one is kept where `checkpoint_cache` says."""
+    return open_checkpoint(model.path, cache=checkpoint_cache(model.checkpoint_cache))
+
+
 def load_weights(
     files: CheckpointFiles, config: ModelConfig, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
 ) -> ModelWeights:
@@ -91,14 +97,16 @@ def read_parameters(
     plan: ParallelPlan,
     expert_of_slot: np.ndarray,
     in_host_memory: bool = False,
+    num_threads: int = 0,
 ) -> dict[str, Any]:
-    """Read a checkpoint by the rules of its family, laid out by a plan."""
+    """Read a checkpoint by the rules of its family, laid out by a plan, on `num_threads` (0: one per core)."""
     family = family_of(files.config)
     params = load_parameters(
         WeightSource(files, family.CHECKPOINT_RULES, expert_of_slot, getattr(family, "IGNORED", ())),
         tree,
         sharding_of=lambda spec: plan.sharding(spec.axes),
         in_host_memory=in_host_memory,
+        num_threads=num_threads,
     )
     if not in_host_memory and platform_of(plan.mesh) == "cpu":
         use_huge_pages(jax.tree.leaves(params))

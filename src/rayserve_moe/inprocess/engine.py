@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from rayserve_moe.checkpoints.model_path import resolve_model_path
+from rayserve_moe.checkpoints.model_path import located
+from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer, native_routing
@@ -130,7 +131,8 @@ class Engine:
         Requests that run go on under the new weights unless `abort_all_requests`. The prefix cache is flushed. Without
         `weight_version` the number after the last one is taken.
         """
-        path = str(resolve_model_path(str(model_path), cache_directory=default_cache_directory()).absolute())
+        path = located(str(model_path), cache_directory=default_cache_directory())
+        path = path if is_url(path) else str(Path(path).absolute())
         order = WeightOrder(path, weight_version, aborts_requests=abort_all_requests)
         return self.loop.control.update_weights(order).result()
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from rayserve_moe.checkpoints import loader
+from rayserve_moe.checkpoints import pieces
 from rayserve_moe.checkpoints.files import CheckpointError, CheckpointFiles, open_checkpoint
 from rayserve_moe.checkpoints.loader import PieceReader, WeightSource, load_parameters, read_region
 from rayserve_moe.checkpoints.names import tensor_places, walk
@@ -174,7 +174,7 @@ def test_replicas_are_read_once(single, reads):
 
 
 def test_what_there_is_no_room_to_keep_is_read_again(single, reads, monkeypatch):
-    monkeypatch.setattr(loader, "KEPT_BYTES", 0)
+    monkeypatch.setattr(pieces, "KEPT_BYTES", 0)
     held = _load_slots(open_checkpoint(single), SLOTS, num_redundant=4)
     assert max(reads.values()) == 5
     up = np.asarray(held["experts"]["up_MPDF"])

@@ -80,7 +80,7 @@ WRONG = {
     "chips beyond counting": ({"tpu_topology": f"4x4x{4 * 10**30}", "tpu_version": "v4"}, "tpu_topology .* is none"),
     "a root that depends on where one stands": (
         {"weight_roots": ["/good", "bad"]},
-        "weight_roots must be absolute directories, found 'bad'",
+        "weight_roots must be absolute directories or URLs, found 'bad'",
     ),
     "one root without a list": ({"weight_roots": "/good"}, "weight_roots must be a list of texts, found '/good'"),
     "one key for everything": ({"api_key": "k", "admin_api_key": "k"}, "admin_api_key is api_key"),

@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+from rayserve_moe.checkpoints.hub import hub_model
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.serving.start.environment import LAUNCHER, environment_of, token_path
@@ -56,9 +57,10 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
         ensure_token(token)
     folder, ports = _prepare(config)
     settings = config.settings.values()
+    online = {"HF_HUB_OFFLINE": "0"} if any(hub_model(one.model.path) for one in settings) else {}
     environment = environment_of(
         ports,
-        inherited,
+        {**online, **inherited},
         folder=folder,
         jax_platforms="" if any(one.cluster.tpu_topology for one in settings) else "cpu",
         longest_answer_s=max(one.server.drain_timeout_s for one in settings),

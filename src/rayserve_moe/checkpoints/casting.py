@@ -1,0 +1,48 @@
+"""Casts between the dtypes of weights, by integer operations that let other threads run.
+
+numpy copies and casts dtypes that are not its own, such as bfloat16, value by value, and holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_AS_INTEGERS = {2: np.uint16, 4: np.uint32}
+
+
+def assign(target: np.ndarray, values: np.ndarray) -> None:
+    """`target[...] = values`, cast to its dtype; both of a dtype that weights have."""
+    if values.dtype != target.dtype:
+        values = cast(values, target.dtype)
+    unsigned = _AS_INTEGERS[target.itemsize]
+    target.view(unsigned)[...] = values.view(unsigned)
+
+
+def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Values in float32 or bfloat16, rounded to nearest, ties to even; finite values alone are rounded so."""
+    if values.dtype == dtype:
+        return values
+    wide = _widened(values)
+    return _narrowed(wide) if dtype == BFLOAT16 else wide.astype(dtype, copy=False)
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    """float32 of bfloat16, float16 or float32: exact."""
+    if values.dtype != BFLOAT16:
+        return values.astype(np.float32, copy=False)
+    bits = values.view(np.uint16).astype(np.uint32)
+    bits <<= 16
+    return bits.view(np.float32)
+
+
+def _narrowed(values: np.ndarray) -> np.ndarray:
+    """bfloat16 of float32: the upper half of the bits, after adding half of its last place."""
+    bits = values.view(np.uint32)
+    rounding = bits >> 16
+    rounding &= 1
+    rounding += 0x7FFF
+    rounding += bits
+    rounding >>= 16
+    return rounding.astype(np.uint16).view(BFLOAT16)

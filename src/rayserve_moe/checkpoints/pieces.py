@@ -1,0 +1,159 @@
+"""Reading pieces of tensors for many threads: each once where several devices hold it, and remote ones ahead."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe.checkpoints.casting import cast
+from rayserve_moe.checkpoints.files import CheckpointFiles
+from rayserve_moe.checkpoints.header import DTYPES
+from rayserve_moe.checkpoints.read_ahead import ReadAhead
+from rayserve_moe.checkpoints.remote import NUM_CONNECTIONS, RANGE_BYTES
+
+KEPT_BYTES = 4 << 30
+"""Most bytes kept for later devices; beyond that a slice is read again, most likely from the page cache."""
+AHEAD_BYTES = NUM_CONNECTIONS * RANGE_BYTES
+"""Most bytes of a remote checkpoint that are read and not taken yet."""
+
+MOST_BEGUN = 256
+"""Parts that wait for a thread."""
+
+Range = tuple[int, int]
+Region = tuple[Range, ...]
+Piece = tuple[str, Region]
+"""A tensor's name, and `[from, to)` for each of its dimensions in the file."""
+Ahead = ReadAhead[Piece, np.ndarray]
+
+
+def as_read(files: CheckpointFiles, piece: Piece) -> Piece:
+    """The piece that is read for one: of a remote tensor whole rows, since they lie together, and are read once."""
+    name, region = piece
+    if not files.is_remote or name in files.quantized or not region:
+        return piece
+    return name, (*region[:-1], (0, files.tensors[name].shape[-1]))
+
+
+def _fail(future: Future[np.ndarray], _: Any, error: BaseException | None, *__: object) -> None:
+    if error is not None:
+        future.set_exception(error)
+
+
+def _num_values(piece: Piece) -> int:
+    return math.prod(stop - start for start, stop in piece[1])
+
+
+def read_piece(files: CheckpointFiles, piece: Piece) -> np.ndarray:
+    """Read a piece in the file's orientation and dtype."""
+    name, region = piece
+    return files.read(name, tuple(slice(*bounds) for bounds in region))
+
+
+class PieceReader:
+    """Reads pieces in any order, in any thread, keeping those that will be needed again, in the smaller of two dtypes.
+
+    `wanted` are pieces `as_read`, as often as they will be taken.
+    """
+
+    def __init__(
+        self, files: CheckpointFiles, wanted: Iterable[Piece], *, dtype: np.dtype, ahead: Ahead | None = None
+    ) -> None:
+        self._files, self._dtype, self._ahead = files, dtype, ahead
+        self._times_wanted = Counter(wanted)
+        self._kept: dict[Piece, Future[np.ndarray]] = {}
+        self._were_read: set[Piece] = set()
+        self._changing = threading.Lock()
+        self.kept_bytes = 0
+
+    def take(self, piece: Piece) -> np.ndarray:
+        """Return a piece in the file's orientation and dtype, or in the parameter's where that is smaller."""
+        whole = as_read(self._files, piece)
+        values = self._take(whole)
+        if whole == piece:
+            return values
+        (first, last), (start, _) = piece[1][-1], whole[1][-1]
+        return values[..., first - start : last - start]
+
+    def _take(self, piece: Piece) -> np.ndarray:
+        with self._changing:
+            self._times_wanted[piece] -= 1
+            is_wanted = self._times_wanted[piece] > 0
+            kept = self._kept.get(piece)
+            mine: Future[np.ndarray] | None = None
+            if kept is None and is_wanted and self.kept_bytes + self._num_bytes(piece) <= KEPT_BYTES:
+                mine = self._kept[piece] = Future()
+                self.kept_bytes += self._num_bytes(piece)
+            elif kept is not None and not is_wanted:
+                del self._kept[piece]
+                self.kept_bytes -= self._num_bytes(piece)
+            is_first = piece not in self._were_read
+            self._were_read.add(piece)
+        if kept is not None:
+            return kept.result()
+        with ExitStack() as undo:
+            if mine is not None:
+                undo.push(partial(_fail, mine))
+            values = self._read(piece, is_first=is_first)
+        if mine is not None:
+            mine.set_result(values)
+        return values
+
+    def _read(self, piece: Piece, *, is_first: bool) -> np.ndarray:
+        values = self._ahead.take(piece) if self._ahead and is_first else read_piece(self._files, piece)
+        return cast(values, self._dtype) if values.itemsize > self._dtype.itemsize else values
+
+    def _num_bytes(self, piece: Piece) -> int:
+        return _num_values(piece) * self._dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OpenedPieces:
+    """The threads that fill shards, and what reads ahead for them where the checkpoint is remote."""
+
+    pool: ThreadPoolExecutor
+    ahead: Ahead | None
+
+
+@contextmanager
+def opened_pieces(files: CheckpointFiles, pieces: Iterable[Piece], *, num_threads: int) -> Generator[OpenedPieces]:
+    """Threads for a load that takes `pieces`, of which those of a remote checkpoint begin to be read.
+
+    `num_threads` is one per core where it is 0.
+    """
+    with ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), thread_name_prefix="shards") as pool:
+        if not files.is_remote:
+            yield OpenedPieces(pool, None)
+            return
+        sized = ((piece, _num_values(piece) * DTYPES[files.tensors[piece[0]].dtype].itemsize) for piece in pieces)
+        with ReadAhead(
+            lambda piece: read_piece(files, piece), sized, num_threads=NUM_CONNECTIONS, most_bytes=AHEAD_BYTES
+        ) as ahead:
+            yield OpenedPieces(pool, ahead)
+
+
+def fill_all(pool: ThreadPoolExecutor, parts: Iterable[Region], *, fill: Callable[[Region], None]) -> None:
+    """Fill parts in their order, all threads together; raises the first error once none is being filled."""
+    begun: deque[Future[None]] = deque()
+    try:
+        for part in parts:
+            begun.append(pool.submit(fill, part))
+            if len(begun) > MOST_BEGUN:
+                begun.popleft().result()
+        while begun:
+            begun.popleft().result()
+    finally:
+        for future in begun:
+            future.cancel()
+        for future in begun:
+            if not future.cancelled():
+                future.exception()
