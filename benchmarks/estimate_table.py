@@ -19,8 +19,8 @@ def step_estimate(cases: Mapping[str, Any]) -> str:
     rows = [[case, *_step(found)] for case, found in cases.items()]
     heading = ["step", "ops a layer", "small ones", "bundles a layer", "HBM a layer, MB", "layer, us", "step, ms"]
     steps = markdown_table([*heading, "roofline, ms", "bound", "share of roofline"], rows)
-    ops = [[case, *_op(op)] for case, found in cases.items() for op in found["largest_in_layer"]]
-    named = markdown_table(["largest in a layer of", "scope", "op", "times", "us", "bundles", "HBM, MB"], ops)
+    ops = [[case, *_op(op)] for case, found in cases.items() for op in found["ops_in_layer"]]
+    named = markdown_table(["largest in a layer of", "scope", "source", "op", "times", "us", "bundles", "HBM, MB"], ops)
     return "\n\n".join([NOTE.format(overhead=first["overhead_us"]), steps, named])
 
 
@@ -42,6 +42,7 @@ def _step(found: Mapping[str, Any]) -> list[str]:
 def _op(op: Mapping[str, Any]) -> list[str]:
     return [
         op["scope"] or "-",
+        op["source"] or "-",
         op["name"],
         f"{op['times']:.0f}",
         f"{op['us']:,.1f} ({op['bare_us']:,.1f})",

@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, int]] = {
 """Program, and sequences per data rank; a prefill step has 8192 prompt tokens per data rank besides."""
 
 KEY = "step_estimate"
+NUM_KEPT = 10
+"""Ops of a layer, and of the rest, that the result file keeps: those that cost most."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -42,7 +44,8 @@ def run(case: str) -> dict[str, Any]:
     (found,) = json.loads(done.stdout)["programs"]
     if found["error"]:
         raise RuntimeError(f"{case}: {found['error']}")
-    return found["estimate"]
+    estimate = found["estimate"]
+    return estimate | {name: estimate[name][:NUM_KEPT] for name in ("ops_in_layer", "ops_outside")}
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from rayserve_moe.tools.source_lines import source_lines
+
 ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 """Bytes of an element where the digits in the type's name do not say it."""
 
@@ -23,6 +25,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CONSTANT = re.compile(r"^(\d+)\)")
 _CONTROL = ("while", "conditional", "call", "async-start", "call-start")
 _NO_ESTIMATE = 1 << 62
@@ -110,10 +113,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class ProgramText:
-    """A program's computations by name, each a list of instructions in the order of execution."""
+    """A program's computations by name, each a list of instructions in the order of execution.
+
+    `sources` are lines of source by the id of a stack frame (`source_lines`).
+    """
 
     entry: str
     computations: dict[str, list[Instruction]] = field(repr=False)
+    sources: dict[int, str] = field(default_factory=dict, repr=False)
 
     def executions(self) -> Iterator[Execution]:
         """All executed instructions, loops and branches unfolded."""
@@ -125,6 +132,14 @@ class ProgramText:
             return [instruction]
         inside = [part for name in instruction.called for part in self.computations.get(name, [])]
         return [part for nested in inside for part in self.fused(nested)]
+
+    def source_of(self, instruction: Instruction) -> str:
+        """The line of source that an instruction, or what it is made of, was traced from; empty where none is known."""
+        for part in [instruction, *self.fused(instruction)]:
+            for frame in _FRAME.findall(part.attributes):
+                if int(frame) in self.sources:
+                    return self.sources[int(frame)]
+        return ""
 
     def _executions(self, computation: str, *, times: int, is_least: bool) -> Iterator[Execution]:
         for instruction in self.computations[computation]:
@@ -163,7 +178,7 @@ def read_program(text: str) -> ProgramText:
                 computations[current].append(_instruction(found))
     if not entry:
         raise ValueError("the text of the program has no entry computation")
-    return ProgramText(entry, computations)
+    return ProgramText(entry, computations, source_lines(text))
 
 
 def _instruction(found: re.Match[str]) -> Instruction:

@@ -64,12 +64,12 @@ def every_section() -> dict:
     memory = dict.fromkeys(("peak", "temporaries", "limit"), 2_500_000_000)
     compiled = {"name": "decode", "memory": memory, "collectives": [], "copied_bytes": {}, "compile_s": 1.5}
     part = dict.fromkeys(("num_ops", "small_ops", "bundles", "hbm_bytes", "seconds", "bare_seconds"), 0.5)
-    named = {"scope": "experts", "name": "fusion.1"} | dict.fromkeys(
+    named = {"scope": "experts", "source": "", "name": "fusion.1"} | dict.fromkeys(
         ("times", "us", "bare_us", "bundles", "hbm_bytes"), 1
     )
     estimated = {
         "overhead_us": 1.2, "layer": part, "step": part, "roofline": {"hbm_s": 0.25}, "bound": "hbm",
-        "share_of_roofline": 0.5, "bare_share_of_roofline": 1.0, "largest_in_layer": [named],
+        "share_of_roofline": 0.5, "bare_share_of_roofline": 1.0, "ops_in_layer": [named],
     }  # fmt: skip
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
     moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}

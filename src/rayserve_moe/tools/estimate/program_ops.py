@@ -29,17 +29,19 @@ _NOT_SCOPES = re.compile(
 
 @dataclass(frozen=True)
 class Op:
-    """One op of one execution on one device; `scope` is where its source has it, by `jax.named_scope`.
+    """One op of one execution on one device.
 
-    It copies `hbm_bytes` and keeps links busy for `link_s`. `starts_at` is the place in its block of the op that
-    started it, where it goes on beside those in between. `bundles` are those of one core. A kernel that leaves cores of
-    its device idle has one core's share of the bandwidth: `idle_factor` is cores over those in use. `is_least`: some of
-    its loops count once for want of more.
+    `scope` is where its source has it, by `jax.named_scope`, `source` the line that it, or the first of its parts, was
+    traced from. It copies `hbm_bytes` and keeps links busy for `link_s`; `bundles` are those of one core. `starts_at`
+    is the place in its block of the op that started it, where it goes on beside those in between. A kernel that leaves
+    cores of its device idle has one core's share of the bandwidth: `idle_factor` is cores over those in use.
+    `is_least`: some of its loops count once because only a run knows their trips.
     """
 
     name: str
     opcode: str
     scope: str
+    source: str = ""
     bundles: float = 0.0
     hbm_bytes: float = 0.0
     link_s: float = 0.0
@@ -129,7 +131,8 @@ class ProgramReader:
         if not kernel and spent.hbm_bytes is not None:
             moved = spent.hbm_bytes * share
         name, opcode, idle = instruction.name, instruction.opcode, cores / share
-        return [Op(name, opcode, scope, spent.bundles, moved, idle_factor=idle, is_least=spent.is_least)]
+        source = self.program.source_of(instruction)
+        return [Op(name, opcode, scope, source, spent.bundles, moved, idle_factor=idle, is_least=spent.is_least)]
 
     def _completed(
         self, start: Instruction, scope: str, by_name: dict[str, Instruction], *, done: Instruction, place: int
@@ -157,7 +160,8 @@ class ProgramReader:
         sent = sum(_largest(operand.shapes).num_bytes for operand in operands)
         if operation == "ragged-all-to-all":
             sent = min(_largest(one.shapes).num_bytes for one in (operands[0], done))
-        return Op(instruction.name, operation, scope, link_s=self.place.seconds(operation, sent, groups=groups))
+        source = self.program.source_of(instruction)
+        return Op(instruction.name, operation, scope, source, link_s=self.place.seconds(operation, sent, groups=groups))
 
 
 def scope_of(instruction: Instruction, program: ProgramText) -> str:

@@ -15,7 +15,7 @@ from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 from rayserve_moe.tools.hlo_text import ProgramText
 
 NUM_NAMED = 10
-"""Ops that a report names of a layer, and of what is outside of layers."""
+"""Ops of a layer that are printed; as JSON a report has all."""
 MICROSECOND = 1e-6
 
 
@@ -27,6 +27,7 @@ class NamedOp:
 
     name: str
     scope: str
+    source: str
     times: float
     us: float
     bare_us: float
@@ -41,7 +42,7 @@ class EstimateReport:
     """The estimate of a step with `num_layers` layers, from schedules alone: nothing in it was measured.
 
     Fewer `compiled_layers` than that can be too few: what grows with the model (tables of experts, the KV pool) is as
-    small as they are.
+    small as they are. Ops are sorted by what they cost, the largest first.
     `overhead_us` is what each op is charged beyond its work; no device has confirmed it, so every time is given without
     it too (`bare_seconds`). `share_of_roofline` has it in, `bare_share_of_roofline` has not.
     """
@@ -56,8 +57,8 @@ class EstimateReport:
     share_of_roofline: float
     bare_share_of_roofline: float
     scopes: dict[str, Part]
-    largest_in_layer: list[NamedOp]
-    largest_outside: list[NamedOp]
+    ops_in_layer: list[NamedOp]
+    ops_outside: list[NamedOp]
     num_open_ops: int
 
 
@@ -92,8 +93,8 @@ class Estimator:
             found.roofline.seconds / found.step.seconds,
             found.roofline.seconds / found.step.bare_seconds,
             found.by_scope(),
-            [_named(one) for one in found.largest(NUM_NAMED)],
-            [_named(one) for one in found.largest(NUM_NAMED, in_layer=False)],
+            [_named(one) for one in found.by_cost()],
+            [_named(one) for one in found.by_cost(in_layer=False)],
             len(found.open_ops),
         )
 
@@ -117,7 +118,7 @@ def estimate_lines(report: EstimateReport) -> Iterator[str]:
         f"{layer.small_ops:.0f} of them small, {layer.bundles:,.0f} bundles, {layer.hbm_bytes / 1e6:.1f} MB of HBM, "
         f"links {layer.link_s * 1e6:.1f} us"
     )
-    for one in report.largest_in_layer:
+    for one in report.ops_in_layer[:NUM_NAMED]:
         at_least = ", at least" if one.is_least else ""
         yield (
             f"      {one.us:8.1f} ({one.bare_us:.1f}) us  {one.scope or '-'}: {one.times:.0f} x {one.name}, "
@@ -130,6 +131,7 @@ def _named(one: OpTime) -> NamedOp:
     return NamedOp(
         op.name,
         op.scope,
+        op.source,
         times,
         one.seconds * times / MICROSECOND,
         one.bare_seconds * times / MICROSECOND,

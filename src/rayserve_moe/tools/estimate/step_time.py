@@ -82,10 +82,10 @@ class Estimate:
         """The roofline over the estimate: one where nothing is lost."""
         return self.roofline.seconds / self.step.seconds if self.step.seconds else 0.0
 
-    def largest(self, count: int, *, in_layer: bool = True) -> list[OpTime]:
-        """The ops that cost most in one layer, or outside the layers."""
+    def by_cost(self, *, in_layer: bool = True) -> list[OpTime]:
+        """The ops of one layer, or outside the layers, the most costly first."""
         ops = [one for one in self.ops if one.in_layer == in_layer]
-        return sorted(ops, key=lambda one: -one.seconds * one.times)[:count]
+        return sorted(ops, key=lambda one: -one.seconds * one.times)
 
     def by_scope(self) -> dict[str, Part]:
         """What each named scope of a layer costs."""
