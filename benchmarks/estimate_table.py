@@ -16,8 +16,17 @@ NOTE = (
 def step_estimate(cases: Mapping[str, Any]) -> str:
     """A row per step, then the ops that cost most in a layer of each."""
     first = next(iter(cases.values()))
-    rows = [[case, *_step(found)] for case, found in cases.items()]
-    heading = ["step", "ops a layer", "small ones", "bundles a layer", "HBM a layer, MB", "layer, us", "step, ms"]
+    rows = [[case, found["compiled_layers"], *_step(found)] for case, found in cases.items()]
+    heading = [
+        "step",
+        "layers compiled",
+        "ops a layer",
+        "small ones",
+        "bundles a layer",
+        "HBM a layer, MB",
+        "layer, us",
+        "step, ms",
+    ]
     steps = markdown_table([*heading, "roofline, ms", "bound", "share of roofline"], rows)
     ops = [[case, *_op(op)] for case, found in cases.items() for op in found["ops_in_layer"]]
     named = markdown_table(["largest in a layer of", "scope", "source", "op", "times", "us", "bundles", "HBM, MB"], ops)

@@ -68,7 +68,8 @@ def every_section() -> dict:
         ("times", "us", "bare_us", "bundles", "hbm_bytes"), 1
     )
     estimated = {
-        "overhead_us": 1.2, "layer": part, "step": part, "roofline": {"hbm_s": 0.25}, "bound": "hbm",
+        "overhead_us": 1.2, "compiled_layers": 3, "layer": part, "step": part,
+        "roofline": {"hbm_s": 0.25}, "bound": "hbm",
         "share_of_roofline": 0.5, "bare_share_of_roofline": 1.0, "ops_in_layer": [named],
     }  # fmt: skip
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
