@@ -66,6 +66,12 @@ def test_slices_that_are_taken_are_refused_and_nothing_stays_reserved(told: Told
     assert told["left after the refusal"]
 
 
+def test_a_wait_for_slices_is_given_up_at_once_and_nothing_stays_reserved(told: Told) -> None:
+    """Also where one of two slices was there already."""
+    assert 0.0 <= told["seconds to give up"] < 5.0
+    assert told["left after giving up"]
+
+
 def test_a_release_gives_everything_back(told: Told) -> None:
     assert told["all is given back"] and told["all is given back again"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ import ray
 from ray._private.accelerators import tpu
 from ray.cluster_utils import Cluster
 
-from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
+from rayserve_moe.cluster.slice_placement import GivenUpError, SliceReservation, reserve_slice
 from rayserve_moe.config.settings import ClusterSettings, ModelSettings, ParallelSettings, Settings
 from rayserve_moe.rollouts.replica_pool import num_replicas_for
 
@@ -92,6 +93,22 @@ def refusal_of(num_slices: int) -> str:
     return "none"
 
 
+def seconds_to_give_up(num_slices: int) -> float:
+    """How long a reservation that cannot succeed goes on after it was given up; -1 where it ended otherwise."""
+    given_up, set_at = threading.Event(), []
+
+    def give_up() -> None:
+        set_at.append(time.monotonic())
+        given_up.set()
+
+    threading.Timer(3.0, give_up).start()
+    try:
+        reserve_slice(SETTINGS, num_hosts=2 * num_slices, num_slices=num_slices, given_up=given_up)
+    except GivenUpError:
+        return time.monotonic() - set_at[0]
+    return -1.0
+
+
 def replicas_of(num_slices: int) -> int:
     """Engines that the rollout job would start, each over so many slices."""
     parallel = ParallelSettings(num_hosts=2 * num_slices, num_slices=num_slices)
@@ -108,6 +125,8 @@ def tell_all() -> dict[str, Any]:
     told["replicas beside one"] = replicas_of(1)
     told["refusal of two more"] = refusal_of(2)
     told["left after the refusal"] = wait_for(lambda: free_resources() == {"TPU": 2 * CHIPS, "TPU-v6e-8-head": 2.0})
+    told["seconds to give up"] = seconds_to_give_up(2)
+    told["left after giving up"] = wait_for(lambda: free_resources() == {"TPU": 2 * CHIPS, "TPU-v6e-8-head": 2.0})
     one.release()
     told["all is given back"] = wait_for(lambda: free_resources() == told["at the start"])
     both = reserve_slice(SETTINGS, num_hosts=4, num_slices=2)

@@ -12,15 +12,17 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from ray.util.tpu import get_tpu_coordinator_env_vars, slice_placement_group
+from ray.util.tpu import get_tpu_coordinator_env_vars, infer_tpu_pod_type_from_topology, slice_placement_group
 
 from rayserve_moe.config.settings import ClusterSettings
-from rayserve_moe.config.topology import slice_for
+from rayserve_moe.config.topology import TpuSlice, slice_for
 
 RAY_VERSIONS = {"v5e": "v5litepod"}
 """What Ray calls a generation, where it has a name of its own."""
 
 WORKER_ID_LABEL = "ray.io/tpu-worker-id"
+POD_TYPE_LABEL = "ray.io/tpu-pod-type"
+SLICE_NAME_LABEL = "ray.io/tpu-slice-name"
 POLL_S = 0.25
 
 Host = tuple[int, dict[str, str]]
@@ -67,11 +69,11 @@ def reserve_slice(
 
     On TPU the slices are named by `tpu_topology` and `tpu_version`: a plain placement group could mix hosts of two. On
     a CPU cluster hosts are spread over the nodes there are. SettingsError for a number of hosts that the slices do not
-    have, before anything is reserved; TimeoutError after `start_timeout_s`, and nothing stays reserved; nor does it
-    where CPU hosts are `given_up`, with GivenUpError.
+    have, before anything is reserved; TimeoutError after `start_timeout_s`, GivenUpError once another thread has set
+    `given_up`: then nothing stays reserved.
     """
     if cluster.tpu_topology:
-        return _reserve_tpu(cluster, num_hosts=num_hosts, num_slices=num_slices)
+        return _reserve_tpu(cluster, num_hosts=num_hosts, num_slices=num_slices, given_up=given_up or threading.Event())
     return _reserve_cpu(cluster, num_hosts, given_up or threading.Event())
 
 
@@ -104,34 +106,57 @@ def _reserve_cpu(cluster: ClusterSettings, num_hosts: int, given_up: threading.E
     return SliceReservation(group, resources, tuple((i, {}) for i in range(num_hosts)))
 
 
-def _reserve_tpu(cluster: ClusterSettings, *, num_hosts: int, num_slices: int) -> SliceReservation:
+def _reserve_tpu(
+    cluster: ClusterSettings, *, num_hosts: int, num_slices: int, given_up: threading.Event
+) -> SliceReservation:
     """Reserve the head of each slice, then all hosts that carry the slice's name."""
     tpu = slice_for(cluster, num_hosts=num_hosts, num_slices=num_slices)
-    timeout_s = cluster.start_timeout_s
-    refusal = (
-        f"the cluster had no {num_slices} free {tpu.version} slices of topology {tpu.topology} "
-        f"({num_hosts} hosts of {tpu.chips_per_host} chips in all) within {timeout_s} s"
-    )
-    try:
-        slices = slice_placement_group(
-            tpu.topology,
-            RAY_VERSIONS.get(tpu.version, tpu.version),
-            num_slices=num_slices,
-            chips_per_vm=tpu.chips_per_host,
-            head_reservation_timeout_s=timeout_s,
-        )
-    except TimeoutError as error:
-        raise TimeoutError(refusal) from error
-    group = slices.placement_group
-    assert group is not None and slices.num_hosts == num_hosts, "Ray counts other hosts than the topology has"
-    try:
-        ray.get(group.ready(), timeout=timeout_s)
-    except GetTimeoutError as error:
-        slices.shutdown()
-        raise TimeoutError(refusal) from error
-    slices.release_head_pgs()
-    hosts = _number_hosts(group, num_slices=num_slices, hosts_per_slice=tpu.num_hosts)
+    deadline = time.monotonic() + cluster.start_timeout_s
+    with ExitStack() as heads, ExitStack() as undo:
+        try:
+            labels = []
+            if tpu.num_hosts > 1:
+                for _ in range(num_slices):
+                    name = _reserve_head(tpu, heads, deadline=deadline, given_up=given_up)
+                    labels += [{SLICE_NAME_LABEL: name}] * tpu.num_hosts
+            slices = slice_placement_group(
+                tpu.topology,
+                _ray_version(tpu),
+                num_slices=num_slices,
+                chips_per_vm=tpu.chips_per_host,
+                bundle_label_selector=labels or None,
+            )
+            undo.callback(slices.shutdown)
+            group = slices.placement_group
+            assert group is not None and slices.num_hosts == num_hosts, "Ray counts other hosts than the topology has"
+            get(group.ready(), timeout_s=deadline - time.monotonic(), given_up=given_up)
+        except GetTimeoutError as error:
+            raise TimeoutError(
+                f"the cluster had no {num_slices} free {tpu.version} slices of topology {tpu.topology} "
+                f"({num_hosts} hosts of {tpu.chips_per_host} chips in all) within {cluster.start_timeout_s} s"
+            ) from error
+        hosts = _number_hosts(group, num_slices=num_slices, hosts_per_slice=tpu.num_hosts)
+        undo.pop_all()
     return SliceReservation(group, {"TPU": float(slices.devices_per_host)}, hosts)
+
+
+def _reserve_head(tpu: TpuSlice, heads: ExitStack, *, deadline: float, given_up: threading.Event) -> str:
+    """Hold the head of a free slice until `heads` is closed; returns the slice's name.
+
+    Ray's own function waits for a head in one call that nothing ends before its time.
+    """
+    pod_type = infer_tpu_pod_type_from_topology(tpu.topology, f"TPU-{_ray_version(tpu).upper()}")
+    selector = {WORKER_ID_LABEL: "0", POD_TYPE_LABEL: str(pod_type)}
+    group = placement_group([{f"TPU-{pod_type}-head": 1}], bundle_label_selector=[selector])
+    heads.callback(remove_placement_group, group)
+    get(group.ready(), timeout_s=deadline - time.monotonic(), given_up=given_up)
+    (node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
+    return node["Labels"][SLICE_NAME_LABEL]
+
+
+def _ray_version(tpu: TpuSlice) -> str:
+    return RAY_VERSIONS.get(tpu.version, tpu.version)
 
 
 def _number_hosts(group: PlacementGroup, *, num_slices: int, hosts_per_slice: int) -> tuple[Host, ...]:
