@@ -14,11 +14,24 @@ import pytest
 import yaml
 from ray.serve import Application
 
+from rayserve_moe.checkpoints.hub import hub_model
 from rayserve_moe.config.load import settings_from_yaml
 from rayserve_moe.rollouts import batch_job
 from rayserve_moe.serving.app import build
 from tests.deploy import crds
-from tests.deploy.manifests import FOLDER, JOBS, ROOT, SERVED, Document, Manifest, complaints, read_all, shared
+from tests.deploy.manifests import (
+    FOLDER,
+    JOBS,
+    ROOT,
+    SERVED,
+    Document,
+    Manifest,
+    complaints,
+    container_of,
+    environment_of,
+    read_all,
+    shared,
+)
 
 DEFINITIONS = os.environ.get("RAYSERVE_MOE_KUBERAY_CRDS", "")
 needs_definitions = pytest.mark.skipif(
@@ -263,6 +276,36 @@ def test_every_host_can_read_what_is_shared():
         assert claim["apiVersion"] == "v1" and claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for config_map in config_maps.values():
         assert all(isinstance(value, str) for value in config_map["data"].values())
+
+
+def test_the_download_fills_the_directory_that_is_served():
+    """By the image of the manifests, as their user, on their claim, with a token that may be missing."""
+    (job,) = read_all(FOLDER / "job-download.yaml")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    served = Manifest.read(V6E)
+    head = container_of(served.pods["head"])
+    assert container["image"] == head["image"]
+    assert pod["securityContext"] == served.pods["head"]["spec"]["securityContext"]
+    ((mount,), (volume,)) = container["volumeMounts"], pod["volumes"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "rayserve-moe-models"} and not mount.get("readOnly")
+    program, verb, model, option, target = container["command"]
+    assert (program, verb, option) == ("hf", "download", "--local-dir")
+    assert target == served.settings.model.path and target.startswith(f"{mount['mountPath']}/")
+    assert hub_model(model) is not None and model.partition("/")[2] == Path(target).name
+    given = environment_of(container)
+    assert given["HF_HUB_OFFLINE"] == "0" and given["HF_TOKEN"]["secretKeyRef"]["optional"] is True
+
+
+def test_a_bucket_stands_in_for_the_claim_of_the_models():
+    """Under the name that the manifests mount, bound to the volume beside it, and read only."""
+    volume, claim = read_all(FOLDER / "weights-bucket.yaml")
+    assert claim["metadata"] == {"name": "rayserve-moe-models"} == {"name": claim["spec"]["volumeName"]}
+    assert volume["metadata"]["name"] == claim["spec"]["volumeName"]
+    assert volume["spec"]["csi"]["driver"] == "gcsfuse.csi.storage.gke.io" and volume["spec"]["csi"]["readOnly"] is True
+    for same in ("accessModes", "storageClassName"):
+        assert volume["spec"][same] == claim["spec"][same]
+    assert claim["spec"]["resources"]["requests"] == volume["spec"]["capacity"]
 
 
 def test_every_tpu_config_names_a_slice_that_exists():

@@ -18,8 +18,8 @@ from rayserve_moe.serving.schemas.openai import ChatBody
     [
         (ChatBody, {"messages": []}, "`messages` should have at least 1 item, not 0"),
         (ChatBody, {}, "`messages` is required"),
-        (UpdateWeightsBody, {"model_path": "step-1"}, "`model_path` should be an absolute path"),
-        (UpdateWeightsBody, {"model_path": "/a\0b"}, "`model_path` should be an absolute path"),
+        (UpdateWeightsBody, {"model_path": "step-1"}, "`model_path` should be an absolute path or a URL"),
+        (UpdateWeightsBody, {"model_path": "/a\0b"}, "`model_path` should be an absolute path or a URL"),
         (UpdateWeightsBody, {"model_path": "/" * 9999}, "`model_path` should have at most 4096 characters"),
     ],
 )
