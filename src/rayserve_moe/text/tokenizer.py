@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import decoders
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from rayserve_moe.config.given_files import GivenFileError, one_line, opened, read_json_object
 from rayserve_moe.text.token_length import longest_token_bytes
@@ -120,7 +120,9 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
     for file in {directory / TOKENIZER_FILE, *directory.glob("*.json"), *directory.glob("*.jinja")}:
         _check_opens(file)
     try:
-        backing = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        backing = AutoTokenizer.from_pretrained(
+            directory, config=_config_of(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the tokenizers library raises nothing more special
         raise TokenizerError(one_line(f"{directory}: no usable tokenizer: {error}")) from error
     if not isinstance(backing, PreTrainedTokenizerFast):
@@ -131,6 +133,22 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
             f"{directory}: its tokenizer decodes by {type(decoder).__name__}; only ByteLevel is supported"
         )
     return backing
+
+
+def _config_of(directory: Path) -> PreTrainedConfig | None:
+    """What transformers chooses a tokenizer by: the type of the model, none of its values; None leaves it to find one.
+
+    Its reader of a whole config refuses values that do not concern a tokenizer, and that other readers take.
+    """
+    try:
+        config = read_json_object(directory / "config.json")
+    except GivenFileError:
+        return None
+    kind, named = config.get("model_type"), config.get("tokenizer_class")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return None
+    named_class = {"tokenizer_class": named} if isinstance(named, str) else {}
+    return AutoConfig.for_model(kind, name_or_path=str(directory), **named_class)
 
 
 def _check_opens(file: Path) -> None:

@@ -134,3 +134,21 @@ def test_whatever_its_files_hold_is_one_clear_error(tmp_path, directory, name, d
     with pytest.raises(TokenizerError, match=message) as refusal:
         Tokenizer(path)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "deepseek_v3", "n_shared_experts": None},
+        {"model_type": "qwen3_moe", "num_experts": None, "num_local_experts": 4},
+        {"model_type": "mixtral", "attention_dropout": "none"},
+        {"model_type": "of_nobody"},
+    ],
+    ids=str,
+)
+def test_values_that_do_not_concern_a_tokenizer_do_not_keep_it_from_loading(tmp_path, directory, config):
+    """The config of a model is read, and refused, elsewhere; the readers of transformers are stricter than others."""
+    path = shutil.copytree(directory, tmp_path / "model")
+    before = Tokenizer(path).backing.get_vocab()
+    (path / "config.json").write_text(json.dumps(config))
+    assert Tokenizer(path).backing.get_vocab() == before
