@@ -166,7 +166,10 @@ def _check_divisible(spec: ModelSpec, plan: ParallelPlan) -> None:
         "num_attention_heads": (spec.attention.num_heads, tensor),
         "num_key_value_heads": (kv_heads * kv_repeats(spec, tensor), tensor),
         "intermediate_size": (spec.dense_intermediate_size if spec.dense_layer_ids else tensor, tensor),
-        "width of the shared expert": (spec.experts.shared_size if spec.experts.shared != "none" else tensor, tensor),
+        "shared_expert_intermediate_size (or moe_intermediate_size times shared experts)": (
+            spec.experts.shared_size if spec.experts.shared != "none" else tensor,
+            tensor,
+        ),
     }
     for name, (size, parts) in sizes.items():
         if size % parts:
