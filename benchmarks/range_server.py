@@ -60,8 +60,7 @@ class RangeServer:
         self.sent, self.faults, self.changing = Sent(), Faults(), threading.Lock()
         self.answers: dict[str, bytes] = {}
         self.headers: dict[str, str] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Answering,), {"served": self}))
-        self._server.daemon_threads = True
+        self._server = _Quiet(("127.0.0.1", 0), type("Bound", (_Answering,), {"served": self}))
 
     @property
     def url(self) -> str:
@@ -90,6 +89,15 @@ class RangeServer:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Quiet(ThreadingHTTPServer):
+    """A client that is gone is no error."""
+
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Nothing is said."""
 
 
 class _Answering(BaseHTTPRequestHandler):

@@ -75,7 +75,8 @@ def cause_of(error: BaseException) -> Cause:
     if status in TRANSIENT_STATUSES:
         return Cause(f"the server answers {status}", is_transient=True)
     if status is not None and 400 <= status < 500:
-        return Cause(MEANINGS.get(status, f"the server answers {status}: {_said(error)}"), is_missing=status == 404)
+        # What it says beside may hold an address that is signed.
+        return Cause(MEANINGS.get(status, f"the server answers {status}"), is_missing=status == 404)
     if isinstance(error, FileNotFoundError):
         # The HTTP file system says so of whatever kept it from learning the size.
         return Cause(MEANINGS[404], is_missing=True) if error.__cause__ is None else cause_of(error.__cause__)

@@ -1,12 +1,14 @@
-"""Configs of models without weights: of a directory, or one of the presets."""
+"""Configs of models without weights: of a directory or URL, or one of the presets."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rayserve_moe.checkpoints.files import CONFIG_FILE
-from rayserve_moe.config.given_files import GivenFileError, read_json_object
+from rayserve_moe.checkpoints.files import CONFIG_FILE, CheckpointError
+from rayserve_moe.checkpoints.files import read_config as read_remote
+from rayserve_moe.checkpoints.hub import hub_model
+from rayserve_moe.config.given_files import GivenFileError, is_url, read_json_object
 from rayserve_moe.model.family_table import spec_from_config
 
 PRESETS = Path(__file__).parents[1] / "model" / "presets"
@@ -22,20 +24,35 @@ def preset_names() -> list[str]:
 
 
 def read_config(model: str, *, num_layers: int = 0) -> dict[str, Any]:
-    """The parsed `config.json` of a preset or of a directory; `num_layers` > 0 keeps only that many of its layers.
+    """The parsed `config.json` of a preset, a directory, a URL or a model of the Hub; `num_layers` > 0 keeps only that
+    many of its layers.
 
     PresetError where `model` is neither, the file is no JSON object, or it has fewer layers.
     """
-    path = PRESETS / f"{model}.json" if model in preset_names() else Path(model).expanduser() / CONFIG_FILE
-    try:
-        config = read_json_object(path)
-    except GivenFileError as error:
-        if path.exists():
-            raise PresetError(f"{path}: {error}") from error
-        names = ", ".join(preset_names())
-        raise PresetError(f"{model} is neither a preset ({names}) nor a directory with {CONFIG_FILE}") from error
+    config = _remote_config(model) or _local_config(model)
     if num_layers:
         if num_layers > spec_from_config(config).num_layers:
             raise PresetError(f"{model} has {config['num_hidden_layers']} layers, {num_layers} are asked for")
         config["num_hidden_layers"] = num_layers
     return config
+
+
+def _remote_config(model: str) -> dict[str, Any]:
+    """Empty where `model` is a preset or a local path."""
+    if model in preset_names():
+        return {}
+    try:
+        return read_remote(model) if is_url(model) or hub_model(model) else {}
+    except (CheckpointError, GivenFileError) as error:
+        raise PresetError(f"no preset ({', '.join(preset_names())}), and {error}") from error
+
+
+def _local_config(model: str) -> dict[str, Any]:
+    path = PRESETS / f"{model}.json" if model in preset_names() else Path(model).expanduser() / CONFIG_FILE
+    try:
+        return read_json_object(path)
+    except GivenFileError as error:
+        if path.exists():
+            raise PresetError(f"{path}: {error}") from error
+        names = ", ".join(preset_names())
+        raise PresetError(f"{model} is neither a preset ({names}) nor a directory with {CONFIG_FILE}") from error

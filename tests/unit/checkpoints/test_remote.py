@@ -24,6 +24,7 @@ from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.tools import presets
 
 MESH = jax.make_mesh((4,), ("devices",), devices=jax.devices()[:4])
 
@@ -333,3 +334,14 @@ def test_config_and_tokenizer_are_copied_once_and_follow_the_original(server, in
 )
 def test_a_model_is_called_by_its_folder_or_its_id(place, name):
     assert model_name(place) == name
+
+
+def test_a_config_behind_a_url_is_compiled_without_its_weights(server, indexed):
+    url = f"{server.url}/model"
+    assert presets.read_config(url) == presets.read_config(str(indexed))
+    assert presets.read_config(url, num_layers=1)["num_hidden_layers"] == 1
+    with pytest.raises(
+        presets.PresetError, match=r"^no preset \(.*\), and http://.*/none: no such checkpoint directory"
+    ):
+        presets.read_config(f"{server.url}/none")
+    assert not any(name.endswith(".safetensors") for name, *_ in server.sent.ranges)
