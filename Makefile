@@ -70,6 +70,7 @@ bench: $(TORCH)
 
 compile-check: $(READY)
 	$(BIN)/pytest tests/compile -m "not slow"
+	$(BIN)/python -m benchmarks.compile_gate --layers 2
 
 compile-check-full: $(READY)
 	$(BIN)/python -m benchmarks.compile_gate

@@ -223,19 +223,24 @@ def exchange_bytes(by_tokens: Mapping[str, Any]) -> str:
 
 
 def compile_gate(cases: Mapping[str, Any]) -> str:
-    """Memory of each program of each model and topology, as the compiler for the topology accounts for it."""
+    """Every program of each case, as the compiler for the topology accounts for it; older reports say less."""
     rows = []
     for case, report in cases.items():
+        title = f"{case}, {report['num_layers']} layers"
         for program in report["programs"]:
             memory = program["memory"]
-            gigabytes = (
-                [f"{memory[name] / 1e9:.2f}" for name in ("peak", "temporaries", "limit")] if memory else [""] * 3
-            )
+            if not memory:
+                rows.append([title, program["name"], program["error"], *[""] * 8])
+                continue
+            gigabytes = (f"{memory[name] / 1e9:.2f}" for name in ("peak", "temporaries", "limit"))
+            copied = f"{sum(program['copied_bytes'].values()):,}"
             exchanges = sum(found["operation"] == "ragged-all-to-all" for found in program["collectives"])
-            copied = f"{sum(program['copied_bytes'].values()):,}" if memory else program["error"]
-            rows.append([case, program["name"], program["compile_s"], *gigabytes, copied, exchanges])
-    heading = ["model and slice", "program", "compiled in, s", "peak, GB", "temporaries, GB", "limit, GB"]
-    return markdown_table([*heading, "copies of weights or KV, bytes", "kinds of ragged exchange"], rows)
+            seconds = program["compile_s"], program.get("compile_cpu_s", "")
+            of_layers = program.get("copied_activation_bytes", ""), program.get("ops_per_layer", "")
+            rows.append([title, program["name"], *seconds, *gigabytes, copied, *of_layers, exchanges])
+    heading = ["case", "program", "compiled in, s", "of processors, s", "peak, GB", "temporaries, GB", "limit, GB"]
+    copies = ["weights or KV copied, bytes", "activations copied (loop bodies once), bytes"]
+    return markdown_table([*heading, *copies, "operations per layer", "kinds of ragged exchange"], rows)
 
 
 def routing_wire(measured: Mapping[str, Any]) -> str:

@@ -19,11 +19,11 @@ from benchmarks.table import tables
 
 MODEL, TOPOLOGY, CONTEXT = "qwen3-30b-a3b", "v6e:2x4", 1024
 CASES: dict[str, tuple[str, int, int]] = {
-    "decode, 16 sequences": ("decode", 2, 48),
-    "decode, 128 sequences": ("decode", 16, 48),
-    "decode, 256 sequences": ("decode", 32, 48),
-    "decode, 1024 sequences": ("decode", 128, 48),
-    "prefill, 65536 tokens": ("prefill_forward", 16, 3),
+    "decode, 16 sequences": ("decode_2", 2, 48),
+    "decode, 128 sequences": ("decode_16", 16, 48),
+    "decode, 256 sequences": ("decode_32", 32, 48),
+    "decode, 1024 sequences": ("decode_128", 128, 48),
+    "prefill, 65536 tokens": ("prefill_8192", 16, 3),
 }
 """Program, sequences per data rank, layers that are compiled. A prefill step has 8192 prompt tokens per data rank too;
 its tables of experts are as small as its layers are few, which is 2 % of the step.
@@ -39,8 +39,9 @@ def run(case: str) -> dict[str, Any]:
     """Compile one case; returns the estimate. RuntimeError with the last line of the error where there is none."""
     program, batch, layers = CASES[case]
     command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", "--model", MODEL, "--topology", TOPOLOGY]
-    options = ["--context", str(CONTEXT), "--batch", str(batch), "--programs", program, "--layers", str(layers)]
-    done = subprocess.run([*command, *options, "--estimate", "--json"], capture_output=True, text=True, check=False)
+    sizes = ["--context", str(CONTEXT), "--batch", str(batch), "--prefill-tokens", "8192", "--page-size", "128"]
+    options = ["--programs", program, "--layers", str(layers), "--estimate", "--json"]
+    done = subprocess.run([*command, *sizes, *options], capture_output=True, text=True, check=False)
     if not done.stdout.strip():
         raise RuntimeError(f"{case}: {(done.stderr.strip() or 'no report').splitlines()[-1]}")
     (found,) = json.loads(done.stdout)["programs"]

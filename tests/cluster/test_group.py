@@ -13,7 +13,7 @@ from rayserve_moe.cluster import group_executor
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.step_cycle import ExecutorFailure
-from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.execution.served_model import RunnerSettings
 
 PAGES = (70, 50, 60)
 

@@ -22,7 +22,7 @@ from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
-from rayserve_moe.tools.compile_check import ProgramReport, check
-from rayserve_moe.tools.presets import read_config
-from rayserve_moe.tools.step_programs import ServedSetting
+from rayserve_moe.tools.compile_check import check
+from rayserve_moe.tools.program_report import ProgramReport
+from rayserve_moe.tools.served_cases import case_of_model
 from tests.compile.test_compile_check import assert_sound
 
 NUM_LAYERS, NUM_EXPERTS, BATCH = 2, 128, 64
-CASES = [
-    ("qwen3-30b-a3b", ServedSetting("v6e:2x4", redundant_experts=32, expert_backend="all_to_all")),
-    ("qwen3-235b-a22b", ServedSetting("v5p:2x4x4", redundant_experts=32, expert_backend="all_to_all")),
-]
+VALUES = {"num_redundant_experts": 32, "expert_backend": "all_to_all", "max_model_len": 1024}
+CASES = [("qwen3-30b-a3b", "v6e:2x4"), ("qwen3-235b-a22b", "v5p:2x4x4")]
 
 
-def decode(model: str, setting: ServedSetting, selection: str) -> ProgramReport:
+def decode(model: str, topology: str, selection: str) -> ProgramReport:
     """Two layers; 64 sequences on every data rank."""
-    setting = replace(setting, expert_selection=selection, batch=BATCH, context=1024)
-    (program,) = check(
-        read_config(model, num_layers=NUM_LAYERS), setting, model=model, names=("decode_forward",)
-    ).programs
+    case = case_of_model(
+        model,
+        topology,
+        num_layers=NUM_LAYERS,
+        expert_selection=selection,
+        max_running_requests=BATCH,
+        **VALUES,
+    )
+    (program,) = check(case, names=(f"decode_{BATCH}",)).programs
     assert program.error == "" and program.copies == [] and program.is_in_place
     return program
 
@@ -43,13 +45,13 @@ def test_a_step_with_balanced_selection_decodes_without_copies():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "setting"), CASES)
-def test_balancing_takes_its_part_of_the_cycles(model, setting, record_property):
-    plain, balanced = (decode(model, setting, selection) for selection in ("replicas_only", "balanced"))
+@pytest.mark.parametrize(("model", "topology"), CASES)
+def test_balancing_takes_its_part_of_the_cycles(model, topology, record_property):
+    plain, balanced = (decode(model, topology, selection) for selection in ("replicas_only", "balanced"))
     added = balanced.xla_cycles_once - plain.xla_cycles_once
     record_property("share_of_cycles", added / balanced.xla_cycles_once)
     record_property("cycles_per_layer", balanced.xla_cycles - plain.xla_cycles)
     assert 0 < added < 0.5 * balanced.xla_cycles_once, "with every loop counted once"
-    num_ranks = 32 if "v5p" in setting.topology else 8
+    num_ranks = 32 if "v5p" in topology else 8
     scores = NUM_LAYERS * num_ranks * BATCH * NUM_EXPERTS * 4
     assert 0 < gathered_bytes(balanced) - gathered_bytes(plain) <= 1.1 * scores, "scores, and who is valid"

@@ -78,13 +78,13 @@ def test_a_process_that_has_loaded_libtpu_is_told_so(tmp_path, capsys):
     with pytest.raises(NoScheduleError, match="loaded before it was asked"):
         DumpFolder(tmp_path).take()
     few = ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "2", "--batch", "2", "--context", "256"]
-    assert main(["compile-check", *few, "--programs", "decode_forward", "--estimate"]) == 2
+    assert main(["compile-check", *few, "--programs", "decode_2", "--estimate"]) == 2
     assert "libtpu wrote no schedules" in capsys.readouterr().err
 
 
 def test_an_estimate_is_printed_with_the_ops_of_a_layer():
-    few = ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "2", "--batch", "2", "--context", "256"]
-    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *few, "--programs", "decode_forward"]
+    few = ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "2", "--batch", "16"]
+    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *few, "--programs", "decode_16"]
     done = subprocess.run([*command, "--estimate"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "ESTIMATED from schedules, not measured" in done.stdout

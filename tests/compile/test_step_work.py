@@ -6,11 +6,12 @@ from functools import cache
 
 import pytest
 
+from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import chip_of
 from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
-from rayserve_moe.tools.presets import read_config
-from rayserve_moe.tools.step_programs import ServedModel, ServedSetting, bytes_on_device, lay_out
+from rayserve_moe.tools.pieces import bytes_on_device
+from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
 LAYERS, KV_BYTES = 48, 2 * 4 * 128 * 2
 """Of Qwen3-30B-A3B: layers, and what they keep of a token."""
@@ -18,13 +19,13 @@ LAYERS, KV_BYTES = 48, 2 * 4 * 128 * 2
 
 @cache
 def served(batch: int, *, tp: int = 1, redundant: int = 0) -> ServedModel:
-    setting = ServedSetting("v6e:2x4", context=1024, batch=batch, tp=tp, redundant_experts=redundant)
-    return lay_out(read_config("qwen3-30b-a3b"), setting)
+    values = {"max_model_len": 1024, "max_running_requests": batch, "num_redundant_experts": redundant}
+    return lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=tp, **values))
 
 
 def work(batch: int, *, prompt_tokens: int = 0, tp: int = 1, redundant: int = 0) -> StepWork:
     sizes = StepSizes("v6e:2x4", batch, 1024)
-    return step_work(served(batch, tp=tp, redundant=redundant).config.model, sizes, prompt_tokens=prompt_tokens)
+    return step_work(served(batch, tp=tp, redundant=redundant).config, sizes, prompt_tokens=prompt_tokens)
 
 
 def test_few_tokens_use_few_slots_and_many_use_all():

@@ -21,7 +21,7 @@ from rayserve_moe.config import derive
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.step_cycle import ExecutorFailure
-from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import too_late
 from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start

@@ -16,7 +16,8 @@ from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.config.load import set_environment_defaults
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices

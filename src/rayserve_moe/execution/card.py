@@ -10,7 +10,7 @@ from rayserve_moe.checkpoints.model_path import located, model_name, with_small_
 from rayserve_moe.config.derive import max_model_len
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings
-from rayserve_moe.execution.host_runner import RunnerSettings
+from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests import ModelCard
@@ -46,18 +46,7 @@ def describe_model(settings: Settings) -> DescribedModel:
         name=model_name(place),
         eos_token_ids=tokenizer.eos_token_ids,
     )
-    runner = RunnerSettings(
-        model,
-        settings.scheduler,
-        settings.cache,
-        settings.replay,
-        settings.experts,
-        settings.compile,
-        settings.balancing,
-        settings.updates,
-        settings.logging,
-    )
-    return DescribedModel(card, tokenizer, runner)
+    return DescribedModel(card, tokenizer, runner_settings(settings, model))
 
 
 def model_card(

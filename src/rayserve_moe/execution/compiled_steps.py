@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,6 @@ from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, wit
 from rayserve_moe.execution.device_state import block_input_shapes
 from rayserve_moe.execution.migration import (
     MigrationPrograms,
-    MigrationRunner,
     expert_state,
     fetch,
     idle_vectors,
@@ -25,16 +24,18 @@ from rayserve_moe.execution.migration import (
     swap,
 )
 from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE, apply_adjustment, apply_update
+from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.step import RowUpdate, StepConfig, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
-from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput, StepShape
+from rayserve_moe.execution.step_types import DeviceState, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
-from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_THREADS = 4
+UPDATE, ADJUST, READ_COUNTS, FETCH, SWAP = "update_rows", "adjust_rows", "read_counts", "fetch_slots", "swap_layer"
+"""Names of the programs that are no steps."""
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
@@ -66,6 +67,19 @@ class CompiledPrograms:
     times: CompileTimes
 
 
+@dataclass(frozen=True)
+class Program:
+    """One of a server's programs before it is compiled: a function, shapes of what it is called with, positional
+    `arguments` and `inputs` by name, and which of the arguments it takes for its own; of a step its shape."""
+
+    name: str
+    run: partial[Any]
+    arguments: tuple[Any, ...]
+    inputs: dict[str, Any]
+    donated: int | None = None
+    shape: StepShape | None = None
+
+
 class CompilationCount:
     """Counts every program that this process compiles, including those of other callers."""
 
@@ -81,47 +95,74 @@ class CompilationCount:
         self.total += event == COMPILE_EVENT
 
 
+def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
+    """Everything that a server compiles, the largest steps first. Nothing else runs on its devices."""
+    config, state, weights = served.step_config(num_pages), served.state(num_pages), served.weights
+    largest_first = sorted(served.shapes, key=lambda shape: -shape.num_tokens)
+    steps = [_step_program(shape, served, config=config, state=state) for shape in largest_first]
+
+    def update_program(name: str, apply: RowUpdate, size: int) -> Program:
+        run = partial(update_rows, apply=apply, config=config)
+        return Program(name, run, (state, _integers(served, size)), {}, donated=0)
+
+    read = partial(read_counts, config=config.model)
+    programs = [
+        *steps,
+        update_program(UPDATE, apply_update, VECTOR_SIZE),
+        update_program(ADJUST, apply_adjustment, ADJUSTMENT_SIZE),
+        Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
+    ]
+    if served.staging is None:
+        return programs
+    held = expert_state(weights, config=config.model), served.staging
+    vectors = idle_vectors(config.model, slots_per_step=served.settings.balancing.slots_per_step)
+    to_fetch, to_swap = ({"vector": _integers(served, len(vector))} for vector in vectors)
+    return [
+        *programs,
+        Program(FETCH, partial(fetch, config=config.model), held, to_fetch, donated=1),
+        Program(SWAP, partial(swap, config=config.model), held, to_swap, donated=0),
+    ]
+
+
+def step_name(shape: StepShape) -> str:
+    """Name of the step of a shape, by the tokens of a data rank."""
+    return f"prefill_{shape.num_blocks * shape.block_tokens}" if shape.num_blocks else f"decode_{shape.num_singles}"
+
+
 def compile_programs(
-    weights: ModelWeights,
-    state: DeviceState,
-    *,
-    layouts: dict[StepShape, InputLayout],
-    config: StepConfig,
-    kept: KeptPrograms | None = None,
-    mover: MigrationRunner | None = None,
-) -> CompiledPrograms:
-    """Compile the step for every shape and the updates of rows, several at a time, the largest first.
+    programs: Sequence[Program], compile_one: Callable[[Program], Any], *, num_threads: int = NUM_THREADS
+) -> dict[str, Any]:
+    """What `compile_one` makes of every program, by name; several at a time, and without jax's own cache."""
+    with without_cache_of_jax(), ThreadPoolExecutor(max_workers=num_threads) as pool:
+        return dict(zip([each.name for each in programs], pool.map(compile_one, programs), strict=True))
 
-    With a `mover` also the programs that move experts; the weights need maps then. Programs that are `kept` are not
-    compiled.
-    """
-    started, compiler = time.perf_counter(), _Compiler(config.model.plan, kept)
 
-    def compile_step(layout: InputLayout) -> CompiledStep:
-        vectors = compiler.integers(config.model.plan.data_size, len(layout.padding))
-        run = partial(run_step, layout=layout, config=config)
-        blocks = block_input_shapes(layout.shape, config.model) if layout.shape.num_blocks else None
-        return compiler.compile(run, weights, state, donated=1, vectors_NW=vectors, blocks=blocks)
+def lowered(program: Program, plan: ParallelPlan) -> jax.stages.Lowered:
+    """A program as XLA is given it."""
 
-    def compile_update(apply: RowUpdate, size: int) -> CompiledUpdate:
-        return compiler.compile(
-            partial(update_rows, apply=apply, config=config), state, compiler.integers(size), donated=0
-        )
+    def run(*args: Any, **named: Any) -> Any:
+        return program.run(*args, **named)
 
-    largest_first = sorted(layouts, key=lambda shape: -shape.num_tokens)
-    with without_cache_of_jax(), ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
-        steps = {shape: pool.submit(compile_step, layouts[shape]) for shape in largest_first}
-        update = pool.submit(compile_update, apply_update, VECTOR_SIZE)
-        adjust = pool.submit(compile_update, apply_adjustment, ADJUSTMENT_SIZE)
-        compiled = {shape: step.result() for shape, step in steps.items()}
-        compiled_updates = update.result(), adjust.result()
-        read = compiler.compile(partial(read_counts, config=config.model), state.expert_counts_ME)
-        migration = None
-        if mover is not None:
-            migration = _compile_migration(compiler, weights, mover=mover, config=config.model)
+    run.__name__ = program.name  # a profile, and what the compiler writes, name it so
+    # Kernels ask the current mesh which chip they are compiled for.
+    with jax.set_mesh(plan.mesh):
+        return jax.jit(run, donate_argnums=program.donated).lower(*program.arguments, **program.inputs)
+
+
+def optimized(lowered: jax.stages.Lowered, plan: ParallelPlan) -> jax.stages.Compiled:
+    """The program for the devices of `plan`. JaxRuntimeError holds the compiler's reason where there can be none."""
+    return lowered.compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM.get(platform_of(plan.mesh)))
+
+
+def compile_served(served: ServedModel, *, num_pages: int, kept: KeptPrograms | None = None) -> CompiledPrograms:
+    """Compile all of a server's programs but those that are `kept`."""
+    started, compiler = time.perf_counter(), _Compiler(served.config.plan, kept)
+    compiled = compile_programs(programs_of(served, num_pages=num_pages), compiler.compile)
+    migration = None if served.staging is None else MigrationPrograms(compiled[FETCH], compiled[SWAP])
+    steps = {shape: compiled[step_name(shape)] for shape in served.shapes}
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
-    return CompiledPrograms(compiled, *compiled_updates, read, migration, times)
+    return CompiledPrograms(steps, compiled[UPDATE], compiled[ADJUST], compiled[READ_COUNTS], migration, times)
 
 
 def launch_for(devices: list[jax.Device]) -> Launch:
@@ -147,21 +188,14 @@ class _Compiler:
     def __init__(self, plan: ParallelPlan, kept: KeptPrograms | None) -> None:
         self.seconds: list[float] = []
         self.num_found = 0
-        self._replicated, self._kept = plan.replicated(), kept
-        self._options = COMPILER_OPTIONS_OF_PLATFORM.get(platform_of(plan.mesh))
+        self._plan, self._kept = plan, kept
 
-    def integers(self, *shape: int) -> jax.ShapeDtypeStruct:
-        """The shape of int32 numbers that every device gets."""
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._replicated)
-
-    def compile(self, run: partial[Any], *args: Any, donated: int | None = None, **named: Any) -> Any:
-        """The program of `run` for arguments like these, of which it takes one for its own where that is `donated`."""
+    def compile(self, program: Program) -> Any:
         begun = time.perf_counter()
-        signature = f"{signature_of(run, *args, **named)}\n{donated}"
+        signature = f"{signature_of(program.run, *program.arguments, **program.inputs)}\n{program.donated}"
         compiled = None if self._kept is None else self._kept.find(signature)
         if compiled is None:
-            jitted = jax.jit(run, donate_argnums=donated)
-            compiled = jitted.lower(*args, **named).compile(compiler_options=self._options)
+            compiled = optimized(lowered(program, self._plan), self._plan)
             if self._kept is not None:
                 self._kept.keep(signature, compiled)
         else:
@@ -170,13 +204,15 @@ class _Compiler:
         return compiled
 
 
-def _compile_migration(
-    compiler: _Compiler, weights: ModelWeights, *, mover: MigrationRunner, config: ModelConfig
-) -> MigrationPrograms:
-    held, staging = expert_state(weights, config=config), mover.staging
-    to_fetch, to_swap = idle_vectors(config, slots_per_step=mover.slots_per_step)
-    fetching, swapping = (partial(run, config=config) for run in (fetch, swap))
-    return MigrationPrograms(
-        compiler.compile(fetching, held, staging, donated=1, vector=compiler.integers(len(to_fetch))),
-        compiler.compile(swapping, held, staging, donated=0, vector=compiler.integers(len(to_swap))),
-    )
+def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
+    layout = InputLayout(shape, served.num_rows, served.num_tables)
+    vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
+    blocks = block_input_shapes(shape, config.model) if shape.num_blocks else None
+    run = partial(run_step, layout=layout, config=config)
+    inputs = {"vectors_NW": vectors, "blocks": blocks}
+    return Program(step_name(shape), run, (served.weights, state), inputs, donated=1, shape=shape)
+
+
+def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:
+    """The shape of int32 numbers that every device gets."""
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=served.config.plan.replicated())

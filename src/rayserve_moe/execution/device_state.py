@@ -20,7 +20,12 @@ from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 
-def allocate_state(  # noqa: PLR0913 (sizes, all by keyword)
+def allocate(shapes: DeviceState) -> DeviceState:
+    """Zeros of the shapes, on their devices."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
+
+
+def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     config: ModelConfig,
     *,
     num_pages: int,
@@ -30,25 +35,26 @@ def allocate_state(  # noqa: PLR0913 (sizes, all by keyword)
     pages_per_row: int,
     layer_pages: tuple[LayerPages, ...] = (),
 ) -> DeviceState:
-    """Zeroed pool of values of `dtype`, counts and rows: `num_rows` rows on every data rank, and `num_pages` pages of
-    every layer, or as many as `layer_pages` says."""
+    """Shapes of the pool of values of `dtype`, of counts and rows: `num_rows` rows on every data rank, and `num_pages`
+    pages of every layer, or as many as `layer_pages` says."""
     spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool_dtypes.get(dtype, dtype)
     num_layer_pages = sum(layer.num_pages for layer in layer_pages) or spec.num_layers * num_pages
     ranks, row = plan.data_size, cache_row(spec, tensor_size=plan.tensor_size)
 
-    def zeros(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
-        return jnp.zeros((ranks * shape[0], *shape[1:]), dtype, device=plan.sharding(axes))
+    def array(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
+        of_all_ranks = jax.ShapeDtypeStruct((ranks * shape[0], *shape[1:]), dtype, sharding=plan.sharding(axes))
+        return cast(jax.Array, of_all_ranks)
 
     return DeviceState(
-        kv_pages=zeros((num_layer_pages, page_size, *row.shape), pool_dtype, row.pool_axes),
-        expert_counts_ME=zeros((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
-        page_table_RP=zeros((num_rows, pages_per_row * num_tables(layer_pages)), jnp.int32, ROW_AXES),
-        sampling_floats_RF=zeros((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
-        sampling_integers_RI=zeros((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
-        last_tokens_R=zeros((num_rows,), jnp.int32, ROW_AXES[:1]),
-        seen_RV=zeros((num_rows, spec.vocab_size), jnp.int32, ROW_AXES),
-        bias_ids_RB=zeros((num_rows, MAX_BIASES), jnp.int32, ROW_AXES),
-        bias_values_RB=zeros((num_rows, MAX_BIASES), jnp.float32, ROW_AXES),
+        kv_pages=array((num_layer_pages, page_size, *row.shape), pool_dtype, row.pool_axes),
+        expert_counts_ME=array((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
+        page_table_RP=array((num_rows, pages_per_row * num_tables(layer_pages)), jnp.int32, ROW_AXES),
+        sampling_floats_RF=array((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
+        sampling_integers_RI=array((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
+        last_tokens_R=array((num_rows,), jnp.int32, ROW_AXES[:1]),
+        seen_RV=array((num_rows, spec.vocab_size), jnp.int32, ROW_AXES),
+        bias_ids_RB=array((num_rows, MAX_BIASES), jnp.int32, ROW_AXES),
+        bias_values_RB=array((num_rows, MAX_BIASES), jnp.float32, ROW_AXES),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,59 +12,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.balancing.migration import MigrationPiece
-from rayserve_moe.config import derive
-from rayserve_moe.config.settings import (
-    BalancingSettings,
-    CacheSettings,
-    CompileSettings,
-    ExpertSettings,
-    LoggingSettings,
-    ModelSettings,
-    ReplaySettings,
-    SchedulerSettings,
-    UpdateSettings,
-)
 from rayserve_moe.execution import memory
-from rayserve_moe.execution.buckets import filling_plan, step_cost, step_shapes
+from rayserve_moe.execution.buckets import filling_plan
 from rayserve_moe.execution.compile_cache import kept_programs
 from rayserve_moe.execution.compiled_steps import (
     CompilationCount,
     CompiledPrograms,
     CompiledUpdate,
     Launched,
-    compile_programs,
+    compile_served,
     launch_for,
 )
-from rayserve_moe.execution.device_state import BlockInputSource, allocate_state
+from rayserve_moe.execution.device_state import BlockInputSource, allocate
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
-from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
+from rayserve_moe.execution.served_model import RunnerSettings, served_model
 from rayserve_moe.execution.staged_weights import StagedWeights
-from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
-from rayserve_moe.execution.weights import first_placement, load_weights, model_config, open_model, with_capacity
+from rayserve_moe.execution.weights import load_weights, open_model, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.kv_cache import layer_pages_of, windows_of
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
-
-
-@dataclass(frozen=True)
-class RunnerSettings:
-    """The sections a host runner works from."""
-
-    model: ModelSettings
-    scheduler: SchedulerSettings
-    cache: CacheSettings
-    replay: ReplaySettings
-    experts: ExpertSettings = field(default_factory=ExpertSettings)
-    compile: CompileSettings = field(default_factory=CompileSettings)
-    balancing: BalancingSettings = field(default_factory=BalancingSettings)
-    updates: UpdateSettings = field(default_factory=UpdateSettings)
-    logging: LoggingSettings = field(default_factory=LoggingSettings)
 
 
 class HostRunner:
@@ -75,24 +46,21 @@ class HostRunner:
 
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
         self._settings, self._files = settings, open_model(settings.model)
-        spec, balancing = spec_from_config(self._files.config), settings.balancing
-        kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
-        self.config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
-        self.placement = first_placement(self.config)
-        self.dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
+        self.served = served_model(spec_from_config(self._files.config), plan, settings=settings)
+        self.config, self.dtype, self.placement = self.served.config, self.served.dtype, self.served.placement
+        self.pool = self.served.pool
         self.weights = ModelWeights({}, None)  # empty until `load`
-        self._longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
-        self.pool = memory.PoolSizes(windows_of(spec, longest=self._longest), settings.scheduler, settings.cache)
         self._packer = Packer(
-            step_shapes(settings.scheduler, step_cost(self.config, dtype=self.dtype)),
-            rows_per_rank=settings.scheduler.max_running_requests,
+            self.served.shapes,
+            rows_per_rank=self.served.num_rows,
             num_data_ranks=plan.data_size,
-            num_tables=len(set(self.pool.windows)),
+            num_tables=self.served.num_tables,
         )
-        self._block_inputs = {s: BlockInputSource(s, self.config) for s in self._packer.layouts if s.num_blocks}
+        self._block_inputs = {s: BlockInputSource(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._mover: MigrationRunner | None = None
-        if balancing.enabled:
-            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=balancing.slots_per_step)
+        if self.served.moves_experts:
+            slots_per_step = settings.balancing.slots_per_step
+            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=slots_per_step)
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
         self._compilations = CompilationCount()
@@ -109,15 +77,16 @@ class HostRunner:
     def load(self) -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""
         started = time.perf_counter()
-        spec, plan, may_change = self.config.spec, self.config.plan, self._mover is not None
         loaded = load_weights(
-            self._files, self.config, dtype=self.dtype, placement=self.placement, may_change=may_change
+            self._files,
+            self.config,
+            dtype=self.dtype,
+            placement=self.placement,
+            may_change=self.served.moves_experts,
         )
         self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
         self._report = replace(self._report, load_s=time.perf_counter() - started)
-        page_size, free = self._settings.cache.page_size, memory.free_bytes(list(plan.mesh.local_devices))
-        of_layer = memory.page_bytes(spec, page_size=page_size, dtype=self.dtype, plan=plan) // spec.num_layers
-        return self.pool.num_pages_within(free, layer_page_bytes=of_layer, longest=self._longest)
+        return self.served.num_pages_within(memory.free_bytes(list(self.config.plan.mesh.local_devices)))
 
     def prepare(self, num_pages: int) -> StartReport:
         """Allocate the pool, compile every step shape, and run each once: all that one host does before its steps."""
@@ -126,31 +95,14 @@ class HostRunner:
 
     def compile(self, num_pages: int) -> None:
         """Allocate the pool, and compile every step shape that is not found on disk. It waits for no other host."""
-        cache, groups = self._settings.cache, self.pool.groups(num_pages)
-        layer_pages = layer_pages_of(self.pool.windows, groups)
-        step = StepConfig(self.config, cache.page_size, self._settings.replay.enabled, layer_pages=layer_pages)
-        self._state = allocate_state(
-            self.config,
-            num_pages=groups[0].num_pages,
-            page_size=cache.page_size,
-            dtype=self.dtype,
-            num_rows=self._settings.scheduler.max_running_requests,
-            pages_per_row=derive.pages_per_sequence(self._longest, cache.page_size),
-            layer_pages=layer_pages,
-        )
-        self._programs = compile_programs(
-            self.weights,
-            self._state,
-            layouts=self._packer.layouts,
-            config=step,
-            kept=kept_programs(self._settings.compile, self.config.plan),
-            mover=self._mover,
-        )
+        self._state = allocate(self.served.state(num_pages))
+        kept = kept_programs(self._settings.compile, self.config.plan)
+        self._programs = compile_served(self.served, num_pages=num_pages, kept=kept)
         times = self._programs.times
         self._report = replace(
             self._report,
             num_pages=num_pages,
-            page_groups=groups,
+            page_groups=self.pool.groups(num_pages),
             compile_s=times.wall_s,
             compile_sum_s=times.sum_s,
             num_programs=times.num_programs,
@@ -213,7 +165,7 @@ class HostRunner:
 
     def _updates(self, plan: StepPlan) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
         """Programs that go ahead of a step, with their vectors."""
-        num_rows = self._settings.scheduler.max_running_requests
+        num_rows = self.served.num_rows
         for vector in update_vectors(plan, rows_per_rank=num_rows):
             yield self.programs.update, vector
         for adjustment in plan.adjustments:
@@ -261,9 +213,9 @@ class HostRunner:
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         self.programs.read_counts(self.state.expert_counts_ME)
-        num_rows = self._settings.scheduler.max_running_requests
-        for shape in self._packer.layouts:
-            self.execute(filling_plan(shape, longest=self._longest, num_rows=num_rows))
+        num_rows = self.served.num_rows
+        for shape in self.served.shapes:
+            self.execute(filling_plan(shape, longest=self.served.longest, num_rows=num_rows))
         self.execute(StepPlan(step_id=-1))
         self._state = replace(self.state, expert_counts_ME=jnp.zeros_like(self.state.expert_counts_ME))
         jax.block_until_ready(self._state)

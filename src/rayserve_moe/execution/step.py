@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of
-from rayserve_moe.parallel.sharding import DATA
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
@@ -41,7 +40,6 @@ class StepConfig:
     model: ModelConfig
     page_size: int
     capture_routing: bool
-    samples: bool = True
     layer_pages: tuple[LayerPages, ...] = ()
 
 
@@ -53,17 +51,16 @@ def run_step(
     blocks: BlockInputs | None,
     layout: InputLayout,
     config: StepConfig,
-) -> tuple[DeviceState, Any]:
+) -> tuple[DeviceState, StepOutput]:
     """Compute one step on every device of the mesh; returns a StepOutput, the same on all of them.
 
-    `blocks` comes with shapes that have prefill blocks, and with no others. A step that does not sample returns float32
-    logits [N * S, V], each data rank's own, and counts no tokens.
+    `blocks` comes with shapes that have prefill blocks, and with no others.
     """
     plan = config.model.plan
 
     def on_device(
         weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
-    ) -> tuple[DeviceState, Any]:
+    ) -> tuple[DeviceState, StepOutput]:
         vector_W = vectors_NW[plan.data_rank()]
         state = replace(state, page_table_RP=change_pages(state, vector_W, layout=layout))
         step = unpack(vector_W, state, layout=layout, page_size=config.page_size, layer_pages=config.layer_pages)
@@ -76,8 +73,6 @@ def run_step(
             config=config.model,
         )
         state = replace(state, kv_pages=out.kv_pages)
-        if not config.samples:
-            return state, logits_SV
         sampled, state = _sampled(logits_SV, state, step, noise=config.model.kernels.noise)
         state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
         scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
@@ -92,7 +87,7 @@ def run_step(
         on_device,
         mesh=plan.mesh,
         in_specs=(weight_partitions(model), state_parts, whole, block_partitions(model, blocks)),
-        out_specs=(state_parts, whole if config.samples else PartitionSpec(DATA)),
+        out_specs=(state_parts, whole),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
 

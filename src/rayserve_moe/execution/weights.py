@@ -87,7 +87,29 @@ def load_weights(
     """
     tree, slots = parameter_tree(config, dtype=dtype), placement.expert_of_slot
     params = read_parameters(files, tree, plan=config.plan, expert_of_slot=slots)
-    return ModelWeights(cast(Parameters, params), _maps_of(placement, config.plan, may_change=may_change))
+    maps = jax.tree.map(
+        lambda array: jax.device_put(array, config.plan.replicated()), _maps_of(placement, may_change=may_change)
+    )
+    return ModelWeights(cast(Parameters, params), maps)
+
+
+def weight_shapes(
+    config: ModelConfig, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
+) -> ModelWeights:
+    """Shapes of all that `load_weights` and `with_capacity` return."""
+    plan, tree = config.plan, parameter_tree(config, dtype=dtype)
+    params = {
+        group: {
+            name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=plan.sharding(spec.axes))
+            for name, spec in specs.items()
+        }
+        for group, specs in tree.items()
+    }
+    maps, factor = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.replicated()),
+        (_maps_of(placement, may_change=may_change), np.float32(0) if config.experts.limits_capacity else None),
+    )
+    return ModelWeights(cast(Parameters, params), maps, factor)
 
 
 def read_parameters(
@@ -148,16 +170,15 @@ def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, Pa
     return {group: {name: held(name, spec) for name, spec in specs.items()} for group, specs in tree.items()}
 
 
-def _maps_of(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:
-    """The maps on the devices; None where every expert lies in the slot of its own number for good."""
+def _maps_of(placement: ExpertPlacement, *, may_change: bool) -> PlacementArrays | None:
+    """The maps, in host memory; None where every expert lies in the slot of its own number for good."""
     if (
         not may_change
         and placement.num_redundant == 0
         and (placement.expert_of_slot == np.arange(placement.num_experts)).all()
     ):
         return None
-    arrays = placement_arrays(placement)
-    return jax.tree.map(lambda array: jax.device_put(array, plan.replicated()), arrays)
+    return placement_arrays(placement)
 
 
 def _check_divisible(spec: ModelSpec, plan: ParallelPlan) -> None:

@@ -38,8 +38,14 @@ MOVES = {
     "get-tuple-element",
 }
 """Opcodes that only move data or change its form. A gather is none of a weight: it looks up tokens."""
+MOVES_OF_ACTIVATIONS = MOVES - {"convert", "select", "iota"}
+"""Of an activation, another type or a mask is something computed."""
 NO_RESULT_OF_THEIR_OWN = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
 HBM = 0
+LEAST_COPY_BYTES = 4 << 10
+LAYER_SCOPE = "attention"
+"""Every layer has a block of that name."""
+_AROUND = re.compile(r"jit\(|shard_map|while$|body$|cond$|branch_|closed_call|jit$")
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
@@ -72,6 +78,22 @@ class CopyOfPiece:
 
 
 @dataclass(frozen=True)
+class ActivationCopy:
+    """A result that is an activation once more, in another layout or place: its bytes, how often, in which block.
+
+    `cycles` are what XLA estimates for one.
+    """
+
+    instruction: str
+    shape: str
+    num_bytes: int
+    times: int
+    block: str
+    is_in_hbm: bool
+    cycles: int
+
+
+@dataclass(frozen=True)
 class Collective:
     """One kind of exchange: devices per group, bytes of the result on a device, how often in a run (at least)."""
 
@@ -101,6 +123,44 @@ def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
             if piece.is_written or any(_piece_of(own, [piece]) for argument in taken_from for own in argument.shapes):
                 found.append(CopyOfPiece(piece.kind, instruction.name, _text(shape), shape.num_bytes, execution.times))
     return found
+
+
+def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[ActivationCopy]:
+    """Every result into which activations are only moved, of `LEAST_COPY_BYTES` or more, in HBM or in VMEM.
+
+    What XLA fetches ahead from one to the other is none, nor is a fill.
+    """
+    found = []
+    for execution in program.executions():
+        instruction = execution.instruction
+        if instruction.opcode in NO_RESULT_OF_THEIR_OWN or instruction.opcode.endswith(("-start", "-done")):
+            continue
+        for shape in instruction.shapes:
+            is_large, is_in_hbm = shape.num_bytes >= LEAST_COPY_BYTES, shape.space == HBM
+            if is_large and _piece_of(shape, pieces) is None and _moves_all(program, instruction, result=shape):
+                copy = instruction.name, _text(shape), shape.num_bytes, execution.times
+                found.append(ActivationCopy(*copy, block_of(instruction), is_in_hbm, instruction.cycles))
+    return found
+
+
+def ops_per_layer(program: ProgramText) -> int:
+    """Operations that XLA puts a cost on in the body of the loop over layers, the longest if there are several.
+
+    Loops and branches inside count once; 0 where there is no such loop.
+    """
+    counts = [0]
+    for execution in program.executions():
+        loop = execution.instruction
+        if loop.opcode == "while":
+            inside = [each.instruction for each in program.executions(loop.called)]
+            if any(f"/{LAYER_SCOPE}/" in each.op_name for each in inside):
+                counts.append(sum(each.cycles > 0 for each in inside))
+    return max(counts)
+
+
+def block_of(instruction: Instruction) -> str:
+    """The named scopes that an operation comes from, without what jax puts around them."""
+    return "/".join(part for part in instruction.op_name.split("/")[:-1] if not _AROUND.match(part))
 
 
 def collectives_of(program: ProgramText) -> list[Collective]:
@@ -151,11 +211,22 @@ def _piece_of(shape: ArrayShape, pieces: list[Piece]) -> Piece | None:
 def _only_moves(program: ProgramText, instruction: Instruction, *, result: ArrayShape, piece: Piece) -> bool:
     """Whether nothing of the result's size is computed on the way, nor written into an array that is there already."""
     moves = MOVES | {"gather"} if piece.is_written else MOVES
-    return all(
-        part.opcode in moves
-        for part in program.fused(instruction)
-        if any(shape.num_elements >= result.num_elements for shape in part.shapes)
-    )
+    return all(part.opcode in moves for part in program.fused(instruction) if _is_as_large(part, result))
+
+
+def _moves_all(program: ProgramText, instruction: Instruction, *, result: ArrayShape) -> bool:
+    """Whether a result consists of what is moved there from arrays at least as large together."""
+    parts = program.fused(instruction)
+    if any(part.opcode not in MOVES_OF_ACTIVATIONS for part in parts if _is_as_large(part, result)):
+        return False
+    if instruction.opcode != "fusion":
+        return True
+    moved = sum(shape.num_elements for part in parts if part.opcode == "parameter" for shape in part.shapes)
+    return moved >= result.num_elements
+
+
+def _is_as_large(part: Instruction, result: ArrayShape) -> bool:
+    return any(shape.num_elements >= result.num_elements for shape in part.shapes)
 
 
 def _result_shapes(program: ProgramText, execution: Execution) -> tuple[ArrayShape, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,6 +26,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CONSTANT = re.compile(r"^(\d+)\)")
 _CONTROL = ("while", "conditional", "call", "async-start", "call-start")
 _NO_ESTIMATE = 1 << 62
@@ -91,6 +92,12 @@ class Instruction:
         return [*_CALLED.findall(self.attributes), *branches]
 
     @property
+    def op_name(self) -> str:
+        """What jax calls the operation: its named scopes, then the primitive."""
+        found = _OP_NAME.search(self.attributes)
+        return found.group(1) if found else ""
+
+    @property
     def cycles(self) -> int:
         """XLA's estimate; 0 where it has none."""
         found = _CYCLES.search(self.attributes)
@@ -122,9 +129,10 @@ class ProgramText:
     computations: dict[str, list[Instruction]] = field(repr=False)
     sources: dict[int, str] = field(default_factory=dict, repr=False)
 
-    def executions(self) -> Iterator[Execution]:
-        """All executed instructions, loops and branches unfolded."""
-        yield from self._executions(self.entry, times=1, is_least=False)
+    def executions(self, computations: Iterable[str] = ()) -> Iterator[Execution]:
+        """All executed instructions, loops and branches unfolded; of one run of `computations`, or of the program."""
+        for name in computations or [self.entry]:
+            yield from self._executions(name, times=1, is_least=False)
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that a fusion is made of, nested ones included; the instruction itself if it is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,7 @@ def read_config(model: str, *, num_layers: int = 0) -> dict[str, Any]:
     PresetError where `model` is neither, the file is no JSON object, or it has fewer layers.
     """
     config = _remote_config(model) or _local_config(model)
-    if num_layers:
-        if num_layers > spec_from_config(config).num_layers:
-            raise PresetError(f"{model} has {config['num_hidden_layers']} layers, {num_layers} are asked for")
-        config["num_hidden_layers"] = num_layers
-    return config
+    return cut_to(config, num_layers) if num_layers else config
 
 
 def _remote_config(model: str) -> dict[str, Any]:
@@ -56,3 +53,10 @@ def _local_config(model: str) -> dict[str, Any]:
             raise PresetError(f"{path}: {error}") from error
         names = ", ".join(preset_names())
         raise PresetError(f"{model} is neither a preset ({names}) nor a directory with {CONFIG_FILE}") from error
+
+
+def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """A model's config with its first layers alone. PresetError where it has fewer."""
+    if num_layers > spec_from_config(config).num_layers:
+        raise PresetError(f"the model has {config['num_hidden_layers']} layers, {num_layers} are asked for")
+    return {**config, "num_hidden_layers": num_layers}

@@ -72,6 +72,8 @@ def every_section() -> dict:
         "roofline": {"hbm_s": 0.25}, "bound": "hbm",
         "share_of_roofline": 0.5, "bare_share_of_roofline": 1.0, "ops_in_layer": [named],
     }  # fmt: skip
+    compiled |= {"copied_activation_bytes": 4096, "ops_per_layer": 7}
+    refused = {"name": "prefill", "memory": None, "error": "too large"}
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
     moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}
     moves = {"slots": 5, "steps": 9, "quiet_step_s": 0.25, "busy_step_s": 0.5, "longest_gap": 3, "longest_quiet_gap": 1}
@@ -117,7 +119,7 @@ def every_section() -> dict:
             "sockets": [{"16_us": 250.0, "256_us": 500.0, "waiting_cpu_us": 125.0}],
         },
         "compile_gate": {
-            "m@t": {"programs": [compiled]}
+            "m@t": {"num_layers": 2, "programs": [compiled, refused]}
         },
         "step_estimate": {
             "decode": estimated
@@ -267,6 +269,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("step_transports", "250 (250-250)"),
         ("compile_gate", "2.50"),
         ("step_estimate", "50% (100%)"),
+        ("compile_gate", "too large"),
         ("programs", "528"),
         ("peers", "1.50 (1.50-1.50)"),
         ("peers", "vLLM: flags -O3 -mavx; LD_PRELOAD=libx.so:liby.so; on cores [0, 1]."),

@@ -18,7 +18,7 @@ from rayserve_moe.model.spec import UnsupportedModelError
     [
         ({"num_attention_heads": "4"}, "num_attention_heads"),
         ({"rope_scaling": "yarn"}, "rope"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "a yarn scaling has no factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_parameters: a yarn scaling has no factor; null derives it"),
         ({"quantization_config": "mxfp4"}, "quantization_config must be an object, found 'mxfp4'"),
     ],
 )

@@ -21,8 +21,9 @@ from rayserve_moe.config.settings import (
 )
 from rayserve_moe.execution import compile_cache
 from rayserve_moe.execution.compile_cache import KeptPrograms, kept_programs, signature_of, without_cache_of_jax
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.program_files import ProgramFiles
+from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import ExpertSettings
-from rayserve_moe.execution.device_state import allocate_state, block_input_shapes
+from rayserve_moe.execution.device_state import block_input_shapes, state_shapes
 from rayserve_moe.execution.migration import expert_state, fetch, idle_vectors, read_counts, staging_shapes, swap
 from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, apply_adjustment
 from rayserve_moe.execution.step import StepConfig, run_step, update_rows
@@ -49,7 +49,7 @@ class Served:
         }
         self.weights = ModelWeights(params, placement_arrays(first_placement(self.model)))
         sizes = {"num_pages": 4, "page_size": 16, "num_rows": 4, "pages_per_row": 4}
-        self.state = jax.eval_shape(partial(allocate_state, self.model, dtype="bfloat16", **sizes))
+        self.state = state_shapes(self.model, dtype="bfloat16", **sizes)
 
     def step(self) -> set[str]:
         config, shape = StepConfig(self.model, page_size=16, capture_routing=True), StepShape(4, 1, 32)

@@ -20,7 +20,8 @@ from rayserve_moe.config.settings import (
     SchedulerSettings,
     UpdateSettings,
 )
-from rayserve_moe.execution.host_runner import HostRunner, RunnerSettings
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.weights import load_weights
 from rayserve_moe.model import families
 from rayserve_moe.model.family_table import FAMILIES

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings
-from rayserve_moe.execution.device_state import allocate_state
+from rayserve_moe.execution.device_state import allocate, state_shapes
 from rayserve_moe.execution.memory import page_bytes
 from rayserve_moe.execution.native_kernels import choose_kernels
 from rayserve_moe.execution.weights import model_config
@@ -66,7 +66,7 @@ def test_a_token_takes_one_latent_and_one_rotated_key_on_each_device(data_size, 
     plan, spec = plan_for(jax.devices()[: data_size * tensor_size], data_size=data_size), spec_with()
     assert page_bytes(spec, page_size=16, dtype="bfloat16", plan=plan) == spec.num_layers * 16 * (16 + 4) * 2
     config = model_config(spec, plan, experts=ExpertSettings())
-    state = allocate_state(config, num_pages=3, page_size=16, dtype="bfloat16", num_rows=2, pages_per_row=2)
+    state = allocate(state_shapes(config, num_pages=3, page_size=16, dtype="bfloat16", num_rows=2, pages_per_row=2))
     assert state.kv_pages.shape == (data_size * spec.num_layers * 3, 16, 1, 20)
     assert {shard.data.nbytes for shard in state.kv_pages.addressable_shards} == {
         3 * page_bytes(spec, page_size=16, dtype="bfloat16", plan=plan)

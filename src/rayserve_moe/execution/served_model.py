@@ -1,0 +1,147 @@
+"""A model laid out for serving: how it is computed, and shapes of all that lies on devices, of which none is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.config import derive
+from rayserve_moe.config.settings import (
+    BalancingSettings,
+    CacheSettings,
+    CompileSettings,
+    ExpertSettings,
+    LoggingSettings,
+    ModelSettings,
+    ReplaySettings,
+    SchedulerSettings,
+    Settings,
+    UpdateSettings,
+)
+from rayserve_moe.execution.buckets import step_cost, step_shapes
+from rayserve_moe.execution.device_state import state_shapes
+from rayserve_moe.execution.memory import PoolSizes, page_bytes
+from rayserve_moe.execution.migration import staging_shapes
+from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
+from rayserve_moe.execution.step import StepConfig
+from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepShape
+from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
+from rayserve_moe.experts.migration import SlotArrays
+from rayserve_moe.model.kv_cache import layer_pages_of, windows_of
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """The sections a host runner works from."""
+
+    model: ModelSettings
+    scheduler: SchedulerSettings
+    cache: CacheSettings
+    replay: ReplaySettings
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    compile: CompileSettings = field(default_factory=CompileSettings)
+    balancing: BalancingSettings = field(default_factory=BalancingSettings)
+    updates: UpdateSettings = field(default_factory=UpdateSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
+
+
+def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
+    """The sections of a host runner that serves `model`."""
+    return RunnerSettings(
+        model,
+        settings.scheduler,
+        settings.cache,
+        settings.replay,
+        settings.experts,
+        settings.compile,
+        settings.balancing,
+        settings.updates,
+        settings.logging,
+    )
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What follows from settings, model and mesh; the devices may be those of a topology that is not there.
+
+    `shapes` are those that steps are compiled for. Weights, staging area and state are shapes with shardings.
+    """
+
+    settings: RunnerSettings
+    config: ModelConfig
+    dtype: str
+    shapes: tuple[StepShape, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return derive.max_model_len(self.settings.model, self.config.spec.max_position_embeddings)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a data rank."""
+        return self.settings.scheduler.max_running_requests
+
+    @cached_property
+    def pool(self) -> PoolSizes:
+        windows = windows_of(self.config.spec, longest=self.longest)
+        return PoolSizes(windows, self.settings.scheduler, self.settings.cache)
+
+    @property
+    def num_tables(self) -> int:
+        """Page tables of a row: one for every group of layers."""
+        return len(set(self.pool.windows))
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Where experts lie at the start."""
+        return first_placement(self.config)
+
+    @property
+    def moves_experts(self) -> bool:
+        return self.settings.balancing.enabled
+
+    @cached_property
+    def weights(self) -> ModelWeights:
+        return weight_shapes(self.config, dtype=self.dtype, placement=self.placement, may_change=self.moves_experts)
+
+    @cached_property
+    def staging(self) -> SlotArrays | None:
+        """Where experts wait that move, None where they do not."""
+        return staging_shapes(self.config, dtype=self.dtype) if self.moves_experts else None
+
+    def num_pages_within(self, free: int) -> int:
+        """KV pages of a data rank where a device has `free` bytes beside weights and staging area. SettingsError."""
+        spec, plan = self.config.spec, self.config.plan
+        of_all = page_bytes(spec, page_size=self.settings.cache.page_size, dtype=self.dtype, plan=plan)
+        return self.pool.num_pages_within(free, layer_page_bytes=of_all // spec.num_layers, longest=self.longest)
+
+    def step_config(self, num_pages: int) -> StepConfig:
+        layer_pages = layer_pages_of(self.pool.windows, self.pool.groups(num_pages))
+        return StepConfig(
+            self.config, self.settings.cache.page_size, self.settings.replay.enabled, layer_pages=layer_pages
+        )
+
+    def state(self, num_pages: int) -> DeviceState:
+        step = self.step_config(num_pages)
+        return state_shapes(
+            self.config,
+            num_pages=self.pool.groups(num_pages)[0].num_pages,
+            page_size=step.page_size,
+            dtype=self.dtype,
+            num_rows=self.num_rows,
+            pages_per_row=derive.pages_per_sequence(self.longest, step.page_size),
+            layer_pages=step.layer_pages,
+        )
+
+
+def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings) -> ServedModel:
+    """Lay a model out on a mesh. SettingsError or UnsupportedModelError where they do not go together."""
+    kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
+    config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
+    dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
+    return ServedModel(settings, config, dtype, step_shapes(settings.scheduler, step_cost(config, dtype=dtype)))

@@ -1,0 +1,156 @@
+"""One program of a server, compiled for a TPU topology: what came out, as numbers for a report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import jax
+
+from rayserve_moe.execution.compiled_steps import Program, lowered, optimized
+from rayserve_moe.execution.served_model import ServedModel
+from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
+from rayserve_moe.tools.hlo_report import (
+    ActivationCopy,
+    Collective,
+    CopyOfPiece,
+    activation_copies,
+    collectives_of,
+    copies_of,
+    cycles_of,
+    kernels_of,
+    ops_per_layer,
+)
+from rayserve_moe.tools.hlo_text import ProgramText, read_program
+from rayserve_moe.tools.pieces import bytes_on_device, pieces_of
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """HBM of one device, bytes: what the compiler accounts for, and what there is (0: unknown)."""
+
+    arguments: int
+    temporaries: int
+    outputs: int
+    aliased: int
+    peak: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One compiled program, or the compiler's reason why there is none.
+
+    `compile_cpu_s` are the seconds of processors, of other programs too where several are compiled at a time.
+    `is_in_place`: all that it takes for its own stays where it is. `copies` are those of weights and KV, of which none
+    should be; those of activations have limits. `ops_per_layer` are the costed operations in the body of the loop over
+    layers. `xla_cycles` add up what XLA estimates for its own fusions, `_once` with the body of every loop counted
+    once; neither is a latency. `roofline_s` is the time that reading weights and KV once takes at the memory's
+    bandwidth. `estimate` is there where it was asked for, and the program is a step.
+    """
+
+    name: str
+    error: str = ""
+    lower_s: float = 0.0
+    compile_s: float = 0.0
+    compile_cpu_s: float = 0.0
+    memory: DeviceMemory | None = None
+    is_in_place: bool = False
+    copied_bytes: dict[str, int] = field(default_factory=dict)
+    copies: list[CopyOfPiece] = field(default_factory=list)
+    copied_activation_bytes: int = 0
+    activation_copies: list[ActivationCopy] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    kernels: dict[str, int] = field(default_factory=dict)
+    ops_per_layer: int = 0
+    xla_cycles: int = 0
+    xla_cycles_once: int = 0
+    roofline_s: float = 0.0
+    estimate: EstimateReport | None = None
+
+
+class ProgramReader:
+    """Compiles one of a server's programs after the other, and reads what came out; `limit` is the HBM of a device."""
+
+    def __init__(
+        self, served: ServedModel, *, num_pages: int, limit: int, topology: str, estimator: Estimator | None
+    ) -> None:
+        state = served.state(num_pages)
+        self._plan, self._limit, self._estimator = served.config.plan, limit, estimator
+        self._num_layers = served.config.spec.num_layers
+        self._pieces = pieces_of(served, state)
+        self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.kv_pages)) / _bandwidth(topology)
+
+    def report(self, program: Program) -> ProgramReport:
+        if self._estimator is not None:
+            self._estimator.dump.pass_over()
+        started = time.perf_counter()
+        try:
+            unoptimized = lowered(program, self._plan)
+            lowered_at, cpu_s = time.perf_counter(), time.process_time()
+            compiled = optimized(unoptimized, self._plan)
+        except jax.errors.JaxRuntimeError as error:
+            return ProgramReport(program.name, error=compilers_sentence(error))
+        seconds = {
+            "lower_s": lowered_at - started,
+            "compile_s": time.perf_counter() - lowered_at,
+            "compile_cpu_s": time.process_time() - cpu_s,
+        }
+        text = read_program(compiled.as_text() or "")
+        report = replace(self._read(program, compiled, text), estimate=self._estimate(program, text))
+        return replace(report, **{name: round(value, 2) for name, value in seconds.items()})
+
+    def _estimate(self, program: Program, text: ProgramText) -> EstimateReport | None:
+        """The estimate of a step that holds as many sequences as it can, where one is wanted."""
+        shape = program.shape
+        if self._estimator is None or shape is None:
+            return None
+        full = replace(self._estimator, sizes=replace(self._estimator.sizes, sequences=shape.num_singles))
+        prompt_tokens = shape.num_tokens - shape.num_singles
+        return full.estimate(text, prompt_tokens=prompt_tokens, num_layers=self._num_layers)
+
+    def _read(self, program: Program, compiled: jax.stages.Compiled, text: ProgramText) -> ProgramReport:
+        analysis = compiled.memory_analysis()
+        assert analysis is not None, "the TPU compiler accounts for memory"
+        copies, (once, cycles) = copies_of(text, self._pieces), cycles_of(text)
+        of_activations = activation_copies(text, self._pieces)
+        copied_bytes = Counter[str]()
+        for copy in copies:
+            copied_bytes[copy.kind] += copy.num_bytes * copy.times
+        owned = None if program.donated is None else program.arguments[program.donated]
+        return ProgramReport(
+            program.name,
+            memory=DeviceMemory(
+                analysis.argument_size_in_bytes,
+                analysis.temp_size_in_bytes,
+                analysis.output_size_in_bytes,
+                analysis.alias_size_in_bytes,
+                analysis.peak_memory_in_bytes,
+                self._limit,
+            ),
+            is_in_place=analysis.alias_size_in_bytes >= bytes_on_device(owned),
+            copied_bytes=dict(copied_bytes),
+            copies=copies,
+            copied_activation_bytes=sum(copy.num_bytes for copy in of_activations),
+            activation_copies=of_activations,
+            collectives=collectives_of(text),
+            kernels=kernels_of(text),
+            ops_per_layer=ops_per_layer(text),
+            xla_cycles=cycles,
+            xla_cycles_once=once,
+            roofline_s=self._roofline_s,
+        )
+
+
+def compilers_sentence(error: Exception) -> str:
+    """The compiler's reason without the listing of buffers that follows it."""
+    paragraphs = str(error).strip().split("\n\n")
+    return " ".join(paragraphs[0].split())
+
+
+def _bandwidth(topology: str) -> float:
+    """Bytes that a device reads in a second; infinite for a chip of unknown bandwidth."""
+    chip = CHIPS.get(topology.split(":")[0])
+    return chip.device_hbm_bytes if chip else float("inf")

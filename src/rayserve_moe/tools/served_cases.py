@@ -1,0 +1,136 @@
+"""What a compile check looks at: a server's settings, its model's config, and the topology it is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, TRAINED_PREFIX, resolve_model_path
+from rayserve_moe.config.derive import pages_per_sequence
+from rayserve_moe.config.load import default_cache_directory, settings_from, settings_from_yaml
+from rayserve_moe.config.settings import Settings
+from rayserve_moe.config.topology import MOST_CHIPS_PER_HOST, slice_for
+from rayserve_moe.execution.served_model import ServedModel, runner_settings, served_model
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.tools.presets import cut_to, preset_names, read_config
+
+COMPILER_SPELLINGS = {"v7x": "tpu7x"}
+"""Generations that the TPU compiler has another name for."""
+ONE_HOST_BOUNDS = (2, 4, 1)
+"""Chips of a host that has eight of them."""
+
+
+class TopologyError(ValueError):
+    """A topology that the compiler does not know, or devices that do not fit it."""
+
+
+class NoTopologyError(ValueError):
+    """A config that serves on CPU hosts, and no topology to compile it for all the same."""
+
+
+@dataclass(frozen=True)
+class ServedCase:
+    """What is served on what: `model` is a parsed `config.json`, of which `num_layers` layers are kept (0: all).
+
+    `topology` is spelled as the compiler spells it, such as `v6e:2x4`.
+    """
+
+    name: str
+    settings: Settings
+    model: Mapping[str, Any]
+    topology: str
+    num_layers: int = 0
+
+
+def case_of_config(path: str | Path, *, topology: str = "", model: str = "", num_layers: int = 0) -> ServedCase:
+    """The case of a Serve config, on its own topology or another one.
+
+    Its checkpoint's config is read, or the preset of that name where it is not on this machine; or `model`.
+    NoTopologyError where neither it nor the caller names a topology, ValueError for anything that is wrong with it.
+    """
+    settings = settings_from_yaml(path)
+    topology = topology or _topology_of(settings)
+    if not topology:
+        raise NoTopologyError(f"{path} serves on CPU hosts: it is compiled for a TPU where --topology names one")
+    config = read_config(model or _known_name(settings.model.path))
+    return ServedCase(Path(path).stem, settings, config, topology, num_layers)
+
+
+def case_of_model(
+    model: str, topology: str, *, dp: int = 0, tp: int = 0, num_layers: int = 0, **values: Any
+) -> ServedCase:
+    """A model that is served on all devices of a topology, by settings under their keys; 0 for dp or tp: what is left.
+
+    The pool holds all rows at their full length, and nothing besides.
+    """
+    num_devices = len(_devices(topology))
+    dp = dp or num_devices // (tp or 1)
+    tp = tp or num_devices // dp
+    if dp * tp != num_devices:
+        raise TopologyError(f"dp {dp} times tp {tp} is not the {num_devices} devices of {topology}")
+    own = {"model_path": model, "num_hosts": num_devices, "devices_per_host": 1, "data_parallel_size": dp}
+    settings, config = settings_from({**own, **values}), read_config(model)
+    longest = settings.model.max_model_len or spec_from_config(config).max_position_embeddings
+    num_pages = settings.scheduler.max_running_requests * pages_per_sequence(longest, settings.cache.page_size) + 1
+    pool = replace(settings.cache, num_pages=settings.cache.num_pages or num_pages)
+    return ServedCase(Path(model).name, replace(settings, cache=pool), config, topology, num_layers)
+
+
+def lay_out(case: ServedCase) -> ServedModel:
+    """Lay a case out as a server would: with fewer layers too, in the step shapes of the whole model.
+
+    ValueError says what does not fit together.
+    """
+    settings, parallel = case.settings, case.settings.parallel
+    bounds = None
+    if settings.cluster.tpu_topology and case.topology == _topology_of(settings):
+        tpu = slice_for(settings.cluster, num_hosts=parallel.num_hosts, num_slices=parallel.num_slices)
+        bounds = ONE_HOST_BOUNDS if tpu.chips_per_host == MOST_CHIPS_PER_HOST else None
+    devices = _devices(case.topology, num_slices=parallel.num_slices, bounds=bounds)
+    if not settings.cluster.tpu_topology:
+        wanted = parallel.num_hosts * (parallel.devices_per_host or 1)
+        if wanted > len(devices):
+            raise TopologyError(f"{case.name} is served on {wanted} devices, {case.topology} has {len(devices)}")
+        devices = devices[:wanted]
+    plan = plan_for(devices, data_size=parallel.data_parallel_size, num_slices=parallel.num_slices)
+    runner = runner_settings(settings, settings.model)
+    served = served_model(spec_from_config(case.model), plan, settings=runner)
+    if not case.num_layers:
+        return served
+    few = served_model(spec_from_config(cut_to(case.model, case.num_layers)), plan, settings=runner)
+    return replace(few, shapes=served.shapes)
+
+
+def _topology_of(settings: Settings) -> str:
+    cluster, parallel = settings.cluster, settings.parallel
+    if not cluster.tpu_topology:
+        return ""
+    tpu = slice_for(cluster, num_hosts=parallel.num_hosts, num_slices=parallel.num_slices)
+    return f"{COMPILER_SPELLINGS.get(tpu.version, tpu.version)}:{tpu.topology}"
+
+
+def _known_name(model_path: str) -> str:
+    """A directory with the model's config, or the preset of that name."""
+    if model_path.startswith((SYNTHETIC_PREFIX, TRAINED_PREFIX)):
+        return str(resolve_model_path(model_path, cache_directory=default_cache_directory()))
+    preset = Path(model_path).name.lower()
+    is_here = Path(model_path).expanduser().is_dir()
+    return preset if preset in preset_names() and not is_here else model_path
+
+
+@cache
+def _devices(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | None = None) -> list[jax.Device]:
+    options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
+    if bounds is not None:
+        options["chips_per_host_bounds"] = bounds
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
+    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+        raise TopologyError(f"topology {topology}: {str(error).strip().splitlines()[0]}") from error

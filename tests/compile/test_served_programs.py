@@ -1,0 +1,117 @@
+"""The gate looks at what is served: its programs are those of a start, and its settings those of the config."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from rayserve_moe.checkpoints.files import read_config
+from rayserve_moe.cli import main
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.execution.compiled_steps import programs_of
+from rayserve_moe.execution.served_model import runner_settings, served_model
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.tools import program_report
+from rayserve_moe.tools.compile_check import check, faults_of
+from rayserve_moe.tools.program_report import ProgramReport
+from rayserve_moe.tools.served_cases import NoTopologyError, case_of_config, lay_out
+from tests.support.runners import TWO_SHAPES, new_runner
+
+CONFIGS = sorted(Path("configs").glob("*.yaml"))
+ON_TPU = [path for path in CONFIGS if "tpu_topology:" in path.read_text().replace("`tpu_topology`", "")]
+FILLS = {"broadcast_in_dim", "_broadcast_arrays", "_full", "full", "fill", "convert_element_type", "zeros_like"}
+"""What allocates arrays of zeros; no step, and nothing of a model in it."""
+
+
+@contextmanager
+def compiled_names(caplog):
+    """Names of all modules that XLA is given meanwhile."""
+    names: set[str] = set()
+    with caplog.at_level(logging.DEBUG, logger="jax._src.interpreters.pxla"):
+        yield names
+    found = (re.match(r"Compiling (?:jit\()?(\w+)", record.getMessage()) for record in caplog.records)
+    names |= {match[1] for match in found if match}
+
+
+@pytest.mark.parametrize("values", [{}, {"enable_eplb": True, "num_redundant_experts": 4}], ids=["plain", "eplb"])
+def test_a_start_compiles_the_programs_of_the_gate(values, core_checkpoint, caplog):
+    """Settings and a mesh alone say what a start compiles; the weights have no part in it."""
+    settings = {**TWO_SHAPES, "enable_return_routed_experts": True, "compile_cache": "off", **values}
+    runner = new_runner(core_checkpoint, mesh=(2, 2), **settings)
+    num_pages = runner.load()
+    with compiled_names(caplog) as names:
+        runner.prepare(num_pages)
+    found = settings_from({"model_path": core_checkpoint, **settings})
+    spec, plan = spec_from_config(read_config(core_checkpoint)), plan_for(jax.devices()[:4], data_size=2)
+    served = served_model(spec, plan, settings=runner_settings(found, found.model))
+    programs = {program.name for program in programs_of(served, num_pages=num_pages)}
+    assert names - FILLS == programs
+    assert ("fetch_slots" in programs) == bool(values)
+
+
+def refuse(*_: object) -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\n\nbuffers")
+
+
+@pytest.mark.parametrize("path", ON_TPU, ids=lambda path: path.stem)
+def test_the_gate_takes_every_program_and_setting_of_a_config(path, monkeypatch):
+    monkeypatch.setattr(program_report, "optimized", refuse)
+    case = case_of_config(path, num_layers=2)
+    served = lay_out(case)
+    report = check(case)
+    assert [program.name for program in report.programs] == [
+        program.name for program in programs_of(served, num_pages=report.num_pages)
+    ]
+    assert {program.error for program in report.programs} == {"RESOURCE_EXHAUSTED: no room"}
+    assert len(report.faults) == len(report.programs) and not report.fits
+    step = served.step_config(report.num_pages)
+    assert step.page_size == 16 and step.capture_routing
+    assert served.config.experts.backend == "auto"
+    assert served.config.plan.mesh.size == len(served.config.plan.mesh.devices.flat)
+    assert served.config.spec.num_layers == 2
+
+
+@pytest.mark.parametrize("path", ON_TPU, ids=lambda path: path.stem)
+def test_fewer_layers_are_compiled_in_the_shapes_of_all(path):
+    assert lay_out(case_of_config(path, num_layers=2)).shapes == lay_out(case_of_config(path)).shapes
+
+
+def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):
+    on_cpu = [path for path in CONFIGS if path not in ON_TPU]
+    assert len(on_cpu) == 2
+    for path in on_cpu:
+        with pytest.raises(NoTopologyError, match="serves on CPU hosts"):
+            case_of_config(path)
+        assert main(["compile-check", "--config", str(path)]) == 0
+        assert "skipped" in capsys.readouterr().err
+        settings = case_of_config(path, topology="v6e:2x4").settings.parallel
+        served = lay_out(case_of_config(path, topology="v6e:2x4"))
+        assert served.config.plan.mesh.size == settings.num_hosts * (settings.devices_per_host or 1)
+
+
+def test_a_limit_that_is_exceeded_is_a_fault():
+    program = ProgramReport("decode_16", is_in_place=True, copied_activation_bytes=1001)
+    assert list(faults_of(program, {"copied_activation_bytes": 1001})) == []
+    (fault,) = faults_of(program, {"copied_activation_bytes": 1000})
+    assert fault == "decode_16: copied_activation_bytes is 1,001, more than 1,000"
+    with pytest.raises(ValueError, match="a limit for speed, which no report has"):
+        check(case_of_config(ON_TPU[0], num_layers=2), limits={"decode_16": {"speed": 1}})
+    copying = replace(program, copied_bytes={"kv": 2_500_000}, is_in_place=False)
+    assert len(list(faults_of(copying, {}))) == 2
+
+
+def test_limits_are_those_of_every_program_of_a_shipped_config():
+    limits = json.loads(Path("benchmarks/compile_limits.json").read_text())
+    by_name = {path.stem: path for path in ON_TPU}
+    assert "qwen3_30b_a3b_v6e8" in limits
+    for name, of_programs in limits.items():
+        programs = programs_of(lay_out(case_of_config(by_name[name])), num_pages=4097)
+        assert set(of_programs) == {program.name for program in programs}
