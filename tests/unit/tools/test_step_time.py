@@ -182,6 +182,22 @@ def test_what_was_started_earlier_costs_what_is_not_hidden():
     assert fetch.bare_seconds == pytest.approx(transfer)
 
 
+def test_what_a_call_starts_is_hidden_by_what_the_call_does():
+    called = PROGRAM.replace("ENTRY %main (arg", "%inside (arg").replace("HloModule step", "HloModule called")
+    called += """
+ENTRY %main (arg.1: (s32[], f32[8]), big.1: f32[1024,1024], chosen.1: pred[]) -> f32[8] {
+  %arg.1 = (s32[], f32[8]{0}) parameter(0)
+  %big.1 = f32[1024,1024]{1,0} parameter(1)
+  %chosen.1 = pred[] parameter(2)
+  %ahead = f32[8]{0} fusion(%arg.1), kind=kLoop, calls=%other
+  ROOT %result = f32[8]{0} call(%arg.1, %big.1, %chosen.1), to_apply=%inside
+}
+"""
+    plain, found = read(), read(called, SCHEDULES | {"ahead": schedule(9000)})
+    costs = {one.op.name: one.seconds for one in plain.ops}
+    assert {one.op.name: one.seconds for one in found.ops if one.op.name != "ahead"} == costs
+
+
 def test_a_collective_costs_its_links():
     found = read()
     (exchange,) = (one for one in found.ops if one.op.name == "sum")

@@ -6,7 +6,7 @@ import base64
 import binascii
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rayserve_moe.tools.estimate.dump import Schedules
@@ -99,7 +99,8 @@ class ProgramReader:
                 case "conditional":
                     block.items.append(Branches([self._block(name) for name in instruction.called]))
                 case "call" | "call-start":
-                    block.items.extend(item for name in instruction.called for item in self._block(name).items)
+                    for name in instruction.called:
+                        block.items.extend(_moved(self._block(name).items, by=len(block.items)))
                 case opcode if opcode.endswith("-start"):
                     started[instruction.name] = len(block.items)
                 case opcode if opcode.endswith("-done") and operands and operands[0].name in started:
@@ -112,7 +113,8 @@ class ProgramReader:
     def _loop(self, loop: Instruction, beside: dict[str, Instruction]) -> Loop:
         condition, trips = condition_of(loop), trips_of(self.program, loop, beside=beside)
         (body,) = (name for name in loop.called if name != condition)
-        return Loop(self._block(body), trips, is_layers=trips > 1 and not scope_of(loop, self.program))
+        is_named = _OP_NAME.search(loop.attributes) is not None
+        return Loop(self._block(body), trips, is_layers=is_named and trips > 1 and not scope_of(loop, self.program))
 
     def _op(self, instruction: Instruction, scope: str, operands: list[Instruction]) -> list[Op]:
         """The op of an instruction; none where the device executes nothing of its own for it."""
@@ -190,6 +192,13 @@ def divides_over_cores(kernel: Instruction) -> bool:
         return PARALLEL in text
     steps = zip(bounds.group(1).split(","), dimensions.group(1).split(","), strict=False)
     return any(PARALLEL in dimension and bound.strip() != "1" for bound, dimension in steps)
+
+
+def _moved(items: list[Op | Loop | Branches], *, by: int) -> Iterator[Op | Loop | Branches]:
+    """Items of a block that come to stand `by` places later."""
+    for item in items:
+        is_started = isinstance(item, Op) and item.starts_at >= 0
+        yield replace(item, starts_at=item.starts_at + by) if is_started else item
 
 
 def _iterations(instruction: Instruction) -> int:
