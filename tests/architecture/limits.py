@@ -96,7 +96,7 @@ def read_sources(package: Path) -> list[Source]:
 
 
 def package_is_small(sources: list[Source]) -> str | None:
-    """Say by how much the code of the whole package exceeds its budget, if it does (ADR 0007, 0016)."""
+    """Say by how much the code of the whole package exceeds its budget, if it does (ADR 0007, 0021)."""
     total = sum(num_code_lines(source) for source in sources)
     return f"{total} lines of code, more than {MAX_PACKAGE_LINES}" if total > MAX_PACKAGE_LINES else None
 

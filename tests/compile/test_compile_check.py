@@ -168,7 +168,7 @@ def test_the_table_shows_what_fits_and_what_does_not():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nobody/nothing", "--topology", "v6e:2x4"], "neither a preset"),
+        (["--model", "nobody/nothing", "--topology", "v6e:2x4"], "nobody/nothing: no such directory"),
         (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--dp", "3"], "dp 3 times tp 2 is not the 8 devices"),
         (["--model", "qwen3-30b-a3b"], "give --config, or --model and --topology"),
         (["--config", V6E8, "--page-size", "32"], "--page-size goes with --model"),

@@ -44,8 +44,8 @@ def test_the_package_is_built_from_what_is_copied():
     needed += hatch["build"].get("artifacts", [])
     assert all(path.split("/")[0] in BUILT_FROM for path in needed)
     (install,) = (rest for word, rest in LINES if word == "RUN" and "pip install" in rest)
-    (extra,) = (word.strip(".[]") for word in shlex.split(install) if word.startswith("."))
-    assert extra in project["project"]["optional-dependencies"] and extra == "tpu"
+    (extras,) = (word.strip(".[]").split(",") for word in shlex.split(install) if word.startswith("."))
+    assert extras == ["tpu", "gcs"] and set(extras) <= set(project["project"]["optional-dependencies"])
 
 
 def test_the_python_of_the_image_is_one_the_package_runs_on():

@@ -63,6 +63,7 @@ def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
         )
         if spread.shuffled:
             made.placement = shuffled(made.placement, seed=spread.data)
+            made.served = replace(made.served, placement=made.placement)
         made.prepare(made.load())
         return made
 

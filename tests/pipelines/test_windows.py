@@ -18,7 +18,7 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution import host_runner
+from rayserve_moe.execution import served_model
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.model.kv_cache import layer_pages_of
 from rayserve_moe.requests import GenerationRequest, ModelCard
@@ -87,7 +87,7 @@ def runner_of(checkpoint: Path, kernel_settings: dict[str, str]) -> RunnerOf:
 @pytest.fixture(scope="module")
 def unfreed(checkpoint: Path, runner_of: RunnerOf, card: ModelCard) -> Outcomes:
     """Each request alone, on one device where no layer frees anything."""
-    with patch.object(host_runner, "windows_of", lambda spec, longest: (0,) * spec.num_layers):
+    with patch.object(served_model, "windows_of", lambda spec, longest: (0,) * spec.num_layers):
         keeps_all = runner_of.__wrapped__((1, 1))
     assert keeps_all.state.kv_pages.shape[0] == 3 * NUM_PAGES
     return run_alone(keeps_all, card, workload(), way=WAY)

@@ -68,12 +68,14 @@ def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
 class ServedModel:
     """What follows from settings, model and mesh; the devices may be those of a topology that is not there.
 
-    `shapes` are those that steps are compiled for. Weights, staging area and state are shapes with shardings.
+    `placement` says where experts lie at the start, `shapes` are those that steps are compiled for. Weights, staging
+    area and state are shapes with shardings.
     """
 
     settings: RunnerSettings
     config: ModelConfig
     dtype: str
+    placement: ExpertPlacement
     shapes: tuple[StepShape, ...]
 
     @property
@@ -95,11 +97,6 @@ class ServedModel:
     def num_tables(self) -> int:
         """Page tables of a row: one for every group of layers."""
         return len(set(self.pool.windows))
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        """Where experts lie at the start."""
-        return first_placement(self.config)
 
     @property
     def moves_experts(self) -> bool:
@@ -144,4 +141,5 @@ def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSetting
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
-    return ServedModel(settings, config, dtype, step_shapes(settings.scheduler, step_cost(config, dtype=dtype)))
+    shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype))
+    return ServedModel(settings, config, dtype, first_placement(config), shapes)

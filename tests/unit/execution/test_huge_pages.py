@@ -50,7 +50,7 @@ def test_arrays_below_one_page_are_left_alone():
 def test_a_kernel_without_them_leaves_arrays_as_they_are(monkeypatch, caplog):
     monkeypatch.setitem(huge_pages.ADVICE, "MADV_COLLAPSE", 9999)
     array = _array()
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger=huge_pages.log.name):
         assert use_huge_pages([array]) == 0
     assert "MADV_COLLAPSE" in caplog.text and "Invalid argument" in caplog.text
     np.testing.assert_array_equal(array, np.arange(array.size))
