@@ -22,7 +22,7 @@ from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.execution.served_model import RunnerSettings
+from rayserve_moe.execution.served_model import runner_settings
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -89,16 +89,7 @@ def starting_hosts(checkpoint: Path, **changes: object) -> Iterator[GroupExecuto
     values = {"model_path": str(checkpoint), "num_hosts": 2, "devices_per_host": 2, **SETTINGS, **changes}
     settings = settings_from(values)
     executor = GroupExecutor(
-        RunnerSettings(
-            settings.model,
-            settings.scheduler,
-            settings.cache,
-            settings.replay,
-            settings.experts,
-            settings.compile,
-            settings.balancing,
-            settings.updates,
-        ),
+        runner_settings(settings, settings.model),
         parallel=settings.parallel,
         cluster=settings.cluster,
     )

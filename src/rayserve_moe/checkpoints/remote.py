@@ -181,7 +181,7 @@ class FolderStore:
         return self._opened().cat_file(f"{self._folder}/{name}", start=start, end=end)
 
     def check_bucket(self) -> None:
-        """FileNotFoundError, naming it, where the bucket of the folder does not exist."""
+        """ValueError, naming it, where the bucket of the folder does not exist."""
         bucket = self._folder.partition("/")[0]
         if self._scheme in BUCKETS:
             try:

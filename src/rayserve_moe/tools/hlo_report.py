@@ -45,7 +45,6 @@ HBM = 0
 LEAST_COPY_BYTES = 4 << 10
 LAYER_SCOPE = "attention"
 """Every layer has a block of that name."""
-_AROUND = re.compile(r"jit\(|shard_map|while$|body$|cond$|branch_|closed_call|jit$")
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
@@ -139,7 +138,7 @@ def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[Activat
             is_large, is_in_hbm = shape.num_bytes >= LEAST_COPY_BYTES, shape.space == HBM
             if is_large and _piece_of(shape, pieces) is None and _moves_all(program, instruction, result=shape):
                 copy = instruction.name, _text(shape), shape.num_bytes, execution.times
-                found.append(ActivationCopy(*copy, block_of(instruction), is_in_hbm, instruction.cycles))
+                found.append(ActivationCopy(*copy, instruction.scope, is_in_hbm, instruction.cycles))
     return found
 
 
@@ -156,11 +155,6 @@ def ops_per_layer(program: ProgramText) -> int:
             if any(f"/{LAYER_SCOPE}/" in each.op_name for each in inside):
                 counts.append(sum(each.cycles > 0 for each in inside))
     return max(counts)
-
-
-def block_of(instruction: Instruction) -> str:
-    """The named scopes that an operation comes from, without what jax puts around them."""
-    return "/".join(part for part in instruction.op_name.split("/")[:-1] if not _AROUND.match(part))
 
 
 def collectives_of(program: ProgramText) -> list[Collective]:

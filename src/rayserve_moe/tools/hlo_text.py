@@ -27,6 +27,9 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_NOT_SCOPES = re.compile(
+    r"[^/]*\(.*\)|while|body|cond|closed_call|shard_map|branch_\d+_fun|checkpoint|remat\d*|custom_jvp_call|p?jit"
+)
 _CONSTANT = re.compile(r"^(\d+)\)")
 _CONTROL = ("while", "conditional", "call", "async-start", "call-start")
 _NO_ESTIMATE = 1 << 62
@@ -96,6 +99,12 @@ class Instruction:
         """What jax calls the operation: its named scopes, then the primitive."""
         found = _OP_NAME.search(self.attributes)
         return found.group(1) if found else ""
+
+    @property
+    def scope(self) -> str:
+        """The named scopes that it was traced in, joined by `/`, without what jax puts around them."""
+        *outer, _ = self.op_name.split(";")[0].split("/")
+        return "/".join(part for part in outer if not _NOT_SCOPES.fullmatch(part))
 
     @property
     def cycles(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayserve_moe.tools.hlo_report import Piece, activation_copies, block_of, ops_per_layer
+from rayserve_moe.tools.hlo_report import Piece, activation_copies, ops_per_layer
 from rayserve_moe.tools.hlo_text import ProgramText, read_program
 
 COST = 'backend_config={"estimated_cycles":"300"}'
@@ -91,4 +91,4 @@ def test_a_block_is_what_jax_was_given_as_scopes():
     (copy,) = activation_copies(program(COPY, scope="prompt_scores/cond/branch_1_fun/head"), [])
     assert copy.block == "prompt_scores/head"
     bare = read_program("ENTRY %main (x: f32[2]) -> f32[2] {\n  ROOT %x = f32[2] parameter(0)\n}")
-    assert block_of(bare.computations["main"][0]) == ""
+    assert bare.computations["main"][0].scope == ""

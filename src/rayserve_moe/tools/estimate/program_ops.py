@@ -17,14 +17,10 @@ from rayserve_moe.tools.estimate.traffic import bytes_by_shape
 from rayserve_moe.tools.hlo_report import COLLECTIVES, HBM
 from rayserve_moe.tools.hlo_text import ArrayShape, Instruction, ProgramText, condition_of
 
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _BOUNDS = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
 _KERNEL_BODY = re.compile(r'"body":"([^"]*)"')
 _KERNEL_BOUNDS = re.compile(r"iteration_bounds = array<i64: ([^>]*)>")
 _KERNEL_DIMENSIONS = re.compile(r"dimension_semantics = \[([^\]]*)\]")
-_NOT_SCOPES = re.compile(
-    r"[^/]*\(.*\)|while|body|cond|closed_call|shard_map|branch_\d+_fun|checkpoint|remat\d*|custom_jvp_call|pjit"
-)
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,9 @@ class ProgramReader:
     def _loop(self, loop: Instruction, beside: dict[str, Instruction]) -> Loop:
         condition, trips = condition_of(loop), trips_of(self.program, loop, beside=beside)
         (body,) = (name for name in loop.called if name != condition)
-        is_named = _OP_NAME.search(loop.attributes) is not None
-        return Loop(self._block(body), trips, is_layers=is_named and trips > 1 and not scope_of(loop, self.program))
+        return Loop(
+            self._block(body), trips, is_layers=bool(loop.op_name) and trips > 1 and not scope_of(loop, self.program)
+        )
 
     def _op(self, instruction: Instruction, scope: str, operands: list[Instruction]) -> list[Op]:
         """The op of an instruction; none where the device executes nothing of its own for it."""
@@ -168,12 +165,8 @@ class ProgramReader:
 
 def scope_of(instruction: Instruction, program: ProgramText) -> str:
     """The named scopes an instruction was traced in, joined by `/`; those of what it is made of where it has none."""
-    for part in [instruction, *program.fused(instruction)]:
-        found = _OP_NAME.search(part.attributes)
-        if found:
-            *outer, _ = found.group(1).split(";")[0].split("/")
-            return "/".join(part for part in outer if not _NOT_SCOPES.fullmatch(part))
-    return ""
+    named = (part for part in [instruction, *program.fused(instruction)] if part.op_name)
+    return next((part.scope for part in named), "")
 
 
 def divides_over_cores(kernel: Instruction) -> bool:
