@@ -16,6 +16,7 @@ from rayserve_moe.serving.start import command as start
 from rayserve_moe.tools.check_table import render
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, Limits, check, estimator_of, use_host_alone
 from rayserve_moe.tools.estimate.dump import dump_environment
+from rayserve_moe.tools.plan_slice import command as plan_slice
 from rayserve_moe.tools.presets import preset_names
 from rayserve_moe.tools.served_cases import NoTopologyError, ServedCase, case_of_config, case_of_model
 
@@ -32,13 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compile_check(commands.add_parser("compile-check", help="compile a server's programs for a TPU topology"))
+    plan_slice.add_arguments(
+        commands.add_parser("plan-slice", help="estimate slices and settings for a model's traffic")
+    )
     rollout = commands.add_parser("rollout", help="sample the prompts of a file into Parquet shards")
     batch_job.add_arguments(rollout)
     start.add_arguments(commands.add_parser("serve", help="serve a config on this machine, until it is stopped"))
     options = parser.parse_args(arguments)
-    run = {"compile-check": _compile_check, "rollout": batch_job.run, "serve": start.run}[options.command]
+    runs = {"compile-check": _compile_check, "plan-slice": plan_slice.run, "rollout": batch_job.run, "serve": start.run}
     try:
-        return run(options)
+        return runs[options.command](options)
     except ValueError as error:
         sys.stderr.write(f"rayserve-moe {options.command}: {error}\n")
         return WRONG_USE

@@ -59,7 +59,7 @@ def case_of_config(path: str | Path, *, topology: str = "", model: str = "", num
     topology = topology or _topology_of(settings)
     if not topology:
         raise NoTopologyError(f"{path} serves on CPU hosts: it is compiled for a TPU where --topology names one")
-    config = read_config(model or _known_name(settings.model.path))
+    config = read_config(model or known_model(settings.model.path))
     return ServedCase(Path(path).stem, settings, config, topology, num_layers)
 
 
@@ -70,7 +70,7 @@ def case_of_model(
 
     The pool holds all rows at their full length, and nothing besides.
     """
-    num_devices = len(_devices(topology))
+    num_devices = len(devices_of(topology))
     dp = dp or num_devices // (tp or 1)
     tp = tp or num_devices // dp
     if dp * tp != num_devices:
@@ -93,7 +93,7 @@ def lay_out(case: ServedCase) -> ServedModel:
     if settings.cluster.tpu_topology and case.topology == _topology_of(settings):
         tpu = slice_for(settings.cluster, num_hosts=parallel.num_hosts, num_slices=parallel.num_slices)
         bounds = ONE_HOST_BOUNDS if tpu.chips_per_host == MOST_CHIPS_PER_HOST else None
-    devices = _devices(case.topology, num_slices=parallel.num_slices, bounds=bounds)
+    devices = devices_of(case.topology, num_slices=parallel.num_slices, bounds=bounds)
     if not settings.cluster.tpu_topology:
         wanted = parallel.num_hosts * (parallel.devices_per_host or 1)
         if wanted > len(devices):
@@ -116,7 +116,7 @@ def _topology_of(settings: Settings) -> str:
     return f"{COMPILER_SPELLINGS.get(tpu.version, tpu.version)}:{tpu.topology}"
 
 
-def _known_name(model_path: str) -> str:
+def known_model(model_path: str) -> str:
     """A directory with the model's config, or the preset of that name."""
     if model_path.startswith((SYNTHETIC_PREFIX, TRAINED_PREFIX)):
         return str(resolve_model_path(model_path, cache_directory=default_cache_directory()))
@@ -126,7 +126,8 @@ def _known_name(model_path: str) -> str:
 
 
 @cache
-def _devices(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | None = None) -> list[jax.Device]:
+def devices_of(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | None = None) -> list[jax.Device]:
+    """The devices of a topology, which need not be there. TopologyError where the compiler does not know it."""
     options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
     if bounds is not None:
         options["chips_per_host_bounds"] = bounds

@@ -15,6 +15,7 @@ class Chip:
     `clock_hz` is cycles, `peak_flops` is bfloat16, `link_bytes` one link in one direction. A chip has
     `num_links` links, `num_cores` cores with a schedule each, and shows as `num_devices` devices. Axes of a slice are
     rings from `ring_length` chips on: each axis for itself with four links a chip, only all together with six.
+    `device_capacity` are the bytes of HBM that a program may use on a device.
     """
 
     clock_hz: float
@@ -25,6 +26,7 @@ class Chip:
     num_cores: int
     num_devices: int
     ring_length: int
+    device_capacity: int
 
     @property
     def cores_per_device(self) -> int:
@@ -47,11 +49,55 @@ class Chip:
         return all(size % self.ring_length == 0 for size in shape)
 
 
+def _gib(size: float) -> int:
+    return int(size * (1 << 30))
+
+
 CHIPS: dict[str, Chip] = {
-    "v5e": Chip(1.50e9, 819e9, 197e12, 4.5e10, num_links=4, num_cores=1, num_devices=1, ring_length=16),
-    "v5p": Chip(1.75e9, 2765e9, 459e12, 9e10, num_links=6, num_cores=2, num_devices=1, ring_length=4),
-    "v6e": Chip(1.75e9, 1638e9, 918e12, 9e10, num_links=4, num_cores=1, num_devices=1, ring_length=16),
-    "tpu7x": Chip(2.20e9, 7380e9, 2307e12, 9e10, num_links=6, num_cores=2, num_devices=2, ring_length=4),
+    "v5e": Chip(
+        1.50e9,
+        819e9,
+        197e12,
+        4.5e10,
+        num_links=4,
+        num_cores=1,
+        num_devices=1,
+        ring_length=16,
+        device_capacity=_gib(15.75),
+    ),
+    "v5p": Chip(
+        1.75e9,
+        2765e9,
+        459e12,
+        9e10,
+        num_links=6,
+        num_cores=2,
+        num_devices=1,
+        ring_length=4,
+        device_capacity=_gib(95.74),
+    ),
+    "v6e": Chip(
+        1.75e9,
+        1638e9,
+        918e12,
+        9e10,
+        num_links=4,
+        num_cores=1,
+        num_devices=1,
+        ring_length=16,
+        device_capacity=_gib(31.25),
+    ),
+    "tpu7x": Chip(
+        2.20e9,
+        7380e9,
+        2307e12,
+        9e10,
+        num_links=6,
+        num_cores=2,
+        num_devices=2,
+        ring_length=4,
+        device_capacity=_gib(94.75),
+    ),
 }
 """By the first part of a topology's name.
 
@@ -62,7 +108,8 @@ taken like v5p, whose 1200 GB/s per chip it shares.
 Clocks are not published; they are peak / (cores x matrix units x rows x columns x 2 x rows fed in a cycle): v5e
 197e12 / (4 x 128 x 128 x 2), v5p 459e12 / (2 x 4 x 128 x 128 x 2), v6e 918e12 / (2 x 256 x 256 x 2 x 2), tpu7x
 2307e12 / (2 x 2 x 256 x 256 x 2 x 2). Units as `jax.experimental.pallas.tpu.get_tpu_info` has them; two rows a cycle on
-the last two is inferred from schedules, which do 82 % of that peak.
+the last two is inferred from schedules, which do 82 % of that peak. Capacity: what libtpu's compiler says is available
+when it refuses a program (`tools.compile_check.hbm_limit`).
 """
 
 

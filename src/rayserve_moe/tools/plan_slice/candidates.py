@@ -1,0 +1,199 @@
+"""Ways to serve a model on a slice: topology, split, rows and redundant experts, with estimated memory and speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.balancing.placement import MAX_REDUNDANT, identity_placement
+from rayserve_moe.balancing.planner import plan
+from rayserve_moe.config.settings import ExpertSettings, SettingsError
+from rayserve_moe.config.topology import FLAT, GENERATIONS, SMALL_CUBES, generation_name, num_chips
+from rayserve_moe.execution.migration import staging_shapes
+from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
+from rayserve_moe.model.kv_cache import cache_row, windows_of
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.tools.estimate.chips import chip_of
+from rayserve_moe.tools.pieces import bytes_on_device
+from rayserve_moe.tools.plan_slice.step_cost import StepCost, StepTokens, step_cost
+from rayserve_moe.tools.served_cases import TopologyError, devices_of
+
+CUBES = ("4x4x4", "4x4x8", "4x8x8", "8x8x8")
+"""Larger topologies of three dimensions that are looked at."""
+MEM_FRACTION = 0.8
+"""Part of the free memory that pages may take, as the setting's default has it; the rest is for temporaries."""
+WEIGHTS_DTYPE = "bfloat16"
+SAMPLED_LAYERS, SEED = 8, 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Prompt and output tokens of a request, and how many requests run at once."""
+
+    prompt: int
+    output: int
+    concurrency: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan takes for given: prompt tokens of a data rank in a step, dtype of keys and values, the standard
+    deviation of the logarithm of experts' popularity (0: all equally popular), and the most chips.
+    """
+
+    prefill_tokens: int = 1024
+    kv_dtype: str = "bfloat16"
+    skew: float = 0.7
+    max_chips: int = 64
+
+
+@dataclass(frozen=True)
+class Split:
+    """A slice with its data ranks, tensor size and redundant experts; `rows` of a data rank, 0: as traffic wants."""
+
+    topology: str
+    dp: int
+    tp: int
+    redundant: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A split with its estimates. GB (1e9 bytes) are those of a device, with KV for all `split.rows` at full length.
+
+    `imbalance` is the hottest device's share of expert rows over the mean, under the skew that is assumed. `served` are
+    the requests that run at once; tokens per second are output tokens, with the prompts computed besides.
+    """
+
+    split: Split
+    chips: int
+    capacity_gb: float
+    weights_gb: float
+    kv_gb: float
+    served: int
+    imbalance: float
+    decode: StepCost
+    prefill: StepCost
+    tokens_per_s: float
+
+    @property
+    def per_chip(self) -> float:
+        """Output tokens per second and chip."""
+        return self.tokens_per_s / self.chips
+
+
+def topologies(generation: str, *, max_chips: int) -> Iterator[str]:
+    """The topologies of a generation that the TPU compiler knows, smallest first. ValueError for an unknown one."""
+    known = generation_name(generation)
+    flat = GENERATIONS[known].num_dims == 2
+    for shape in sorted(FLAT if flat else (*SMALL_CUBES, *CUBES), key=num_chips):
+        topology = f"{'tpu7x' if known == 'v7x' else known}:{shape}"
+        if num_chips(shape) <= max_chips and _is_known(topology):
+            yield topology
+
+
+def splits(spec: ModelSpec, topology: str) -> Iterator[Split]:
+    """All divisions of a slice into data and tensor ranks, without redundancy and with one more slot on each device."""
+    num_devices = len(devices_of(topology))
+    least = -spec.router.num_experts % num_devices
+    for tp in (size for size in range(1, num_devices + 1) if num_devices % size == 0):
+        if spec.attention.num_heads % tp == 0:
+            for redundant in (least, least + num_devices):
+                if redundant <= MAX_REDUNDANT:
+                    yield Split(topology, num_devices // tp, tp, redundant)
+
+
+def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumptions) -> Candidate | None:
+    """Estimate a split; None where it does not fit: weights and the KV of a row, or what does not divide.
+
+    ValueError where the traffic's sequences are longer than the model's positions, or the chip has no figures.
+    """
+    if traffic.length > spec.max_position_embeddings:
+        raise ValueError(f"{traffic.length} tokens are more than the model's {spec.max_position_embeddings} positions")
+    chip, devices = chip_of(split.topology), devices_of(split.topology)
+    try:
+        plan_of_slice = plan_for(devices, data_size=split.dp)
+        model = model_config(spec, plan_of_slice, experts=ExpertSettings(num_redundant=split.redundant))
+    except SettingsError:
+        return None
+    weights = _weight_bytes(model, moves=split.redundant > 0)
+    row = row_bytes(model, traffic.length, kv_dtype=given.kv_dtype)
+    wanted = math.ceil(traffic.concurrency / split.dp)
+    wanted = min(wanted, split.rows) if split.rows else wanted
+    rows = min(wanted, int((chip.device_capacity - weights) * MEM_FRACTION // row))
+    if rows < 1:
+        return None
+    imbalance = imbalance_of(spec.router.num_experts, len(devices), redundant=split.redundant, skew=given.skew)
+    costs = {"topology": split.topology, "kv_dtype": given.kv_dtype, "imbalance": imbalance}
+    context = traffic.prompt + traffic.output // 2
+    prompt = min(given.prefill_tokens, rows * traffic.prompt)
+    decode = step_cost(model, StepTokens(rows, context), **costs)
+    prefill = step_cost(model, StepTokens(rows, context, prompt), **costs)
+    served = min(rows * split.dp, traffic.concurrency)
+    return Candidate(
+        replace(split, rows=rows),
+        len({tuple(device.coords) for device in devices}),
+        chip.device_capacity / 1e9,
+        weights / 1e9,
+        rows * row / 1e9,
+        served,
+        imbalance,
+        decode,
+        prefill,
+        served * traffic.output / _seconds(rows, prompt, traffic, decode=decode.seconds, prefill=prefill.seconds),
+    )
+
+
+def row_bytes(model: ModelConfig, length: int, *, kv_dtype: str) -> int:
+    """Bytes on a device that a sequence of `length` tokens keeps: layers with a window keep only that."""
+    row = cache_row(model.spec, tensor_size=model.plan.tensor_size).local_size(model.plan)
+    seen = sum(window or length for window in windows_of(model.spec, longest=length))
+    return seen * row * jnp.dtype(kv_dtype).itemsize
+
+
+@lru_cache(maxsize=1024)
+def imbalance_of(num_experts: int, num_devices: int, *, redundant: int, skew: float) -> float:
+    """The hottest device's expert rows over the mean, mean of a few layers of lognormal popularity, seeded.
+
+    Without redundancy experts lie in their own order; with it as the planner places them.
+    """
+    load = np.exp(np.random.default_rng(SEED).normal(0, skew, (SAMPLED_LAYERS, num_experts)))
+    if redundant > -num_experts % num_devices:
+        placed = plan(load, ep_size=num_devices, num_redundant=redundant)
+    else:
+        placed = identity_placement(SAMPLED_LAYERS, num_experts, ep_size=num_devices, num_redundant=redundant)
+    of_slots = placed.share_of_slot * np.take_along_axis(load, placed.expert_of_slot, axis=1)
+    of_devices = of_slots.reshape(SAMPLED_LAYERS, num_devices, -1).sum(axis=2)
+    return float((of_devices.max(axis=1) / of_devices.mean(axis=1)).mean())
+
+
+def _seconds(rows: int, prompt: int, traffic: Traffic, *, decode: float, prefill: float) -> float:
+    """Time in which all rows of a data rank take a request from its first to its last token."""
+    num_prefill = math.ceil(rows * traffic.prompt / prompt)
+    num_decode = max(0, traffic.output - num_prefill)
+    return num_prefill * prefill + num_decode * decode
+
+
+def _weight_bytes(model: ModelConfig, *, moves: bool) -> int:
+    weights = weight_shapes(model, dtype=WEIGHTS_DTYPE, placement=first_placement(model), may_change=moves)
+    staging = bytes_on_device(staging_shapes(model, dtype=WEIGHTS_DTYPE)) if moves else 0
+    return bytes_on_device(weights) + staging
+
+
+def _is_known(topology: str) -> bool:
+    try:
+        return bool(devices_of(topology))
+    except TopologyError:
+        return False

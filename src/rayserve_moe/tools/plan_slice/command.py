@@ -1,0 +1,176 @@
+"""The command `plan-slice`: slices and settings for a model and its traffic, estimated, as a table or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
+from rayserve_moe.tools.estimate.chips import CHIPS, chip_of
+from rayserve_moe.tools.plan_slice.candidates import (
+    Assumptions,
+    Candidate,
+    Split,
+    Traffic,
+    candidate,
+    splits,
+    topologies,
+)
+from rayserve_moe.tools.presets import preset_names, read_config
+from rayserve_moe.tools.served_cases import ServedCase, case_of_config, devices_of, known_model
+
+ESTIMATED = (
+    "ESTIMATED, not measured: rooflines, link bytes and 1.2 us per op; no device has confirmed it.\n"
+    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config."
+)
+HEADINGS = (
+    ("slice", "<12"), ("chips", ">5"), ("dp x tp", ">8"), ("rows", ">5"), ("red.", ">4"), ("imb.", ">5"),
+    ("weights", ">8"), ("KV", ">6"), ("of GB", ">6"), ("decode", ">7"), ("prefill", ">8"), ("exchange", ">10"),
+    ("served", ">6"), ("tok/s", ">8"), ("/chip", ">7"),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    given = Assumptions()
+    parser.add_argument(
+        "--model", default="", help=f"a directory with config.json, or one of {', '.join(preset_names())}"
+    )
+    parser.add_argument("--config", default="", help="a Serve config: its own settings, beside what else there is")
+    parser.add_argument("--traffic", required=True, help="PROMPT/OUTPUT/CONCURRENCY: tokens, tokens, requests at once")
+    parser.add_argument("--chips", default=",".join(CHIPS), help="generations, separated by commas (default: all)")
+    parser.add_argument("--topology", default="", help="only this slice, such as v6e:2x4")
+    parser.add_argument("--max-chips", type=int, default=given.max_chips, help="of a slice (default: 64)")
+    parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024, or the config's)")
+    parser.add_argument("--kv-dtype", choices=("bfloat16", "float8_e4m3fn"), default=given.kv_dtype)
+    parser.add_argument("--skew", type=float, default=given.skew, help="of experts' popularity, 0: even (default: 0.7)")
+    parser.add_argument("--top", type=int, default=2, help="splits shown of each slice, the best first (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print all candidates as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan; returns 0. ValueError for what is wrong with the options."""
+    if not options.model and not options.config:
+        raise ValueError("give --model or --config")
+    set_environment_defaults(COMPILER_ENVIRONMENT)
+    use_host_alone()
+    traffic, given = parse_traffic(options.traffic), _assumptions(options)
+    case = case_of_config(options.config, topology=options.topology, model=options.model) if options.config else None
+    if case is not None and options.prefill_tokens is None:
+        given = replace(given, prefill_tokens=case.settings.scheduler.max_step_tokens)
+    spec = spec_from_config(case.model if case else read_config(known_model(options.model)))
+    own = candidate(spec, split_of(case), traffic=traffic, given=given) if case else None
+    found = {
+        name: ranked(spec, slices, traffic=traffic, given=given) for name, slices in _slices(options, given).items()
+    }
+    if not own and not any(found.values()):
+        raise ValueError("the model fits no slice that was looked at: allow more with --max-chips or other --chips")
+    if options.json:
+        sys.stdout.write(json.dumps(_as_json(own, found, traffic=traffic, given=given), indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join(lines(own, found, top=options.top)) + "\n")
+    return 0
+
+
+def parse_traffic(text: str) -> Traffic:
+    """Read `PROMPT/OUTPUT/CONCURRENCY`; ValueError where it is not three positive numbers."""
+    if not re.fullmatch(r"[1-9]\d{0,8}(/[1-9]\d{0,8}){2}", text):
+        raise ValueError(f"--traffic {text!r} is not PROMPT/OUTPUT/CONCURRENCY, such as 1024/512/256")
+    return Traffic(*map(int, text.split("/")))
+
+
+def split_of(case: ServedCase) -> Split:
+    """The split that a config serves with. ValueError where it lies on several slices."""
+    parallel = case.settings.parallel
+    if parallel.num_slices > 1:
+        raise ValueError(f"{case.name} lies on {parallel.num_slices} slices; a plan is of one")
+    num_devices, dp = len(devices_of(case.topology)), parallel.data_parallel_size
+    if num_devices % dp:
+        raise ValueError(f"data_parallel_size {dp} does not divide the {num_devices} devices of {case.topology}")
+    rows = case.settings.scheduler.max_running_requests
+    return Split(case.topology, dp, num_devices // dp, case.settings.experts.num_redundant, rows)
+
+
+def ranked(spec: ModelSpec, slices: Sequence[str], *, traffic: Traffic, given: Assumptions) -> list[Candidate]:
+    """What fits of all splits of the slices: those that serve all requests at once first, the best per chip first."""
+    every = (candidate(spec, split, traffic=traffic, given=given) for name in slices for split in splits(spec, name))
+    return sorted(filter(None, every), key=lambda one: (one.served < traffic.concurrency, -one.per_chip))
+
+
+def lines(own: Candidate | None, found: dict[str, list[Candidate]], *, top: int) -> Iterator[str]:
+    """The plan for a terminal: a table per generation."""
+    yield ESTIMATED
+    if own:
+        yield from ("", _header(), _row(own, mark="*"))
+    for name, candidates in found.items():
+        yield from ("", _header() if candidates else f"{name}: the model fits no slice that was looked at")
+        shown = Counter[str]()
+        for one in candidates:
+            shown[one.split.topology] += 1
+            if shown[one.split.topology] <= top:
+                yield _row(one)
+
+
+def _header() -> str:
+    return "  " + " ".join(f"{name:{width}}" for name, width in HEADINGS)
+
+
+def _row(one: Candidate, *, mark: str = " ") -> str:
+    split = one.split
+    cells = (
+        split.topology, one.chips, f"{split.dp} x {split.tp}", split.rows, split.redundant, f"{one.imbalance:.2f}",
+        f"{one.weights_gb:.1f}", f"{one.kv_gb:.1f}", f"{one.capacity_gb:.1f}", f"{one.decode.seconds * 1e3:.1f}",
+        f"{one.prefill.seconds * 1e3:.1f}", one.decode.backend, one.served, f"{one.tokens_per_s:,.0f}",
+        f"{one.per_chip:,.0f}",
+    )  # fmt: skip
+    return f"{mark} " + " ".join(f"{cell:{width}}" for cell, (_, width) in zip(cells, HEADINGS, strict=True))
+
+
+def _slices(options: argparse.Namespace, given: Assumptions) -> dict[str, list[str]]:
+    """The slices that are looked at, by generation. ValueError for one that is not known."""
+    if options.topology:
+        chip_of(options.topology)
+        devices_of(options.topology)
+        return {options.topology: [options.topology]}
+    try:
+        return {name: list(topologies(name, max_chips=given.max_chips)) for name in options.chips.split(",")}
+    except SettingsError as error:
+        raise ValueError(f"--chips: there are figures for {', '.join(CHIPS)}; {error}") from error
+
+
+def _assumptions(options: argparse.Namespace) -> Assumptions:
+    named = {"prefill_tokens": options.prefill_tokens or 1024, "max_chips": options.max_chips, "skew": options.skew}
+    for name, value in named.items():
+        if not (value > 0 or (name == "skew" and value == 0)):
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+    return Assumptions(kv_dtype=options.kv_dtype, **named)
+
+
+def _as_json(
+    own: Candidate | None, found: dict[str, list[Candidate]], *, traffic: Traffic, given: Assumptions
+) -> dict[str, Any]:
+    named = {name: [_flat(one) for one in candidates] for name, candidates in found.items()}
+    return {
+        "estimated": True,
+        "traffic": asdict(traffic),
+        "assumptions": asdict(given),
+        "config": _flat(own) if own else None,
+        "candidates": named,
+    }
+
+
+def _flat(one: Candidate) -> dict[str, Any]:
+    seconds = {f"{name}_s": getattr(one, name).seconds for name in ("decode", "prefill")}
+    plain = {each.name: getattr(one, each.name) for each in fields(one)}
+    steps = {name: asdict(getattr(one, name)) for name in ("decode", "prefill")}
+    return plain | {"split": asdict(one.split)} | steps | seconds | {"tokens_per_s_and_chip": one.per_chip}

@@ -1,0 +1,134 @@
+"""The time of a step without compiling it: the work of its roofline, the bytes of its exchange, and a price per op.
+
+    max(operations / peak, HBM bytes / bandwidth) + link bytes over the narrowest cut + ops x overhead
+
+Passes and counts of ops come from steps that libtpu compiled (`benchmarks/results/step_estimate.json`); nothing was
+measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.execution.weights import parameter_tree
+from rayserve_moe.experts.backends import choose_backend
+from rayserve_moe.experts.tokens import chunk_tokens
+from rayserve_moe.model.kv_cache import cache_row, windows_of
+from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.tools.estimate.chips import OVERHEAD_S, chip_of
+from rayserve_moe.tools.estimate.links import Slice
+from rayserve_moe.tools.estimate.workload import StepSizes, step_work
+
+LAYER_OPS, GATHER_OPS, CHUNK_OPS, REST_OPS = 40, 37, 111, 116
+"""Ops of a layer apart from its exchange, of one that gathers, of every chunk of one that sends rows; of the rest."""
+DECODE_PASSES, PREFILL_PASSES = 16, 48
+"""How often a step's ops read or write the rows that experts take: one chunk of few rows, and chunks of many."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step on one device, by what they go to; `backend` is how tokens reach experts."""
+
+    flops_s: float
+    hbm_s: float
+    link_s: float
+    ops_s: float
+    backend: str
+
+    @property
+    def seconds(self) -> float:
+        """Links and ops are taken not to overlap with the rest."""
+        return max(self.flops_s, self.hbm_s) + self.link_s + self.ops_s
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What a data rank has in a step: sequences that decode, each with `context` tokens, and prompt tokens."""
+
+    sequences: int
+    context: int
+    prompt: int = 0
+
+
+def step_cost(
+    model: ModelConfig, tokens: StepTokens, *, topology: str, kv_dtype: str = "bfloat16", imbalance: float = 1.0
+) -> StepCost:
+    """The cost of a step of bfloat16 weights; the hottest rank has `imbalance` times the mean of expert rows."""
+    chip, spec, plan = chip_of(topology), model.spec, model.plan
+    sizes = StepSizes(topology, tokens.sequences, tokens.context, kv_dtype=kv_dtype)
+    work = step_work(model, sizes, prompt_tokens=tokens.prompt)
+    row_bytes = spec.hidden_size * jnp.dtype(sizes.dtype).itemsize
+    per_device = math.ceil((tokens.sequences + tokens.prompt) / plan.tensor_size)
+    backend = choose_backend(
+        per_device,
+        ep_size=plan.num_expert_ranks,
+        tensor_size=plan.tensor_size,
+        platform="tpu",
+        top_k=spec.router.top_k,
+        row_bytes=row_bytes,
+    )
+    exchanges, num_layers = backend in ("all_to_all", "fused"), len(spec.moe_layer_ids)
+    chunk = chunk_tokens(per_device, top_k=spec.router.top_k, row_bytes=row_bytes, overlapped=backend == "fused")
+    num_chunks = math.ceil(per_device / chunk) if exchanges else 1
+    expert_bytes = _expert_elements(model, sizes.dtype) * 2 * work.used_slots / model.experts.num_local_slots
+    passes = PREFILL_PASSES if num_chunks > 1 else DECODE_PASSES
+    moved = work.expert_rows * imbalance * row_bytes * passes * num_layers
+    hbm_bytes = work.hbm_bytes - _unseen_bytes(model, tokens, kv_dtype) + (num_chunks - 1) * expert_bytes + moved
+    expert_flops = 2 * work.expert_rows / model.experts.num_local_slots * _expert_elements(model, sizes.dtype)
+    num_ops = spec.num_layers * (LAYER_OPS + (CHUNK_OPS * num_chunks if exchanges else GATHER_OPS)) + REST_OPS
+    return StepCost(
+        (work.flops + (imbalance - 1) * expert_flops) / chip.device_flops,
+        hbm_bytes / chip.device_hbm_bytes,
+        link_seconds(model, tokens, topology=topology, exchanges=exchanges, imbalance=imbalance),
+        num_ops * OVERHEAD_S,
+        backend,
+    )
+
+
+def link_seconds(
+    model: ModelConfig, tokens: StepTokens, *, topology: str, exchanges: bool, imbalance: float = 1.0
+) -> float:
+    """Seconds that the collectives of a step take over the narrowest cut of the slice."""
+    spec, plan = model.spec, model.plan
+    devices, tensor = plan.mesh.devices, plan.tensor_size
+    place = Slice(chip_of(topology), tuple(tuple(device.coords) for device in devices.flat))
+    numbers = np.arange(devices.size).reshape(devices.shape)
+    over_data, over_tensor = numbers.T.tolist(), numbers.tolist()
+    everywhere = [numbers.reshape(-1).tolist()]
+    rows = tokens.sequences + tokens.prompt
+    row_bytes = spec.hidden_size * 2
+    if exchanges:
+        sent = math.ceil(rows / tensor) * spec.router.top_k * row_bytes
+        layer = 2 * imbalance * place.seconds("ragged-all-to-all", sent, groups=everywhere)
+        layer += place.seconds("all-gather", math.ceil(rows / tensor) * row_bytes, groups=over_tensor)
+    else:
+        layer = place.seconds("all-gather", rows * row_bytes, groups=over_data)
+        layer += place.seconds("reduce-scatter", rows * plan.data_size * 2 * row_bytes, groups=over_data)
+        layer += place.seconds("all-reduce", rows * row_bytes, groups=over_tensor)
+    attention = place.seconds("all-reduce", rows * row_bytes, groups=over_tensor)
+    logits = place.seconds("all-to-all", tokens.sequences * spec.vocab_size // tensor * 4, groups=over_data)
+    return len(spec.moe_layer_ids) * layer + spec.num_layers * attention + logits
+
+
+def _expert_elements(model: ModelConfig, dtype: str) -> int:
+    """Elements of expert weights on a device, all layers."""
+    shapes = (
+        model.plan.sharding(param.axes).shard_shape(param.shape)
+        for specs in parameter_tree(model, dtype=dtype).values()
+        for param in specs.values()
+        if param.num_experts
+    )
+    return sum(map(math.prod, shapes))
+
+
+def _unseen_bytes(model: ModelConfig, tokens: StepTokens, kv_dtype: str) -> float:
+    """KV bytes of `step_work` that layers with a window do not read."""
+    row = (
+        cache_row(model.spec, tensor_size=model.plan.tensor_size).local_size(model.plan) * jnp.dtype(kv_dtype).itemsize
+    )
+    unseen = sum(tokens.context - window for window in windows_of(model.spec, longest=tokens.context) if window)
+    return tokens.sequences * unseen * row

@@ -1,0 +1,156 @@
+"""Slices for a model's traffic: estimates are near those of compiled programs, and change as they must."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rayserve_moe.cli import main
+from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.execution.weights import model_config
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.plan_slice.candidates import (
+    Assumptions,
+    Candidate,
+    Split,
+    Traffic,
+    candidate,
+    imbalance_of,
+    splits,
+    topologies,
+)
+from rayserve_moe.tools.plan_slice.command import ranked
+from rayserve_moe.tools.plan_slice.step_cost import StepTokens, step_cost
+from rayserve_moe.tools.presets import read_config
+from rayserve_moe.tools.served_cases import devices_of
+
+SPEC = spec_from_config(read_config("qwen3-30b-a3b"))
+SLICE = "v6e:2x4"
+TRAFFIC = Traffic(1024, 512, 128)
+COMPILED = json.loads(Path("benchmarks/results/step_estimate.json").read_text(encoding="utf-8"))["step_estimate"]
+GATE = json.loads(Path("benchmarks/results/compile_gate.json").read_text(encoding="utf-8"))["compile_gate"]
+STEPS = {
+    "decode, 16 sequences": StepTokens(2, 1024),
+    "decode, 128 sequences": StepTokens(16, 1024),
+    "decode, 256 sequences": StepTokens(32, 1024),
+    "decode, 1024 sequences": StepTokens(128, 1024),
+    "prefill, 65536 tokens": StepTokens(16, 1024, 8192),
+}
+
+
+@cache
+def model() -> ModelConfig:
+    return model_config(SPEC, plan_for(devices_of(SLICE), data_size=8), experts=ExpertSettings())
+
+
+def estimated(split: Split, *, traffic: Traffic = TRAFFIC, **given) -> Candidate:
+    found = candidate(SPEC, split, traffic=traffic, given=Assumptions(**given))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_costs_what_the_compiled_one_is_estimated_at(name):
+    """Operations as its roofline has them; links within a sixth, ops within an eighth, the step within 15 %."""
+    compiled, cost = COMPILED[name], step_cost(model(), STEPS[name], topology=SLICE)
+    assert cost.flops_s == pytest.approx(compiled["roofline"]["flops_s"])
+    assert cost.link_s == pytest.approx(compiled["roofline"]["link_s"], rel=1 / 6)
+    assert cost.ops_s == pytest.approx(
+        compiled["step"]["num_ops"] * compiled["overhead_us"] * 1e-6, rel=1 / 8, abs=1e-3
+    )
+    assert cost.hbm_s >= compiled["roofline"]["hbm_s"]
+    assert cost.seconds == pytest.approx(compiled["step"]["seconds"], rel=0.15)
+
+
+@pytest.mark.parametrize("case", sorted(name for name in GATE if "@" in name))
+def test_weights_are_those_of_the_compile_check(case):
+    name, _, slice_and_more = case.partition("@")
+    topology, _, redundant = slice_and_more.partition("+")
+    spec, dp = spec_from_config(read_config(name)), GATE[case]["dp"]
+    split = Split(topology, dp, len(devices_of(topology)) // dp, int(redundant or 0))
+    found = candidate(spec, split, traffic=TRAFFIC, given=Assumptions())
+    slots = GATE[case]["num_expert_slots"] // len(devices_of(topology))
+    expert = 3 * spec.hidden_size * spec.experts.intermediate_size * 2
+    staging = slots * expert if redundant else 0
+    assert found.weights_gb * 1e9 == pytest.approx(GATE[case]["weights_bytes"] + staging)
+
+
+def test_keys_and_values_are_those_of_whole_sequences():
+    found = estimated(Split(SLICE, 8, 1))
+    assert found.kv_gb * 1e9 == pytest.approx(16 * (1024 + 512) * 2 * 4 * 128 * 2 * 48)
+
+
+def test_what_does_not_fit_is_no_candidate():
+    big = spec_from_config(read_config("qwen3-235b-a22b"))
+    for split in splits(big, "v5e:2x4"):
+        assert candidate(big, split, traffic=TRAFFIC, given=Assumptions()) is None, split
+
+
+def test_rows_are_as_many_as_the_memory_holds():
+    crowd = Traffic(1024, 512, 100_000)
+    found = estimated(Split(SLICE, 8, 1), traffic=crowd)
+    assert found.served == 8 * found.split.rows < crowd.concurrency
+    half = estimated(Split(SLICE, 8, 1), traffic=crowd, kv_dtype="float8_e4m3fn")
+    assert found.split.rows * 2 <= half.split.rows <= found.split.rows * 2 + 1
+
+
+def test_replicas_even_out_skewed_experts_and_cost_memory():
+    assert imbalance_of(128, 8, redundant=0, skew=0.0) == pytest.approx(1.0)
+    plain, spread = imbalance_of(128, 8, redundant=0, skew=0.7), imbalance_of(128, 8, redundant=8, skew=0.7)
+    assert plain > 1.2 > 1.02 > spread >= 1.0
+    without, with_replicas = (estimated(Split(SLICE, 8, 1, redundant)) for redundant in (0, 8))
+    assert with_replicas.weights_gb > without.weights_gb
+    assert with_replicas.prefill.link_s < without.prefill.link_s
+
+
+def test_the_best_candidates_serve_everybody():
+    found = ranked(SPEC, [SLICE], traffic=TRAFFIC, given=Assumptions())
+    shapes = {(one.split.dp, one.split.tp, one.split.redundant) for one in found}
+    assert len(shapes) == len(found) == 8, "1, 2, 4 and 8 data ranks, with a slot more per device and without"
+    assert [one.served for one in found] == [128] * 8
+    assert [one.per_chip for one in found] == sorted((one.per_chip for one in found), reverse=True)
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_slices_of_every_generation_are_known(generation):
+    names = list(topologies(generation, max_chips=16))
+    assert names and all(name.startswith(f"{generation}:") for name in names)
+
+
+def test_the_command_prints_a_table_and_json(capsys):
+    command = ["plan-slice", "--config", "configs/qwen3_30b_a3b_v6e8.yaml", "--traffic", "1024/512/128", "--chips"]
+    assert main([*command, "v6e", "--max-chips", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("ESTIMATED") and "* v6e:2x4" in shown and "  v6e:2x2" in shown
+    assert main([*command, "v6e", "--max-chips", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"]["split"] == {"topology": SLICE, "dp": 8, "tp": 1, "redundant": 0, "rows": 16}
+    assert {one["split"]["topology"] for one in found["candidates"]["v6e"]} == {"v6e:2x2", SLICE}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--traffic", "1/2/3"], "give --model or --config"),
+        (["--model", "qwen3-30b-a3b", "--traffic", "1024"], "PROMPT/OUTPUT/CONCURRENCY"),
+        (["--model", "qwen3-30b-a3b", "--traffic", "1/0/3"], "PROMPT/OUTPUT/CONCURRENCY"),
+        (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--chips", "h100"], "figures for v5e, v5p, v6e, tpu7x"),
+        (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--topology", "v6e:3x5"], "v6e:3x5"),
+        (["--model", "qwen3-30b-a3b", "--traffic", "90000/2/3", "--topology", SLICE], "40960 positions"),
+        (["--model", "no-such-model", "--traffic", "1/2/3"], "no-such-model"),
+        (["--model", "deepseek-v3", "--traffic", "1/2/3", "--topology", "v5e:2x2"], "deepseek"),
+        (["--model", "qwen3-235b-a22b", "--traffic", "1/2/3", "--topology", "v5e:2x4"], "fits no slice"),
+        (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--skew", "-1"], "--skew -1.0 is not positive"),
+        (["--config", "configs/qwen3_moe.yaml", "--traffic", "1/2/3"], "CPU hosts"),
+    ],
+)
+def test_a_wrong_call_is_one_line(options, words, capsys):
+    assert main(["plan-slice", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rayserve-moe plan-slice: ") and words in error and error.count("\n") == 1
