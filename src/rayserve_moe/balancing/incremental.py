@@ -15,6 +15,7 @@ from rayserve_moe.balancing.layout import Layout, Slot, coldest_other, least_pla
 FIRST_ROUNDS, ROUNDS = 32, 12
 RANKS_TRIED = 8
 GAIN = 1e-5  # the least part of its load by which a move must relieve the hottest rank
+FAR_COST = 8.0  # how many times as much a move between slices must relieve as one within a slice
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def _affordable(moves: _Moves, goal: np.ndarray, budget: float) -> np.ndarray:
 def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: np.ndarray) -> _Moves:
     """Find the best move of the `which`-th hottest rank of each layer.
 
-    Judge moves by the load that stays on the ranks they touch before shares are levelled again.
+    Judge moves by the load that stays on the ranks they touch before shares are levelled again. Those between slices
+    count for less than they relieve.
     """
     layers = np.arange(len(items))
     ranks = items.sum(axis=2)
@@ -94,17 +96,24 @@ def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: n
     after = np.maximum(wide_peak - given, rest + given)
     np.maximum(after, (coldest_other(layout, ranks) + items)[:, None], out=after)
     after[has_hot] = np.inf
-    replicated, replica_places = least_places(after)
+    near = layout.on_slices(layout.held)[layers[:, None], :, layout.experts[layers, hottest]]
+    replicated, replica_places = least_places(_discounted(after, wide_peak, near[..., None]))
     after = np.maximum(wide_peak - hot_items + items[:, None], rest + hot_items)
     after[has_hot] = np.inf
     taken = np.take_along_axis(layout.held[layers, hottest], layout.by_layer, axis=1).reshape(items.shape)
     after[np.broadcast_to(taken[:, None], after.shape)] = np.inf
-    exchanged, exchange_places = least_places(after)
+    near = layout.on_slices(np.arange(ranks.shape[1]) == hottest[:, None])
+    exchanged, exchange_places = least_places(_discounted(after, wide_peak, near[:, None, :, None]))
     # Two experts have to move for an exchange, so it has to relieve twice as much; more than to the goal is no gain.
     is_exchange = (peak - np.maximum(exchanged, goal)) / 2 > peak - np.maximum(replicated, goal)
     place, rank, other = (np.where(is_exchange, a, b) for a, b in zip(exchange_places, replica_places, strict=True))
     after = np.where(is_exchange, exchanged, replicated)
     return _Moves(peak, after, is_exchange, hot_slot=(hottest, place), other=(rank, other))
+
+
+def _discounted(after: np.ndarray, peak: np.ndarray, is_near: np.ndarray) -> np.ndarray:
+    """The load `after` a move, as if one that is not near relieved the peak by a part of it only."""
+    return after if is_near.all() else np.where(is_near, after, peak - (peak - after) / FAR_COST)
 
 
 def _apply(layout: Layout, items: np.ndarray, moves: _Moves, helps: np.ndarray) -> None:

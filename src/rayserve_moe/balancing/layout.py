@@ -17,12 +17,13 @@ class Layout:
     """Contents of the slots of some layers, and what follows from them.
 
     `experts` int [layers, ranks, slots per rank]; `held` bool [layers, ranks, experts]; `counts` int [layers, experts]:
-    replicas. No rank holds an expert twice.
+    replicas. No rank holds an expert twice. The ranks lie over `num_slices` in order, equally many on each.
     """
 
     experts: np.ndarray
     held: np.ndarray
     counts: np.ndarray
+    num_slices: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -35,7 +36,7 @@ class Layout:
 
     def of_layers(self, layers: np.ndarray) -> Layout:
         """Copy some of the layers."""
-        return Layout(self.experts[layers], self.held[layers], self.counts[layers])
+        return Layout(self.experts[layers], self.held[layers], self.counts[layers], self.num_slices)
 
     def put(self, layers: np.ndarray, other: Layout) -> None:
         """Overwrite some of the layers with those of `other`."""
@@ -83,6 +84,12 @@ class Layout:
         np.maximum.at(second, keys[~is_first], values[~is_first])
         result[shared] = np.where(alone, second[keys], first[keys])
         return result.reshape(self.experts.shape)
+
+    def on_slices(self, of_ranks: np.ndarray) -> np.ndarray:
+        """What is true of any rank of a slice, as bool [layers, ranks, ...], of bool `of_ranks` of that shape."""
+        num_ranks = self.experts.shape[1]
+        by_slice = of_ranks.reshape(len(of_ranks), self.num_slices, num_ranks // self.num_slices, *of_ranks.shape[2:])
+        return np.repeat(by_slice.any(axis=2), num_ranks // self.num_slices, axis=1)
 
     def check_integrity(self) -> None:
         """Assert that every expert has a slot, no rank holds one twice, and the derived arrays follow."""

@@ -82,13 +82,13 @@ class MigrationProgress:
 
 
 class Migration:
-    """Yields the pieces that lead from the current placement to another one. The ranks lie over `hosts`.
+    """Yields the pieces that lead from the current placement to another one. Ranks lie over `hosts` and `slices`.
 
     With a piece a rank receives at most `slots_per_step` slots, and sends at most as many.
     """
 
-    def __init__(self, placement: ExpertPlacement, *, hosts: int, slots_per_step: int) -> None:
-        self._hosts, self._slots_per_step = hosts, slots_per_step
+    def __init__(self, placement: ExpertPlacement, *, hosts: int, slots_per_step: int, slices: int = 1) -> None:
+        self._hosts, self.num_slices, self._slots_per_step = hosts, slices, slots_per_step
         self._pieces: Iterator[MigrationPiece] = iter(())
         # Old placement, new one, and which layers lie as in the new: one value, for readers from other threads.
         self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
@@ -164,7 +164,7 @@ class Migration:
         num_ranks, most = all_new.ep_size, self._slots_per_step
         for layer in layers.tolist():
             old, new = _layer_of(all_old, layer), _layer_of(all_new, layer)
-            sources = transfer_sources(old, new, hosts=self._hosts)[0]
+            sources = transfer_sources(old, new, hosts=self._hosts, slices=self.num_slices)[0]
             fetches = [*fetches_of(sources, layer=layer, num_ranks=num_ranks, most=most)] or [None]
             for fetch in fetches[:-1]:
                 yield MigrationPiece(version, fetch)
@@ -217,17 +217,20 @@ def _layer_of(placement: ExpertPlacement, layer: int) -> ExpertPlacement:
     return ExpertPlacement(placement.expert_of_slot[rows], placement.share_of_slot[rows], placement.slot_for[rows])
 
 
-def transfer_sources(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int) -> np.ndarray:
+def transfer_sources(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int, slices: int = 1) -> np.ndarray:
     """Return for every slot the slot that holds its next expert now: int32 [layers, slots].
 
-    That is the slot itself, or else one of its rank, its host, or another host. The ranks lie over `hosts` in order,
-    equally many on each. All moves of a layer happen at the same time, so that a slot may be read by some and
-    overwritten by another. Of equally near ranks the one that has the least to send in that layer is taken.
+    That is the slot itself, or else one of its rank, its host, its slice, or another slice. The ranks lie over `hosts`
+    and `slices` in order, equally many on each. All moves of a layer happen at the same time, so that a slot may be
+    read by some and overwritten by another. Of equally near ranks the one that has the least to send in that layer is
+    taken.
     PlacementError where the placements are of different shapes.
     """
     check_alike(old, new)
     if hosts < 1 or old.ep_size % hosts:
         raise PlacementError(f"{old.ep_size} ranks do not spread evenly over {hosts} hosts")
+    if slices < 1 or old.ep_size % slices:
+        raise PlacementError(f"{old.ep_size} ranks do not spread evenly over {slices} slices")
     slots = np.arange(old.num_slots, dtype=np.int32)
     sources = np.where(old.expert_of_slot == new.expert_of_slot, slots, _own_rank_sources(old, new))
     ranks_per_host = old.ep_size // hosts
@@ -238,6 +241,7 @@ def transfer_sources(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int) 
             new.expert_of_slot[layer],
             slots_per_rank=old.slots_per_rank,
             slots_per_host=ranks_per_host * old.slots_per_rank,
+            slots_per_slice=old.num_slots // slices,
         )
     return sources
 
@@ -259,7 +263,13 @@ def _own_rank_sources(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:
 
 
 def _choose_senders(
-    sources: np.ndarray, old: np.ndarray, new: np.ndarray, *, slots_per_rank: int, slots_per_host: int
+    sources: np.ndarray,
+    old: np.ndarray,
+    new: np.ndarray,
+    *,
+    slots_per_rank: int,
+    slots_per_host: int,
+    slots_per_slice: int,
 ) -> None:
     """Fill in the sources of one layer that are still -1."""
     holders: dict[int, list[int]] = {}
@@ -267,10 +277,12 @@ def _choose_senders(
         holders.setdefault(expert, []).append(slot)
     num_sent = [0] * (len(old) // slots_per_rank)
     for target in np.flatnonzero(sources < 0).tolist():
-        host = target // slots_per_host
-        source = min(
-            holders[int(new[target])],
-            key=lambda slot: (slot // slots_per_host != host, num_sent[slot // slots_per_rank], slot),
-        )
+        host, of_slice = target // slots_per_host, target // slots_per_slice
+
+        def distance(slot: int, host: int = host, of_slice: int = of_slice) -> tuple[bool, bool, int, int]:
+            others = slot // slots_per_host != host, slot // slots_per_slice != of_slice
+            return (*others, num_sent[slot // slots_per_rank], slot)
+
+        source = min(holders[int(new[target])], key=distance)
         num_sent[source // slots_per_rank] += 1
         sources[target] = source

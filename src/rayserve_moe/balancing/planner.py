@@ -8,6 +8,8 @@ It knows loads and slots only: no devices, no clocks, no statistics. The same in
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rayserve_moe.balancing.first_placement import first_layout, lower_bound
@@ -51,6 +53,28 @@ def plan(
     if previous is None:
         return _fresh(scaled, ep_size, redundant)
     return _from_previous(scaled, previous, ep_size=ep_size, redundant=redundant, budget=budget, tolerance=tolerance)
+
+
+def replan(
+    load: np.ndarray, previous: ExpertPlacement, *, tolerance: float = 0.02, num_slices: int = 1
+) -> ExpertPlacement:
+    """Plan as `plan` does from `previous` for the same ranks, which lie over `num_slices` in order.
+
+    Experts move within slices unless a move between slices relieves the hottest rank several times as much.
+    PlacementError where the ranks do not divide by the slices.
+    """
+    if num_slices < 1 or previous.ep_size % num_slices:
+        raise PlacementError(f"{previous.ep_size} ranks do not spread evenly over {num_slices} slices")
+    sizes = {"ep_size": previous.ep_size, "num_redundant": previous.num_redundant}
+    if num_slices == 1 or previous.slots_per_rank >= previous.num_experts:
+        return plan(load, **sizes, previous=previous, tolerance=tolerance)
+    given = np.asarray(load)
+    _check(given, *sizes.values(), previous)
+    scaled = _scaled(given)
+    goal = (1 + tolerance) * lower_bound(scaled, **sizes)
+    layout, shares = _as_before(previous)
+    layout.num_slices = num_slices
+    return _rebalanced(layout, scaled, shares=shares, goal=goal, budget=np.inf)
 
 
 def first_placement(load: np.ndarray, *, ep_size: int, num_redundant: int) -> ExpertPlacement:
@@ -128,20 +152,54 @@ def _from_previous(
     slots_per_rank = (load.shape[1] + redundant) // ep_size
     goal = (1 + tolerance) * lower_bound(load, ep_size=ep_size, num_redundant=redundant)
     if (previous.ep_size, previous.slots_per_rank) == (ep_size, slots_per_rank):
-        experts = previous.expert_of_slot.reshape(len(load), ep_size, slots_per_rank).astype(np.int64)
-        layout, shares = layout_of(experts, load.shape[1]), previous.share_of_slot.astype(np.float64)
+        layout, shares = _as_before(previous)
     else:
         layout = carried_over(previous, load, ep_size=ep_size, slots_per_rank=slots_per_rank)
         shares = layout.even_amounts(np.ones_like(load))
         budget = _rest_of_budget(budget, layout.experts, previous)
+    return _rebalanced(layout, load, shares=shares, goal=goal, budget=budget)
+
+
+def _as_before(previous: ExpertPlacement) -> tuple[Layout, np.ndarray]:
+    """A placement as a layout, and its shares [layers, slots]."""
+    shape = previous.num_layers, previous.ep_size, previous.slots_per_rank
+    experts = previous.expert_of_slot.reshape(shape).astype(np.int64)
+    return layout_of(experts, previous.num_experts), previous.share_of_slot.astype(np.float64)
+
+
+def _rebalanced(
+    layout: Layout, load: np.ndarray, *, shares: np.ndarray, goal: np.ndarray, budget: float
+) -> ExpertPlacement:
+    """The placement that `rebalance` finds from a layout with `shares`."""
     amounts = shares * np.take_along_axis(load, layout.by_layer, axis=1)
     layers = np.flatnonzero(layout.peaks(amounts) > goal * (1 + ROUNDING))
     if layers.size:
         part = layout.of_layers(layers)
         levelled = rebalance(part, load[layers], amounts=amounts[layers], goal=goal[layers], budget=budget)
+        if layout.num_slices > 1:
+            _open_slices(
+                part, levelled, load[layers], start=(layout.of_layers(layers), amounts[layers]), goal=goal[layers]
+            )
         layout.put(layers, part)
         shares[layers] = _shares(part, load[layers], levelled)
-    return placement_from(layout.by_layer, shares, num_experts=load.shape[1], ep_size=ep_size)
+    return placement_from(layout.by_layer, shares, num_experts=load.shape[1], ep_size=layout.experts.shape[1])
+
+
+def _open_slices(
+    layout: Layout, amounts: np.ndarray, load: np.ndarray, *, start: tuple[Layout, np.ndarray], goal: np.ndarray
+) -> None:
+    """Balance layers above their goal once more from the `start`, as if all ranks lay on one slice.
+
+    What is more even is put into `layout` and its `amounts`.
+    """
+    layers = np.flatnonzero(layout.peaks(amounts) > goal * (1 + ROUNDING))
+    if not layers.size:
+        return
+    anywhere = replace(start[0].of_layers(layers), num_slices=1)
+    found = rebalance(anywhere, load[layers], amounts=start[1][layers], goal=goal[layers])
+    better = anywhere.peaks(found) < layout.peaks(amounts)[layers]
+    layout.put(layers[better], anywhere.of_layers(better))
+    amounts[layers[better]] = found[better]
 
 
 def _shares(layout: Layout, load: np.ndarray, amounts: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, placement_from
-from rayserve_moe.balancing.planner import plan
+from rayserve_moe.balancing.planner import replan
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 
 LEAST_GAIN = 0.01
@@ -24,11 +24,14 @@ LEAST_TOKENS_PER_EXPERT = 32
 
 @dataclass(frozen=True)
 class PlanningConfig:
-    """How a server is balanced: steps between two plans, steps that count, and how tokens choose among slots."""
+    """How a server is balanced: steps between two plans, steps that count, how tokens choose among slots, and how many
+    slices the ranks lie over.
+    """
 
     interval: int
     window: int
     dispatch: str = "shares"
+    num_slices: int = 1
 
 
 class LocalPlanner:
@@ -57,13 +60,7 @@ class LocalPlanner:
         noise = chance(tokens, ep_size=now.ep_size)
         if not is_worth(before, np.ones_like(before), noise=noise):
             return None
-        wanted = plan(
-            tokens,
-            ep_size=now.ep_size,
-            num_redundant=now.num_redundant,
-            previous=now,
-            tolerance=max(TOLERANCE, noise),
-        )
+        wanted = replan(tokens, now, tolerance=max(TOLERANCE, noise), num_slices=self._config.num_slices)
         after = imbalance(rank_loads(wanted, tokens, dispatch=dispatch))
         if not is_worth(before, after, noise=noise):
             return None
@@ -79,10 +76,10 @@ class LocalPlanner:
         )
 
 
-def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:
+def planning_config(balancing: BalancingSettings, experts: ExpertSettings, *, num_slices: int = 1) -> PlanningConfig:
     """What the settings say about planning."""
     dispatch = "first" if experts.selection == "topk" else experts.dispatch
-    return PlanningConfig(balancing.interval, balancing.window, dispatch)
+    return PlanningConfig(balancing.interval, balancing.window, dispatch, num_slices)
 
 
 def has_enough(tokens: np.ndarray) -> bool:

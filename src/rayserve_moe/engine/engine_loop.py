@@ -60,7 +60,7 @@ class EngineLoop:
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
         self.eplb = eplb_steps_for(
-            card.routing, self.start_report, settings=settings.balancing, num_hosts=settings.parallel.num_hosts
+            card.routing, self.start_report, settings=settings.balancing, parallel=settings.parallel
         )
         self._longest = (self.start_report.num_pages - 1) * settings.cache.page_size
         self._cycle = _step_cycle(executor, card, settings=settings, started=self.start_report, eplb=self.eplb)
@@ -69,7 +69,7 @@ class EngineLoop:
         )
         self.request_metrics = self._outputs.metrics
         self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands, card=card)
-        planning = planning_config(settings.balancing, settings.experts)
+        planning = planning_config(settings.balancing, settings.experts, num_slices=settings.parallel.num_slices)
         self.eplb_control = EplbControl(
             self.eplb,
             planner_for(planning) if self.eplb.moves_experts else None,

@@ -13,7 +13,7 @@ from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.planning import PlacementState
-from rayserve_moe.config.settings import BalancingSettings
+from rayserve_moe.config.settings import BalancingSettings, ParallelSettings
 from rayserve_moe.requests import RoutingLayout
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StartReport, StepResult
@@ -27,7 +27,7 @@ COUNTS_EVERY_UNPLANNED = 64
 
 
 def eplb_steps_for(
-    layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, num_hosts: int
+    layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, parallel: ParallelSettings
 ) -> EplbSteps:
     """For a server that has just started, its experts in their own order."""
     placement = identity_placement(
@@ -36,7 +36,8 @@ def eplb_steps_for(
         ep_size=report.num_expert_ranks,
         num_redundant=report.num_redundant_experts,
     )
-    migration = Migration(placement, hosts=num_hosts, slots_per_step=settings.slots_per_step)
+    hosts, slices = parallel.num_hosts, parallel.num_slices
+    migration = Migration(placement, hosts=hosts, slices=slices, slots_per_step=settings.slots_per_step)
     if settings.enabled:
         return EplbSteps(migration)
     return EplbSteps(migration, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)

@@ -99,7 +99,7 @@ def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
     """The balancer, where experts move: Serve's controller starts it, and restarts it when it dies."""
     if not settings.balancing.enabled:
         return []
-    planning = planning_config(settings.balancing, settings.experts)
+    planning = planning_config(settings.balancing, settings.experts, num_slices=settings.parallel.num_slices)
     return [
         DeploymentActorConfig(
             name=BALANCER_NAME,
