@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from rayserve_moe.checkpoints.files import read_config
+from rayserve_moe.checkpoints.files import CheckpointFiles, read_config
 from rayserve_moe.checkpoints.model_path import located, model_name, with_small_files
+from rayserve_moe.checkpoints.names import verify
 from rayserve_moe.config.derive import max_model_len
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings
 from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
-from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.family_table import family_of, spec_from_config
+from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -69,3 +71,12 @@ def model_card(
         path=model.path,
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
+
+
+def check_tensors(files: CheckpointFiles) -> None:
+    """Hold the tensors that a checkpoint's headers list to its config, as a load does before it reads any of them.
+
+    CheckpointError as in `names.verify`, UnsupportedModelError for the config.
+    """
+    family, tree = family_of(files.config), parameter_specs(spec_from_config(files.config), dtype="float32")
+    verify(files, tree, rules=family.CHECKPOINT_RULES, ignored=getattr(family, "IGNORED", ()))

@@ -56,12 +56,18 @@ def test_the_python_of_the_guide_runs():
         "other_ids": OTHER_TOKENS,
         "other_routing": other,
         "prompt_len": PROMPT_LEN,
-        "layout": LAYOUT,
+        "model_info": {
+            "num_hidden_layers": 5,
+            "moe_layer_ids": [1, 2, 3, 4],
+            "num_experts": 64,
+            "num_experts_per_tok": 4,
+        },
     }
     snippets, _ = guide_snippets()
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     for snippet in snippets:
         exec(compile(snippet, str(GUIDE), "exec"), names)
+    assert names["layout"] == LAYOUT
     assert same(names["routing"], routing) and same(names["streamed"], routing) and same(names["second"], other)
     assert names["slime"].routed_experts.shape == (2, 30, 5, 4)
     assert names["nemo_rl"].routed_experts.dtype == np.int8

@@ -21,7 +21,7 @@ from ray.serve.schema import (
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.execution.card import describe_model
+from rayserve_moe.execution.card import check_tensors, describe_model
 from rayserve_moe.serving.start.ports import StartError
 from rayserve_moe.serving.start.state import APPLICATION
 
@@ -59,7 +59,7 @@ def check_config(path: Path) -> CheckedConfig:
     if not ours:
         raise StartError(f"{path}: no application has import_path {APPLICATION}")
     for settings in ours.values():
-        open_checkpoint(describe_model(settings).runner.model.path)
+        check_tensors(open_checkpoint(describe_model(settings).runner.model.path))
     return CheckedConfig(document, ours, http.get("host") or LOOPBACK, http["port"])
 
 

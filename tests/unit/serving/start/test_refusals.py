@@ -17,6 +17,7 @@ from rayserve_moe import cli
 from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.serving.start.deployment import cause_of
 from rayserve_moe.serving.start.validation import as_deployed, check_config
+from tests.support.broken_weights import WAYS, broken_copy
 
 ARGS = {"model_path": "trained:calculator", "max_model_len": 256}
 
@@ -123,6 +124,14 @@ def test_an_unusable_checkpoint_is_one_line(refused, tmp_path, file, content, me
     if content is not None:
         (model / file).write_text(content)
     assert message in refused(config(applications__0__args={"model_path": str(model)}))
+
+
+@pytest.mark.parametrize("way", ["tensor missing", "tensor too many", "wrong shape", "wrong dtype"])
+def test_tensors_that_do_not_fit_the_config_are_one_line(refused, tmp_path, way):
+    """Before anything is started: a slice is not to be reserved for them."""
+    model = broken_copy(TRAINED["calculator"], way, tmp_path / "model")
+    line = refused(config(applications__0__args={"model_path": str(model)}))
+    assert WAYS[way][1] in line and "the checkpoint does not fit its config" in line
 
 
 def test_a_port_that_is_taken_is_named_with_its_owner(refused):
