@@ -182,7 +182,7 @@ AT_ODDS = [
     (V5P, put(f"{POD}.nodeSelector", {}), "gke-tpu-accelerator is None, but qwen3_235b_a22b_v5p64.yaml asks for v5p"),
     (V6E, served("tpu_topology: 4x4", "tpu_topology: 2x4"), "serveConfigV2: args.tpu_topology is '2x4', but '4x4' in"),
     (V6E, served("port: 8000", "port: 80"), "serveConfigV2: http_options is {'host': '0.0.0.0', 'port': 80}, but"),
-    (V6E, served("num_redundant_experts", "num_redundant_expert"), "args.num_redundant_expert is 0, but None in"),
+    (V6E, served("num_redundant_experts", "num_redundant_expert"), "args.num_redundant_expert is 16, but None in"),
     (V6E, put(f"{HEAD}.containers.0.envFrom", []), "head: RAY_SERVE_ENABLE_HA_PROXY is None, not '1'"),
     (V6E, put(f"{POD}.containers.0.env.0.value", "cpu"), "slice: JAX_PLATFORMS is 'cpu', not 'tpu,cpu'"),
     (V6E, without("rayClusterConfig.authOptions"), "authOptions: mode must be token, with secretName"),
