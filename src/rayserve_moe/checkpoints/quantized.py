@@ -106,9 +106,11 @@ def _find_block_fp8(settings: Mapping[str, Any], stored: Mapping[str, TensorEntr
     ):
         raise CheckpointError(f"config.json: weight_block_size must be two positive sizes, found {str(block)[:80]}")
     blocks = ((block[0], block[1]),) if block else ()
-    for name in stored:
+    for name, entry in stored.items():
         if name.endswith("weight_scale_inv"):
             yield _bytes(name.removesuffix("_scale_inv"), name, stored, blocks)
+        elif entry.dtype == "F8_E4M3" and f"{name}_scale_inv" not in stored:
+            raise CheckpointError(f"{entry.file.name}: {name} is F8_E4M3, and its scale {name}_scale_inv is missing")
 
 
 def _find_mxfp4(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:

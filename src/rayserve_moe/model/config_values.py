@@ -101,8 +101,9 @@ def refuse_other_values(config: Mapping[str, Any], family: str, **supported: tup
     for key, values in supported.items():
         value = config.get(key)
         if value is not None and value not in values:
+            only = " or ".join(map(repr, values))
             raise UnsupportedModelError(
-                f"config.json: {key} = {reprlib.repr(value)} is not supported for {family} (only {values[0]!r})"
+                f"config.json: {key} = {reprlib.repr(value)} is not supported for {family} (only {only})"
             )
 
 

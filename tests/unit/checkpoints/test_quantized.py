@@ -125,6 +125,11 @@ REFUSED = {
         FORMATS["block fp8"].settings,
         r"w.weight_scale_inv, F32 of shape \[2, 2\], is no scale .* \[37, 50\] in blocks of \[16, 16\]",
     ),
+    "values without a scale": (
+        with_change("block fp8", scale_inv=None),
+        FORMATS["block fp8"].settings,
+        "w.weight is F8_E4M3, and its scale w.weight_scale_inv is missing",
+    ),
     "scale without values": (
         {"w.weight_scale_inv": ODD},
         FORMATS["block fp8"].settings,

@@ -112,6 +112,7 @@ def test_a_single_layer_has_its_experts():
 
 REFUSED = {
     "linear rope": ("mixtral-0", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+    "every rope that is read": ("mixtral-0", {"rope_scaling": {"type": "longrope"}}, "only 'default' or 'yarn'"),
     "rope per layer type": ("mixtral-0", {"rope_scaling": {"full_attention": {}}}, "per layer type .*full_attention"),
     "shrinking yarn": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor = 0.5"),
     "yarn without a factor": ("mixtral-0", {"rope_scaling": {"type": "yarn"}}, "a yarn scaling has no factor"),
