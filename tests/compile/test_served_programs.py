@@ -73,7 +73,7 @@ def test_the_gate_takes_every_program_and_setting_of_a_config(path, monkeypatch)
     assert {program.error for program in report.programs} == {"RESOURCE_EXHAUSTED: no room"}
     assert len(report.faults) == len(report.programs) and not report.fits
     step = served.step_config(report.num_pages)
-    assert step.page_size == 16 and step.capture_routing
+    assert step.page_size == 128 and step.capture_routing
     assert served.config.experts.backend == "auto"
     assert served.config.plan.mesh.size == len(served.config.plan.mesh.devices.flat)
     assert served.config.spec.num_layers == 2

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from rayserve_moe.config.given_files import is_url
-from rayserve_moe.config.settings import ParallelSettings, Settings, SettingsError
+from rayserve_moe.config.settings import TPU_PAGE_SIZE, ParallelSettings, Settings, SettingsError
 from rayserve_moe.config.topology import check_slices
 
 ENVIRONMENT_KEYS = {
@@ -44,8 +44,10 @@ class _Key:
     choices: tuple[str, ...] = ()
 
 
-def settings_from(values: Mapping[str, Any]) -> Settings:
+def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Settings:
     """Build Settings from flat keys; what is not named takes its default, after the environment.
+
+    `page_size` has the default of TPUs where a slice is named, or this process computes `on_tpu`.
 
     SettingsError names the key: unknown (with the nearest known one), of the wrong type, out of range, given under two
     names, or at odds with another.
@@ -62,6 +64,8 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
         if given.setdefault(key, name) != name:
             raise SettingsError(f"{given[key]} and {name} are one setting: give it once")
         sections.setdefault(key.section, {})[key.field] = _checked(name, value, key)
+    if on_tpu or sections.get("cluster", {}).get("tpu_topology"):
+        sections.setdefault("cache", {}).setdefault("page_size", TPU_PAGE_SIZE)
     types = get_type_hints(Settings)
     settings = Settings(**{section: types[section](**fields) for section, fields in sections.items()})
     _check_together(settings)

@@ -18,6 +18,8 @@ class SettingsError(ValueError):
 DAY_S = 86_400.0
 MOST_TOKENS = 1 << 24
 """Of one sequence: beyond any model, and positions times pages stay far below 32 bits."""
+TPU_PAGE_SIZE = 128
+"""Tokens per page on a TPU where none are given: a page of a layer is one copy of the attention kernel."""
 _NO_KEY = ""
 
 
@@ -78,7 +80,7 @@ class CacheSettings:
     """The KV page pool."""
 
     page_size: int = _number(16, (1, 4096))
-    """Tokens per page."""
+    """Tokens per page; where it is not given, 128 on TPUs, of which the kernel copies every page by itself."""
     num_pages: int = _number(0, (0, 1 << 26))
     """Pages that sequences can hold, of which layers with a window keep fewer; 0 sizes the pool from the memory that
     is free after loading."""

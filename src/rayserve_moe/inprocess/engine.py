@@ -36,9 +36,11 @@ class Engine:
         wanted = settings_from({"model_path": model_path, **settings})
         if wanted.parallel.num_hosts != 1:
             raise SettingsError("num_hosts must be 1 in one process; several hosts need Ray (serve run)")
-        described, parallel = describe_model(wanted), wanted.parallel
+        parallel, devices = wanted.parallel, local_devices(wanted.parallel.devices_per_host)
+        wanted = settings_from({"model_path": model_path, **settings}, on_tpu=devices[0].platform == "tpu")
+        described = describe_model(wanted)
         plan = plan_for(
-            local_devices(parallel.devices_per_host),
+            devices,
             data_size=parallel.data_parallel_size,
             num_slices=parallel.num_slices,
         )

@@ -76,7 +76,7 @@ def case_of_model(
     if dp * tp != num_devices:
         raise TopologyError(f"dp {dp} times tp {tp} is not the {num_devices} devices of {topology}")
     own = {"model_path": model, "num_hosts": num_devices, "devices_per_host": 1, "data_parallel_size": dp}
-    settings, config = settings_from({**own, **values}), read_config(model)
+    settings, config = settings_from({**own, **values}, on_tpu=True), read_config(model)
     longest = settings.model.max_model_len or spec_from_config(config).max_position_embeddings
     num_pages = settings.scheduler.max_running_requests * pages_per_sequence(longest, settings.cache.page_size) + 1
     pool = replace(settings.cache, num_pages=settings.cache.num_pages or num_pages)

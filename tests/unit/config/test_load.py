@@ -25,6 +25,15 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
+def test_pages_are_larger_on_a_tpu_unless_their_size_is_given():
+    on_slice = {"model_path": "m", "tpu_topology": "2x2", "tpu_version": "v6e"}
+    assert settings_from({"model_path": "m"}).cache.page_size == 16
+    assert settings_from(on_slice).cache.page_size == 128
+    assert settings_from({"model_path": "m"}, on_tpu=True).cache.page_size == 128
+    assert settings_from({**on_slice, "page_size": 16}).cache.page_size == 16
+    assert settings_from({"model_path": "m", "page_size": 32}, on_tpu=True).cache.page_size == 32
+
+
 def test_keys_find_their_section_and_the_rest_are_defaults():
     settings = settings_from(
         {
