@@ -4,15 +4,18 @@ What a row has seen is kept as one number per word: `PROMPT_MARK` if the prompt 
 So a step reads and writes the words it needs, however long the sequence is.
 """
 
-# R rows   S sampled rows   V vocabulary   B biases of a row   N token ids
+# R rows   S sampled rows   V vocabulary (local share)   B biases of a row   N token ids
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 PROMPT_MARK = 1 << 30
 
@@ -22,6 +25,7 @@ PROMPT_MARK = 1 << 30
 class AdjustmentState:
     """What is remembered of rows that adjust their logits, int32 but for the values; stale for all others.
 
+    Every device has the rows of all data ranks, rank after rank: their biases, and what they have seen of its words.
     Biases beyond those of a row have an id that no word has; one of -inf says that the word is withheld.
     """
 
@@ -42,7 +46,9 @@ class Penalties(NamedTuple):
 
 
 @jax.named_scope("adjustment")
-def adjust(logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, penalties: Penalties) -> jax.Array:
+def adjust(
+    logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart
+) -> jax.Array:
     """Adjusted float32 logits; rows that adjust nothing keep theirs to the last bit.
 
     Biases are added first. Then the repetition penalty divides positive and multiplies negative logits of every word
@@ -51,14 +57,17 @@ def adjust(logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, p
     """
     # A loop of one turn or none: unlike a branch, it copies nothing where it does nothing.
     num_turns = jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
-    return jax.lax.fori_loop(0, num_turns, lambda _, logits: _adjust(state, rows_S, penalties, logits), logits_SV)
+    change = partial(_adjust, state, rows_S, penalties, part)
+    return jax.lax.fori_loop(0, num_turns, lambda _, logits_SV: change(logits_SV), logits_SV)
 
 
 @jax.named_scope("row_update")
-def note_samples(seen_RV: jax.Array, ids_S: jax.Array, *, rows_S: jax.Array, penalties: Penalties) -> jax.Array:
+def note_samples(
+    seen_RV: jax.Array, ids_S: jax.Array, *, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart
+) -> jax.Array:
     """Count the tokens that rows have sampled."""
     counted_S = jnp.where(penalties.is_adjusted_S, rows_S, seen_RV.shape[0])
-    return seen_RV.at[counted_S, ids_S].add(1, mode="drop")
+    return seen_RV.at[counted_S, part.places(ids_S)].add(1, mode="drop")
 
 
 def note_known(seen_V: jax.Array, ids_N: jax.Array, *, num_prompt: jax.Array, num_known: jax.Array) -> jax.Array:
@@ -73,21 +82,40 @@ def note_known(seen_V: jax.Array, ids_N: jax.Array, *, num_prompt: jax.Array, nu
     return seen_V.at[in_prompt_N].max(PROMPT_MARK, mode="drop").at[sampled_N].add(1, mode="drop")
 
 
-def _adjust(state: AdjustmentState, rows_S: jax.Array, penalties: Penalties, logits_SV: jax.Array) -> jax.Array:
+def _adjust(
+    state: AdjustmentState, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart, logits_SV: jax.Array
+) -> jax.Array:
     seen_SV = state.seen_RV.at[rows_S].get(mode="clip")
-    bias_ids_SB, bias_values_SB = (
-        biases.at[rows_S].get(mode="clip") for biases in (state.bias_ids_RB, state.bias_values_RB)
-    )
-    samples_S1 = jnp.arange(len(logits_SV))[:, None]
-    is_withheld_SB, nowhere = jnp.isneginf(bias_values_SB), logits_SV.shape[1]
-    added_ids_SB = jnp.where(is_withheld_SB, nowhere, bias_ids_SB)
-    changed_SV = logits_SV.at[samples_S1, added_ids_SB].add(bias_values_SB, mode="drop")
+    added_SV = _bias_of_words(state, rows_S, penalties, part)
+    is_withheld_SV = jnp.isneginf(added_SV)
+    changed_SV = logits_SV + jnp.where(is_withheld_SV, 0, added_SV)
     repetition_S1 = penalties.repetition_S[:, None]
     repeated_SV = jnp.where(changed_SV > 0, changed_SV / repetition_S1, changed_SV * repetition_S1)
     changed_SV = jnp.where(seen_SV > 0, repeated_SV, changed_SV)
     outputs_SV = (seen_SV & (PROMPT_MARK - 1)).astype(jnp.float32)
     changed_SV -= penalties.frequency_S[:, None] * outputs_SV
     changed_SV -= penalties.presence_S[:, None] * (outputs_SV > 0)
-    withheld_ids_SB = jnp.where(is_withheld_SB & penalties.withholds_S[:, None], bias_ids_SB, nowhere)
-    changed_SV = changed_SV.at[samples_S1, withheld_ids_SB].set(jnp.finfo(changed_SV.dtype).min, mode="drop")
+    changed_SV = jnp.where(is_withheld_SV, jnp.finfo(changed_SV.dtype).min, changed_SV)
     return jnp.where(penalties.is_adjusted_S[:, None], changed_SV, logits_SV)
+
+
+def _bias_of_words(state: AdjustmentState, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart) -> jax.Array:
+    """The sum of each word's biases, [S, V]; minus infinity where it is withheld now.
+
+    As many comparisons with all words as the row with most biases has: a scatter would take one entry after the other
+    of every row, on every device.
+    """
+    ids_SB, values_SB = (biases.at[rows_S].get(mode="clip") for biases in (state.bias_ids_RB, state.bias_values_RB))
+    is_withheld_SB = jnp.isneginf(values_SB)
+    values_SB = jnp.where(is_withheld_SB & ~penalties.withholds_S[:, None], 0, values_SB)
+    is_bias_SB = penalties.is_adjusted_S[:, None] & (ids_SB < part.num_words)
+    places_B = jnp.arange(1, ids_SB.shape[1] + 1)
+    num_places = jnp.max(jnp.where(is_bias_SB, places_B, 0))
+
+    def add(place: jax.Array, added_SV: jax.Array) -> jax.Array:
+        id_S1, value_S1 = (
+            jax.lax.dynamic_slice_in_dim(of_row_SB, place, 1, axis=1) for of_row_SB in (ids_SB, values_SB)
+        )
+        return added_SV + jnp.where(part.ids() == id_S1, value_S1, 0)
+
+    return jax.lax.fori_loop(0, num_places, add, jnp.zeros((len(ids_SB), part.width), jnp.float32))

@@ -5,7 +5,7 @@ token is a function of (seed, choice index, position) alone, from a counter-base
 the log-probabilities that survive truncation. So it depends on no other row of the batch.
 """
 
-# S sampled rows   V vocabulary   J likeliest tokens
+# S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.decoding.log_probs import TopTokens, best_of, likeliest, log_probs_of, ranks_of
 from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
 from rayserve_moe.kernels.layers import gumbel_noise
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 Noise = Callable[..., jax.Array]
 """`layers.gumbel_noise`, or a kernel in its place."""
-LOWEST_LOGPROB = -9999.0
-"""Reported for tokens that are less likely still, or cannot be sampled at all."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,13 +44,6 @@ class SamplingBatch:
     num_top_S: jax.Array
 
 
-class TopTokens(NamedTuple):
-    """The J likeliest tokens, falling, ties to the smaller id: ids int32 [..., J], log-probabilities float32."""
-
-    ids_SJ: jax.Array
-    logprobs_SJ: jax.Array
-
-
 class Sampled(NamedTuple):
     """What `sample` returns, per row."""
 
@@ -61,9 +54,19 @@ class Sampled(NamedTuple):
     ranks_S: jax.Array
 
 
+class _Drawn(NamedTuple):
+    """Tokens with their log-probabilities, and their places among all."""
+
+    ids_S: jax.Array
+    logprobs_S: jax.Array
+    ranks_S: jax.Array
+
+
 @jax.named_scope("sampling")
-def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int, noise: Noise = gumbel_noise) -> Sampled:
-    """Sample one token per row from float32 logits.
+def sample(
+    logits_SV: jax.Array, rows: SamplingBatch, *, part: VocabularyPart, most_top: int, noise: Noise = gumbel_noise
+) -> Sampled:
+    """Sample one token per row from float32 logits of the words of each device; the same on all devices.
 
     Temperature 0 is greedy (ties to the smaller id). Truncation order: top-k, then top-p of what is left, then min-p
     against the likeliest token (`last_kept`). Returns token ids int32 [S], their log-probabilities under
@@ -71,74 +74,28 @@ def sample(logits_SV: jax.Array, rows: SamplingBatch, *, most_top: int, noise: N
     were all finite; ids and log-probabilities of rows that were not are meaningless. With them come the likeliest
     tokens of the same distribution, of all rows as many as any row wants, up to `most_top`, and int32 ranks.
     """
-    finite_S = jnp.all(jnp.isfinite(logits_SV), axis=-1)
     greedy_S = rows.temperature_S <= 0.0
-    # Relative to the best logit, no temperature is small enough to overflow what comes out.
-    relative_SV = logits_SV - logits_SV.max(axis=-1, keepdims=True)
-    scaled_SV = relative_SV / jnp.where(greedy_S, 1.0, rows.temperature_S)[:, None]
-    with jax.named_scope("log_probs"):
-        logprobs_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
-    best_S = _place_of_largest(logits_SV)
-    drawn_S = jax.lax.cond(jnp.all(greedy_S), lambda: best_S, lambda: _draw(logprobs_SV, rows, noise))
-    ids_S = jnp.where(greedy_S, best_S, drawn_S)
-    top = likeliest(logprobs_SV, num_wanted=jnp.max(rows.num_top_S).astype(jnp.int32), most_top=most_top)
-    first_S = jnp.ones_like(ids_S)
-    ranks_S = jax.lax.cond(jnp.all(greedy_S), lambda: first_S, lambda: ranks_of(logprobs_SV, ids_S))
-    ranks_S = jnp.where(greedy_S, first_S, ranks_S)
-    return Sampled(ids_S, jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)[:, 0], finite_S, top, ranks_S)
+    found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part)
+    best = _Drawn(found.best_S, found.largest_S, jnp.ones_like(found.best_S))
+    draw = partial(_draw, found.logprobs_SV, rows, noise, part)
+    drawn = jax.lax.cond(jnp.all(greedy_S), lambda: best, draw)
+    chosen = _Drawn(*(jnp.where(greedy_S, one, other) for one, other in zip(best, drawn, strict=True)))
+    num_wanted = jnp.max(rows.num_top_S).astype(jnp.int32)
+    top = likeliest(found.logprobs_SV, num_wanted=num_wanted, most_top=most_top, part=part)
+    return Sampled(chosen.ids_S, chosen.logprobs_S, found.finite_S, top, chosen.ranks_S)
 
 
-@jax.named_scope("log_probs")
-def ranks_of(logprobs_SV: jax.Array, ids_S: jax.Array) -> jax.Array:
-    """Place of a token among all in falling order, ties to the smaller id, int32 [S]; the likeliest has 1."""
-    ids_V = jnp.arange(logprobs_SV.shape[1], dtype=jnp.int32)
-    own_S1 = jnp.take_along_axis(logprobs_SV, ids_S[:, None], axis=-1)
-    comes_before_SV = (logprobs_SV > own_S1) | ((logprobs_SV == own_S1) & (ids_V < ids_S[:, None]))
-    return 1 + jnp.sum(comes_before_SV, axis=-1, dtype=jnp.int32)
-
-
-@jax.named_scope("log_probs")
-def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int) -> TopTokens:
-    """The `num_wanted` likeliest tokens of each row in `most_top` places, or as many as there are words; then zeros.
-
-    Log-probabilities are reported as LOWEST_LOGPROB at least.
-
-    Each is the best of those that come after the one before, in falling order with ties to the smaller id: unlike a
-    sort, that takes no time where nothing is wanted, and little to compile.
-    """
-    num_rows, vocab_size = logprobs_SV.shape
-    count, ids_V = min(most_top, vocab_size), jnp.arange(vocab_size, dtype=jnp.int32)
-    lowest = jnp.finfo(logprobs_SV.dtype).min
-
-    def find(turn: jax.Array, before: tuple[TopTokens, jax.Array, jax.Array]) -> tuple[TopTokens, jax.Array, jax.Array]:
-        top, id_S1, value_S1 = before
-        values_SV = jnp.maximum(logprobs_SV, lowest)
-        comes_after_SV = (values_SV < value_S1) | ((values_SV == value_S1) & (ids_V > id_S1))
-        id_S1 = jnp.argmax(jnp.where(comes_after_SV, values_SV, -jnp.inf), axis=-1, keepdims=True).astype(jnp.int32)
-        own_S1 = jnp.take_along_axis(logprobs_SV, id_S1, axis=-1)
-        reported_S = jnp.maximum(own_S1[:, 0], LOWEST_LOGPROB)
-        top = TopTokens(top.ids_SJ.at[:, turn].set(id_S1[:, 0]), top.logprobs_SJ.at[:, turn].set(reported_S))
-        return top, id_S1, jnp.maximum(own_S1, lowest)
-
-    empty = TopTokens(jnp.zeros((num_rows, count), jnp.int32), jnp.zeros((num_rows, count), logprobs_SV.dtype))
-    first = (empty, jnp.full((num_rows, 1), -1, jnp.int32), jnp.full((num_rows, 1), jnp.inf, logprobs_SV.dtype))
-    return jax.lax.fori_loop(0, jnp.minimum(num_wanted, count), find, first)[0]
-
-
-def _draw(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise) -> jax.Array:
+def _draw(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> _Drawn:
     truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    find = partial(last_kept, logprobs_SV, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
+    limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
+    find = partial(last_kept, logprobs_SV, part=part, **limits)
     last = jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
-    kept_SV = jnp.where(is_kept(logprobs_SV, last), logprobs_SV, -jnp.inf)
-    noise_SV = noise(rows.seed_S, rows.choice_S, rows.position_S, size=logprobs_SV.shape[1])
-    return _place_of_largest(kept_SV + noise_SV)
-
-
-def _place_of_largest(values_SV: jax.Array) -> jax.Array:
-    """`argmax` of each row, int32 [S], ties to the smaller id; of rows with NaN the last id.
-
-    XLA:CPU takes ten times as long for a reduction of pairs as for these two of numbers.
-    """
-    ids_V, last = jnp.arange(values_SV.shape[1], dtype=jnp.int32), values_SV.shape[1] - 1
-    is_largest_SV = values_SV == values_SV.max(axis=-1, keepdims=True)
-    return jnp.min(jnp.where(is_largest_SV, ids_V, last), axis=-1)
+    kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
+    noise_SV = noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
+    score_S, id_S = best_of(kept_SV + noise_SV, part.ids())
+    own_S = jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
+    score_PS, id_PS, own_PS = part.gather(score_S, id_S, own_S)
+    _, id_S = best_of(score_PS.T, id_PS.T)
+    own_S = jnp.sum(own_PS, axis=0, where=id_PS == id_S)
+    id_S = jnp.minimum(id_S, part.num_words - 1)
+    return _Drawn(id_S, own_S, ranks_of(logprobs_SV, id_S, own_S, part=part))

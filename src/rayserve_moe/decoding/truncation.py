@@ -4,7 +4,7 @@ Each of the three keeps the beginning of a row's tokens in falling order of log-
 what all of them keep ends with one token. Probabilities are added up as integers, which is exact in whatever order.
 """
 
-# S sampled rows   V vocabulary   C candidates of a round
+# S sampled rows   V vocabulary (local share)   P parts   C candidates of a round   X sums
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 MASS_OF_ONE = 1 << 30
 """Mass of probability 1; a token's is rounded to whole units."""
@@ -34,17 +36,19 @@ def keep_all(num_rows: int) -> LastKept:
     return LastKept(jnp.full(num_rows, LEAST, jnp.int32), jnp.zeros(num_rows, jnp.int32))
 
 
-def is_kept(logprobs_SV: jax.Array, last: LastKept) -> jax.Array:
+def is_kept(logprobs_SV: jax.Array, last: LastKept, *, part: VocabularyPart) -> jax.Array:
     """Whether a token comes no later than the last that is kept, bool [S, V]."""
-    return _is_within(_keys(logprobs_SV), last)
+    return _is_within(_keys(logprobs_SV), last, part)
 
 
-def _is_within(keys_SV: jax.Array, last: LastKept) -> jax.Array:
+def _is_within(keys_SV: jax.Array, last: LastKept, part: VocabularyPart) -> jax.Array:
     key_S1 = last.key_S[:, None]
-    return (keys_SV > key_S1) | ((keys_SV == key_S1) & (_places(keys_SV) >= last.place_S[:, None]))
+    return (keys_SV > key_S1) | ((keys_SV == key_S1) & (_places(part) >= last.place_S[:, None]))
 
 
-def last_kept(logprobs_SV: jax.Array, *, top_k_S: jax.Array, top_p_S: jax.Array, min_p_S: jax.Array) -> LastKept:
+def last_kept(
+    logprobs_SV: jax.Array, *, part: VocabularyPart, top_k_S: jax.Array, top_p_S: jax.Array, min_p_S: jax.Array
+) -> LastKept:
     """The last token of each row that top-k, top-p and min-p keep; at least the likeliest is kept.
 
     Top-k keeps `top_k` tokens (0: all). Of the mass of these, top-p keeps a token if the mass of those before it is
@@ -56,15 +60,17 @@ def last_kept(logprobs_SV: jax.Array, *, top_k_S: jax.Array, top_p_S: jax.Array,
     most_S = jnp.where(top_k_S == 0, MOST, jnp.minimum(top_k_S, MOST)).astype(jnp.int32)
 
     def cut(is_top_p: jax.Array, last: LastKept) -> LastKept:
-        left_SV = jnp.where(_is_within(keys_SV, last), jnp.where(is_top_p, masses_SV, 1), 0)
-        share_S = jnp.ceil(top_p_S * left_SV.sum(-1).astype(jnp.float32)).astype(jnp.int32)
+        left_SV = jnp.where(_is_within(keys_SV, last, part), jnp.where(is_top_p, masses_SV, 1), 0)
+        share_S = jnp.ceil(top_p_S * part.sum(left_SV.sum(-1)).astype(jnp.float32)).astype(jnp.int32)
         share_S = jnp.where(top_p_S < 1.0, jnp.maximum(share_S, 1), MOST)
-        return _earlier(last, _prefix(keys_SV, left_SV, limit_S=jnp.where(is_top_p, share_S, most_S)))
+        return _earlier(last, _prefix(keys_SV, left_SV, limit_S=jnp.where(is_top_p, share_S, most_S), part=part))
 
     # One loop of two turns, top-k and top-p: the search is compiled once.
     last = jax.lax.fori_loop(0, 2, cut, keep_all(len(logprobs_SV)))
-    likely_SV = probs_SV >= min_p_S[:, None] * probs_SV.max(-1, keepdims=True)
-    floor_S = jnp.min(keys_SV, axis=-1, where=likely_SV, initial=MOST)
+    (largest_PS,) = part.gather(probs_SV.max(-1))
+    likely_SV = probs_SV >= min_p_S[:, None] * largest_PS.max(0)[:, None]
+    (floor_PS,) = part.gather(jnp.min(keys_SV, axis=-1, where=likely_SV, initial=MOST))
+    floor_S = floor_PS.min(0)
     return _earlier(last, LastKept(floor_S, jnp.zeros_like(floor_S)))
 
 
@@ -73,24 +79,34 @@ def _earlier(one: LastKept, other: LastKept) -> LastKept:
     return LastKept(*(jnp.where(is_one_S, a, b) for a, b in zip(one, other, strict=True)))
 
 
-def _prefix(keys_SV: jax.Array, masses_SV: jax.Array, *, limit_S: jax.Array) -> LastKept:
+def _prefix(keys_SV: jax.Array, masses_SV: jax.Array, *, limit_S: jax.Array, part: VocabularyPart) -> LastKept:
     """The last token with less than `limit_S` mass before it; MOST is no limit."""
     is_limited = jnp.any(limit_S < MOST)
-    key_S = _threshold(keys_SV, masses_SV, limit_S, lowest=LEAST, num_bits=32 * is_limited)
+    key_S = _threshold(keys_SV, masses_SV, limit_S, lowest=LEAST, num_bits=32 * is_limited, part=part)
     is_tie_SV = keys_SV == key_S[:, None]
-    left_S = limit_S - jnp.sum(masses_SV, axis=-1, where=keys_SV > key_S[:, None])
+    before_S = jnp.sum(masses_SV, axis=-1, where=keys_SV > key_S[:, None])
     masses_SV = jnp.where(is_tie_SV, masses_SV, 0)
-    is_cut_S = (jnp.sum(is_tie_SV, axis=-1) > 1) & (masses_SV.sum(-1) > left_S)
-    num_bits = (keys_SV.shape[1] - 1).bit_length() * jnp.any(is_cut_S)
-    return LastKept(key_S, _threshold(_places(keys_SV), masses_SV, left_S, lowest=0, num_bits=num_bits))
+    sums_XS = jnp.stack([before_S, masses_SV.sum(-1), jnp.sum(is_tie_SV, axis=-1, dtype=jnp.int32)])
+    before_S, mass_S, num_ties_S = part.sum(sums_XS)
+    left_S = limit_S - before_S
+    num_places = part.num_parts * part.width
+    num_bits = (num_places - 1).bit_length() * jnp.any((num_ties_S > 1) & (mass_S > left_S))
+    return LastKept(key_S, _threshold(_places(part)[None], masses_SV, left_S, lowest=0, num_bits=num_bits, part=part))
 
 
 def _threshold(
-    values_SV: jax.Array, masses_SV: jax.Array, limit_S: jax.Array, *, lowest: int, num_bits: jax.Array
+    values_SV: jax.Array,
+    masses_SV: jax.Array,
+    limit_S: jax.Array,
+    *,
+    lowest: int,
+    num_bits: jax.Array,
+    part: VocabularyPart,
 ) -> jax.Array:
     """The largest threshold at or above which values have a mass of `limit_S`, int32 [S]; `lowest` where none has.
 
-    It is found digit by digit from `lowest` up to `2**num_bits` above it; with no bits the loop has no round.
+    It is found digit by digit from `lowest` up to `2**num_bits` above it; with no bits the loop has no round. Parts of
+    the vocabulary exchange their masses above a round's candidates.
     """
     digits_C = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.int32)
     num_rounds = (num_bits + DIGIT_BITS - 1) // DIGIT_BITS
@@ -99,7 +115,7 @@ def _threshold(
         shift = DIGIT_BITS * (num_rounds - 1 - turn)
         tried_SC = found_S[:, None] + (digits_C << shift)
         is_above_SCV = values_SV[:, None] >= tried_SC[:, :, None]
-        mass_SC = jnp.sum(jnp.where(is_above_SCV, masses_SV[:, None], 0), axis=-1)
+        mass_SC = part.sum(jnp.sum(jnp.where(is_above_SCV, masses_SV[:, None], 0), axis=-1))
         digit_S = jnp.sum(mass_SC >= limit_S[:, None], axis=-1, dtype=jnp.int32)
         return found_S + (digit_S << shift)
 
@@ -112,6 +128,6 @@ def _keys(logprobs_SV: jax.Array) -> jax.Array:
     return jnp.where(bits_SV < 0, bits_SV ^ MOST, bits_SV)
 
 
-def _places(keys_SV: jax.Array) -> jax.Array:
-    """Falling with the id, so that the earlier of ties has the larger."""
-    return keys_SV.shape[1] - 1 - jax.lax.broadcasted_iota(jnp.int32, keys_SV.shape, 1)
+def _places(part: VocabularyPart) -> jax.Array:
+    """Falling with the id, so that the earlier of ties has the larger, int32 [V]."""
+    return part.num_parts * part.width - 1 - part.ids()

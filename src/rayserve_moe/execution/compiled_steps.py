@@ -23,9 +23,9 @@ from rayserve_moe.execution.migration import (
     read_counts,
     swap,
 )
-from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE, apply_adjustment, apply_update
+from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
 from rayserve_moe.execution.served_model import ServedModel
-from rayserve_moe.execution.step import RowUpdate, StepConfig, run_step, update_rows
+from rayserve_moe.execution.step import StepConfig, adjust_rows, run_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
@@ -101,15 +101,14 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
     largest_first = sorted(served.shapes, key=lambda shape: -shape.num_tokens)
     steps = [_step_program(shape, served, config=config, state=state) for shape in largest_first]
 
-    def update_program(name: str, apply: RowUpdate, size: int) -> Program:
-        run = partial(update_rows, apply=apply, config=config)
-        return Program(name, run, (state, _integers(served, size)), {}, donated=0)
+    def update_program(name: str, update: Callable[..., DeviceState], size: int) -> Program:
+        return Program(name, partial(update, config=config), (state, _integers(served, size)), {}, donated=0)
 
     read = partial(read_counts, config=config.model)
     programs = [
         *steps,
-        update_program(UPDATE, apply_update, VECTOR_SIZE),
-        update_program(ADJUST, apply_adjustment, ADJUSTMENT_SIZE),
+        update_program(UPDATE, update_rows, VECTOR_SIZE),
+        update_program(ADJUST, adjust_rows, ADJUSTMENT_SIZE),
         Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
     ]
     if served.staging is None:

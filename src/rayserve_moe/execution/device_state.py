@@ -12,11 +12,11 @@ from jax.typing import DTypeLike
 
 from rayserve_moe.execution.pack import PackedBlocks
 from rayserve_moe.execution.row_updates import MAX_BIASES
-from rayserve_moe.execution.step import COUNT_AXES, ROW_AXES
+from rayserve_moe.execution.step import BIAS_AXES, COUNT_AXES, ROW_AXES, WORD_AXES
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, StepShape
 from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
 from rayserve_moe.model.kv_cache import cache_row
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.transformer import ModelConfig, words_of
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 
@@ -39,7 +39,7 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     pages of every layer, or as many as `layer_pages` says."""
     spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool_dtypes.get(dtype, dtype)
     num_layer_pages = sum(layer.num_pages for layer in layer_pages) or spec.num_layers * num_pages
-    ranks, row = plan.data_size, cache_row(spec, tensor_size=plan.tensor_size)
+    ranks, row, words = plan.data_size, cache_row(spec, tensor_size=plan.tensor_size), words_of(config)
 
     def array(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
         of_all_ranks = jax.ShapeDtypeStruct((ranks * shape[0], *shape[1:]), dtype, sharding=plan.sharding(axes))
@@ -52,9 +52,9 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
         sampling_floats_RF=array((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
         sampling_integers_RI=array((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
         last_tokens_R=array((num_rows,), jnp.int32, ROW_AXES[:1]),
-        seen_RV=array((num_rows, spec.vocab_size), jnp.int32, ROW_AXES),
-        bias_ids_RB=array((num_rows, MAX_BIASES), jnp.int32, ROW_AXES),
-        bias_values_RB=array((num_rows, MAX_BIASES), jnp.float32, ROW_AXES),
+        seen_RV=array((num_rows, words.num_parts * words.width), jnp.int32, WORD_AXES),
+        bias_ids_RB=array((num_rows, MAX_BIASES), jnp.int32, BIAS_AXES),
+        bias_values_RB=array((num_rows, MAX_BIASES), jnp.float32, BIAS_AXES),
     )
 
 

@@ -1,7 +1,7 @@
 """Bringing larger changes of rows to the devices: new owners, page tables of prompts, and what adjusts logits."""
 
 # U page-table entries   V new rows, of X fields each   F, I sampling parameters   R rows   P page-table width
-# Of an adjustment: N token ids of one vector   B biases   V vocabulary
+# Of an adjustment: N token ids of one vector   B biases   V vocabulary (local share)
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from rayserve_moe.decoding.adjustment import note_known
 from rayserve_moe.execution.step_types import DeviceState
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.request_fields import MAX_LOGIT_BIASES
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS, NUM_FLOATS, NUM_INTEGERS, RowAdjustment, StepPlan
 
@@ -107,20 +108,20 @@ def no_adjustment() -> np.ndarray:
     return vector
 
 
-def apply_adjustment(state: DeviceState, vector: jax.Array, *, data_rank: jax.Array) -> DeviceState:
-    """On one device: take over what adjusts a row, if the row is this data rank's."""
+def apply_adjustment(state: DeviceState, vector: jax.Array, *, part: VocabularyPart) -> DeviceState:
+    """On one device: take over what adjusts a row of any data rank, of its tokens those that are the device's."""
     rank, row, is_first, num_prompt, num_known, num_biases = vector[:HEADER_FIELDS]
-    num_rows, vocab_size = state.seen_RV.shape
+    num_rows = len(state.seen_RV)
+    row = jnp.where(rank >= 0, rank * len(state.last_tokens_R) + row, num_rows)
     before_V = jnp.where(is_first > 0, 0, state.seen_RV.at[row].get(mode="clip"))
-    ids_N = vector[HEADER_FIELDS : HEADER_FIELDS + MAX_IDS]
-    seen_V = note_known(before_V, ids_N, num_prompt=num_prompt, num_known=num_known)
+    places_N = part.places(vector[HEADER_FIELDS : HEADER_FIELDS + MAX_IDS])
+    seen_V = note_known(before_V, places_N, num_prompt=num_prompt, num_known=num_known)
     ids_B, bits_B = vector[HEADER_FIELDS + MAX_IDS :].reshape(2, MAX_BIASES)
-    ids_B = jnp.where(jnp.arange(MAX_BIASES) < num_biases, ids_B, vocab_size)
-    mine = jnp.where(rank == data_rank, row, num_rows)
+    ids_B = jnp.where(jnp.arange(MAX_BIASES) < num_biases, ids_B, part.num_words)
     values_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)
     return replace(
         state,
-        seen_RV=state.seen_RV.at[mine].set(seen_V, mode="drop"),
-        bias_ids_RB=state.bias_ids_RB.at[mine].set(ids_B, mode="drop"),
-        bias_values_RB=state.bias_values_RB.at[mine].set(values_B, mode="drop"),
+        seen_RV=state.seen_RV.at[row].set(seen_V, mode="drop"),
+        bias_ids_RB=state.bias_ids_RB.at[row].set(ids_B, mode="drop"),
+        bias_values_RB=state.bias_values_RB.at[row].set(values_B, mode="drop"),
     )

@@ -1,13 +1,12 @@
 """The step itself, as a pure function over the whole mesh: unpack, forward, head, sampling."""
 
-# S sampled rows   J likeliest tokens   X tokens in prefill blocks   V vocabulary
-# W words of a data rank's input vector   N data ranks
+# S samples of a data rank   A samples of all data ranks   V vocabulary (local share)   J likeliest tokens
+# P values of a sample   X tokens in prefill blocks   W words of a data rank's input vector   N data ranks
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import jax
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.adjustment import adjust, note_samples
-from rayserve_moe.decoding.sampling import Noise, Sampled, TopTokens, sample
+from rayserve_moe.decoding.log_probs import TopTokens
+from rayserve_moe.decoding.sampling import Sampled, sample
 from rayserve_moe.execution.prompt_scores import score_prompts
+from rayserve_moe.execution.row_updates import apply_adjustment, apply_update
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepOutput
 from rayserve_moe.experts.slot_mapping import PlacementArrays
@@ -24,13 +25,13 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of
+from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of, words_of
+from rayserve_moe.parallel.sharding import gather_rows
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
-
-RowUpdate = Callable[..., DeviceState]
-"""Takes a data rank's DeviceState, a vector of changes, and `data_rank`."""
+WORD_AXES: tuple[str | None, ...] = (None, "vocabulary")
+BIAS_AXES: tuple[str | None, ...] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def run_step(
         vector_W = vectors_NW[plan.data_rank()]
         state = replace(state, page_table_RP=change_pages(state, vector_W, layout=layout))
         step = unpack(vector_W, state, layout=layout, page_size=config.page_size, layer_pages=config.layer_pages)
-        out, logits_SV = step_logits(
+        out, logits_AV = step_logits(
             weights,
             state.kv_pages,
             batch=step.batch,
@@ -73,13 +74,16 @@ def run_step(
             config=config.model,
         )
         state = replace(state, kv_pages=out.kv_pages)
-        sampled, state = _sampled(logits_SV, state, step, noise=config.model.kernels.noise)
+        sampled, state = _sampled(logits_AV, state, step, config=config.model)
         state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
         scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
-        tally_14 = None if out.tally_4 is None else out.tally_4[None]
-        local = StepOutput(_sampled_bits(sampled)[None], None, _top_bits(sampled.top)[None], *scores, tally_N4=tally_14)
-        output = jax.tree.map(partial(plan.gather_data_ranks, dim=0), local)
-        return state, replace(output, topk_ids_MTK=_captured_routing(out, config))
+        tally_N4 = None if out.tally_4 is None else plan.gather_data_ranks(out.tally_4[None], dim=0)
+        bits = (
+            _sampled_bits(sampled, plan.data_size),
+            _captured_routing(out, config),
+            _top_bits(sampled.top, plan.data_size),
+        )
+        return state, StepOutput(*bits, *scores, tally_N4=tally_N4)
 
     model, whole = config.model, PartitionSpec()
     state_parts = state_partitions(model)
@@ -110,7 +114,7 @@ def step_logits(
     config: ModelConfig,
     forced_MXK: jax.Array | None = None,
 ) -> tuple[ForwardOutput, jax.Array]:
-    """On one device: forward, then float32 logits [S, V] of the tokens at `sample_places_S`."""
+    """On one device: forward, then float32 logits [A, V] of the tokens at `sample_places_S` of every data rank."""
     out = forward(
         weights.params,
         kv_pages,
@@ -124,60 +128,75 @@ def step_logits(
 
 
 def _sampled(
-    logits_SV: jax.Array, state: DeviceState, step: DeviceInput, *, noise: Noise
+    logits_AV: jax.Array, state: DeviceState, step: DeviceInput, *, config: ModelConfig
 ) -> tuple[Sampled, DeviceState]:
-    """Sample, and record of the rows what they have sampled."""
-    of_rows = {"rows_S": step.sample_rows_S, "penalties": step.penalties}
-    adjusted_SV = adjust(logits_SV, state, **of_rows)
-    sampled = sample(adjusted_SV, step.sampling, most_top=MAX_TOP_LOGPROBS, noise=noise)
-    last_tokens_R = state.last_tokens_R.at[step.sample_rows_S].set(sampled.ids_S, mode="drop")
+    """Sample for all data ranks, and record of the rows what they have sampled."""
+    plan, part, num_rows = config.plan, words_of(config), len(state.last_tokens_R)
+    is_real_S = step.sample_rows_S < num_rows
+    rows_S = jnp.where(is_real_S, plan.data_rank() * num_rows + step.sample_rows_S, len(state.seen_RV))
+    rows_A, sampling, penalties = gather_rows((rows_S, step.sampling, step.penalties), plan)
+    of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
+    adjusted_AV = adjust(logits_AV, state, **of_rows)
+    sampled = sample(adjusted_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, noise=config.kernels.noise)
+    own_ids_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()]
+    last_tokens_R = state.last_tokens_R.at[step.sample_rows_S].set(own_ids_S, mode="drop")
     seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
     return sampled, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
 
 
-def _sampled_bits(sampled: Sampled) -> jax.Array:
-    """Ids, bits of the log-probs, and ranks, 0 where logits were not finite: int32 [3, S]."""
-    bits_S = jax.lax.bitcast_convert_type(sampled.logprobs_S.astype(jnp.float32), jnp.int32)
-    return jnp.stack([sampled.ids_S, bits_S, jnp.where(sampled.finite_S, sampled.ranks_S, 0)])
+def _sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:
+    """Ids, bits of the log-probs, and ranks, 0 where logits were not finite: int32 [N, 3, S]."""
+    bits_A = jax.lax.bitcast_convert_type(sampled.logprobs_S, jnp.int32)
+    joined_PA = jnp.stack([sampled.ids_S, bits_A, jnp.where(sampled.finite_S, sampled.ranks_S, 0)])
+    return jnp.moveaxis(joined_PA.reshape(3, num_ranks, -1), 1, 0)
 
 
-def _top_bits(top: TopTokens) -> jax.Array:
-    """Ids, and bits of the log-probs, int32 [2, S, J]."""
-    return jnp.stack([top.ids_SJ, jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)])
+def _top_bits(top: TopTokens, num_ranks: int) -> jax.Array:
+    """Ids, and bits of the log-probs, int32 [N, 2, S, J]."""
+    joined_PAJ = jnp.stack([top.ids_SJ, jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)])
+    return jnp.moveaxis(joined_PAJ.reshape(2, num_ranks, -1, joined_PAJ.shape[-1]), 1, 0)
 
 
 def _scores(
     weights: ModelWeights, out: ForwardOutput, step: DeviceInput, blocks: BlockInputs, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores of the tokens in prefill blocks, and the likeliest tokens there."""
+    """Scores of the tokens in prefill blocks of all data ranks, and the likeliest tokens there."""
     hidden_XD = out.hidden_TD[step.batch.num_singles :]
-    wants_top_X = jnp.repeat(step.block_wants_top_B, len(hidden_XD) // len(step.block_wants_top_B))
+    wants_top_NB = config.plan.gather_data_ranks(step.block_wants_top_B[None], dim=0)
+    wants_top_NX = jnp.repeat(wants_top_NB, len(hidden_XD) // wants_top_NB.shape[1], axis=1)
     return score_prompts(
-        weights.params, hidden_XD, targets_NX=blocks.targets_NX, wants_top_X=wants_top_X, config=config
+        weights.params, hidden_XD, targets_NX=blocks.targets_NX, wants_top_NX=wants_top_NX, config=config
     )
 
 
-def update_rows(state: DeviceState, vector: jax.Array, *, apply: RowUpdate, config: StepConfig) -> DeviceState:
-    """Apply changes of rows (`apply_update`, `apply_adjustment`) on every device of the mesh."""
+def update_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> DeviceState:
+    """Take over changes of rows (`apply_update`) on every device of the mesh."""
     plan = config.model.plan
+    return _on_all_devices(lambda *given: apply_update(*given, data_rank=plan.data_rank()), state, vector, config)
 
-    def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
-        with jax.named_scope("row_update"):
-            return apply(state, vector, data_rank=plan.data_rank())
 
+def adjust_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> DeviceState:
+    """Take over what adjusts a row (`apply_adjustment`) on every device of the mesh."""
+    part = words_of(config.model)
+    return _on_all_devices(lambda *given: apply_adjustment(*given, part=part), state, vector, config)
+
+
+def _on_all_devices(
+    apply: Callable[..., DeviceState], state: DeviceState, vector: jax.Array, config: StepConfig
+) -> DeviceState:
     parts = state_partitions(config.model)
     inputs = (parts, PartitionSpec())
-    return jax.shard_map(on_device, mesh=plan.mesh, in_specs=inputs, out_specs=parts, check_vma=False)(state, vector)
+    on_device = jax.named_scope("row_update")(apply)
+    return jax.shard_map(on_device, mesh=config.model.plan.mesh, in_specs=inputs, out_specs=parts, check_vma=False)(
+        state, vector
+    )
 
 
 def state_partitions(config: ModelConfig) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
     kv_axes = cache_row(config.spec, tensor_size=config.plan.tensor_size).pool_axes
-    kv, counts, rows, last_tokens = (
-        cast(jax.Array, config.plan.partition(axes)) for axes in (kv_axes, COUNT_AXES, ROW_AXES, ROW_AXES[:1])
-    )
-    adjustments = (rows, rows, rows)
-    return DeviceState(*adjustments, kv, counts, rows, rows, rows, last_tokens)
+    axes_of_arrays = (WORD_AXES, BIAS_AXES, BIAS_AXES, kv_axes, COUNT_AXES, ROW_AXES, ROW_AXES, ROW_AXES, ROW_AXES[:1])
+    return DeviceState(*(cast(jax.Array, config.plan.partition(axes)) for axes in axes_of_arrays))
 
 
 def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockInputs | None:

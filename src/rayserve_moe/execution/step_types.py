@@ -58,8 +58,8 @@ class DeviceState(AdjustmentState):
 
     `kv_pages` is [pages of all layers, page, *row] (`model.kv_cache`); `expert_counts_ME` int32 counts tokens
     since it was reset. The rest is remembered of rows, so that only changes travel: page ids int32; sampling parameters
-    float32 and uint32 in the columns of `RowSampling`; the token sampled last, int32. Each data rank has its own:
-    outside the sharded step, leading dimensions are those of all ranks together.
+    float32 and uint32 in the columns of `RowSampling`; the token sampled last, int32. Each data rank has its own, but
+    for what adjusts logits: outside the sharded step, leading dimensions are those of all ranks together.
     """
 
     kv_pages: jax.Array

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry2x32_p
 
 
 def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -57,12 +58,23 @@ def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
     return table_VD[ids_T]
 
 
-def gumbel_noise(seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, size: int) -> jax.Array:
-    """Gumbel noise [S, size] of samples: a row's is that of its uint32 seed, choice and position alone."""
+def gumbel_noise(
+    seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
+) -> jax.Array:
+    """Gumbel noise [S, size] of samples, for words from `first` on: a row's is that of its uint32 seed, choice and
+    position alone, and of the word.
+
+    It is what `jax.random.gumbel` gives to each word of a vocabulary, to the last bit, in part.
+    """
+    ids_V = first.astype(jnp.uint32) + jnp.arange(size, dtype=jnp.uint32)
+    least = jnp.finfo(jnp.float32).tiny
 
     def of_row(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
-        return jax.random.gumbel(key, (size,), jnp.float32)
+        words_V = threefry2x32_p.bind(*jax.random.key_data(key), jnp.zeros_like(ids_V), ids_V)
+        bits_V = (words_V[0] ^ words_V[1]) >> 9 | 0x3F800000
+        uniform_V = jax.lax.bitcast_convert_type(bits_V, jnp.float32) - 1.0
+        return -jnp.log(-jnp.log(jnp.maximum(least, uniform_V * (1.0 - least) + least)))
 
     return jax.vmap(of_row)(seed_S, choice_S, position_S)
 

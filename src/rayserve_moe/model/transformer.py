@@ -1,7 +1,7 @@
 """The decoder: from token ids to hidden states, with routing ids and expert counts as outputs."""
 
 # T tokens   X tokens in prefill blocks   D model width   L layers   M MoE layers   E experts   K experts per token
-# V vocabulary (local share)
+# V vocabulary (local share)   S samples of a data rank   W samples of all data ranks
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from rayserve_moe.kernels.layers import Rotation, take_rows
 from rayserve_moe.kernels.registry import Kernels
 from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.vocabulary import look_up, score_all
+from rayserve_moe.model.vocabulary import look_up, score_my_words
 from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 
 EXPERT_MATRICES = ("gate_MPDF", "up_MPDF", "down_MPFD")
 EXPERT_BIASES = ("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD")
@@ -133,17 +134,21 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     return ForwardOutput(hidden_TD, kv_pages, routing.ids_TK, routing.counts_E, tally_4)
 
 
-def logits_of(params: Parameters, hidden_SD: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Final norm and head: float32 logits over the whole vocabulary [S, V] of this data rank's `hidden_SD`.
+def words_of(config: ModelConfig) -> VocabularyPart:
+    """The words that a device scores."""
+    multiple = config.kernels.multiples.get("vocabulary", 1)
+    return vocabulary_part(config.plan, num_words=config.spec.vocab_size, multiple=multiple)
 
-    They are the same on every device of a tensor group, so that all of them sample the same tokens.
-    """
+
+def logits_of(params: Parameters, hidden_SD: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Final norm and head: float32 logits [W, V] of the `hidden_SD` of all data ranks, rank after rank, for the words
+    of this device (`words_of`)."""
     embedding, kernels = params["embedding"], config.kernels
     normed_SD = _norm(hidden_SD, embedding["final_norm_D"], config)
     head = partial(kernels.head, head_VD=embedding.get("head_VD", embedding["table_VD"]))
     with jax.named_scope("head"):
-        logits_SV = score_all(normed_SD, head, vocab_size=config.spec.vocab_size, plan=config.plan)
-        return logits_SV if config.spec.logits_divisor == 1.0 else logits_SV / config.spec.logits_divisor
+        logits_WV = score_my_words(normed_SD, head, part=words_of(config), plan=config.plan)
+        return logits_WV if config.spec.logits_divisor == 1.0 else logits_WV / config.spec.logits_divisor
 
 
 def _moe_layer(

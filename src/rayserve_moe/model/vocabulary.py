@@ -1,11 +1,11 @@
 """Both ends of the model, where tables are split by vocabulary over all devices: looking up rows, scoring all words.
 
 Every data rank has tokens of its own, and needs all parts of the tables. So tokens go to the tables, not tables to the
-tokens: ids (or hidden states) of all data ranks are gathered, every device answers for its part of the vocabulary, and
-each data rank gets the answers to its own.
+tokens: ids (or hidden states) of all data ranks are gathered, and every device answers for its part of the vocabulary.
+Of rows each data rank gets its own; scores stay where they are, and what is drawn from them is drawn from parts.
 """
 
-# T tokens of a data rank   S sampled tokens of a data rank   D model width   V vocabulary (local share in tables)
+# T tokens of a data rank   S sampled tokens of a data rank   D model width   V vocabulary (local share)
 # W tokens of all data ranks   C chunks
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.layers import take_rows
-from rayserve_moe.parallel.sharding import ParallelPlan, sum_to_data_ranks, trade_between_data_ranks, vocabulary_rank
+from rayserve_moe.parallel.sharding import ParallelPlan, sum_to_data_ranks, vocabulary_rank
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 GATHERED_BYTES = 64 << 20
 """Most bytes of the rows of all data ranks that a device holds at once; more tokens are looked up in chunks."""
@@ -46,17 +47,20 @@ def look_up(
     return plan.sum_over_tensor(rows_TD)
 
 
-def score_all(
-    hidden_SD: jax.Array, score_my_part: Callable[[jax.Array], jax.Array], *, vocab_size: int, plan: ParallelPlan
+def score_my_words(
+    hidden_SD: jax.Array,
+    score: Callable[[jax.Array], jax.Array],
+    *,
+    part: VocabularyPart,
+    plan: ParallelPlan,
 ) -> jax.Array:
-    """Logits [S, vocab_size] of this data rank's samples, the same on every device of its tensor group.
+    """Logits [W, V] of the samples of all data ranks, for the words of this device; of padding minus infinity.
 
-    `score_my_part` gives the logits of any hidden states [W, D] for this device's share of the vocabulary. Shares
-    beyond `vocab_size` are padding, and cut off.
+    `score` gives the logits of any hidden states [W, D] for this device's share of the head.
     """
-    logits_WV = score_my_part(plan.gather_data_ranks(hidden_SD, dim=0))
-    logits_SV = trade_between_data_ranks(logits_WV, plan, split_dim=0, join_dim=1)
-    return plan.gather_last_dim(logits_SV)[:, :vocab_size]
+    logits_WV = score(plan.gather_data_ranks(hidden_SD, dim=0))
+    assert logits_WV.shape[1] == part.width or not part.axes, f"{logits_WV.shape[1]} words, not {part.width}"
+    return part.without_padding(logits_WV[:, : part.width])
 
 
 def _rows_of_my_part(table_VD: jax.Array, token_ids_W: jax.Array, plan: ParallelPlan, take: TakeRows) -> jax.Array:

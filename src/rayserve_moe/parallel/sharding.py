@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 DATA, TENSOR = "data", "tensor"
+Rows = TypeVar("Rows")
 
 # Tensor first: the parts that the data ranks of one tensor rank hold are neighbours, and join without a transposition.
 VOCABULARY_AXES = (TENSOR, DATA)
@@ -84,12 +87,6 @@ class ParallelPlan:
         """Join what each data rank has of an array along `dim`, in the order of the ranks."""
         return jax.lax.all_gather(local, DATA, axis=dim, tiled=True) if self.data_size > 1 else local
 
-    def gather_last_dim(self, shard: jax.Array) -> jax.Array:
-        """Join the last dimension of an array that is split over the tensor axis."""
-        if self.tensor_size == 1:
-            return shard
-        return jax.lax.all_gather(shard, TENSOR, axis=shard.ndim - 1, tiled=True)
-
 
 def vocabulary_rank(plan: ParallelPlan) -> jax.Array:
     """Which part of the vocabulary lies on this device, of `plan.num_expert_ranks` parts."""
@@ -103,11 +100,21 @@ def sum_to_data_ranks(partial_sum: jax.Array, plan: ParallelPlan, *, dim: int) -
     return jax.lax.psum_scatter(partial_sum, DATA, scatter_dimension=dim, tiled=True)
 
 
-def trade_between_data_ranks(local: jax.Array, plan: ParallelPlan, *, split_dim: int, join_dim: int) -> jax.Array:
-    """Send part i along `split_dim` to data rank i, and join what comes from all of them along `join_dim`."""
+def gather_rows(rows: Rows, plan: ParallelPlan) -> Rows:
+    """Join what each data rank has of rows, in the order of the ranks, by one exchange.
+
+    `rows` is a tree of arrays of 32 bits or of bool, all of one shape.
+    """
     if plan.data_size == 1:
-        return local
-    return jax.lax.all_to_all(local, DATA, split_axis=split_dim, concat_axis=join_dim, tiled=True)
+        return rows
+    arrays, tree = jax.tree.flatten(rows)
+    wide = [array.astype(jnp.int32) if array.dtype == jnp.bool else array for array in arrays]
+    bits = jnp.stack([jax.lax.bitcast_convert_type(array, jnp.int32) for array in wide])
+    of_all = [
+        jax.lax.bitcast_convert_type(array, like.dtype).astype(given.dtype)
+        for array, like, given in zip(plan.gather_data_ranks(bits, dim=1), wide, arrays, strict=True)
+    ]
+    return jax.tree.unflatten(tree, of_all)
 
 
 def num_parts(plan: ParallelPlan, axis: str) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rayserve_moe.decoding.adjustment import AdjustmentState, Penalties, adjust, note_known, note_samples
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests import SamplingParams
 from tests.support.asking import adjusted_by_definition
 
 VOCABULARY, NUM_ROWS, NUM_BIASES = 24, 5, 3
-compiled_adjust = jax.jit(adjust)
-compiled_note = jax.jit(note_samples)
+WHOLE = VocabularyPart(VOCABULARY, VOCABULARY)
+compiled_adjust = jax.jit(partial(adjust, part=WHOLE))
+compiled_note = jax.jit(partial(note_samples, part=WHOLE))
 
 
 def state_of(prompts: dict[int, list[int]], outputs: dict[int, list[int]], biases: dict[int, list]) -> AdjustmentState:

@@ -9,10 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.decoding.sampling import LOWEST_LOGPROB, SamplingBatch, sample
+from rayserve_moe.decoding.log_probs import LOWEST_LOGPROB
+from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 VOCABULARY = 24
-compiled_sample = jax.jit(partial(sample, most_top=5))
+
+
+def sample_from_whole(logits: jax.Array, batch: SamplingBatch, *, most_top: int = 5) -> Sampled:
+    return sample(logits, batch, part=VocabularyPart(logits.shape[1], logits.shape[1]), most_top=most_top)
+
+
+compiled_sample = jax.jit(sample_from_whole)
 
 
 def rows(count: int, **fields: object) -> SamplingBatch:
@@ -197,12 +205,12 @@ def test_a_greedy_row_has_rank_one_beside_rows_that_draw():
 def test_words_of_no_probability_come_last_each_once():
     logits = np.full((1, 5), -1e38, np.float32)
     logits[0, 3] = 1e38
-    found = jax.jit(partial(sample, most_top=5))(jnp.asarray(logits), rows(1, temperature=0.25, num_top=5))
+    found = compiled_sample(jnp.asarray(logits), rows(1, temperature=0.25, num_top=5))
     np.testing.assert_array_equal(found.top.ids_SJ, [[3, 0, 1, 2, 4]])
     np.testing.assert_array_equal(found.top.logprobs_SJ[0, 1:], LOWEST_LOGPROB)
 
 
 def test_a_vocabulary_may_be_smaller_than_what_is_told():
     logits = jnp.asarray(logits_of(2, size=3))
-    found = jax.jit(partial(sample, most_top=20))(logits, rows(2, num_top=3))
+    found = jax.jit(partial(sample_from_whole, most_top=20))(logits, rows(2, num_top=3))
     assert found.top.ids_SJ.shape == (2, 3)

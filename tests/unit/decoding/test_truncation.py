@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rayserve_moe.decoding.truncation import MASS_OF_ONE, is_kept, last_kept
+from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.vocabulary_part import vocabulary_part
 
 Limits = dict[str, np.ndarray]
 
@@ -15,10 +20,28 @@ ROWS = 1000
 """Rows of a batch."""
 
 
-@jax.jit
-def found(logprobs: jax.Array, limits: dict[str, jax.Array]) -> jax.Array:
-    last = last_kept(logprobs, **{f"{name}_S": values for name, values in limits.items()})
-    return is_kept(logprobs, last)
+@cache
+def on_parts(size: int, num_parts: int) -> Callable[[jax.Array, dict[str, jax.Array]], jax.Array]:
+    """What finds which tokens are kept of a vocabulary that lies on several devices."""
+    plan = plan_for(jax.devices()[:num_parts], data_size=max(1, num_parts // 2))
+    part, whole = vocabulary_part(plan, num_words=size), plan.partition((None,))
+
+    def on_device(logprobs: jax.Array, limits: dict[str, jax.Array]) -> jax.Array:
+        last = last_kept(logprobs, part=part, **{f"{name}_S": values for name, values in limits.items()})
+        return is_kept(logprobs, last, part=part)
+
+    of_words = plan.partition((None, "vocabulary"))
+    run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=(of_words, whole), out_specs=of_words, check_vma=False)
+    padding = [(0, 0), (0, part.width * part.num_parts - size)]
+
+    def found(logprobs: jax.Array, limits: dict[str, jax.Array]) -> jax.Array:
+        return run(jnp.pad(logprobs, padding, constant_values=-jnp.inf), limits)[:, :size]
+
+    return jax.jit(found)
+
+
+def found(logprobs: jax.Array, limits: Limits, num_parts: int = 1) -> np.ndarray:
+    return np.asarray(on_parts(logprobs.shape[1], num_parts)(logprobs, limits))
 
 
 def defined(logprobs: np.ndarray, limits: Limits) -> np.ndarray:
@@ -67,29 +90,31 @@ def random_limits(seed: int, num_rows: int = ROWS, **fixed: float) -> Limits:
     return {name: values.astype(kinds[name]) for name, values in drawn.items()}
 
 
-def check(logprobs: np.ndarray, limits: Limits) -> np.ndarray:
-    kept, expected = np.asarray(found(logprobs, limits)), defined(logprobs, limits)
+def check(logprobs: np.ndarray, limits: Limits, num_parts: int = 1) -> np.ndarray:
+    kept, expected = found(logprobs, limits, num_parts), defined(logprobs, limits)
     np.testing.assert_array_equal(kept, expected)
     assert expected[np.arange(len(logprobs)), logprobs.argmax(1)].all(), "the likeliest token is always kept"
     return expected
 
 
-@pytest.mark.parametrize("size", [2, 70])
-def test_what_is_kept_is_what_the_definition_keeps(size):
-    kept = check(random_rows(size, size=size), random_limits(size))
+@pytest.mark.parametrize(("size", "num_parts"), [(2, 1), (70, 1), (70, 4), (29, 8)])
+def test_what_is_kept_is_what_the_definition_keeps(size, num_parts):
+    kept = check(random_rows(size, size=size), random_limits(size), num_parts)
     assert 0.1 < kept.mean() < 0.9, "some tokens are kept and some removed"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [1, 4])
 @pytest.mark.parametrize("size", [5, 97, 256, 1000])
-def test_what_is_kept_is_what_the_definition_keeps_in_a_hundred_thousand_rows(size):
+def test_what_is_kept_is_what_the_definition_keeps_in_a_hundred_thousand_rows(size, num_parts):
     for seed in range(25):
-        check(random_rows(seed, size=size), random_limits(seed))
+        check(random_rows(seed, size=size), random_limits(seed), num_parts)
 
 
 @pytest.mark.slow
-def test_a_real_vocabulary_is_cut_as_defined():
-    check(random_rows(3, size=151_936, num_rows=24), random_limits(3, 24))
+@pytest.mark.parametrize("num_parts", [1, 8])
+def test_a_real_vocabulary_is_cut_as_defined(num_parts):
+    check(random_rows(3, size=151_936, num_rows=24), random_limits(3, 24), num_parts)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +131,8 @@ def test_ties_are_kept_from_the_smaller_id_on(limits, num_kept):
 def test_a_row_is_cut_alike_alone_and_among_others():
     logprobs, limits = random_rows(5, size=70), random_limits(5)
     order = np.random.default_rng(6).permutation(ROWS)
-    others = np.asarray(found(logprobs[order], {name: values[order] for name, values in limits.items()}))
-    together = np.asarray(found(logprobs, limits))
+    others = found(logprobs[order], {name: values[order] for name, values in limits.items()})
+    together = found(logprobs, limits)
     np.testing.assert_array_equal(together[order], others)
     for row in range(8):
         alone = found(logprobs[row : row + 1], {name: values[row : row + 1] for name, values in limits.items()})
@@ -119,7 +144,7 @@ def test_masses_are_probabilities_to_half_a_unit_and_rounding():
     logprobs = random_rows(8, size=2000, num_rows=200)
     logprobs = logprobs[np.isfinite(logprobs).all(1)]
     limits = random_limits(8, len(logprobs), top_k=0, min_p=0.0)
-    kept = np.asarray(found(logprobs, limits))
+    kept = found(logprobs, limits)
     probs = np.exp(logprobs.astype(np.float64))
     probs /= probs.sum(1, keepdims=True)
     slack = 2000 / MASS_OF_ONE + 3e-7
@@ -132,6 +157,6 @@ def test_masses_are_probabilities_to_half_a_unit_and_rounding():
 
 def test_nothing_of_the_vocabulary_is_sorted_or_scattered():
     limits = random_limits(0, 4)
-    text = str(jax.make_jaxpr(found)(random_rows(0, size=64, num_rows=4), limits))
-    assert not any(f" {name}" in text for name in ("sort", "scatter", "cumsum", "gather", "top_k["))
+    text = str(jax.make_jaxpr(on_parts(64, 4))(random_rows(0, size=64, num_rows=4), limits))
+    assert not any(f" {name}" in text for name in ("sort", "scatter", "cumsum", "gather", "all_to_all", "top_k["))
     assert "while" in text

@@ -14,8 +14,8 @@ import pytest
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.device_state import block_input_shapes, state_shapes
 from rayserve_moe.execution.migration import expert_state, fetch, idle_vectors, read_counts, staging_shapes, swap
-from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, apply_adjustment
-from rayserve_moe.execution.step import StepConfig, run_step, update_rows
+from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE
+from rayserve_moe.execution.step import StepConfig, adjust_rows, run_step
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import ModelWeights, StepShape
 from rayserve_moe.execution.weights import first_placement, model_config, parameter_tree
@@ -85,7 +85,7 @@ def test_programs_beside_the_step_have_names():
     staging, (to_fetch, to_swap) = staging_shapes(model, dtype="bfloat16"), idle_vectors(model, slots_per_step=2)
     config = StepConfig(model, page_size=16, capture_routing=True)
     counts = jax.ShapeDtypeStruct((4, 8), jnp.int32)
-    update = partial(update_rows, apply=apply_adjustment, config=config)
+    update = partial(adjust_rows, config=config)
     assert "row_update" in scopes_of(update, served.state, np.zeros(ADJUSTMENT_SIZE, np.int32))
     assert "expert_fetch" in scopes_of(partial(fetch, config=model), held, staging, vector=to_fetch)
     assert "expert_swap" in scopes_of(partial(swap, config=model), held, staging, vector=to_swap)

@@ -104,10 +104,14 @@ def test_angles_are_those_of_jax_position_by_position():
 def test_noise_is_that_of_jax_row_by_row(size):
     generator = np.random.default_rng(size)
     numbers = [jnp.asarray(generator.integers(0, 2**32, 5, np.uint32)) for _ in range(3)]
-    found = np.asarray(calls.gumbel_noise(*numbers, size=size))
-    np.testing.assert_allclose(found, gumbel_noise(*numbers, size=size), rtol=2e-6, atol=3e-7)
-    alone = calls.gumbel_noise(*(words[3:4] for words in numbers), size=size)
+    none = jnp.int32(0)
+    found = np.asarray(calls.gumbel_noise(*numbers, first=none, size=size))
+    np.testing.assert_allclose(found, gumbel_noise(*numbers, first=none, size=size), rtol=2e-6, atol=3e-7)
+    alone = calls.gumbel_noise(*(words[3:4] for words in numbers), first=none, size=size)
     np.testing.assert_array_equal(alone[0], found[3])
+    for first in {0, size // 3, size - 1}:
+        part = calls.gumbel_noise(*numbers, first=jnp.int32(first), size=size - first)
+        np.testing.assert_array_equal(part, found[:, first:])
 
 
 def expert_case(generator: np.random.Generator, num_tokens: int, top_k: int, num_slots: int):
@@ -200,8 +204,9 @@ ATTRIBUTES = {
         ("norm", (ROWS, VECTOR[:32]), jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)),
         ("norm", (VECTOR, VECTOR), jax.ShapeDtypeStruct((64,), jnp.bfloat16)),
         ("rotation", (SLOTS[:, 0], NUMBERS[0, :8]), (OUT, OUT)),
-        ("noise", (WORDS, WORDS, WORDS[:1]), OUT),
-        ("noise", (WORDS[:1], WORDS[:1], WORDS[:1]), OUT),
+        ("noise", (WORDS, WORDS, WORDS[:1], jnp.int32(0)), OUT),
+        ("noise", (WORDS[:1], WORDS[:1], WORDS[:1], jnp.int32(0)), OUT),
+        ("noise", (WORDS, WORDS, WORDS, jnp.zeros(1, jnp.int32)), OUT),
         ("experts", (ROWS, SLOTS, NUMBERS, *MATRICES, *BIASES, jnp.int32(0)), OUT),
         ("experts", (ROWS, SLOTS, NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, *BIASES, jnp.int32(0)), OUT),
         ("experts", (ROWS, SLOTS[:1], NUMBERS[:, :1], *MATRICES, *BIASES, jnp.int32(0)), OUT),

@@ -64,10 +64,12 @@ def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: floa
     return Rotation(*call(positions_T, frequencies, factor=np.float32(factor)))
 
 
-def gumbel_noise(seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, size: int) -> jax.Array:
+def gumbel_noise(
+    seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
+) -> jax.Array:
     """`layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last one."""
     shape = jax.ShapeDtypeStruct((len(seed_S), size), jnp.float32)
-    return jax.ffi.ffi_call(f"{PREFIX}noise", shape)(seed_S, choice_S, position_S)
+    return jax.ffi.ffi_call(f"{PREFIX}noise", shape)(seed_S, choice_S, position_S, first)
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:

@@ -154,9 +154,9 @@ ffi::Error Rotation(S32 positions, F32 frequencies, float factor, ffi::ResultBuf
   return ffi::Error::Success();
 }
 
-// Noise [rows, words] of samples: of each row's seed, choice and position, as `gumbel_noise` of `kernels/layers.py`.
-ffi::Error Noise(U32 seeds, U32 choices, U32 positions, ffi::ResultBuffer<ffi::F32> out) {
-  if (!have_dims(1, seeds) || !have_dims(2, *out)) return wrong("noise has rows of words");
+// Noise [rows, words] of samples, words from `first` on: as `gumbel_noise` of `kernels/layers.py`.
+ffi::Error Noise(U32 seeds, U32 choices, U32 positions, S32 first, ffi::ResultBuffer<ffi::F32> out) {
+  if (!have_dims(1, seeds) || !have_dims(0, first) || !have_dims(2, *out)) return wrong("noise has rows of words");
   const int64_t rows = size_of(seeds, 0), words = size_of(*out, 1), pieces = (words + kNoisePiece - 1) / kNoisePiece;
   if (!is(choices, {rows}) || !is(positions, {rows}) || size_of(*out, 0) != rows)
     return wrong("noise has other numbers of rows");
@@ -165,14 +165,15 @@ ffi::Error Noise(U32 seeds, U32 choices, U32 positions, ffi::ResultBuffer<ffi::F
     uint32_t key[2] = {0, seeds.typed_data()[row]};
     native::fold_in(key, choices.typed_data()[row]);
     native::fold_in(key, positions.typed_data()[row]);
-    native::gumbel(key, begin, std::min(begin + kNoisePiece, words), out->typed_data() + row * words);
+    native::gumbel(key, *first.typed_data(), begin, std::min(begin + kNoisePiece, words), out->typed_data() + row * words);
   });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise, ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise,
+                              ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Attr<float>("eps").Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeScores, Scores,

@@ -54,12 +54,13 @@ inline __m512 logarithm(__m512 x) {
   return _mm512_fmadd_ps(exponent, _mm512_set1_ps(0.693359375f), _mm512_add_ps(r, rest));
 }
 
-// Noise of the words begin .. end - 1 under a key: minus the logarithm of minus that of a number above 0 and below 1.
-inline void gumbel(const uint32_t (&key)[2], int64_t begin, int64_t end, float* out) {
+// Noise of the words begin .. end - 1 under a key, counted from word `first` on: minus the logarithm of minus that of a
+// number above 0 and below 1.
+inline void gumbel(const uint32_t (&key)[2], int32_t first, int64_t begin, int64_t end, float* out) {
   const __m512i places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512 one = _mm512_set1_ps(1.0f), least = _mm512_set1_ps(1.17549435e-38f), zero = _mm512_setzero_ps();
   for (int64_t word = begin; word < end; word += 16) {
-    const __m512i counters = _mm512_add_epi32(places, _mm512_set1_epi32(int32_t(word)));
+    const __m512i counters = _mm512_add_epi32(places, _mm512_set1_epi32(first + int32_t(word)));
     const Words words = threefry(key, {_mm512_setzero_si512(), counters});
     const __m512i bits = _mm512_srli_epi32(_mm512_xor_si512(words.first, words.second), 9);
     const __m512 above_one = _mm512_castsi512_ps(_mm512_or_si512(bits, _mm512_set1_epi32(0x3f800000)));
