@@ -57,6 +57,7 @@ SETTING_OF_OPTION = {
     "prefill_tokens": "max_step_tokens",
     "page_size": "page_size",
     "dtype": "dtype",
+    "kv_cache_dtype": "kv_cache_dtype",
     "return_routed_experts": "enable_return_routed_experts",
 }
 """Options of `compile-check` that stand for settings, with their keys."""
@@ -77,6 +78,7 @@ def _add_compile_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024)")
     parser.add_argument("--page-size", type=int, help="tokens per KV page (default: 128)")
     parser.add_argument("--dtype", help="of weights and KV (default: the model's)")
+    parser.add_argument("--kv-cache-dtype", help="as the setting kv_cache_dtype")
     parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
     parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")
     parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")

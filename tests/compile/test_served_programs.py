@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.cli import main
 from rayserve_moe.config.load import settings_from
+from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.compiled_steps import programs_of
 from rayserve_moe.execution.served_model import runner_settings, served_model
 from rayserve_moe.model.family_table import spec_from_config
@@ -22,7 +24,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools import program_report
 from rayserve_moe.tools.compile_check import check, faults_of
 from rayserve_moe.tools.program_report import ProgramReport
-from rayserve_moe.tools.served_cases import NoTopologyError, case_of_config, lay_out
+from rayserve_moe.tools.served_cases import NoTopologyError, case_of_config, case_of_model, lay_out
 from tests.support.runners import TWO_SHAPES, new_runner
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
@@ -82,6 +84,17 @@ def test_the_gate_takes_every_program_and_setting_of_a_config(path, monkeypatch)
 @pytest.mark.parametrize("path", ON_TPU, ids=lambda path: path.stem)
 def test_fewer_layers_are_compiled_in_the_shapes_of_all(path):
     assert lay_out(case_of_config(path, num_layers=2)).shapes == lay_out(case_of_config(path)).shapes
+
+
+def test_8_bit_keys_take_half_the_memory_and_an_even_number_of_heads():
+    narrow, wide = (lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", kv_cache_dtype=name)) for name in ("fp8", "auto"))
+    assert narrow.state(9).kv_pages.dtype == "float8_e4m3fn" and wide.state(9).kv_pages.dtype == "bfloat16"
+    row_bytes = [
+        math.prod(each.state(9).kv_pages.shape) * each.state(9).kv_pages.dtype.itemsize for each in (narrow, wide)
+    ]
+    assert 2 * row_bytes[0] == row_bytes[1]
+    with pytest.raises(SettingsError, match=r"fp8 takes an even number of KV heads on a device, there are 1: .* 2"):
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=4, kv_cache_dtype="fp8"))
 
 
 def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):

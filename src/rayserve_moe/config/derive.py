@@ -95,3 +95,8 @@ def compute_dtype(setting: str, *, platform: str, checkpoint_dtype: str) -> str:
     if platform == "cpu":
         return "float32"
     return "float32" if checkpoint_dtype == "float32" else "bfloat16"
+
+
+def kv_dtype(cache: CacheSettings, *, dtype: str) -> str:
+    """Resolve `kv_cache_dtype` for a model that is computed in `dtype`."""
+    return {"auto": dtype, "fp8": "float8_e4m3fn"}.get(cache.kv_dtype, cache.kv_dtype)

@@ -79,6 +79,10 @@ class SchedulerSettings:
 class CacheSettings:
     """The KV page pool."""
 
+    kv_dtype: str = _choice("auto", "bfloat16", "fp8", key="kv_cache_dtype")
+    """What keys and values are kept in: `auto` is what the model is computed in, `fp8` is float8_e4m3fn without scales,
+    which takes half of bfloat16's memory, rounds to 4 significant bits and cuts off beyond 448. Not by native CPU
+    kernels, which keep bfloat16."""
     page_size: int = _number(16, (1, 4096))
     """Tokens per page; where it is not given, 128 on TPUs, of which the kernel copies every page by itself."""
     num_pages: int = _number(0, (0, 1 << 26))

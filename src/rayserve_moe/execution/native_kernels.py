@@ -16,7 +16,7 @@ import jax
 
 from rayserve_moe.config import derive
 from rayserve_moe.config.load import default_cache_directory
-from rayserve_moe.config.settings import CompileSettings, ModelSettings, SettingsError
+from rayserve_moe.config.settings import CacheSettings, CompileSettings, ModelSettings, SettingsError
 from rayserve_moe.kernels import cpu_native
 from rayserve_moe.kernels.cpu_native.calls import TARGETS
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS, shape_problem
@@ -98,7 +98,14 @@ def _compile(command: list[str], target: Path) -> None:
         raise NativeKernelsUnavailable(f"{command[0]} fails: {last}") from error
 
 
-def choose_kernels(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, compiling: CompileSettings) -> Kernels:
+def choose_kernels(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    model: ModelSettings,
+    compiling: CompileSettings,
+    cache: CacheSettings | None = None,
+) -> Kernels:
     """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had.
 
     Where `auto` falls back to those of the platform although the processor could do better, that is a warning.
@@ -108,6 +115,8 @@ def choose_kernels(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings,
     if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
         return of_platform
     try:
+        if cache and cache.kv_dtype == "fp8":
+            raise NativeKernelsUnavailable("they keep keys and values in bfloat16, and kv_cache_dtype is fp8")
         if reason := _why_not(spec, plan, dtype=model.dtype, is_asked_for=wanted == "native"):
             raise NativeKernelsUnavailable(reason)
         register_native_kernels()

@@ -17,6 +17,7 @@ from rayserve_moe.config.settings import (
     ReplaySettings,
     SchedulerSettings,
     Settings,
+    SettingsError,
     UpdateSettings,
 )
 from rayserve_moe.execution.buckets import step_cost, step_shapes
@@ -28,9 +29,10 @@ from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepShape
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
-from rayserve_moe.model.kv_cache import layer_pages_of, windows_of
+from rayserve_moe.model.kv_cache import cache_row, layer_pages_of, windows_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
@@ -84,6 +86,11 @@ class ServedModel:
         return derive.max_model_len(self.settings.model, self.config.spec.max_position_embeddings)
 
     @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return derive.kv_dtype(self.settings.cache, dtype=self.dtype)
+
+    @property
     def num_rows(self) -> int:
         """Rows of a data rank."""
         return self.settings.scheduler.max_running_requests
@@ -114,7 +121,7 @@ class ServedModel:
     def num_pages_within(self, free: int) -> int:
         """KV pages of a data rank where a device has `free` bytes beside weights and staging area. SettingsError."""
         spec, plan = self.config.spec, self.config.plan
-        of_all = page_bytes(spec, page_size=self.settings.cache.page_size, dtype=self.dtype, plan=plan)
+        of_all = page_bytes(spec, page_size=self.settings.cache.page_size, dtype=self.kv_dtype, plan=plan)
         return self.pool.num_pages_within(free, layer_page_bytes=of_all // spec.num_layers, longest=self.longest)
 
     def step_config(self, num_pages: int) -> StepConfig:
@@ -129,7 +136,7 @@ class ServedModel:
             self.config,
             num_pages=self.pool.groups(num_pages)[0].num_pages,
             page_size=step.page_size,
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
             num_rows=self.num_rows,
             pages_per_row=derive.pages_per_sequence(self.longest, step.page_size),
             layer_pages=step.layer_pages,
@@ -138,8 +145,20 @@ class ServedModel:
 
 def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings) -> ServedModel:
     """Lay a model out on a mesh. SettingsError or UnsupportedModelError where they do not go together."""
-    kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile)
+    kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype))
-    return ServedModel(settings, config, dtype, first_placement(config), shapes)
+    served = ServedModel(settings, config, dtype, first_placement(config), shapes)
+    check_kv_heads(spec, plan, kv_dtype=served.kv_dtype)
+    return served
+
+
+def check_kv_heads(spec: ModelSpec, plan: ParallelPlan, *, kv_dtype: str) -> None:
+    """SettingsError where a TPU's kernel cannot read 8-bit KV: it takes 32 bits at once, K and V of two heads."""
+    rows = cache_row(spec, tensor_size=plan.tensor_size).shape[0] // plan.tensor_size
+    if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:
+        raise SettingsError(
+            f"kv_cache_dtype fp8 takes an even number of KV heads on a device, there are {rows // 2}: take "
+            f"bfloat16, or a larger data_parallel_size than {plan.data_size}"
+        )

@@ -1,7 +1,8 @@
 """How keys and values lie in the paged pool, and writing them there.
 
 XLA:CPU computes a scatter of a float narrower than 32 bits in float32: it converts the whole pool, twice, at every
-layer. So the pool of such a platform holds the bits of bfloat16 as uint16, which only a copy of what is read converts.
+layer. So the pool of such a platform holds the bits of bfloat16 as uint16, those of float8_e4m3fn as uint8, which
+only a copy of what is read converts.
 """
 
 # T tokens   G local KV heads   h head width
@@ -13,8 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-BITS_OF_BFLOAT16 = jnp.dtype("uint16")
-"""The dtype of a pool that holds bfloat16 as its bits."""
+BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+"""The dtypes of pools that hold other dtypes as their bits."""
+_HELD_AS = {jnp.dtype(bits): jnp.dtype(held) for held, bits in BITS.items()}
 
 
 class LayerPages(NamedTuple):
@@ -36,9 +38,10 @@ def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Arra
     Padding tokens point into page 0 of a layer, which no sequence owns. What an 8-bit pool cannot hold becomes its
     largest number.
     """
-    if pool.dtype.itemsize == 1:
+    held = _HELD_AS.get(pool.dtype, pool.dtype)
+    if held.itemsize == 1:
         # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
-        largest = float(jnp.finfo(pool.dtype).max)
+        largest = float(jnp.finfo(held).max)
         rows = jnp.clip(rows, -largest, largest)
     if len(slots_T) == 1:
         # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
@@ -55,12 +58,12 @@ def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, sl
 
 def read_wide(stored: jax.Array) -> jax.Array:
     """What was read from a pool, as float32."""
-    if stored.dtype == BITS_OF_BFLOAT16:
-        stored = jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
+    if stored.dtype in _HELD_AS:
+        stored = jax.lax.bitcast_convert_type(stored, _HELD_AS[stored.dtype])
     return stored.astype(jnp.float32)
 
 
 def _stored(rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    if dtype != BITS_OF_BFLOAT16:
+    if dtype not in _HELD_AS:
         return rows.astype(dtype)
-    return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), dtype)
+    return jax.lax.bitcast_convert_type(rows.astype(_HELD_AS[dtype]), dtype)

@@ -72,7 +72,7 @@ CPU = Kernels(
     head=layers.head_logits,
     tied_rows=layers.take_rows,
     noise=layers.gumbel_noise,
-    pool_dtypes={"bfloat16": kv_pool.BITS_OF_BFLOAT16.name},
+    pool_dtypes=kv_pool.BITS,
 )
 TPU = replace(
     CPU,

@@ -123,8 +123,8 @@ def check(
 def estimator_of(case: ServedCase, *, dump: Path) -> Estimator:
     """What estimates the steps of a case for the whole model; libtpu must have been asked for dumps."""
     served = lay_out(replace(case, num_layers=0))
-    page_size, dtype = served.settings.cache.page_size, served.dtype
-    sizes = StepSizes(case.topology, served.num_rows, served.longest, page_size, dtype, dtype)
+    page_size = served.settings.cache.page_size
+    sizes = StepSizes(case.topology, served.num_rows, served.longest, page_size, served.dtype, served.kv_dtype)
     return Estimator(DumpFolder(dump), served.config, sizes)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
-from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings, SettingsError
+from rayserve_moe.config.settings import CacheSettings, CompileSettings, ExpertSettings, ModelSettings, SettingsError
 from rayserve_moe.execution import native_kernels
 from rayserve_moe.execution.native_kernels import CPU_FLAGS, NativeKernelsUnavailable, build, check_cpu, choose_kernels
 from rayserve_moe.execution.weights import first_placement, load_weights, model_config
@@ -42,6 +42,16 @@ def chosen(setting: str, spec: ModelSpec | None = None, *, dtype: str = "auto", 
 def family_spec(name: str, **changes: object) -> ModelSpec:
     case = next(case for case in FAMILY_CASES if case.name == name)
     return spec_from_config(config_of(case, dtype="bfloat16", **changes))
+
+
+def test_kernels_that_keep_bfloat16_alone_are_not_taken_for_fp8(caplog):
+    settings = {"model": ModelSettings(), "cache": CacheSettings(kv_dtype="fp8")}
+    plan = plan_for(jax.devices()[:1])
+    with caplog.at_level(logging.INFO):
+        assert choose_kernels(spec_with(), plan, compiling=CompileSettings(), **settings) is CPU
+    assert "kv_cache_dtype is fp8" in caplog.text
+    with pytest.raises(SettingsError, match="cpu_kernels native: they keep keys and values in bfloat16"):
+        choose_kernels(spec_with(), plan, compiling=CompileSettings(cpu_kernels="native"), **settings)
 
 
 @pytest.fixture

@@ -44,6 +44,32 @@ def test_bits_hold_what_bfloat16_holds():
     np.testing.assert_array_equal(*attended)
 
 
+def test_attention_over_8_bits_is_attention_over_what_was_rounded_before():
+    generator = np.random.default_rng(6)
+    keys, values = jnp.asarray(generator.standard_normal((2, 9, 2, 8)), jnp.float32)
+    slots = jnp.asarray(generator.permutation(40)[:9], jnp.int32)
+    rounded = (heads.astype(jnp.float8_e4m3fn).astype(jnp.float32) for heads in (keys, values))
+    pools = (
+        write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.uint8), keys, values, slots),
+        write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.float32), *rounded, slots),
+    )
+    places = attention_reference.BlockPlaces(jnp.asarray([[1, 0, 2]]), jnp.asarray([[40, 41]]))
+    np.testing.assert_array_equal(*(attention_reference.attend(keys[None, :2], pool, places) for pool in pools))
+
+
+def test_bits_hold_what_8_bits_hold_and_what_is_too_large_is_the_largest():
+    generator = np.random.default_rng(5)
+    keys, values = jnp.asarray(400 * generator.standard_normal((2, 9, 2, 8)), jnp.float32)
+    slots = jnp.asarray(generator.permutation(40)[:9], jnp.int32)
+    bits = read_wide(write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.uint8), keys, values, slots))
+    plain = read_wide(write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.float8_e4m3fn), keys, values, slots))
+    np.testing.assert_array_equal(bits, plain)
+    written = bits.reshape(-1, 4, 8)[slots]
+    given = jnp.stack([keys, values], axis=2).reshape(9, 4, 8)
+    assert float(abs(written).max()) == 448.0 < float(abs(given).max())
+    np.testing.assert_allclose(written, jnp.clip(given, -448, 448), rtol=1 / 16, atol=2**-10)
+
+
 def compiled_layers(spec: ModelSpec, dtype: str, *, num_pages: int):
     """All attention layers of a step as one program that keeps the pool, and its arguments.
 

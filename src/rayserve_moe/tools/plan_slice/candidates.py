@@ -15,6 +15,7 @@ from rayserve_moe.balancing.planner import plan
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.config.topology import FLAT, GENERATIONS, SMALL_CUBES, generation_name, num_chips
 from rayserve_moe.execution.migration import staging_shapes
+from rayserve_moe.execution.served_model import check_kv_heads
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
 from rayserve_moe.model.kv_cache import cache_row, windows_of
 from rayserve_moe.model.spec import ModelSpec
@@ -126,6 +127,7 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
     try:
         plan_of_slice = plan_for(devices, data_size=split.dp)
         model = model_config(spec, plan_of_slice, experts=ExpertSettings(num_redundant=split.redundant))
+        check_kv_heads(spec, plan_of_slice, kv_dtype=given.kv_dtype)
     except SettingsError:
         return None
     weights = _weight_bytes(model, moves=split.redundant > 0)

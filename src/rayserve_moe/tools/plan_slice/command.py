@@ -11,13 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from rayserve_moe.config.derive import kv_dtype
 from rayserve_moe.config.load import set_environment_defaults
-from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.config.settings import CacheSettings, SettingsError
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
 from rayserve_moe.tools.estimate.chips import CHIPS, chip_of
 from rayserve_moe.tools.plan_slice.candidates import (
+    WEIGHTS_DTYPE,
     Assumptions,
     Candidate,
     Split,
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", default="", help="only this slice, such as v6e:2x4")
     parser.add_argument("--max-chips", type=int, default=given.max_chips, help="of a slice (default: 64)")
     parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024, or the config's)")
-    parser.add_argument("--kv-dtype", choices=("bfloat16", "float8_e4m3fn"), default=given.kv_dtype)
+    parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "fp8"), help="(default: bfloat16, or the config's)")
     parser.add_argument("--skew", type=float, default=given.skew, help="of experts' popularity, 0: even (default: 0.7)")
     parser.add_argument("--top", type=int, default=2, help="splits shown of each slice, the best first (default: 2)")
     parser.add_argument("--json", action="store_true", help="print all candidates as JSON")
@@ -68,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     case = case_of_config(options.config, topology=options.topology, model=options.model) if options.config else None
     if case is not None and options.prefill_tokens is None:
         given = replace(given, prefill_tokens=case.settings.scheduler.max_step_tokens)
+    if case is not None and options.kv_cache_dtype is None:
+        given = replace(given, kv_dtype=kv_dtype(case.settings.cache, dtype=WEIGHTS_DTYPE))
     spec = spec_from_config(case.model if case else read_config(known_model(options.model)))
     own = candidate(spec, split_of(case), traffic=traffic, given=given) if case else None
     found = {
@@ -153,7 +157,8 @@ def _assumptions(options: argparse.Namespace) -> Assumptions:
     for name, value in named.items():
         if not (value > 0 or (name == "skew" and value == 0)):
             raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
-    return Assumptions(kv_dtype=options.kv_dtype, **named)
+    cache = CacheSettings(kv_dtype=options.kv_cache_dtype or "auto")
+    return Assumptions(kv_dtype=kv_dtype(cache, dtype=WEIGHTS_DTYPE), **named)
 
 
 def _as_json(

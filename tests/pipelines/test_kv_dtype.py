@@ -1,0 +1,48 @@
+"""Keys and values of 8 bits: as independent of scheduling as wider ones (`test_kv_pool`: how they round)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rayserve_moe.execution.host_runner import HostRunner
+from tests.support.drive import Way, run_alone, run_together
+from tests.support.outcomes import Outcomes, assert_all_same
+from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.workload import mixed_workload
+
+
+def runner_with(path: Path, kv_cache_dtype: str) -> HostRunner:
+    return prepared_runner(path, **TWO_SHAPES, kv_cache_dtype=kv_cache_dtype, enable_return_routed_experts=True)
+
+
+@pytest.fixture(scope="module")
+def narrow(core_checkpoint: Path) -> HostRunner:
+    return runner_with(core_checkpoint, "fp8")
+
+
+@pytest.fixture(scope="module")
+def expected(narrow: HostRunner, core_checkpoint: Path) -> Outcomes:
+    return run_alone(narrow, card_of(core_checkpoint), mixed_workload(), way=WAY)
+
+
+def first_logprobs(outcomes: Outcomes) -> np.ndarray:
+    """Of the first token of each choice; 0 where a choice ends without one."""
+    return np.array([outcome.logprobs[0] if outcome.logprobs else 0.0 for outcome in outcomes.values()])
+
+
+@pytest.mark.parametrize("way", [Way(16, 32, 7), Way(3, 32, 32, caches_prefixes=False)], ids=str)
+def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, core_checkpoint):
+    assert_all_same(run_together(narrow, card_of(core_checkpoint), mixed_workload(), way=way), expected)
+
+
+def test_they_are_rounded_and_take_a_quarter_of_float32(narrow, expected, core_checkpoint):
+    wide = runner_with(core_checkpoint, "auto")
+    found = run_alone(wide, card_of(core_checkpoint), mixed_workload(), way=WAY)
+    assert (first_logprobs(found) != first_logprobs(expected)).any()
+    pools = [runner.served.state(8).kv_pages for runner in (narrow, wide)]
+    assert [math.prod(pool.shape) for pool in pools] == [math.prod(pools[0].shape)] * 2
+    assert [pool.dtype.itemsize for pool in pools] == [1, 4]
