@@ -38,6 +38,7 @@ def loading(measured: Mapping[str, Any]) -> str:
     heading = ["from", "s", "MB of tensors sent", "ranges at once", "CPU, s", "most memory / share"]
     facts = (
         f"{measured['num_bytes'] / 1e6:,.0f} MB of tensors, {measured['expert_bytes'] / 1e6:,.0f} of them experts; "
-        f"{measured['rate'] / 1e6:.0f} MB/s per connection."
+        f"{measured['rate'] / 1e6:.0f} MB/s per connection; "
+        f"{measured['machine']['cores']} cores."
     )
     return f"{facts}\n\n{markdown_table(heading, rows)}"

@@ -24,6 +24,7 @@ from benchmarks.figures import (
     steps_per_second,
 )
 from benchmarks.house_table import house
+from benchmarks.loading_table import loading
 from benchmarks.markdown import markdown_table
 from benchmarks.peers.tables import expert_reading, peers
 from benchmarks.planner_table import planner
@@ -313,5 +314,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "calculator": calculator,
     "bfloat16_routing": bfloat16_routing,
     "house": house,
+    "loading": loading,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -170,6 +170,14 @@ def every_section() -> dict:
             "tasks": {"sums": {"problems": 8, "right": dict.fromkeys(TITLES, 7), "same": dict.fromkeys(TITLES, 8)}},
             "runs": {side: [run_of(1.0 if side == "native" else 2.0)] for side in TITLES},
         },
+        "loading": {
+            "num_bytes": 2_000_000, "expert_bytes": 1_000_000, "rate": 25e6,
+            "machine": {"cores": 2, "load_before": 0.1},
+            "runs": {"http, 64 at once": [
+                {"seconds": 1.5, "cpu_s": 0.5, "tensor_bytes": 2_000_000, "most_at_once": 7, "share_bytes": 8,
+                 "peak_bytes": 10},
+            ]},
+        },
         "bfloat16_routing": {
             "families": {"mixtral": {"token_layers": 8192, "differing": dict.fromkeys(PAIRS.values(), 0.0625)}}
         },
@@ -286,6 +294,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("calculator", "87.5%"),
         ("bfloat16_routing", "6.25%"),
         ("house", "27 (13)"),
+        ("loading", "1.25 (1.25-1.25)"),
     ],
 )
 def test_the_figure_that_counts_is_in_the_table(name, figure):
