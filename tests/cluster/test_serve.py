@@ -75,6 +75,7 @@ def test_the_log_tells_of_the_start_in_lines_of_json(app: httpx.Client) -> None:
     (ignored,) = (line for line in lines["replica"] if "nobody_knows_this" in line["message"])
     assert ignored["request_id"] == "seen-1" and ignored["level"] == "WARNING"
     assert any("host 0 of 1 loads" in line["message"] for line in lines["worker"])
+    assert any("computes in float32 by the kernels" in line["message"] for line in lines["worker"])
     for line in (*lines["replica"], *lines["worker"]):
         assert datetime.fromisoformat(line["time"]).tzinfo is not None and line["level"] and line["logger"]
 

@@ -74,9 +74,10 @@ class HostWorker:
             devices = jax.devices()
         else:
             devices = local_devices(place.num_cpu_devices)
-        self._runner = HostRunner(
-            self._settings, plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
-        )
+        plan = plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
+        self._runner = HostRunner(self._settings, plan)
+        kernels, dtype = self._runner.config.kernels.name, self._runner.dtype
+        log.info("host %d computes in %s by the kernels %s", place.host_id, dtype, kernels)
         self._reading = WeightReading(self._runner.staged)
         return self._runner.load()
 
