@@ -12,6 +12,7 @@ exchanged as [Q, V] lanes, so that on a TPU each one lies together in memory.
 
 # T tokens of a chunk   K experts per token   N assignments = T * K   D model width = Q * V, V lanes   R ranks
 # P slots of all ranks   S local slots   X (sender, local slot) pairs = R * S   C rows of a round
+# Y slots, then ranks, that rows are counted for
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rayserve_moe.kernels.expert_products import inverse
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
+from rayserve_moe.kernels.slot_order import SlotOrder, order_by_slot, take
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -40,19 +42,27 @@ class ExchangeConfig:
     round_rows: int
 
 
+class Runs(NamedTuple):
+    """Rows between this rank and each rank: how many, and where they begin in the sender's and the receiver's order."""
+
+    counts_R: jax.Array
+    at_sender_R: jax.Array
+    at_receiver_R: jax.Array
+
+
 class Route(NamedTuple):
     """Where the rows of one chunk go.
 
-    `order_N` sorts the assignments by slot, padding last. Of the rows from each rank to each rank, `sent_RR` counts
-    them, and `at_sender_RR` and `at_receiver_RR` say where they begin in the sender's and in the receiver's order.
-    `ends_X` says where the rows of each (sender, local slot) end in this rank's receiving order.
+    `order` sorts the assignments by slot, padding last. `sent` are the runs that this rank sends, `received` those that
+    it receives. `ends_X` says where the rows of each (sender, local slot) end in this rank's receiving order; the
+    fullest rank receives `most_rows` in all.
     """
 
-    order_N: jax.Array
-    sent_RR: jax.Array
-    at_sender_RR: jax.Array
-    at_receiver_RR: jax.Array
+    order: SlotOrder
+    sent: Runs
+    received: Runs
     ends_X: jax.Array
+    most_rows: jax.Array
 
 
 class Underway(NamedTuple):
@@ -146,18 +156,49 @@ def finish_chunk(chunk: Chunk, multiplied: Underway, *, multiply: Multiply, conf
 @jax.named_scope("dispatch")
 def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
     """Sort the assignments by slot and gather what every rank sends."""
-    slots_N = jnp.minimum(slots_TK.reshape(-1), config.num_slots)
-    counts_P = jnp.sum(slots_N[:, None] == jnp.arange(config.num_slots), axis=0, dtype=jnp.int32)
-    counts_RRS = jax.lax.all_gather(counts_P, config.axes).reshape(config.num_ranks, config.num_ranks, -1)
-    mine_RS = jax.lax.dynamic_index_in_dim(counts_RRS, jax.lax.axis_index(config.axes), axis=1, keepdims=False)
-    sent_RR = counts_RRS.sum(-1)
+    num_ranks, num_slots = config.num_ranks, config.num_slots
+    slots_N, num_local = jnp.minimum(slots_TK.reshape(-1), num_slots), num_slots // num_ranks
+    first_Y, end_Y = _counted_slots(num_ranks, num_slots)
+    is_in_NY = (slots_N[:, None] >= first_Y) & (slots_N[:, None] < end_Y)
+    counts_RY = jax.lax.all_gather(jnp.sum(is_in_NY, axis=0, dtype=jnp.int32), config.axes)
+    me, sent_RR = jax.lax.axis_index(config.axes), counts_RY[:, num_slots : num_slots + num_ranks]
+    mine_RS = jax.lax.dynamic_slice_in_dim(counts_RY, me * num_local, num_local, axis=1)
+    pairs_RS = np.arange(num_slots).reshape(num_ranks, num_local)
+    sent, received = _runs(sent_RR, me)
     return Route(
-        order_N=jnp.argsort(slots_N, stable=True),
-        sent_RR=sent_RR,
-        at_sender_RR=jnp.cumsum(sent_RR, axis=1) - sent_RR,
-        at_receiver_RR=jnp.cumsum(sent_RR, axis=0) - sent_RR,
-        ends_X=jnp.cumsum(mine_RS.reshape(-1)),
+        order=order_by_slot(slots_TK, num_slots),
+        sent=sent,
+        received=received,
+        ends_X=jnp.sum(jnp.where(pairs_RS <= np.arange(num_slots)[:, None, None], mine_RS, 0), axis=(1, 2)),
+        most_rows=jnp.max(jnp.sum(sent_RR, axis=0)),
     )
+
+
+def _counted_slots(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a sender counts: rows to the slots from first to end, of each slot, then of each rank.
+
+    The numbers are a multiple of `LANES`: others TPUs do not gather, but add up.
+    """
+    ends_S, ends_R = np.arange(1, num_slots + 1), np.arange(1, num_ranks + 1) * (num_slots // num_ranks)
+    none = np.zeros(-(num_slots + num_ranks) % LANES, np.int32)
+    end_Y = np.concatenate([ends_S, ends_R, none]).astype(np.int32)
+    first_Y = np.concatenate([ends_S - 1, ends_R - num_slots // num_ranks, none]).astype(np.int32)
+    return first_Y, end_Y
+
+
+def _runs(sent_RR: jax.Array, me: jax.Array) -> tuple[Runs, Runs]:
+    """The runs that rank `me` sends and receives, from the rows of each sender to each receiver."""
+    ranks_R = jnp.asarray(np.arange(len(sent_RR)))
+
+    def total(is_counted_R: jax.Array, axis: int) -> jax.Array:
+        return jnp.sum(jnp.where(jnp.expand_dims(is_counted_R, 1 - axis), sent_RR, 0), axis=axis)
+
+    def begins(counts_R: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(ranks_R < ranks_R[:, None], counts_R, 0), axis=1)
+
+    to_R, from_R = (total(ranks_R == me, axis) for axis in (0, 1))
+    sent = Runs(to_R, begins(to_R), total(ranks_R < me, 0))
+    return sent, Runs(from_R, total(ranks_R < me, 1), begins(from_R))
 
 
 def _fits_one_round(chunk: Chunk, config: ExchangeConfig) -> bool:
@@ -176,8 +217,7 @@ def _rounds(
             multiply(received_CQV, _slots_of_round(route, turn, config)), results_NQV, route, turn, config
         )
 
-    fullest = jnp.max(jnp.sum(route.sent_RR, axis=0))
-    num_rounds = jax.lax.div(fullest + config.round_rows - 1, config.round_rows)
+    num_rounds = jax.lax.div(route.most_rows + config.round_rows - 1, config.round_rows)
     return jax.lax.fori_loop(first, num_rounds, round_trip, results_NQV)
 
 
@@ -190,7 +230,7 @@ def _row_shape(width: int) -> tuple[int, int]:
 def _rows_to_send(chunk: Chunk, route: Route) -> jax.Array:
     num_tokens, width = chunk.hidden_TD.shape
     hidden_TQV = chunk.hidden_TD.reshape(num_tokens, *_row_shape(width))
-    return hidden_TQV[jax.lax.div(route.order_N, chunk.slots_TK.shape[1])]
+    return take(hidden_TQV, route.order.token_P)
 
 
 def _empty_results(chunk: Chunk) -> jax.Array:
@@ -200,11 +240,12 @@ def _empty_results(chunk: Chunk) -> jax.Array:
 @jax.named_scope("combine")
 def _add_up(chunk: Chunk, route: Route, results_NQV: jax.Array, config: ExchangeConfig) -> jax.Array:
     """Weigh each token's results and add them in router order, in float32. What went nowhere has no result."""
-    place_TK = inverse(route.order_N).reshape(chunk.slots_TK.shape)
+    (num_tokens, top_k), row_shape = chunk.slots_TK.shape, results_NQV.shape[1:]
+    results_TKQV = take(results_NQV, route.order.place_P).reshape(num_tokens, top_k, *row_shape)
     total_TQV = jnp.zeros((1, 1, 1), jnp.float32)
-    for rank in range(chunk.slots_TK.shape[1]):
+    for rank in range(top_k):
         sent_T11 = (chunk.slots_TK[:, rank] < config.num_slots)[:, None, None]
-        result_TQV = jnp.where(sent_T11, results_NQV[place_TK[:, rank]].astype(jnp.float32), 0.0)
+        result_TQV = jnp.where(sent_T11, results_TKQV[:, rank].astype(jnp.float32), 0.0)
         total_TQV += chunk.gates_TK[:, rank, None, None] * result_TQV
     return total_TQV.reshape(chunk.hidden_TD.shape).astype(chunk.hidden_TD.dtype)
 
@@ -212,7 +253,7 @@ def _add_up(chunk: Chunk, route: Route, results_NQV: jax.Array, config: Exchange
 def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
     """Local slot of each received row [C]; the number of local slots where the round has no row."""
     num_local = config.num_slots // config.num_ranks
-    place_C = turn * config.round_rows + jnp.arange(config.round_rows, dtype=jnp.int32)
+    place_C = turn * config.round_rows + np.arange(config.round_rows, dtype=np.int32)
     pair_C = jnp.searchsorted(route.ends_X, place_C, side="right", method="compare_all")
     return jnp.where(pair_C < route.ends_X.size, jax.lax.rem(pair_C, num_local), num_local)
 
@@ -220,9 +261,8 @@ def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig)
 @jax.named_scope("dispatch")
 def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
     """Send this round's rows; returns what arrives [C, Q, V]."""
-    me = jax.lax.axis_index(config.axes)
-    at_sender_RR, at_receiver_RR, sizes_RR = _places(route, turn, config)
-    slices = RaggedSlices(at_sender_RR[me], sizes_RR[me], at_receiver_RR[me], sizes_RR[:, me])
+    sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
+    slices = RaggedSlices(sent.at_sender_R, sent.counts_R, sent.at_receiver_R, received.counts_R)
     empty_CQV = jax.lax.empty((config.round_rows, *rows_NQV.shape[1:]), rows_NQV.dtype)
     return ragged_all_to_all(rows_NQV, empty_CQV, slices, axis_name=config.axes)
 
@@ -232,19 +272,18 @@ def _return_results(
     results_CQV: jax.Array, into_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig
 ) -> jax.Array:
     """Send this round's results back to where their rows came from; returns `into_NQV` with them written in."""
-    me = jax.lax.axis_index(config.axes)
-    at_sender_RR, at_receiver_RR, sizes_RR = _places(route, turn, config)
-    slices = RaggedSlices(at_receiver_RR[:, me], sizes_RR[:, me], at_sender_RR[:, me], sizes_RR[me])
+    sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
+    slices = RaggedSlices(received.at_receiver_R, received.counts_R, received.at_sender_R, sent.counts_R)
     return ragged_all_to_all(results_CQV, into_NQV, slices, axis_name=config.axes)
 
 
-def _places(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of this round's rows from each rank to each rank: where they begin at the sender, at the receiver, how many."""
-    begin = turn * config.round_rows - route.at_receiver_RR
-    low_RR = jnp.clip(begin, 0, route.sent_RR)
-    sizes_RR = jnp.clip(begin + config.round_rows, 0, route.sent_RR) - low_RR
-    some_RR = sizes_RR > 0
-    return jnp.where(some_RR, route.at_sender_RR + low_RR, 0), jnp.where(some_RR, low_RR - begin, 0), sizes_RR
+def _of_round(runs: Runs, turn: jax.Array | int, config: ExchangeConfig) -> Runs:
+    """The part of each run that this round takes; the receiver's places are those in the round."""
+    begin_R = turn * config.round_rows - runs.at_receiver_R
+    low_R = jnp.clip(begin_R, 0, runs.counts_R)
+    counts_R = jnp.clip(begin_R + config.round_rows, 0, runs.counts_R) - low_R
+    some_R = counts_R > 0
+    return Runs(counts_R, jnp.where(some_R, runs.at_sender_R + low_R, 0), jnp.where(some_R, low_R - begin_R, 0))
 
 
 def _of_chunks(chunks: Chunk, which: int | slice) -> Chunk:

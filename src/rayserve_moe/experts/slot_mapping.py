@@ -18,7 +18,8 @@ import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.kernels.expert_products import ExpertWeights, inverse
+from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.kernels.slot_order import order_by_slot
 
 # A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.
 WHOLE = 1 << 20
@@ -144,7 +145,7 @@ def _offsets(ids_TK: jax.Array, rank: jax.Array, num_ranks: int) -> jax.Array:
 def place_within_expert(ids_TK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """How many earlier assignments have the same expert, and how many have it: both [T, K]. `num_experts` is none."""
     ids_N = ids_TK.reshape(-1)
-    order_N = jnp.argsort(ids_N, stable=True)
     counts_E = jnp.sum(ids_N[:, None] == jnp.arange(num_experts + 1), axis=0, dtype=jnp.int32)
     first_E = jnp.cumsum(counts_E) - counts_E
-    return (inverse(order_N) - first_E[ids_N]).reshape(ids_TK.shape), counts_E[ids_N].reshape(ids_TK.shape)
+    place_N = order_by_slot(ids_TK, num_experts).place_P
+    return (place_N - first_E[ids_N]).reshape(ids_TK.shape), counts_E[ids_N].reshape(ids_TK.shape)

@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
 
 
 class ExpertWeights(NamedTuple):
@@ -85,7 +88,8 @@ def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: Layer
     weights, config = experts.weights, experts.config
     (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
     block = _block_rows(config.mean_rows)
-    slots_P, order_P, counts_S = _sort_assignments(slots_TK, num_slots)
+    slots_P, counts_S = _count_assignments(slots_TK, num_slots)
+    order_P = jnp.argsort(slots_P, stable=True)
     last_block_S = jnp.cumsum((counts_S + block - 1) // block)
     first_block_S = last_block_S - (counts_S + block - 1) // block
     first_assignment_S = jnp.cumsum(counts_S) - counts_S
@@ -117,18 +121,19 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
     """
     weights, first_slot, (num_tokens, top_k) = experts.weights, experts.first_slot, slots_TK.shape
-    slots_P, order_P, counts_S = _sort_assignments(slots_TK, experts.config.num_slots)
-    sizes_X = jnp.zeros(weights.gate_XDF.shape[0], jnp.int32)
-    sizes_X = jax.lax.dynamic_update_slice(sizes_X, counts_S, (first_slot,))
-    num_rows = product_rows(slots_P.size)
-    token_of_row = jnp.pad(jax.lax.div(order_P, top_k), (0, num_rows - slots_P.size))
-    sorted_PD = hidden_TD[token_of_row].reshape(num_rows, -1)
+    num_slots, num_rows = experts.config.num_slots, product_rows(slots_TK.size)
+    slots_P, counts_S = _count_assignments(slots_TK, num_slots)
+    token_P, place_P = order_by_slot(slots_TK, num_slots)
+    is_slot_XS = np.arange(len(weights.gate_XDF))[:, None] == first_slot + np.arange(num_slots)
+    sizes_X = jnp.sum(jnp.where(is_slot_XS, counts_S, 0), axis=1)
+    token_of_row = jnp.pad(token_P, (0, num_rows - slots_P.size))
+    sorted_PD = take(hidden_TD, token_of_row).reshape(num_rows, -1)
 
     def multiply(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
         out = jax.lax.ragged_dot(rows, matrices, sizes_X, preferred_element_type=jnp.float32)
         if bias is None:
             return out
-        slot_of_row = first_slot + jnp.pad(slots_P[order_P], (0, num_rows - slots_P.size))
+        slot_of_row = first_slot + jnp.pad(jnp.sort(slots_P), (0, num_rows - slots_P.size))
         return out + bias.at[slot_of_row].get(mode="clip")
 
     gate = multiply(sorted_PD, weights.gate_XDF, weights.gate_bias_XF)
@@ -136,7 +141,7 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     inner = ACTIVATIONS[experts.config.activation](gate, up).astype(hidden_TD.dtype)
     down = multiply(inner, weights.down_XFD, weights.down_bias_XD)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
-    return rows_P[inverse(order_P)].reshape(num_tokens, top_k, *hidden_TD.shape[1:])
+    return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
 def sum_results(
@@ -158,16 +163,10 @@ def product_rows(num_rows: int) -> int:
     return max(8, 1 << (num_rows - 1).bit_length()) if num_rows <= TILE_ROWS else -(-num_rows // TILE_ROWS) * TILE_ROWS
 
 
-def _sort_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Slot of each assignment [P] (`num_slots`: elsewhere), the order that sorts them [P], counts per slot [S]."""
+def _count_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
+    """Slot of each assignment [P] (`num_slots`: elsewhere), and how many each slot has [S]."""
     slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
-    counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
-    return slots_P, jnp.argsort(slots_P, stable=True), counts_S
-
-
-def inverse(order_P: jax.Array) -> jax.Array:
-    """The permutation that undoes `order_P`."""
-    return jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.size, dtype=order_P.dtype), unique_indices=True)
+    return slots_P, jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
 
 
 def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activate: Activation) -> jax.Array:
