@@ -4,7 +4,7 @@ Tokens are gathered over the data axis. The sums of the ranks are partial ones, 
 experts lie. On a single device nothing is gathered and nothing is added up.
 """
 
-# T tokens   D model width   K experts per token   W tokens of all data ranks   G chunks
+# T tokens   D model width   K experts per token   W tokens of all data ranks   G chunks   Y = 2 * K + 1
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: Ex
 
     def run(chunk: RoutedTokens) -> jax.Array:
         with jax.named_scope("dispatch"):
-            gathered = RoutedTokens(*(jax.lax.all_gather(array, DATA, axis=0, tiled=True) for array in chunk))
+            gathered = _gather(chunk)
         out_WD = _sums_of_my_slots(gathered, experts, config)
         with jax.named_scope("combine"):
             return jax.lax.psum_scatter(out_WD, DATA, scatter_dimension=0, tiled=True)
@@ -48,6 +48,16 @@ def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: Ex
     out_GTD = jax.lax.map(run, cut_into_chunks(tokens, min(num_tokens, most)))
     out_TD = out_GTD.reshape(-1, width)[:num_tokens]
     return _combine(out_TD, tokens, config)
+
+
+def _gather(tokens: RoutedTokens) -> RoutedTokens:
+    """The tokens of all data ranks: their hidden states, and with one more collective all else, as integers."""
+    hidden_TD, ids_TK, gates_TK, valid_T = tokens
+    bits_TK = jax.lax.bitcast_convert_type(gates_TK, jnp.int32)
+    choice_TY = jnp.concatenate([ids_TK, bits_TK, valid_T[:, None].astype(jnp.int32)], axis=1)
+    hidden_WD, choice_WY = (jax.lax.all_gather(array, DATA, axis=0, tiled=True) for array in (hidden_TD, choice_TY))
+    ids_WK, bits_WK, valid_W1 = jnp.split(choice_WY, [ids_TK.shape[1], 2 * ids_TK.shape[1]], axis=1)
+    return RoutedTokens(hidden_WD, ids_WK, jax.lax.bitcast_convert_type(bits_WK, jnp.float32), valid_W1[:, 0] > 0)
 
 
 def _combine(out_TD: jax.Array, tokens: RoutedTokens, config: ExpertConfig) -> jax.Array:
