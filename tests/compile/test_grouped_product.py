@@ -1,6 +1,8 @@
-"""The grouped product of the experts is the compiler's own kernel, however many rows it gets."""
+"""The experts of a device are multiplied by one kernel, or by the compiler's own ones where it does not suit."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,26 +10,52 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_by_ragged_dot
+from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import compile_for, text_of
 
 SLOTS, WIDTH, INNER = 16, 2048, 768
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 16, 161])
-def test_any_number_of_rows_is_multiplied_by_the_kernel(num_tokens):
-    up = jax.ShapeDtypeStruct((SLOTS, WIDTH, INNER), jnp.bfloat16)
+def kernels_for(chip: str, product, num_tokens: int, *, width: int = WIDTH, inner: int = INNER) -> Counter[str]:
+    """The kernels that six choices of each of `num_tokens` are multiplied by."""
+    up = jax.ShapeDtypeStruct((SLOTS, width, inner), jnp.bfloat16)
     shapes = (
-        jax.ShapeDtypeStruct((num_tokens, WIDTH), jnp.bfloat16),
+        jax.ShapeDtypeStruct((num_tokens, width), jnp.bfloat16),
         jax.ShapeDtypeStruct((num_tokens, 6), np.int32),
         up,
         up,
-        jax.ShapeDtypeStruct((SLOTS, INNER, WIDTH), jnp.bfloat16),
+        jax.ShapeDtypeStruct((SLOTS, inner, width), jnp.bfloat16),
     )
 
     def multiply(rows, slots, *weights):
         experts = LayerExperts(ExpertWeights(*weights), 0, ProductConfig(SLOTS, 8.0))
-        return multiply_by_ragged_dot(rows, slots, experts)
+        return product(rows, slots, experts)
 
-    compiled = compile_for("v6e", multiply, *shapes)
-    assert kernels_of(text_of(compiled))["ragged-dot-none"] == 3
+    return Counter(kernels_of(text_of(compile_for(chip, multiply, *shapes))))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 161])
+def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
+    assert kernels_for("v6e", multiply_by_ragged_dot, num_tokens)["ragged-dot-none"] == 3
+
+
+@pytest.mark.parametrize(
+    ("chip", "num_tokens", "width", "inner"),
+    [
+        ("v6e", 3, WIDTH, INNER),
+        pytest.param("v6e", 256, WIDTH, INNER, marks=pytest.mark.slow),
+        pytest.param("v6e", 16, 7168, 2048, marks=pytest.mark.slow),
+        pytest.param("v5e", 64, 4096, 1536, marks=pytest.mark.slow),
+        pytest.param("7x", 128, WIDTH, INNER, marks=pytest.mark.slow),
+    ],
+)
+def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
+    found = kernels_for(chip, multiply_grouped, num_tokens, width=width, inner=inner)
+    assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
+
+
+@pytest.mark.parametrize(("chip", "num_tokens"), [("v6e", 1024), ("v5p", 16)])
+def test_many_rows_and_cores_that_share_a_device_are_not_for_it(chip, num_tokens):
+    found = kernels_for(chip, multiply_grouped, num_tokens)
+    assert found["ragged-dot-none"] == 3 and not found["grouped_ffn"]

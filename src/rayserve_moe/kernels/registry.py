@@ -16,6 +16,7 @@ from rayserve_moe.kernels import attention_ragged, attention_reference, expert_p
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
+from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 
 Kernel = Callable[..., jax.Array]
@@ -78,8 +79,8 @@ TPU = replace(
     CPU,
     name="tpu",
     attention=partial(attend_layer, decode=attention_ragged.attend_decode, prefill=attention_ragged.attend_prefill),
-    expert_results=expert_products.multiply_by_ragged_dot,
-    expert_sums=partial(expert_products.sum_results, multiply=expert_products.multiply_by_ragged_dot),
+    expert_results=multiply_grouped,
+    expert_sums=partial(expert_products.sum_results, multiply=multiply_grouped),
     pool_dtypes={},
     lacks=("sinks",),
 )

@@ -293,6 +293,25 @@ def test_kernels_are_told_the_trips_that_only_a_run_knows():
     assert not attention.is_least and not product.is_least
 
 
+GROUPED = """\
+HloModule kernels, is_scheduled=true
+
+ENTRY %main (rows: bf16[96,128], up: bf16[12,128,256], down: bf16[12,256,128]) -> bf16[96,128] {
+  %rows = bf16[96,128]{1,0} parameter(0)
+  %up = bf16[12,128,256]{2,1,0} parameter(1)
+  %down = bf16[12,256,128]{2,1,0} parameter(2)
+  ROOT %grouped_ffn.3 = bf16[96,128]{1,0} custom-call(%rows, %up, %up, %down), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_the_kernel_of_whole_experts_visits_a_tile_more_per_slot_than_its_rows_fill():
+    kernel = op_named(read(GROUPED, {"grouped_ffn.3": VISIT}), "grouped_ffn.3")
+    # 96 rows of room hold 64 of even routing: one tile, and one more of each of four used slots.
+    assert kernel.bundles == 1 + 5 * 2
+    assert kernel.hbm_bytes == 4 * 3 * 128 * 256 * 2 + 2 * 96 * 128 * 2
+
+
 def test_a_kernel_that_leaves_a_core_idle_counts_double():
     """A schedule is one core's: of a grid that cores share it has half of the steps, and half of the bytes."""
     body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from rayserve_moe.kernels.grouped_ffn import TILE_ROWS, inner_block
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
 
@@ -64,6 +65,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
     match kernel_name(instruction):
         case "ragged-dot-none":
             return _grouped_product(instruction, operands, work)
+        case "grouped_ffn":
+            return _grouped_ffn(instruction, operands, work)
         case "ragged_paged_attention_kernel":
             return _paged_attention(instruction, work)
     return None
@@ -88,6 +91,19 @@ def _grouped_product(instruction: Instruction, operands: list[Instruction], work
     shapes = [shape for shape in (*given, *instruction.shapes) if shape is not weights]
     rows_bytes = sum(shape.num_bytes for shape in shapes if shape.space == HBM)
     return KernelWork(work.used_slots * slot_bytes + rows_bytes, (max(1.0, visits) * blocks,))
+
+
+def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+    """Tiles of rows: as many as all rows fill, and one more of each used slot, which begins within another one's."""
+    given = [shape for operand in operands for shape in operand.shapes]
+    weights = [shape for shape in given if len(shape.dims) == 3]
+    _, width, inner = weights[0].dims
+    slot_bytes = sum(math.prod(shape.dims[1:]) * shape.num_bytes / shape.num_elements for shape in weights)
+    rows = min(work.expert_rows, instruction.shapes[0].dims[0] / ROUND_SLACK)
+    blocks = inner // inner_block(width, inner, weights[0].num_bytes // weights[0].num_elements)
+    shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
+    num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
+    return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,))
 
 
 def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:

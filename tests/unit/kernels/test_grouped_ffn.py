@@ -1,0 +1,53 @@
+"""The grouped kernel gives every row what its own expert makes of it, in interpret mode."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.kernels import grouped_ffn
+from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
+
+SLOTS, WIDTH = 4, 128
+SLOTS_OF_TOKENS = {
+    "any, and elsewhere": np.random.default_rng(1).integers(0, SLOTS + 2, (50, 3)),
+    "more than a tile of one": np.where(np.random.default_rng(2).random((50, 2)) < 0.9, 1, 3),
+    "none of the first and the last": np.random.default_rng(3).integers(1, SLOTS - 1, (9, 2)),
+    "one row": np.full((1, 1), 2),
+}
+
+
+def experts_of(inner: int, dtype: str) -> LayerExperts:
+    generator = np.random.default_rng(inner)
+    shapes = [(2 * SLOTS, WIDTH, inner), (2 * SLOTS, WIDTH, inner), (2 * SLOTS, inner, WIDTH)]
+    weights = (jnp.asarray(generator.standard_normal(shape) / 8, dtype) for shape in shapes)
+    return LayerExperts(ExpertWeights(*weights), jnp.asarray(SLOTS, jnp.int32), ProductConfig(SLOTS, 8.0))
+
+
+def largest_difference(slots: np.ndarray, experts: LayerExperts) -> float:
+    """From the product in blocks, of the rows that are here; what the kernel does not write is NaN."""
+    hidden = jnp.asarray(np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH)), jnp.float32)
+    hidden, slots_TK = hidden.astype(experts.weights.gate_XDF.dtype), jnp.asarray(slots, jnp.int32)
+    found = grouped_ffn.multiply_grouped(hidden, slots_TK, experts, interpret=True)
+    expected = multiply_in_blocks(hidden, slots_TK, experts)
+    return float(np.abs(np.asarray(found - expected, np.float32)[slots < SLOTS]).max())
+
+
+@pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
+def test_an_expert_that_is_held_whole(slots):
+    assert largest_difference(slots, experts_of(128, "float32")) < 1e-4
+
+
+@pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
+def test_an_expert_in_parts(slots, monkeypatch):
+    monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
+    assert grouped_ffn.inner_block(WIDTH, 256, 4) == 128
+    assert largest_difference(slots, experts_of(256, "float32")) < 1e-4
+
+
+def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):
+    monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 0)
+    assert largest_difference(SLOTS_OF_TOKENS["any, and elsewhere"], experts_of(128, "float32")) < 1e-4
+    assert grouped_ffn.inner_block(100, 128, 2) == 0
+    assert grouped_ffn.inner_block(128, 100, 2) == 0
