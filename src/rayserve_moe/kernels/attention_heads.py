@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.kv_pool import kv_rows
 from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
 
 
@@ -38,6 +39,14 @@ def project_heads(
     if config.norms_after_rotation:
         queries, keys = _norm_queries_and_keys(queries, keys, weights, config)
     return queries, keys, values
+
+
+def project_rows(
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [T, heads, h], and keys and values as the pool has them, [T, 2 * KV heads, h] (see `kv_pool.kv_rows`)."""
+    queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
+    return queries, kv_rows(keys, values)
 
 
 def _norm_queries_and_keys(

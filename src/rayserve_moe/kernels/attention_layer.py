@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import project_heads
+from rayserve_moe.kernels.attention_heads import project_rows
 from rayserve_moe.kernels.attention_reference import BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.kv_pool import LayerPages, write_kv
+from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.layers import Rotation
 
 PagedAttention = Callable[..., jax.Array]
@@ -73,7 +73,7 @@ class AttentionInputs(NamedTuple):
     layer: jax.Array
 
 
-def attend_layer(
+def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     normed_TD: jax.Array,
     kv_pages: jax.Array,
     inputs: AttentionInputs,
@@ -81,20 +81,21 @@ def attend_layer(
     config: AttentionConfig,
     decode: PagedAttention,
     prefill: PagedAttention,
+    project: Callable[..., tuple[jax.Array, jax.Array]] = project_rows,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
     Norms, biases and sinks may be absent, and the output's bias is the caller's to add. `kv_pages` is
     [L * pages, page, 2 * G, h]: page p of layer l lies at l * pages + p, or where `batch.layer_pages` says. `decode`
-    attends the single tokens, `prefill` the blocks.
+    attends the single tokens, `prefill` the blocks; `project` has the signature of `project_rows`.
     """
     weights, batch, rotation, layer = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
-        queries, keys, values = project_heads(normed_TD, of_layer, rotation=rotation, config=config)
+        queries, rows = project(normed_TD, of_layer, rotation=rotation, config=config)
     with jax.named_scope("kv_update"):
-        kv_pages = write_kv(kv_pages, keys, values, batch.kv_slots_T + first_page * kv_pages.shape[1])
+        kv_pages = write_rows(kv_pages, rows, batch.kv_slots_T + first_page * kv_pages.shape[1])
     with jax.named_scope("paged_attention"):
 
         def attend(scores: ScoreConfig) -> jax.Array:

@@ -52,8 +52,13 @@ def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Arra
 
 def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
     """`write_rows` of the K and V of each token; `kv_pages` is [pages, page, 2 * G, h]."""
-    rows = jnp.stack([keys_TGh, values_TGh], axis=2).reshape(-1, *kv_pages.shape[2:])
-    return write_rows(kv_pages, rows, slots_T)
+    return write_rows(kv_pages, kv_rows(keys_TGh, values_TGh), slots_T)
+
+
+def kv_rows(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
+    """K and V of each token as a row of the pool, K and V of a head beside each other: [T, 2 * G, h]."""
+    num_tokens, num_heads, width = keys_TGh.shape
+    return jnp.stack([keys_TGh, values_TGh], axis=2).reshape(num_tokens, 2 * num_heads, width)
 
 
 def read_wide(stored: jax.Array) -> jax.Array:

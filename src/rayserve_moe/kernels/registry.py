@@ -18,6 +18,7 @@ from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
+from rayserve_moe.kernels.rotary_heads import project_rows_at_once
 
 Kernel = Callable[..., jax.Array]
 
@@ -78,7 +79,12 @@ CPU = Kernels(
 TPU = replace(
     CPU,
     name="tpu",
-    attention=partial(attend_layer, decode=attention_ragged.attend_decode, prefill=attention_ragged.attend_prefill),
+    attention=partial(
+        attend_layer,
+        decode=attention_ragged.attend_decode,
+        prefill=attention_ragged.attend_prefill,
+        project=project_rows_at_once,
+    ),
     expert_results=multiply_grouped,
     expert_sums=partial(expert_products.sum_results, multiply=multiply_grouped),
     pool_dtypes={},

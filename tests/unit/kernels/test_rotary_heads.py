@@ -1,0 +1,64 @@
+"""The kernel of queries and keys gives what the reference gives, and leaves what it does not know to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.attention_heads import project_rows
+from rayserve_moe.kernels.layers import rotation_of
+from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+
+WIDTH, HEADS, KV_HEADS, PLAIN = 32, 3, 2, AttentionConfig(128, 1e-6)
+SHAPES = {
+    "q_LDH": (WIDTH, HEADS * 128),
+    "k_LDG": (WIDTH, KV_HEADS * 128),
+    "v_LDG": (WIDTH, KV_HEADS * 128),
+    "q_norm_Lh": (128,),
+    "k_norm_Lh": (128,),
+    "k_bias_LG": (KV_HEADS * 128,),
+}
+ROTATION = rotation_of(jnp.arange(8), np.float32(1e4) ** (-np.arange(64, dtype=np.float32) / 64))
+
+
+def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, **options) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    drawn = {name: jnp.asarray(generator.standard_normal(shape), jnp.float32) for name, shape in SHAPES.items()}
+    weights = {name: array for name, array in drawn.items() if name not in without}
+    normed, rotation = jnp.asarray(generator.standard_normal((8, WIDTH)), jnp.float32), ROTATION
+
+    def run(normed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        turned = type(rotation)(*(angles[:num_tokens] for angles in rotation))
+        return project(normed[:num_tokens], weights, rotation=turned, config=config, **options)
+
+    return [np.asarray(part) for part in jax.jit(run)(normed)]
+
+
+def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool():
+    found = heads_by(project_rows_at_once, 8, PLAIN, "k_bias_LG", interpret=True)
+    for part, expected in zip(found, heads_by(project_rows, 8, PLAIN, "k_bias_LG"), strict=True):
+        assert part.shape == expected.shape
+        np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "config", "without"),
+    [
+        pytest.param(8, PLAIN, (), id="bias"),
+        pytest.param(8, PLAIN, ("k_bias_LG", "q_norm_Lh", "k_norm_Lh"), id="no norm"),
+        pytest.param(8, replace(PLAIN, clip=0.5), ("k_bias_LG",), id="clip"),
+        pytest.param(8, replace(PLAIN, interleaved_rotation=True), ("k_bias_LG",), id="neighbouring pairs"),
+        pytest.param(8, replace(PLAIN, norms_after_rotation=True), ("k_bias_LG",), id="late norms"),
+        pytest.param(5, PLAIN, ("k_bias_LG",), id="odd number of tokens"),
+    ],
+)
+def test_what_the_kernel_does_not_know_goes_to_the_reference(num_tokens, config, without):
+    """Not interpreted: the kernel would not run here."""
+    found = heads_by(project_rows_at_once, num_tokens, config, *without)
+    for part, expected in zip(found, heads_by(project_rows, num_tokens, config, *without), strict=True):
+        np.testing.assert_array_equal(part, expected)
