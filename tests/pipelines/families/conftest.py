@@ -23,12 +23,12 @@ from rayserve_moe.parallel.mesh import plan_for
 from tests.pipelines import conftest as core
 from tests.pipelines.conftest import EngineFactory, ReferenceFactory
 from tests.support.compiling import QUICK
-from tests.support.engines import CORE
+from tests.support.engines import CORE, ONE_BUCKET
 from tests.support.family_cases import FAMILY_CASES, FamilyCase, config_of, write_family
 from tests.support.native import IdleReference, need_native_kernels
 
 # Their own, or they would still be those of the core model when a family's turn comes.
-engine_with, two_ranks, alone = core.engine_with, core.two_ranks, core.alone
+engine_with, alone = core.engine_with, core.alone
 NATIVE = CompileSettings(cpu_kernels="native")
 
 
@@ -56,6 +56,16 @@ def families(*sampled: str, variants: int = 1) -> pytest.MarkDecorator:
 @pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> FamilyCase:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def two_ranks(engine_with: EngineFactory, is_native: bool) -> Engine:
+    """Two data ranks of one device each, which are driven `ON_TWO_RANKS`.
+
+    In bfloat16 they exchange results: sums of more than two experts that are added up rank by rank round otherwise.
+    """
+    exchange = {"expert_backend": "all_to_all"} if is_native else {}
+    return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2, **exchange)
 
 
 @pytest.fixture(scope="session")
