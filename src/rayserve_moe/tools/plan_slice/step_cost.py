@@ -23,9 +23,10 @@ from rayserve_moe.tools.estimate.chips import OVERHEAD_S, chip_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 
-LAYER_OPS, GATHER_OPS, CHUNK_OPS, REST_OPS = 40, 37, 111, 116
-"""Ops of a layer apart from its exchange, of one that gathers, of every chunk of one that sends rows; of the rest."""
-DECODE_PASSES, PREFILL_PASSES = 16, 48
+LAYER_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 28, 37, 45, 74, 152
+"""Ops of a layer apart from its exchange, of one that gathers, of one that sends rows at once and of every chunk of one
+that sends many; of the rest of a step."""
+DECODE_PASSES, PREFILL_PASSES = 16, 28
 """How often a step's ops read or write the rows that experts take: one chunk of few rows, and chunks of many."""
 
 
@@ -79,7 +80,8 @@ def step_cost(
     moved = work.expert_rows * imbalance * row_bytes * passes * num_layers
     hbm_bytes = work.hbm_bytes - _unseen_bytes(model, tokens, kv_dtype) + (num_chunks - 1) * expert_bytes + moved
     expert_flops = 2 * work.expert_rows / model.experts.num_local_slots * _expert_elements(model, sizes.dtype)
-    num_ops = spec.num_layers * (LAYER_OPS + (CHUNK_OPS * num_chunks if exchanges else GATHER_OPS)) + REST_OPS
+    exchange_ops = (CHUNK_OPS * num_chunks if num_chunks > 1 else SEND_OPS) if exchanges else GATHER_OPS
+    num_ops = spec.num_layers * (LAYER_OPS + exchange_ops) + REST_OPS
     return StepCost(
         (work.flops + (imbalance - 1) * expert_flops) / chip.device_flops,
         hbm_bytes / chip.device_hbm_bytes,
@@ -110,8 +112,7 @@ def link_seconds(
         layer += place.seconds("reduce-scatter", rows * plan.data_size * 2 * row_bytes, groups=over_data)
         layer += place.seconds("all-reduce", rows * row_bytes, groups=over_tensor)
     attention = place.seconds("all-reduce", rows * row_bytes, groups=over_tensor)
-    logits = place.seconds("all-to-all", tokens.sequences * spec.vocab_size // tensor * 4, groups=over_data)
-    return len(spec.moe_layer_ids) * layer + spec.num_layers * attention + logits
+    return len(spec.moe_layer_ids) * layer + spec.num_layers * attention
 
 
 def _expert_elements(model: ModelConfig, dtype: str) -> int:
