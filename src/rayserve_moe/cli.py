@@ -77,7 +77,9 @@ def _add_compile_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="sequences per data rank (default: 16)")
     parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024)")
     parser.add_argument("--page-size", type=int, help="tokens per KV page (default: 128)")
-    parser.add_argument("--dtype", help="of weights and KV (default: the model's)")
+    parser.add_argument(
+        "--dtype", help="of weights, and of KV unless --kv-cache-dtype says another (default: the model's)"
+    )
     parser.add_argument("--kv-cache-dtype", help="as the setting kv_cache_dtype")
     parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
     parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")

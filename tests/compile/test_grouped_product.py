@@ -45,8 +45,8 @@ def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
     [
         ("v6e", 3, WIDTH, INNER),
         pytest.param("v6e", 256, WIDTH, INNER, marks=pytest.mark.slow),
-        pytest.param("v6e", 16, 7168, 2048, marks=pytest.mark.slow),
-        pytest.param("v5e", 64, 4096, 1536, marks=pytest.mark.slow),
+        pytest.param("v6e", 53, 7168, 2048, marks=pytest.mark.slow, id="the most rows of 7168"),
+        pytest.param("v5e", 101, 4096, 1536, marks=pytest.mark.slow, id="the most rows of 4096"),
         pytest.param("7x", 128, WIDTH, INNER, marks=pytest.mark.slow),
     ],
 )

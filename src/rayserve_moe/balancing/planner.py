@@ -60,7 +60,8 @@ def replan(
 ) -> ExpertPlacement:
     """Plan as `plan` does from `previous` for the same ranks, which lie over `num_slices` in order.
 
-    Experts move within slices unless a move between slices relieves the hottest rank several times as much.
+    Experts move within slices unless a move between slices relieves the hottest rank several times as much. A
+    layer that stays above its goal is planned once more as if all ranks lay on one slice, and is as even as there.
     PlacementError where the ranks do not divide by the slices.
     """
     if num_slices < 1 or previous.ep_size % num_slices:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from ray.actor import ActorHandle
 
 from rayserve_moe.balancing.planning import LocalPlanner
+from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.eplb_planner import RemotePlanner
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.execution.card import describe_model
+from rayserve_moe.execution.card import check_tensors, describe_model
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -44,6 +45,7 @@ def start_replica_engine(
     `given_up`; then nothing stays reserved.
     """
     described = describe_model(settings)
+    check_tensors(open_checkpoint(described.runner.model.path))
     executor = GroupExecutor(described.runner, parallel=settings.parallel, cluster=settings.cluster, given_up=given_up)
     with ExitStack() as undo:
         undo.callback(executor.shutdown)

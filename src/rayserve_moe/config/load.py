@@ -72,8 +72,11 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
     return settings
 
 
-def settings_from_yaml(path: str | Path) -> Settings:
-    """Read the flat mapping of a YAML file, or the `args` of its first application if it is a Serve config."""
+def settings_from_yaml(path: str | Path, *, on_tpu: bool = False) -> Settings:
+    """Read the flat mapping of a YAML file, or the `args` of its first application if it is a Serve config.
+
+    `on_tpu`: as of `settings_from`.
+    """
     try:
         document = yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -84,7 +87,7 @@ def settings_from_yaml(path: str | Path) -> Settings:
         document = document["applications"][0].get("args") or {}
     if not isinstance(document, dict):
         raise SettingsError(f"{path}: expected a mapping of settings")
-    return settings_from(document)
+    return settings_from(document, on_tpu=on_tpu)
 
 
 def set_environment_defaults(variables: Mapping[str, str]) -> None:

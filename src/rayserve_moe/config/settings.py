@@ -84,7 +84,8 @@ class CacheSettings:
     which takes half of bfloat16's memory, rounds to 4 significant bits and cuts off beyond 448. Not by native CPU
     kernels, which keep bfloat16."""
     page_size: int = _number(16, (1, 4096))
-    """Tokens per page; where it is not given, 128 on TPUs, of which the kernel copies every page by itself."""
+    """Tokens per page; where it is not given, 128 where `tpu_topology` is, or where one process computes on a TPU: its
+    kernel copies page by page. `num_pages` counts pages of this size."""
     num_pages: int = _number(0, (0, 1 << 26))
     """Pages that sequences can hold, of which layers with a window keep fewer; 0 sizes the pool from the memory that
     is free after loading."""

@@ -88,11 +88,16 @@ def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int, p
     of these are those of all.
     """
     count = min(most_top, part.num_words)
-    values_SJ, ids_SJ = _falling(logprobs_SV, part.ids()[None], num_wanted, count=count)
+    found = _falling(logprobs_SV, part.ids()[None], num_wanted, count=count)
+
+    def of_all_parts(found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        values_SC, ids_SC = (of_PSJ.swapaxes(0, 1).reshape(of_PSJ.shape[1], -1) for of_PSJ in part.gather(*found))
+        return _falling(values_SC, ids_SC, num_wanted, count=count)
+
     if part.axes:
-        of_parts = part.gather(values_SJ, ids_SJ)
-        values_SC, ids_SC = (found_PSJ.swapaxes(0, 1).reshape(len(values_SJ), -1) for found_PSJ in of_parts)
-        values_SJ, ids_SJ = _falling(values_SC, ids_SC, num_wanted, count=count)
+        # Nothing is exchanged where nothing is wanted.
+        found = jax.lax.cond(num_wanted > 0, of_all_parts, lambda found: found, found)
+    values_SJ, ids_SJ = found
     is_wanted_J = jnp.arange(count) < num_wanted
     return TopTokens(
         jnp.where(is_wanted_J, ids_SJ, 0), jnp.where(is_wanted_J, jnp.maximum(values_SJ, LOWEST_LOGPROB), 0)

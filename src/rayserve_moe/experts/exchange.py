@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
-from rayserve_moe.kernels.slot_order import SlotOrder, order_by_slot, take
+from rayserve_moe.kernels.slot_order import SortedAssignments, order_by_slot, take
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -58,7 +58,7 @@ class Route(NamedTuple):
     fullest rank receives `most_rows` in all.
     """
 
-    order: SlotOrder
+    order: SortedAssignments
     sent: Runs
     received: Runs
     ends_X: jax.Array

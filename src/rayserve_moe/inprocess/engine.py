@@ -36,6 +36,7 @@ class Engine:
         wanted = settings_from({"model_path": model_path, **settings})
         if wanted.parallel.num_hosts != 1:
             raise SettingsError("num_hosts must be 1 in one process; several hosts need Ray (serve run)")
+        describe_model(wanted)  # before a device is taken: a wrong model takes none
         parallel, devices = wanted.parallel, local_devices(wanted.parallel.devices_per_host)
         wanted = settings_from({"model_path": model_path, **settings}, on_tpu=devices[0].platform == "tpu")
         described = describe_model(wanted)

@@ -28,10 +28,10 @@ class Kernels:
     """The functions of a step, each with the signature and the meaning of its reference.
 
     `norm`: `layers.rms_norm`. `rotation`: `layers.rotation_of`. `attention`: `attention_layer.attend_layer` with its
-    two paged kernels bound. `router_scores`: `layers.router_scores`. `expert_results`:
-    `expert_products.multiply_in_blocks`. `expert_sums`: `expert_products.sum_results` with its product bound. `mlp`:
-    `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table that is also the head.
-    `noise`: `layers.gumbel_noise`.
+    two paged kernels bound, and its projection where that is another. `router_scores`: `layers.router_scores`.
+    `expert_results`: `expert_products.multiply_in_blocks`. `expert_sums`: `expert_products.sum_results` with its
+    product bound. `mlp`: `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table
+    that is also the head. `noise`: `layers.gumbel_noise`.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
     the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are

@@ -15,7 +15,7 @@ MOST_COMPARED = 1024
 operations: a sort and a scatter are several each, and a sum of comparisons is one."""
 
 
-class SlotOrder(NamedTuple):
+class SortedAssignments(NamedTuple):
     """Assignments slot after slot, those of a slot as they came: `token_P` has the token of each in this order,
     `place_P` the place in this order of each assignment."""
 
@@ -23,16 +23,16 @@ class SlotOrder(NamedTuple):
     place_P: jax.Array
 
 
-def order_by_slot(slots_TK: jax.Array, num_slots: int) -> SlotOrder:
+def order_by_slot(slots_TK: jax.Array, num_slots: int) -> SortedAssignments:
     """Sort the assignments of tokens to slots; those of `num_slots` or beyond come last, as they came."""
     top_k, slots_P = slots_TK.shape[1], jnp.minimum(slots_TK.reshape(-1), num_slots)
     if slots_P.size > MOST_COMPARED:
         order_P = jnp.argsort(slots_P, stable=True)
-        return SlotOrder(jax.lax.div(order_P, top_k), inverse(order_P))
+        return SortedAssignments(jax.lax.div(order_P, top_k), inverse(order_P))
     number_P = np.arange(slots_P.size, dtype=np.int32)
     is_before_PP = (slots_P < slots_P[:, None]) | ((slots_P == slots_P[:, None]) & (number_P < number_P[:, None]))
     place_P = jnp.sum(is_before_PP, axis=1, dtype=jnp.int32)
-    return SlotOrder(jnp.sum(jnp.where(place_P == number_P[:, None], number_P // top_k, 0), axis=1), place_P)
+    return SortedAssignments(jnp.sum(jnp.where(place_P == number_P[:, None], number_P // top_k, 0), axis=1), place_P)
 
 
 def inverse(order_P: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def case_of_config(path: str | Path, *, topology: str = "", model: str = "", num
     Its checkpoint's config is read, or the preset of that name where it is not on this machine; or `model`.
     NoTopologyError where neither it nor the caller names a topology, ValueError for anything that is wrong with it.
     """
-    settings = settings_from_yaml(path)
+    settings = settings_from_yaml(path, on_tpu=True)
     topology = topology or _topology_of(settings)
     if not topology:
         raise NoTopologyError(f"{path} serves on CPU hosts: it is compiled for a TPU where --topology names one")

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(_as_json(own, found, traffic=traffic, given=given), indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(lines(own, found, top=options.top)) + "\n")
+        sys.stdout.write("\n".join(lines(own, found, top=options.top, is_of_config=case is not None)) + "\n")
     return 0
 
 
@@ -111,11 +111,15 @@ def ranked(spec: ModelSpec, slices: Sequence[str], *, traffic: Traffic, given: A
     return sorted(filter(None, every), key=lambda one: (one.served < traffic.concurrency, -one.per_chip))
 
 
-def lines(own: Candidate | None, found: dict[str, list[Candidate]], *, top: int) -> Iterator[str]:
-    """The plan for a terminal: a table per generation."""
+def lines(
+    own: Candidate | None, found: dict[str, list[Candidate]], *, top: int, is_of_config: bool = False
+) -> Iterator[str]:
+    """The plan for a terminal: a table per generation; above them what a config is, or that it does not fit."""
     yield ESTIMATED
     if own:
         yield from ("", _header(), _row(own, mark="*"))
+    elif is_of_config:
+        yield "\nThe config does not fit its own slice, or does not divide there: compile-check says which."
     for name, candidates in found.items():
         yield from ("", _header() if candidates else f"{name}: the model fits no slice that was looked at")
         shown = Counter[str]()
