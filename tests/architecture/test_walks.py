@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from tests.architecture import walks
@@ -12,6 +13,7 @@ NAMES = ("prompt tokens", "a routing row", "an expert's weights", "a plan for ex
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
+    assert len(jax.devices()) >= 8, "the engine would start jax with four, and later tests of this process need eight"
     return walks.traced_walks(tmp_path_factory.mktemp("walks"))
 
 
