@@ -24,6 +24,7 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, UnsupportedModelError
 from rayserve_moe.model.transformer import forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.sharding import VOCABULARY_AXES
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.expert_cases import shuffled
 
@@ -84,17 +85,18 @@ def outputs(spec: ModelSpec, mesh: tuple[int, int] = (1, 1), backend: str = "aut
         pool = jnp.zeros((3 * (1 + 2 * per_rank), PAGE, heads, CORE_CONFIG.head_dim))
         out = forward(params, pool, batch, config=config, maps=maps)
         logits = logits_of(params, out.hidden_TD, config=config)
-        return logits.reshape(per_rank, NUM_TOKENS, -1), out.topk_ids_MTK
+        return logits.reshape(2, NUM_TOKENS, -1), out.topk_ids_MTK
 
     whole = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(parts, PartitionSpec("data")),
-        out_specs=(PartitionSpec("data"), PartitionSpec(None, "data")),
+        out_specs=(PartitionSpec(None, None, VOCABULARY_AXES), PartitionSpec(None, "data")),
         check_vma=False,
     )
     ids = np.random.default_rng(1).integers(0, CORE_CONFIG.vocab_size, (2, NUM_TOKENS))
-    return [np.asarray(a) for a in jax.jit(whole)(params, ids)]
+    logits, topk_ids = jax.jit(whole)(params, ids)
+    return np.asarray(logits)[..., : CORE_CONFIG.vocab_size], np.asarray(topk_ids)
 
 
 @pytest.mark.parametrize(

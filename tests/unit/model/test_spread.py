@@ -27,7 +27,7 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
 from rayserve_moe.model.transformer import ModelConfig, forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.parallel.sharding import VOCABULARY_AXES, ParallelPlan
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.placements import SIZES, Spread
 
@@ -102,8 +102,8 @@ class Model:
         pool, results = self.empty_pool, []
         for batches in steps:
             joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
-            *found, pool = self._step(self.params, pool, joined, self._maps)
-            arrays = zip((*found, pool), (0, 1, 0, 0), strict=True)
+            logits_WV, *found, pool = self._step(self.params, pool, joined, self._maps)
+            arrays = zip((logits_WV[:, : CONFIG.vocab_size], *found, pool), (0, 1, 0, 0), strict=True)
             parts = [np.split(np.asarray(array), len(batches), dim) for array, dim in arrays]
             results.append([RankResult(*of_rank) for of_rank in zip(*parts, strict=True)])
         return results
@@ -114,8 +114,8 @@ def compiled(config: ModelConfig, parameter_parts: dict) -> Callable:
 
     def on_device(params, pool, batch, maps):
         out = forward(params, pool, batch, config=config, maps=maps)
-        logits_TV = logits_of(params, out.hidden_TD, config=config)
-        return logits_TV, out.topk_ids_MTK, out.expert_counts_ME, out.kv_pages
+        logits_WV = logits_of(params, out.hidden_TD, config=config)
+        return logits_WV, out.topk_ids_MTK, out.expert_counts_ME, out.kv_pages
 
     by_rank, pool = PartitionSpec("data"), config.plan.partition(KV_AXES)
     batch = TokenBatch(*[by_rank] * 4, num_singles=NUM_SINGLES)
@@ -124,7 +124,7 @@ def compiled(config: ModelConfig, parameter_parts: dict) -> Callable:
             on_device,
             mesh=config.plan.mesh,
             in_specs=(parameter_parts, pool, batch, PartitionSpec()),
-            out_specs=(by_rank, PartitionSpec(None, "data"), by_rank, pool),
+            out_specs=(PartitionSpec(None, VOCABULARY_AXES), PartitionSpec(None, "data"), by_rank, pool),
             check_vma=False,
         )
     )
