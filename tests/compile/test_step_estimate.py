@@ -11,6 +11,7 @@ import pytest
 from rayserve_moe.cli import main
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.dump import DumpFolder, NoScheduleError
+from rayserve_moe.tools.served_cases import devices_of
 from tests.compile.step_estimates import baseline, figures_of
 
 TOLERANCE = 1.02
@@ -74,7 +75,10 @@ def test_a_schedule_is_that_of_one_core(spent):
 
 
 @pytest.mark.slow
-def test_a_process_that_has_loaded_libtpu_is_told_so(tmp_path, capsys):
+def test_a_process_that_has_loaded_libtpu_is_told_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")  # what the command sets is not for the tests that follow
+    devices_of("v6e:2x4")
     with pytest.raises(NoScheduleError, match="loaded before it was asked"):
         DumpFolder(tmp_path).take()
     few = ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "2", "--batch", "2", "--context", "256"]
