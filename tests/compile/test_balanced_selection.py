@@ -38,6 +38,7 @@ def gathered_bytes(program: ProgramReport) -> int:
     return sizes["all-gather"]
 
 
+@pytest.mark.slow
 def test_a_step_with_balanced_selection_decodes_without_copies():
     program = decode(*CASES[0], "balanced")
     assert_sound(program)

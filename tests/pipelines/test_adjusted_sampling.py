@@ -90,5 +90,6 @@ def test_adjusted_outputs_do_not_depend_on_scheduling(engine: Engine, alone: Out
     assert_all_same({key: outcomes[key] for key in alone}, alone)
 
 
+@pytest.mark.slow
 def test_adjusted_outputs_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, adjusted_requests(), way=ON_TWO_RANKS), alone)
