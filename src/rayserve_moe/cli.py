@@ -58,6 +58,7 @@ SETTING_OF_OPTION = {
     "page_size": "page_size",
     "dtype": "dtype",
     "kv_cache_dtype": "kv_cache_dtype",
+    "slices": "num_slices",
     "return_routed_experts": "enable_return_routed_experts",
 }
 """Options of `compile-check` that stand for settings, with their keys."""
@@ -70,6 +71,7 @@ def _add_compile_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", default="", help="such as v6e:2x4, as the TPU compiler spells it")
     parser.add_argument("--dp", type=int, default=0, help="data ranks (default: all devices / tp)")
     parser.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")
+    parser.add_argument("--slices", type=int, help="slices of that topology that it is served on (default: 1)")
     parser.add_argument("--redundant-experts", type=int, help="expert slots beyond one per expert, and what moves them")
     parser.add_argument("--expert-backend", help="as the setting expert_backend")
     parser.add_argument("--expert-selection", help="as the setting expert_selection")

@@ -61,12 +61,13 @@ def expected_of(case: RaggedCase) -> np.ndarray:
     return out
 
 
-def exchanged(mesh: Mesh, check_vma: bool = True):
+def exchanged(mesh: Mesh, check_vma: bool = True, num_slices: int = 1):
     """The exchange over all axes of `mesh`, compiled: takes the parts of a case, ranks first."""
     axes = mesh.axis_names
 
     def on_device(operand, output, *slices):
-        return ragged_all_to_all(operand[0], output[0], RaggedSlices(*(s[0] for s in slices)), axis_name=axes)[None]
+        rows = RaggedSlices(*(s[0] for s in slices))
+        return ragged_all_to_all(operand[0], output[0], rows, axis_name=axes, num_slices=num_slices)[None]
 
     split = PartitionSpec(axes)
     return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma))

@@ -36,7 +36,7 @@ def apply_all_to_all(
         slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
     num_ranks, num_local = plan.num_expert_ranks, config.num_local_slots
     taken = round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
-    exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken)
+    exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken, plan.num_slices)
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
     multiply = multiply_rows(of_layer, kernel=config.kernels.expert_results)

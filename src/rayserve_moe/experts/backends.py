@@ -42,6 +42,19 @@ def choose_backend(
     sizes = {"ep_size": ep_size, "tensor_size": tensor_size, "row_bytes": row_bytes}
     if replicated_bytes(tokens_per_device, **sizes) <= all_to_all_bytes(tokens_per_device, top_k=top_k, **sizes):
         return "replicated"
+    return _exchange_for(tokens_per_device)
+
+
+def choose_between_slices(tokens_per_device: int, *, num_slices: int, top_k: int) -> str:
+    """Name the backend over several slices of TPUs: the one that sends fewer rows between them.
+
+    A gathered token goes to each other slice once and a sum of two rows' bytes comes back; an exchanged one goes there
+    and back for each of its experts there, (S - 1) / S of top_k.
+    """
+    return "replicated" if 3 * num_slices <= 2 * top_k else _exchange_for(tokens_per_device)
+
+
+def _exchange_for(tokens_per_device: int) -> str:
     return "fused" if tokens_per_device >= 2 * LEAST_FUSED_CHUNK else "all_to_all"
 
 

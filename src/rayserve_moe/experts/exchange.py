@@ -34,12 +34,13 @@ LANES = 128
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """What is fixed about an exchange: mesh axes, ranks over them, slots of all ranks, rows taken per round."""
+    """What is fixed about an exchange: mesh axes, ranks over them, slots of all ranks, rows taken per round, slices."""
 
     axes: tuple[str, ...]
     num_ranks: int
     num_slots: int
     round_rows: int
+    num_slices: int = 1
 
 
 class Runs(NamedTuple):
@@ -264,7 +265,7 @@ def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: 
     sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
     slices = RaggedSlices(sent.at_sender_R, sent.counts_R, sent.at_receiver_R, received.counts_R)
     empty_CQV = jax.lax.empty((config.round_rows, *rows_NQV.shape[1:]), rows_NQV.dtype)
-    return ragged_all_to_all(rows_NQV, empty_CQV, slices, axis_name=config.axes)
+    return ragged_all_to_all(rows_NQV, empty_CQV, slices, axis_name=config.axes, num_slices=config.num_slices)
 
 
 @jax.named_scope("combine")
@@ -274,7 +275,7 @@ def _return_results(
     """Send this round's results back to where their rows came from; returns `into_NQV` with them written in."""
     sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
     slices = RaggedSlices(received.at_receiver_R, received.counts_R, received.at_sender_R, sent.counts_R)
-    return ragged_all_to_all(results_CQV, into_NQV, slices, axis_name=config.axes)
+    return ragged_all_to_all(results_CQV, into_NQV, slices, axis_name=config.axes, num_slices=config.num_slices)
 
 
 def _of_round(runs: Runs, turn: jax.Array | int, config: ExchangeConfig) -> Runs:

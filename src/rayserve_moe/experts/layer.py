@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend
+from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend, choose_between_slices
 from rayserve_moe.experts.balanced_layer import StepCapacity, assign_slots
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.routing import (
@@ -88,11 +88,14 @@ def backend_for(hidden_TD: jax.Array, config: ExpertConfig) -> str:
     if config.backend != "auto":
         return config.backend
     num_tokens, width = hidden_TD.shape
+    tokens_per_device, platform = -(-num_tokens // config.plan.tensor_size), platform_of(config.plan.mesh)
+    if platform != "cpu" and config.plan.num_slices > 1:
+        return choose_between_slices(tokens_per_device, num_slices=config.plan.num_slices, top_k=config.router.top_k)
     return choose_backend(
-        -(-num_tokens // config.plan.tensor_size),
+        tokens_per_device,
         ep_size=config.plan.num_expert_ranks,
         tensor_size=config.plan.tensor_size,
-        platform=platform_of(config.plan.mesh),
+        platform=platform,
         top_k=config.router.top_k,
         row_bytes=width * hidden_TD.dtype.itemsize,
     )

@@ -12,6 +12,7 @@ the one without the other. Numbers are arguments: every move there can be runs i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -54,12 +55,14 @@ def fetch_slots(
     ranks, places over the local slots of a layer; a source of -1 is none. Call it inside a sharded function over the
     mesh, with the same numbers on every rank.
     """
-    slices, most = _slices(sources_RB, layer, config), sources_RB.shape[1]
-    if platform_of(config.plan.mesh) == "cpu":
-        weights, slices = _packed(weights, slices, most=most)
+    slices, most, num_slices = _slices(sources_RB, layer, config), sources_RB.shape[1], config.plan.num_slices
+    packs = num_slices > 1 or platform_of(config.plan.mesh) == "cpu"
+    exchange = partial(
+        ragged_all_to_all, axis_name=EXPERT_AXES, num_slices=num_slices, rows_sent=most if packs else None
+    )
     # Received rows have buffers of their own: a collective that wrote into an argument would have all of it copied.
     arrived = {
-        name: ragged_all_to_all(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices, axis_name=EXPERT_AXES)
+        name: exchange(held, jax.lax.empty((most, *held.shape[1:]), held.dtype), slices)
         for name, held in weights.items()
     }
     me = jax.lax.axis_index(EXPERT_AXES)
@@ -111,18 +114,6 @@ def _write_rows(
         return {name: take(held, rows[name]) for name, held in into.items()}
 
     return jax.lax.fori_loop(0, jnp.sum(is_any_N, dtype=jnp.int32), write, into)
-
-
-def _packed(weights: SlotArrays, slices: RaggedSlices, *, most: int) -> tuple[SlotArrays, RaggedSlices]:
-    """Copy the slots that this rank sends one after the other, at most `most`: no more than those then travel.
-
-    For exchanges that move all of their operand, as those between CPU devices do; others read weights where they lie.
-    """
-    is_sent_N = slices.send_sizes_R > 0
-    (sent_B,) = jnp.nonzero(is_sent_N, size=most, fill_value=0)
-    packed = {name: held[slices.input_offsets_R[sent_B]] for name, held in weights.items()}
-    place_N = jnp.maximum(jnp.cumsum(is_sent_N, dtype=jnp.int32) - 1, 0)
-    return packed, slices._replace(input_offsets_R=place_N)
 
 
 def _slices(sources_RB: jax.Array, layer: jax.Array, config: ExpertConfig) -> RaggedSlices:

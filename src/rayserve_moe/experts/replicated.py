@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
-from rayserve_moe.experts.tokens import SEND_BYTES, RoutedTokens, cut_into_chunks
+from rayserve_moe.experts.tokens import SEND_BYTES, RoutedTokens, cut_into_chunks, take_part
 from rayserve_moe.kernels.expert_products import LayerExperts, ProductConfig
-from rayserve_moe.parallel.sharding import DATA
+from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 RESULT_BYTES = 4 * SEND_BYTES
 """Results per assignment that a device holds at once where tokens are gathered."""
@@ -31,31 +31,43 @@ def apply_local(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertC
 
 
 def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
-    """The MoE sum of each token [T, D], by a gather over data, then sums over all ranks."""
-    (num_tokens, width), data_size = tokens.hidden_TD.shape, config.plan.mesh.shape[DATA]
-    if data_size == 1:
+    """The MoE sum of each token [T, D], by a gather over data, then sums over all ranks.
+
+    Over several slices each device of a tensor group gathers its part of the tokens, so that a token goes to another
+    slice once and not once per device, nor does its sum.
+    """
+    plan, (num_tokens, width) = config.plan, tokens.hidden_TD.shape
+    if plan.data_size == 1:
         out_TD = _sums_of_my_slots(tokens, experts, config)
         return _combine(out_TD, tokens, config)
+    shared = plan.tensor_size if plan.num_slices > 1 else 1
+    axes = DATA if shared == 1 else (DATA, TENSOR)
+    part = take_part(tokens, plan.tensor_rank(), num_parts=shared) if shared > 1 else tokens
 
     def run(chunk: RoutedTokens) -> jax.Array:
         with jax.named_scope("dispatch"):
-            gathered = _gather(chunk)
+            gathered = _gather(chunk, axes)
         out_WD = _sums_of_my_slots(gathered, experts, config)
         with jax.named_scope("combine"):
-            return jax.lax.psum_scatter(out_WD, DATA, scatter_dimension=0, tiled=True)
+            return jax.lax.psum_scatter(out_WD, axes, scatter_dimension=0, tiled=True)
 
-    most = max(1, RESULT_BYTES // (data_size * config.router.top_k * width * tokens.hidden_TD.dtype.itemsize))
-    out_GTD = jax.lax.map(run, cut_into_chunks(tokens, min(num_tokens, most)))
-    out_TD = out_GTD.reshape(-1, width)[:num_tokens]
-    return _combine(out_TD, tokens, config)
+    row_bytes = width * tokens.hidden_TD.dtype.itemsize
+    most = max(1, RESULT_BYTES // (plan.data_size * shared * config.router.top_k * row_bytes))
+    out_GTD = jax.lax.map(run, cut_into_chunks(part, min(len(part.valid_T), most)))
+    out_TD = out_GTD.reshape(-1, width)[: len(part.valid_T)]
+    if shared == 1:
+        return _combine(out_TD, tokens, config)
+    with jax.named_scope("combine"):
+        out_TD = jax.lax.all_gather(out_TD.astype(tokens.hidden_TD.dtype), TENSOR, axis=0, tiled=True)
+    return out_TD[:num_tokens]
 
 
-def _gather(tokens: RoutedTokens) -> RoutedTokens:
-    """The tokens of all data ranks: their hidden states, and with one more collective all else, as integers."""
+def _gather(tokens: RoutedTokens, axes: str | tuple[str, ...]) -> RoutedTokens:
+    """The tokens of all ranks of `axes`: their hidden states, and with one more collective all else, as integers."""
     hidden_TD, ids_TK, gates_TK, valid_T = tokens
     bits_TK = jax.lax.bitcast_convert_type(gates_TK, jnp.int32)
     choice_TY = jnp.concatenate([ids_TK, bits_TK, valid_T[:, None].astype(jnp.int32)], axis=1)
-    hidden_WD, choice_WY = (jax.lax.all_gather(array, DATA, axis=0, tiled=True) for array in (hidden_TD, choice_TY))
+    hidden_WD, choice_WY = (jax.lax.all_gather(array, axes, axis=0, tiled=True) for array in (hidden_TD, choice_TY))
     ids_WK, bits_WK, valid_W1 = jnp.split(choice_WY, [ids_TK.shape[1], 2 * ids_TK.shape[1]], axis=1)
     return RoutedTokens(hidden_WD, ids_WK, jax.lax.bitcast_convert_type(bits_WK, jnp.float32), valid_W1[:, 0] > 0)
 

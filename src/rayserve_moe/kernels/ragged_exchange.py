@@ -1,10 +1,12 @@
 """Rows to any rank in any number: `ragged_all_to_all`, with one meaning on every platform.
 
-TPUs have the operation. XLA:CPU has not, so there it is built from a gather of all rows: exact, and as costly
-as ranks times rows, which is meant for tests and small groups.
+TPUs have the operation. One that spans slices hands all of its operand to the host, rows for the own slice too, so what
+stays within a slice is exchanged on its own. XLA:CPU has no such operation: there it is built from a gather of all
+rows, exact, and as costly as ranks times rows, which is meant for tests and small groups.
 """
 
-# R ranks   N rows of the operand   M rows of the output   C slices per peer   Z slices addressed to this rank = R * C
+# R ranks   N rows of the operand   M rows of the output   C slices per peer   B rows sent
+# Z slices addressed to this rank = R * C
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # The primitive has no public name; the lowering for CPU needs it.
 from jax._src.lax import parallel as jax_collectives
@@ -44,16 +47,58 @@ class RaggedSlices(NamedTuple):
     recv_sizes_R: jax.Array
 
 
+Groups = tuple[tuple[int, ...], ...]
+"""Ranks by group, all groups of one size."""
+
+
 def ragged_all_to_all(
-    operand: jax.Array, output: jax.Array, slices: RaggedSlices, *, axis_name: str | tuple[str, ...]
+    operand: jax.Array,
+    output: jax.Array,
+    slices: RaggedSlices,
+    *,
+    axis_name: str | tuple[str, ...],
+    num_slices: int = 1,
+    rows_sent: int | None = None,
 ) -> jax.Array:
     """Send rows of `operand` [N, ...] to every rank and return `output` [M, ...] with the received rows written in.
 
-    Rows of `output` that are not received stay as they are. Call it inside a sharded function over `axis_name`, with
-    numbers that agree between sender and receiver. RuntimeError where jax lacks what the exchange on CPU builds on.
+    Rows of `output` that are not received stay as they are. The ranks lie over `num_slices` in order. Where only single
+    rows are sent, at most `rows_sent` of them, these are copied together, for exchanges that move all of their operand:
+    those between CPU devices and between slices. Call it inside a sharded function over `axis_name`, with numbers that
+    agree between sender and receiver. RuntimeError where jax lacks what the exchange on CPU builds on.
     """
     teach_cpu(getattr(jax_collectives, PRIMITIVE, None))
-    return jax.lax.ragged_all_to_all(operand, output, *slices, axis_name=axis_name)
+    exchange = partial(jax.lax.ragged_all_to_all, axis_name=axis_name)
+    if num_slices > 1:
+        near, slices = by_distance(slices, axis_name=axis_name, num_slices=num_slices)
+        groups = np.arange(jax.lax.axis_size(axis_name)).reshape(num_slices, -1).tolist()
+        output = exchange(operand, output, *near, axis_index_groups=tuple(map(tuple, groups)))
+    if rows_sent is not None:
+        operand, slices = _packed(operand, slices, most=rows_sent)
+    return exchange(operand, output, *slices)
+
+
+def by_distance(
+    slices: RaggedSlices, *, axis_name: str | tuple[str, ...], num_slices: int
+) -> tuple[RaggedSlices, RaggedSlices]:
+    """What goes to ranks of the own slice, entries of those alone, and what goes to others: there no rows for the own.
+
+    Call it inside a sharded function over `axis_name`.
+    """
+    per_slice = len(slices.send_sizes_R) // num_slices
+    own = jax.lax.axis_index(axis_name) // (jax.lax.axis_size(axis_name) // num_slices)
+    near = RaggedSlices(*(jax.lax.dynamic_slice_in_dim(part, own * per_slice, per_slice) for part in slices))
+    is_far_R = np.arange(len(slices.send_sizes_R)) // per_slice != own
+    sent_R, received_R = (jnp.where(is_far_R, sizes_R, 0) for sizes_R in (slices.send_sizes_R, slices.recv_sizes_R))
+    return near, slices._replace(send_sizes_R=sent_R, recv_sizes_R=received_R)
+
+
+def _packed(operand: jax.Array, slices: RaggedSlices, *, most: int) -> tuple[jax.Array, RaggedSlices]:
+    """Copy the rows that this rank sends one after the other, at most `most`: no more than those then travel."""
+    is_sent_R = slices.send_sizes_R > 0
+    (sent_B,) = jnp.nonzero(is_sent_R, size=most, fill_value=0)
+    place_R = jnp.maximum(jnp.cumsum(is_sent_R, dtype=jnp.int32) - 1, 0)
+    return operand[slices.input_offsets_R[sent_B]], slices._replace(input_offsets_R=place_R)
 
 
 @cache
@@ -73,16 +118,17 @@ def exchange_by_gather(
     output: jax.Array,
     *slices: jax.Array,
     axis_name: str | tuple[str, ...],
-    axis_index_groups: object = None,
+    axis_index_groups: Groups | None = None,
 ) -> jax.Array:
     """The same exchange from operations that every platform has; parameters are those of the primitive."""
-    if axis_index_groups is not None:
-        raise NotImplementedError("groups of ranks are not supported in the exchange of rows between CPU devices")
-    gather = partial(jax.lax.all_gather, axis_name=axis_name)
+    gather = partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups)
     *from_sender, _ = (part.astype(jnp.int32) for part in slices)
-    per_peer = from_sender[0].shape[0] // jax.lax.axis_size(axis_name)
+    groups = axis_index_groups or (tuple(range(jax.lax.axis_size(axis_name))),)
+    per_peer = from_sender[0].shape[0] // len(groups[0])
+    place_R = np.argsort(np.concatenate(groups)) % len(groups[0])
+    me = jnp.asarray(place_R, jnp.int32)[jax.lax.axis_index(axis_name)]
     slices_R3Z = gather(jnp.stack(from_sender))
-    mine_R3C = jax.lax.dynamic_slice_in_dim(slices_R3Z, jax.lax.axis_index(axis_name) * per_peer, per_peer, axis=2)
+    mine_R3C = jax.lax.dynamic_slice_in_dim(slices_R3Z, me * per_peer, per_peer, axis=2)
     source_Z, size_Z, place_Z = mine_R3C.transpose(1, 0, 2).reshape(3, -1)
     rows_M = jnp.arange(output.shape[0], dtype=jnp.int32)
     covered_ZM = (rows_M >= place_Z[:, None]) & (rows_M < (place_Z + size_Z)[:, None])

@@ -55,7 +55,7 @@ def plan_for(devices: list[jax.Device], *, data_size: int = 1, num_slices: int =
             f"num_slices {num_slices} does not divide data_parallel_size {data_size}: a data rank cannot lie on two "
             f"slices; choose a multiple of {num_slices}"
         )
-    return ParallelPlan(Mesh(np.asarray(ordered).reshape(data_size, -1), (DATA, TENSOR)))
+    return ParallelPlan(Mesh(np.asarray(ordered).reshape(data_size, -1), (DATA, TENSOR)), num_slices)
 
 
 def platform_of(mesh: Mesh) -> str:

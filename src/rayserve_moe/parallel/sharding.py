@@ -38,10 +38,12 @@ MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
 class ParallelPlan:
     """How one model lies on one mesh. It travels as an argument; there is no current mesh.
 
-    With one rank on an axis, collectives over it return their argument and leave no trace in the program.
+    With one rank on an axis, collectives over it return their argument and leave no trace in the program. The data
+    ranks lie over `num_slices` in order, equally many on each: tensor groups are within one.
     """
 
     mesh: Mesh
+    num_slices: int = 1
 
     @property
     def tensor_size(self) -> int:

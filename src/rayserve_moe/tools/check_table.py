@@ -51,6 +51,9 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
         times = f"{'at least ' if exchange.is_least else ''}{exchange.times} x"
         size = f"{exchange.shape} ({exchange.num_bytes:,} bytes)"
         yield f"  {exchange.operation} over {exchange.group_size} devices: {times} {size}"
+    for crossing in program.crossings:
+        times = f"{'at least ' if crossing.is_least else ''}{crossing.times} x"
+        yield f"  between slices, {crossing.transfer}: {times} {crossing.shape} ({crossing.num_bytes:,} bytes for each)"
     kernels = ", ".join(f"{times} x {name}" for name, times in program.kernels.items())
     yield f"  kernels: {kernels or 'none'}"
     yield f"  operations with a cost in a layer: {program.ops_per_layer}"

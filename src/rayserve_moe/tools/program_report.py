@@ -25,6 +25,7 @@ from rayserve_moe.tools.hlo_report import (
 )
 from rayserve_moe.tools.hlo_text import ProgramText, read_program
 from rayserve_moe.tools.pieces import bytes_on_device, pieces_of
+from rayserve_moe.tools.slice_crossings import Crossing, crossings_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ class ProgramReport:
 
     `compile_cpu_s` are the seconds of processors, of other programs too where several are compiled at a time.
     `is_in_place`: all that it takes for its own stays where it is. `copies` are those of weights and KV, of which none
-    should be; those of activations have limits. `ops_per_layer` are the costed operations in the body of the loop over
-    layers. `xla_cycles` add up what XLA estimates for its own fusions, `_once` with the body of every loop counted
-    once; neither is a latency. `roofline_s` is the time that reading weights and KV once takes at the memory's
-    bandwidth. `estimate` is there where it was asked for, and the program is a step.
+    should be; those of activations have limits. `crossings` are transfers between slices, `collectives` those within.
+    `ops_per_layer` are the costed operations in the body of the loop over layers. `xla_cycles` add up what XLA
+    estimates for its own fusions, `_once` with the body of every loop counted once; neither is a latency. `roofline_s`
+    is the time that reading weights and KV once takes at the memory's bandwidth. `estimate` is there where it was
+    asked for, and the program is a step.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ProgramReport:
     copied_activation_bytes: int = 0
     activation_copies: list[ActivationCopy] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     ops_per_layer: int = 0
     xla_cycles: int = 0
@@ -136,6 +139,7 @@ class ProgramReader:
             copied_activation_bytes=sum(copy.num_bytes for copy in of_activations),
             activation_copies=of_activations,
             collectives=collectives_of(text),
+            crossings=crossings_of(text, num_slices=self._plan.num_slices),
             kernels=kernels_of(text),
             ops_per_layer=ops_per_layer(text),
             xla_cycles=cycles,

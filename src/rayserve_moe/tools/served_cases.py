@@ -68,9 +68,10 @@ def case_of_model(
 ) -> ServedCase:
     """A model that is served on all devices of a topology, by settings under their keys; 0 for dp or tp: what is left.
 
+    With the setting `num_slices`, on as many slices of that topology.
     The pool holds all rows at their full length, and nothing besides.
     """
-    num_devices = len(devices_of(topology))
+    num_devices = len(devices_of(topology, num_slices=values.get("num_slices", 1)))
     dp = dp or num_devices // (tp or 1)
     tp = tp or num_devices // dp
     if dp * tp != num_devices:

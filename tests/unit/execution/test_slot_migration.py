@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.config.settings import ExpertSettings
@@ -21,8 +22,11 @@ from tests.support.checkpoints import CORE_CONFIG
 from tests.support.placements import random_placement
 
 
-def test_biases_move_with_their_experts():
-    spec, plan = spec_from_hf(asdict(CORE_CONFIG) | {"dtype": "float32"}), plan_for(jax.devices()[:4], data_size=2)
+@pytest.mark.parametrize("slices", [1, 2])
+def test_biases_move_with_their_experts(slices):
+    """On several slices too, where a fetch is two exchanges: within slices and between them."""
+    spec = spec_from_hf(asdict(CORE_CONFIG) | {"dtype": "float32"})
+    plan = plan_for(jax.devices()[:4], data_size=2, num_slices=slices)
     spec = replace(spec, experts=replace(spec.experts, bias=True))
     config = model_config(spec, plan, experts=ExpertSettings(num_redundant=4))
     specs = slot_specs(spec, num_redundant=4)
@@ -38,7 +42,7 @@ def test_biases_move_with_their_experts():
     programs = MigrationPrograms(*(jax.jit(partial(run, config=config)) for run in (fetch, swap)))
     mover, migration = (
         MigrationRunner(config, dtype="float32", slots_per_step=2),
-        Migration(first, hosts=1, slots_per_step=2),
+        Migration(first, hosts=slices, slices=slices, slots_per_step=2),
     )
     target = random_placement(first, seed=4)
     migration.begin(target)

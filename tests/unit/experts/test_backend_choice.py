@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.experts.backends import all_to_all_bytes, choose_backend, replicated_bytes
+from rayserve_moe.experts.backends import all_to_all_bytes, choose_backend, choose_between_slices, replicated_bytes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import backend_for
 from rayserve_moe.experts.router_spec import RouterSpec
@@ -29,6 +29,15 @@ def test_few_tokens_or_ranks_are_gathered_and_the_rest_exchanged():
     assert choose(1, 8) == choose(512, 2) == choose(16, 2) == "replicated"
     assert choose(16, 8) == choose(16, 64) == choose(256, 8) == "all_to_all"
     assert choose(512, 8) == choose(8192, 64) == "fused"
+
+
+def test_over_slices_the_way_that_sends_less_between_them_is_taken():
+    """A gathered token crosses as three rows to each other slice, an exchanged one as two for each expert there."""
+    for top_k in (1, 2, 4, 6, 8, 16):
+        for slices in (2, 4, 8, 16):
+            found = choose_between_slices(8192, num_slices=slices, top_k=top_k)
+            gathered, exchanged = 3 * (slices - 1), 2 * top_k * (slices - 1) / slices
+            assert found == ("replicated" if gathered <= exchanged else "fused")
 
 
 def test_cpu_devices_gather():

@@ -105,6 +105,14 @@ def test_an_idle_data_rank_costs_nothing_and_changes_nothing(backend):
 
 
 @SHARED
+def test_slices_do_not_show(backend):
+    """Odd numbers of tokens too: of 37, a device of a tensor group gathers 19 or 18."""
+    run = MoeRun(CASE, replace(plan_of(2, 2), num_slices=2), backend=backend, num_redundant=8)
+    for placement in placements_for(CASE, run.plan, 8)[1:]:
+        assert_close(run(placement), dense(CASE, 2))
+
+
+@SHARED
 def test_data_ranks_do_not_see_each_other(backend):
     run, hidden = compiled(backend), CASE.hidden(2)
     placement = placements_for(CASE, run.plan, 8)[1]

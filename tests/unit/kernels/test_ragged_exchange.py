@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from rayserve_moe.kernels.ragged_exchange import exchange_by_gather, ragged_all_to_all, teach_cpu
+from rayserve_moe.kernels.ragged_exchange import (
+    RaggedSlices,
+    by_distance,
+    exchange_by_gather,
+    ragged_all_to_all,
+    teach_cpu,
+)
 from tests.support.ragged_cases import KINDS, exchanged, expected_of, parts_of, random_case
 
 MESHES = [((4,), ("ranks",)), ((8,), ("ranks",)), ((4, 2), ("data", "tensor"))]
@@ -58,9 +64,30 @@ def test_a_peer_may_get_several_slices():
     np.testing.assert_array_equal(found, [[3, 2, -1, 4, -1, 5], [6, 7, -1, -1, 0, 1]])
 
 
-def test_groups_of_ranks_are_refused():
-    with pytest.raises(NotImplementedError, match="groups of ranks"):
-        exchange_by_gather(np.zeros(1), np.zeros(1), axis_name="ranks", axis_index_groups=[[0], [1]])
+@pytest.mark.parametrize(("mesh", "num_slices"), [(MESHES[0], 2), (MESHES[1], 4), (MESHES[2], 2)], ids=str)
+def test_slices_make_no_difference_to_what_arrives(mesh, num_slices):
+    mesh = mesh_of(*mesh)
+    run = exchanged(mesh, num_slices=num_slices)
+    for seed in range(NUM_CASES):
+        case = random_case(KINDS[seed % len(KINDS)], mesh.size, seed)
+        np.testing.assert_array_equal(np.asarray(run(*parts_of(case))), expected_of(case))
+
+
+def test_between_slices_nothing_goes_to_the_own():
+    """Of each rank's rows for each rank: within and between slices they are all there, each of them once."""
+    mesh, sizes = mesh_of((8,), ("ranks",)), np.arange(1, 65, dtype=np.int32).reshape(8, 8)
+
+    def on_device(of_rank):
+        rows = RaggedSlices(*[of_rank[0]] * 4)
+        near, far = by_distance(rows, axis_name="ranks", num_slices=2)
+        return near.send_sizes_R[None], far.send_sizes_R[None], far.recv_sizes_R[None]
+
+    split = PartitionSpec("ranks")
+    near, far, received = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=split))(sizes)
+    own = np.arange(8)[:, None] // 4 == np.arange(8) // 4
+    np.testing.assert_array_equal(near, sizes[own].reshape(8, 4))
+    np.testing.assert_array_equal(far, np.where(own, 0, sizes))
+    np.testing.assert_array_equal(received, far)
 
 
 def test_a_jax_without_the_primitive_is_named():

@@ -75,8 +75,10 @@ class Estimator:
 
         `prompt_tokens` are those per data rank beside the sequences; `num_layers` > 0 are what was compiled, where that
         are fewer than the model has. NoScheduleError where nothing was dumped; ValueError for a chip without figures,
-        and where the layers that are missing cannot be added (see `step_time.estimate`).
+        for several slices, and where the layers that are missing cannot be added (see `step_time.estimate`).
         """
+        if self.model.plan.num_slices > 1:
+            raise ValueError("steps over several slices are not estimated: no figure of the network between them")
         chip, work = chip_of(self.sizes.topology), step_work(self.model, self.sizes, prompt_tokens=prompt_tokens)
         place = Slice(chip, tuple(tuple(device.coords) for device in self.model.plan.mesh.devices.flat))
         tree = ProgramReader(program, Schedules(program, self.dump.take()), place, work).tree()
