@@ -59,6 +59,7 @@ SETTING_OF_OPTION = {
     "dtype": "dtype",
     "kv_cache_dtype": "kv_cache_dtype",
     "slices": "num_slices",
+    "expert_dtype": "expert_dtype",
     "return_routed_experts": "enable_return_routed_experts",
 }
 """Options of `compile-check` that stand for settings, with their keys."""
@@ -83,6 +84,7 @@ def _add_compile_check(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="of weights, and of KV unless --kv-cache-dtype says another (default: the model's)"
     )
     parser.add_argument("--kv-cache-dtype", help="as the setting kv_cache_dtype")
+    parser.add_argument("--expert-dtype", help="as the setting expert_dtype")
     parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
     parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")
     parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")

@@ -8,17 +8,17 @@ filled part by part on all cores. Parts of a remote checkpoint are read ahead, m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
-from rayserve_moe.checkpoints.casting import assign
+from rayserve_moe.checkpoints.casting import assign, is_finite
+from rayserve_moe.checkpoints.channels import quantize_columns
 from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, verify, walk
@@ -37,15 +37,8 @@ from rayserve_moe.model.param_spec import ParamSpec
 PART_BYTES = 16 << 20
 """Of a tensor, in float32, that is read, cast and put into its place at once, by one thread."""
 
-INFINITIES = {
-    np.dtype(ml_dtypes.bfloat16): (np.int16, np.uint16, 0x7F80, 0xFF80),
-    np.dtype(np.float16): (np.int16, np.uint16, 0x7C00, 0xFC00),
-    np.dtype(np.float32): (np.int32, np.uint32, 0x7F800000, 0xFF800000),
-}
-"""By dtype: its bits as signed and as unsigned integers, and those of plus and of minus infinity.
-
-Signed, the largest is the largest positive value; unsigned, the largest negative one. NaNs lie beyond the infinities.
-"""
+Scales = dict[tuple[str, Region], np.ndarray]
+"""Scales of quantised matrices by role and region, float32, from when those are read until they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +79,24 @@ def load_parameters(
 
     Arrays have the spec's shape and dtype and the sharding that `sharding_of` returns for it. In a multi-process run
     every process calls this with the same arguments and reads its own part. With `in_host_memory` leaves are
-    StagedParameters. `num_threads` fill shards, one per core where it is 0. CheckpointError as in `names.verify`, for
-    values that are not finite, and for files that change meanwhile; ValueError where the source's `expert_of_slot` does
-    not fit the tree's layers, slots and experts.
+    StagedParameters. Parameters of dtype int8 are quantised part by part, and their scales found with them, whose specs
+    come behind theirs in the tree. `num_threads` fill shards, one per core where it is 0. CheckpointError as in
+    `names.verify`, for values that are not finite, and for files that change meanwhile; ValueError where the source's
+    `expert_of_slot` does not fit the tree's layers, slots and experts.
     """
     for _, spec in walk(tree):
         if spec.num_experts:
             _check_slots(spec, source.expert_of_slot)
     verify(source.files, tree, rules=source.rules, ignored=source.ignored)
 
+    scales: Scales = {}
     with opened_pieces(source.files, _all_pieces(source, tree, sharding_of), num_threads=num_threads) as pieces:
 
         def load(spec: ParamSpec) -> jax.Array | StagedParameter:
             sharding = sharding_of(spec)
-            shards = _shards(source, spec, sharding, pieces=pieces)
+            if spec.is_scale:
+                found = ((scales.pop((spec.role, region)), held) for region, held in _regions(spec, sharding).items())
+            shards = found if spec.is_scale else _shards(source, spec, sharding, pieces=pieces, scales=scales)
             if in_host_memory:
                 return StagedParameter(spec, sharding, tuple(shards))
             return _on_devices(spec, sharding, shards=shards)
@@ -139,7 +136,7 @@ def _all_pieces(
     source: WeightSource, tree: SpecTree, sharding_of: Callable[[ParamSpec], jax.sharding.Sharding]
 ) -> Iterator[Piece]:
     """The pieces of all shards in the order in which they are wanted first, those of a parameter once."""
-    for _, spec in walk(tree):
+    for spec in (spec for _, spec in walk(tree) if not spec.is_scale):
         regions = _regions(spec, sharding_of(spec))
         yield from dict.fromkeys(piece for region in regions for piece in _wanted(source, spec, region))
 
@@ -152,14 +149,24 @@ def _wanted(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[P
 
 
 def _shards(
-    source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding, *, pieces: OpenedPieces
+    source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding, *, pieces: OpenedPieces, scales: Scales
 ) -> Iterator[tuple[np.ndarray, list[jax.Device]]]:
-    """Read the shards of the devices of this host, one region after the other."""
+    """Read the shards of the devices of this host, one region after the other; their `scales` are added to those."""
     devices_by_region = _regions(spec, sharding)
     wanted = (piece for region in devices_by_region for piece in _wanted(source, spec, region))
-    reader = PieceReader(source.files, wanted, dtype=jax.numpy.dtype(spec.dtype), ahead=pieces.ahead)
+    reader = PieceReader(source.files, wanted, dtype=_read_dtype(spec), ahead=pieces.ahead)
     for region, devices in devices_by_region.items():
-        yield read_region(source, spec, region=region, reader=reader, pool=pieces.pool), devices
+        yield read_region(source, spec, region=region, reader=reader, pool=pieces.pool, scales=scales), devices
+
+
+def _read_dtype(spec: ParamSpec) -> np.dtype:
+    """What pieces are kept in until they are held: what is quantised, as files have it."""
+    return np.dtype(np.float32) if spec.dtype == "int8" else jax.numpy.dtype(spec.dtype)
+
+
+def _scale_region(region: Region) -> Region:
+    """Where the scales of a region of a matrix lie among all of its scales."""
+    return (*region[:-2], (0, 1), region[-1])
 
 
 def _on_devices(
@@ -186,20 +193,25 @@ def read_region(
     region: Region,
     reader: PieceReader | None = None,
     pool: ThreadPoolExecutor | None = None,
+    scales: Scales | None = None,
 ) -> np.ndarray:
     """Read one block of a parameter, `[from, to)` per dimension, in the spec's dtype, orientation and layout.
 
-    Padding is zeros. `reader` has what is shared with other regions, `pool` the threads that share the work.
+    Padding is zeros. `reader` has what is shared with other regions, `pool` the threads that share the work. `scales`
+    takes those of a quantised block, which has all rows of its matrices.
     """
-    dtype = jax.numpy.dtype(spec.dtype)
-    reader = reader or PieceReader(source.files, _wanted(source, spec, region), dtype=dtype)
-    values = np.zeros([stop - start for start, stop in region], dtype)
+    reader = reader or PieceReader(source.files, _wanted(source, spec, region), dtype=_read_dtype(spec))
+    blocks = [np.zeros([stop - start for start, stop in region], jax.numpy.dtype(spec.dtype))]
+    if spec.dtype == "int8":
+        blocks.append(np.zeros([stop - start for start, stop in _scale_region(region)], np.float32))
+        if scales is not None:
+            scales[spec.role, _scale_region(region)] = blocks[1]
 
     def fill(part: Region) -> None:
-        place = tuple(
-            slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, region, strict=True)
-        )
-        _fill(source, spec, values[place], part=part, reader=reader)
+        place = [slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, region, strict=True)]
+        of_scales = (*place[:-2], slice(None), place[-1])
+        within = [block[tuple(at)] for block, at in zip(blocks, (place, of_scales), strict=False)]
+        _fill(source, spec, within, part=part, reader=reader)
 
     parts = _parts(source, spec, region)
     if pool is None:
@@ -207,11 +219,14 @@ def read_region(
             fill(part)
     else:
         fill_all(pool, parts, fill=fill)
-    return LAYOUTS[spec.layout](values)
+    return LAYOUTS[spec.layout](blocks[0])
 
 
-def _fill(source: WeightSource, spec: ParamSpec, values: np.ndarray, *, part: Region, reader: PieceReader) -> None:
-    """Read a part of a region into its place."""
+def _fill(
+    source: WeightSource, spec: ParamSpec, blocks: Sequence[np.ndarray], *, part: Region, reader: PieceReader
+) -> None:
+    """Read a part of a region into its place: its values, or integers and their scales."""
+    values, *scales = blocks
     filled = _filled(spec, part)
     within = tuple(slice(0, stop - start) for start, stop in filled)
     for place, piece in _pieces(source, spec, part):
@@ -219,9 +234,13 @@ def _fill(source: WeightSource, spec: ParamSpec, values: np.ndarray, *, part: Re
         read = reader.take(piece)
         read = read.reshape(read.shape[spec.num_leading_dims :])
         held = read.T if spec.transposed else read
-        assign(values[place + within], held[columns] if spec.column_dim == 0 else held[..., columns])
-        if not is_finite(values[place + within]):
+        held = held[columns] if spec.column_dim == 0 else held[..., columns]
+        if not scales:
+            assign(values[place + within], held)
+        if not is_finite(held if scales else values[place + within]):
             raise CheckpointError(f"{source.files.directory}: tensor {piece[0]} holds values that are not finite")
+        if scales:
+            values[place + within], scales[0][(*place, 0, within[-1])] = quantize_columns(held)
 
 
 def _parts(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Region]:
@@ -230,7 +249,8 @@ def _parts(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Re
     row_dim = 0
     if len(within) > 1:
         name = tensor_name(spec, (0,) * len(stacked), rules=source.rules)
-        rows_last = (source.files.row_dim(name) == -1) != spec.transposed
+        # What is quantised is cut between columns, so that each of them has all of its rows.
+        rows_last = spec.dtype == "int8" or (source.files.row_dim(name) == -1) != spec.transposed
         row_dim = len(within) - 1 if rows_last else 0
     start, stop = within[row_dim]
     row_bytes = 4 * math.prod(spec.file_shape[spec.num_leading_dims :]) // max(1, _file_rows(spec, row_dim))
@@ -245,14 +265,6 @@ def _file_rows(spec: ParamSpec, row_dim: int) -> int:
     """Rows of a tensor of the file, those of other parameters included."""
     is_columns = row_dim == spec.column_dim % len(spec.filled_shape)
     return spec.num_file_columns if is_columns else spec.filled_shape[row_dim]
-
-
-def is_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; `values` of a dtype in INFINITIES. Two sweeps over its bits, no copy."""
-    if values.size == 0:
-        return True
-    signed, unsigned, plus, minus = INFINITIES[values.dtype]
-    return bool(values.view(signed).max() < plus and (values.view(unsigned).max() < minus))
 
 
 def _pieces(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[tuple[tuple[int, ...], Piece]]:

@@ -57,6 +57,8 @@ def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, tuple[T
     """Map every tensor name the tree needs to the places that it fills: one, or one per parameter cut out of it."""
     places: dict[str, list[TensorPlace]] = {}
     for path, spec in walk(tree):
+        if spec.is_scale:
+            continue
         for stack_index in product(*(range(size) for size in spec.file_stack)):
             name = tensor_name(spec, stack_index, rules=rules)
             places.setdefault(name, []).append(TensorPlace(path, spec, stack_index))

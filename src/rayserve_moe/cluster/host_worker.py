@@ -76,8 +76,9 @@ class HostWorker:
             devices = local_devices(place.num_cpu_devices)
         plan = plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
         self._runner = HostRunner(self._settings, plan)
-        kernels, dtype = self._runner.config.kernels.name, self._runner.dtype
-        log.info("host %d computes in %s by the kernels %s", place.host_id, dtype, kernels)
+        kernels, served = self._runner.config.kernels.name, self._runner.served
+        how = served.dtype, kernels, served.expert_dtype
+        log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)
         self._reading = WeightReading(self._runner.staged)
         return self._runner.load()
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from rayserve_moe.config.settings import (
     CacheSettings,
     ClusterSettings,
+    ExpertSettings,
     ModelSettings,
     SchedulerSettings,
     SettingsError,
@@ -95,6 +96,13 @@ def compute_dtype(setting: str, *, platform: str, checkpoint_dtype: str) -> str:
     if platform == "cpu":
         return "float32"
     return "float32" if checkpoint_dtype == "float32" else "bfloat16"
+
+
+def expert_dtype(experts: ExpertSettings, *, dtype: str) -> str:
+    """Resolve `expert_dtype` for a model that is computed in `dtype`. SettingsError where that is not held."""
+    if experts.weight_dtype == "bfloat16" and dtype != "bfloat16":
+        raise SettingsError(f"expert_dtype bfloat16: the model is computed in {dtype}; take auto, or int8")
+    return dtype if experts.weight_dtype == "auto" else experts.weight_dtype
 
 
 def kv_dtype(cache: CacheSettings, *, dtype: str) -> str:

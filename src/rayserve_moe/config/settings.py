@@ -123,6 +123,9 @@ class ExpertSettings:
 
     backend: str = _choice("auto", "local", "replicated", "all_to_all", "fused", key="expert_backend")
     """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all` and `fused` are fixed choices."""
+    weight_dtype: str = _choice("auto", "bfloat16", "int8", key="expert_dtype")
+    """What the matrices of experts are kept in: `auto` is what the model is computed in, `int8` a byte per weight and a
+    float32 scale per output channel, quantised while weights are read, at the start and at every update."""
     num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
     """Expert slots per layer beyond one per expert, which hold replicas of busy experts; lowered until slots divide."""
     dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")

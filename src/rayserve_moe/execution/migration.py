@@ -20,6 +20,7 @@ from rayserve_moe.execution.weights import parameter_tree
 from rayserve_moe.experts.migration import SlotArrays, SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.model.expert_parameters import slot_specs
+from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.transformer import ModelConfig
 
 NO_LAYER = -1
@@ -62,7 +63,7 @@ def expert_state(weights: ModelWeights, *, config: ModelConfig) -> ExpertState:
     """The part of the weights that a migration moves; they must have maps."""
     assert weights.maps is not None, "without maps experts stay where they are"
     experts = weights.params["experts"]
-    return ExpertState({name: experts[name] for name in slot_specs(config.spec)}, weights.maps)
+    return ExpertState({name: experts[name] for name in _slot_specs(config)}, weights.maps)
 
 
 class MigrationRunner:
@@ -179,5 +180,10 @@ def _flat(weights: SlotArrays) -> SlotArrays:
 
 def _partitions(config: ModelConfig, *, num_dropped: int) -> SlotArrays:
     """How the arrays of expert slots lie on the mesh, without their first `num_dropped` dimensions."""
-    parts = {name: config.plan.partition(spec.axes[num_dropped:]) for name, spec in slot_specs(config.spec).items()}
+    parts = {name: config.plan.partition(spec.axes[num_dropped:]) for name, spec in _slot_specs(config).items()}
     return cast(SlotArrays, parts)
+
+
+def _slot_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """All arrays that move with an expert: the scales of quantised ones too."""
+    return slot_specs(config.spec, expert_dtype=config.experts.weight_dtype)

@@ -91,6 +91,11 @@ class ServedModel:
         return derive.kv_dtype(self.settings.cache, dtype=self.dtype)
 
     @property
+    def expert_dtype(self) -> str:
+        """What the matrices of experts are kept in."""
+        return derive.expert_dtype(self.settings.experts, dtype=self.dtype)
+
+    @property
     def num_rows(self) -> int:
         """Rows of a data rank."""
         return self.settings.scheduler.max_running_requests
@@ -145,12 +150,20 @@ class ServedModel:
 
 def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings) -> ServedModel:
     """Lay a model out on a mesh. SettingsError or UnsupportedModelError where they do not go together."""
-    kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
+    kernels = choose_kernels(
+        spec,
+        plan,
+        model=settings.model,
+        compiling=settings.compile,
+        cache=settings.cache,
+        experts=settings.experts,
+    )
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype))
     served = ServedModel(settings, config, dtype, first_placement(config), shapes)
     check_kv_heads(spec, plan, kv_dtype=served.kv_dtype)
+    derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
 
 

@@ -208,7 +208,7 @@ def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockIn
 
 def weight_partitions(config: ModelConfig) -> ModelWeights:
     """The tree of ModelWeights with partitions for arrays; the maps are the same on every device."""
-    tree = parameter_specs(config.spec, dtype="float32")
+    tree = parameter_specs(config.spec, dtype="float32", expert_dtype=config.experts.weight_dtype)
     params = {
         group: {name: config.plan.partition(p.axes) for name, p in specs.items()} for group, specs in tree.items()
     }

@@ -20,6 +20,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.registry import KERNELS, Kernels
 from rayserve_moe.model.attention import kernels_for
+from rayserve_moe.model.expert_parameters import INT8
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
@@ -58,6 +59,7 @@ def model_config(
         selection=selection,
         capacity_scope=experts.capacity_scope,
         activation=spec.experts.activation,
+        weight_dtype=INT8 if experts.weight_dtype == INT8 else "",
     )
     return ModelConfig(spec, config)
 
@@ -154,6 +156,7 @@ def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, Pa
     tree = parameter_specs(
         config.spec,
         dtype=dtype,
+        expert_dtype=config.experts.weight_dtype,
         tensor_size=config.plan.tensor_size,
         num_devices=config.plan.mesh.size,
         num_redundant=config.experts.num_redundant,

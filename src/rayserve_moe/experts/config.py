@@ -16,7 +16,8 @@ class ExpertConfig:
     A layer has `num_redundant` expert slots more than experts. `backend` names how tokens and experts meet (`auto`: by
     the number of tokens), `slot_choice` which of an expert's slots a token takes. `selection` is `topk`,
     `replicas_only` or `balanced`; where slots have limited capacity, `capacity_scope` says which tokens compete (see
-    `balanced_layer`). `activation` is one of `expert_products.ACTIVATIONS`.
+    `balanced_layer`). `activation` is one of `expert_products.ACTIVATIONS`. `weight_dtype` is `int8` where the matrices
+    of experts are quantised; empty: they are as all weights.
     """
 
     router: RouterSpec
@@ -28,6 +29,7 @@ class ExpertConfig:
     selection: str = "replicas_only"
     capacity_scope: str = "global"
     activation: str = "silu"
+    weight_dtype: str = ""
 
     @property
     def num_slots(self) -> int:

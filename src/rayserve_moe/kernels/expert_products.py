@@ -23,7 +23,10 @@ from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
 
 
 class ExpertWeights(NamedTuple):
-    """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D], and their biases if any."""
+    """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D], and their biases if any.
+
+    Matrices in int8 have float32 scales of their columns, [X, 1, F] and [X, 1, D]: products are multiplied by them.
+    """
 
     gate_XDF: jax.Array
     up_XDF: jax.Array
@@ -31,6 +34,9 @@ class ExpertWeights(NamedTuple):
     gate_bias_XF: jax.Array | None = None
     up_bias_XF: jax.Array | None = None
     down_bias_XD: jax.Array | None = None
+    gate_scale_X1F: jax.Array | None = None
+    up_scale_X1F: jax.Array | None = None
+    down_scale_X1D: jax.Array | None = None
 
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -120,7 +126,8 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
 
     Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
     """
-    weights, first_slot, (num_tokens, top_k) = experts.weights, experts.first_slot, slots_TK.shape
+    weights, first_slot = _of_layer(experts, hidden_TD.dtype)
+    num_tokens, top_k = slots_TK.shape
     num_slots, num_rows = experts.config.num_slots, product_rows(slots_TK.size)
     slots_P, counts_S = _count_assignments(slots_TK, num_slots)
     token_P, place_P = order_by_slot(slots_TK, num_slots)
@@ -129,17 +136,18 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     token_of_row = jnp.pad(token_P, (0, num_rows - slots_P.size))
     sorted_PD = take(hidden_TD, token_of_row).reshape(num_rows, -1)
 
-    def multiply(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
-        out = jax.lax.ragged_dot(rows, matrices, sizes_X, preferred_element_type=jnp.float32)
-        if bias is None:
-            return out
-        slot_of_row = first_slot + jnp.pad(jnp.sort(slots_P), (0, num_rows - slots_P.size))
-        return out + bias.at[slot_of_row].get(mode="clip")
+    slot_of_row = first_slot + jnp.pad(jnp.sort(slots_P), (0, num_rows - slots_P.size))
 
-    gate = multiply(sorted_PD, weights.gate_XDF, weights.gate_bias_XF)
-    up = multiply(sorted_PD, weights.up_XDF, weights.up_bias_XF)
+    def multiply(rows: jax.Array, product: _Product) -> jax.Array:
+        out = jax.lax.ragged_dot(rows, product.matrices, sizes_X, preferred_element_type=jnp.float32)
+        if product.scales is not None:
+            out = out * product.scales.at[slot_of_row, 0].get(mode="clip")
+        return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
+
+    gate_up, down = _products(weights)
+    gate, up = (multiply(sorted_PD, product) for product in gate_up)
     inner = ACTIVATIONS[experts.config.activation](gate, up).astype(hidden_TD.dtype)
-    down = multiply(inner, weights.down_XFD, weights.down_bias_XD)
+    down = multiply(inner, down)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
@@ -170,14 +178,42 @@ def _count_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, 
 
 
 def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activate: Activation) -> jax.Array:
-    def multiply(rows: jax.Array, matrices: jax.Array, bias: jax.Array | None) -> jax.Array:
-        out = jnp.matmul(rows, matrices[index], preferred_element_type=jnp.float32)
-        return out if bias is None else out + bias[index]
+    def multiply(rows: jax.Array, product: _Product) -> jax.Array:
+        out = jnp.matmul(rows, product.matrices[index].astype(rows.dtype), preferred_element_type=jnp.float32)
+        out = out if product.scales is None else out * product.scales[index]
+        return out if product.bias is None else out + product.bias[index]
 
-    gate = multiply(rows_BD, weights.gate_XDF, weights.gate_bias_XF)
-    up = multiply(rows_BD, weights.up_XDF, weights.up_bias_XF)
-    inner = activate(gate, up).astype(rows_BD.dtype)
-    return multiply(inner, weights.down_XFD, weights.down_bias_XD).astype(rows_BD.dtype)
+    gate_up, down = _products(weights)
+    gate, up = (multiply(rows_BD, product) for product in gate_up)
+    return multiply(activate(gate, up).astype(rows_BD.dtype), down).astype(rows_BD.dtype)
+
+
+class _Product(NamedTuple):
+    """A product with matrices of all slots: rows * matrix * scales + bias."""
+
+    matrices: jax.Array
+    scales: jax.Array | None
+    bias: jax.Array | None
+
+
+def _products(weights: ExpertWeights) -> tuple[tuple[_Product, _Product], _Product]:
+    """Those of gate and up, and that of down."""
+    gate = _Product(weights.gate_XDF, weights.gate_scale_X1F, weights.gate_bias_XF)
+    up = _Product(weights.up_XDF, weights.up_scale_X1F, weights.up_bias_XF)
+    return (gate, up), _Product(weights.down_XFD, weights.down_scale_X1D, weights.down_bias_XD)
+
+
+def _of_layer(experts: LayerExperts, dtype: jnp.dtype) -> tuple[ExpertWeights, jax.Array | int]:
+    """Weights in the dtype of rows, and where the slots begin in them: of those in int8 a copy of the layer's own."""
+    weights, first, size = experts.weights, experts.first_slot, experts.config.num_slots
+    if weights.gate_scale_X1F is None:
+        return weights, first
+
+    def own(array: jax.Array) -> jax.Array:
+        held = jax.lax.dynamic_slice_in_dim(array, first, size)
+        return held.astype(dtype) if array.dtype == jnp.int8 else held
+
+    return jax.tree.map(own, weights), 0
 
 
 def _block_rows(mean: float) -> int:

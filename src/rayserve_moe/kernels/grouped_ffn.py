@@ -34,7 +34,7 @@ WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 4 << 20, 60 << 20
 def multiply_grouped(
     hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts, *, interpret: Any = False
 ) -> jax.Array:
-    """Multiply as `multiply_by_ragged_dot` does, and by it where there are biases or rows do not fit: [T, K, D].
+    """Multiply as `multiply_by_ragged_dot` does, by it where there are biases or scales, or rows do not fit: [T, K, D].
 
     So too on chips whose cores share a device: the kernel is for one core, and would leave the other one idle.
     `interpret` (see `pallas_call`) runs the kernel where there is no TPU.
@@ -45,7 +45,11 @@ def multiply_grouped(
     # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
     row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
     vmem_bytes = 0 if not block else MOST_BYTES if interpret else _vmem_bytes()
-    if weights.gate_bias_XF is not None or WEIGHT_BYTES + row_bytes + SPARE_BYTES > vmem_bytes:
+    if (
+        weights.gate_bias_XF is not None
+        or weights.gate_scale_X1F is not None
+        or WEIGHT_BYTES + row_bytes + SPARE_BYTES > vmem_bytes
+    ):
         return multiply_by_ragged_dot(hidden_TD, slots_TK, experts)
     token_P, place_P = order_by_slot(slots_TK, config.num_slots)
     rows_RD = take(hidden_TD, jnp.pad(token_P, (0, num_rows - token_P.size))).reshape(num_rows, -1)

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
 
 Columns = tuple[int, int, int]
 """`repeat_width`, `period` and `start` of a ParamSpec."""
+INT8 = "int8"
+SCALE_OF = {"gate_MPDF": "gate_scale_MP1F", "up_MPDF": "up_scale_MP1F", "down_MPFD": "down_scale_MP1D"}
+"""The scales of matrices in int8: one dimension more than they need, since TPUs lay out few rows as eight."""
 
 
 def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
@@ -29,8 +34,13 @@ def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
     return specs
 
 
-def slot_specs(spec: ModelSpec, *, dtype: str = "float32", num_redundant: int = 0) -> dict[str, ParamSpec]:
-    """The arrays of which every expert slot has its own part: all that moves with an expert."""
+def slot_specs(
+    spec: ModelSpec, *, dtype: str = "float32", expert_dtype: str = "", num_redundant: int = 0
+) -> dict[str, ParamSpec]:
+    """The arrays of which every expert slot has its own part: all that moves with an expert.
+
+    Matrices of `expert_dtype` int8 have float32 scales of their columns, behind them in the tree.
+    """
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
     width, inner, layout = spec.hidden_size, spec.experts.intermediate_size, spec.experts.layout
 
@@ -60,7 +70,17 @@ def slot_specs(spec: ModelSpec, *, dtype: str = "float32", num_redundant: int = 
         specs["gate_bias_MPF"] = stack("expert_gate_bias", (inner,), ("expert_inner",), gate)
         specs["up_bias_MPF"] = stack("expert_up_bias", (inner,), ("expert_inner",), up)
         specs["down_bias_MPD"] = stack("expert_down_bias", (width,), ("model",))
-    return specs
+    return _quantized(specs) if expert_dtype == INT8 else specs
+
+
+def _quantized(specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """The matrices in int8, and the scales of their columns."""
+    scales = {}
+    for name, scale in SCALE_OF.items():
+        matrix = specs[name] = replace(specs[name], dtype=INT8)
+        shape, axes = (*matrix.shape[:2], 1, matrix.shape[3]), (*matrix.axes[:2], None, matrix.axes[3])
+        scales[scale] = replace(matrix, shape=shape, axes=axes, dtype="float32", is_scale=True)
+    return specs | scales
 
 
 def _columns_of_gate_and_up(spec: ModelSpec) -> tuple[Columns, Columns]:

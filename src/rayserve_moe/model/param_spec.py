@@ -27,6 +27,8 @@ class ParamSpec:
 
     The last `num_padding` entries of `padded_axis` are zeros that no file holds, so that it divides over the devices,
     and into what kernels multiply at once.
+    A parameter of dtype `int8` is quantised while it is read, and `is_scale` marks the float32 scales of the columns of
+    one, held as [1, columns] and found with it: they have the same role and no tensor of their own.
     `initial` is `normal` or `ones`, for synthetic checkpoints. `layout` says how a device's share lies in memory
     (`kernels.cpu_native.layout.LAYOUTS`).
     """
@@ -50,6 +52,7 @@ class ParamSpec:
     experts_in_file: bool = False
     file_row: bool = False
     column_dim: int = -1
+    is_scale: bool = False
 
     @property
     def num_stacked_dims(self) -> int:

@@ -23,10 +23,17 @@ def kv_repeats(spec: ModelSpec, tensor_size: int) -> int:
 
 
 def parameter_specs(
-    spec: ModelSpec, *, dtype: str, tensor_size: int = 1, num_devices: int = 1, num_redundant: int = 0
+    spec: ModelSpec,
+    *,
+    dtype: str,
+    expert_dtype: str = "",
+    tensor_size: int = 1,
+    num_devices: int = 1,
+    num_redundant: int = 0,
 ) -> dict[str, dict[str, ParamSpec]]:
     """State all parameters of `spec` in compute dtype `dtype` (the router and its biases stay float32).
 
+    `expert_dtype` is that of the matrices of experts where it is another: int8, with float32 scales of their columns.
     `tensor_size` is the number of devices that share the heads: it decides how often KV heads are repeated.
     `num_devices` are all of them: they share the vocabulary, which is padded until it divides. A layer has
     `num_redundant` expert slots more than experts.
@@ -37,7 +44,8 @@ def parameter_specs(
         if spec.attention.latent
         else _attention_specs(spec, dtype, kv_repeats(spec, tensor_size)),
         "mlp_norm": {"scale": _norm(spec, "mlp_norm", dtype)},
-        "experts": router_specs(spec) | slot_specs(spec, dtype=dtype, num_redundant=num_redundant),
+        "experts": router_specs(spec)
+        | slot_specs(spec, dtype=dtype, expert_dtype=expert_dtype, num_redundant=num_redundant),
     }
     if spec.dense_layer_ids:
         tree["dense"] = dense_specs(spec, dtype)

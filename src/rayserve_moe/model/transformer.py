@@ -29,8 +29,12 @@ from rayserve_moe.model.vocabulary import look_up, score_my_words
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 
-EXPERT_MATRICES = ("gate_MPDF", "up_MPDF", "down_MPFD")
-EXPERT_BIASES = ("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD")
+EXPERT_ARRAYS = (
+    *("gate_MPDF", "up_MPDF", "down_MPFD"),
+    *("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD"),
+    *("gate_scale_MP1F", "up_scale_MP1F", "down_scale_MP1D"),
+)
+"""In the order of `ExpertWeights`."""
 
 Parameters = dict[str, dict[str, jax.Array]]
 Carry = tuple[jax.Array, jax.Array]
@@ -157,8 +161,7 @@ def _moe_layer(
     layer, moe_layer = index
     hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, layer, inputs=inputs, config=config)
     experts = params["experts"]
-    biases = (_flatten(experts[name]) for name in EXPERT_BIASES if name in experts)
-    flat = ExpertWeights(*(_flatten(experts[name]) for name in EXPERT_MATRICES), *biases)
+    flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
     out_TD, routing = apply_experts(
         normed_TD,
         _router_of_layer(experts, moe_layer),

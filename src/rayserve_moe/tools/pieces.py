@@ -45,5 +45,5 @@ def _elements(leaf: Any) -> int:
 
 def _hlo_dtype(dtype: str) -> str:
     """How the text of a program spells a dtype."""
-    short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
+    short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8"}
     return short.get(dtype) or dtype.replace("float8_", "f8")

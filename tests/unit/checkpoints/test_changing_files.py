@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints import loader
+from rayserve_moe.checkpoints import casting
 from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.header import DTYPES
 from rayserve_moe.config import given_files
@@ -157,5 +157,5 @@ def test_every_value_that_is_not_finite_is_seen_and_no_other(dtype: np.dtype):
     patterns = bits if dtype.itemsize == 2 else (bits.astype(np.uint32) << 16) | (bits.astype(np.uint32) & 1)
     values = patterns.view(dtype)
     expected = np.isfinite(values.astype(np.float32))
-    assert [loader.is_finite(values[i : i + 1]) for i in range(0, len(values), 7)] == expected[::7].tolist()
-    assert loader.is_finite(values[expected]) and loader.is_finite(values[:0]) and not loader.is_finite(values)
+    assert [casting.is_finite(values[i : i + 1]) for i in range(0, len(values), 7)] == expected[::7].tolist()
+    assert casting.is_finite(values[expected]) and casting.is_finite(values[:0]) and not casting.is_finite(values)

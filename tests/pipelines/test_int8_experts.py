@@ -1,0 +1,115 @@
+"""Experts in 8 bits: as independent of scheduling, placements and updates as wider ones, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.model.expert_parameters import slot_specs
+from tests.support.drive import Way, run_alone, run_together
+from tests.support.int8 import dequantized
+from tests.support.outcomes import Outcomes, assert_all_same, assert_identical
+from tests.support.placements import random_placement
+from tests.support.runners import TWO_SHAPES, WAY, card_of, new_runner, prepared_runner
+from tests.support.workload import mixed_workload
+
+MOVING = {"enable_eplb": True, "num_redundant_experts": 4, "eplb_slots_per_step": 1}
+
+
+def runner_with(path: Path, **settings) -> HostRunner:
+    return prepared_runner(path, **TWO_SHAPES, enable_return_routed_experts=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def narrow(core_checkpoint: Path) -> HostRunner:
+    return runner_with(core_checkpoint, expert_dtype="int8")
+
+
+@pytest.fixture(scope="module")
+def expected(narrow: HostRunner, core_checkpoint: Path) -> Outcomes:
+    return run_alone(narrow, card_of(core_checkpoint), mixed_workload(), way=WAY)
+
+
+def slot_arrays(runner: HostRunner) -> dict[str, np.ndarray]:
+    names = slot_specs(runner.config.spec, expert_dtype="int8")
+    return {name: np.asarray(runner.weights.params["experts"][name]) for name in names}
+
+
+@pytest.mark.parametrize("way", [Way(16, 32, 7), Way(3, 32, 32, caches_prefixes=False)], ids=str)
+def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, core_checkpoint):
+    assert_all_same(run_together(narrow, card_of(core_checkpoint), mixed_workload(), way=way), expected)
+
+
+def test_they_are_an_unquantised_model_of_the_numbers_that_they_stand_for(narrow, expected, core_checkpoint, tmp_path):
+    """In float32 a product times its scale and a product with scaled numbers differ by rounding alone."""
+    plain = runner_with(dequantized(core_checkpoint, tmp_path / "model"))
+    assert_all_same(run_alone(plain, card_of(core_checkpoint), mixed_workload(), way=WAY), expected)
+    rounded = runner_with(core_checkpoint)
+    other = run_alone(rounded, card_of(core_checkpoint), mixed_workload(), way=WAY)
+    assert any(other[key].logprobs != outcome.logprobs for key, outcome in expected.items()), "quantising shows"
+
+
+def test_they_take_a_quarter_of_float32_and_the_pool_gets_the_rest(core_checkpoint, narrow):
+    """Weights per device, as staging counts them, and what waits for a swap."""
+    wide = new_runner(core_checkpoint, **TWO_SHAPES)
+    arrays = slot_arrays(narrow)
+    num_scales = sum(array.size for array in arrays.values() if array.dtype == np.float32)
+    num_weights = sum(array.size for array in arrays.values() if array.dtype == np.int8)
+    freed = wide.staged.bytes_per_device - narrow.staged.bytes_per_device
+    assert freed == 3 * num_weights - 4 * num_scales > 0
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(narrow.weights.params)) == narrow.staged.bytes_per_device
+
+
+@pytest.mark.parametrize("spare", [1 << 60, 0])
+def test_an_update_to_the_same_weights_leaves_every_bit(narrow, core_checkpoint, other_checkpoint, spare):
+    before = slot_arrays(narrow)
+    for path, is_same in ((other_checkpoint, False), (core_checkpoint, True)):
+        narrow.staged.read(str(path), spare=spare)
+        narrow.weights = narrow.staged.take(narrow.weights)
+        after = slot_arrays(narrow)
+        assert all((after[name] == array).all() == is_same for name, array in before.items())
+        assert {name: array.dtype for name, array in after.items()} == {k: v.dtype for k, v in before.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "backend"),
+    [
+        ((2, 2), "all_to_all"),
+        *(
+            pytest.param(mesh, backend, marks=pytest.mark.slow)
+            for mesh in [(2, 2), (4, 1), (1, 4)]
+            for backend in ("replicated", "fused")
+        ),
+    ],
+)
+def test_scales_move_with_their_slots_and_no_answer_changes(mesh, backend, narrow, expected, core_checkpoint):
+    """Over devices answers are those of one device; while experts move they are the same bits."""
+    runner = runner_with(core_checkpoint, mesh=mesh, expert_backend=backend, expert_dtype="int8", **MOVING)
+    card, by_expert = card_of(core_checkpoint), slot_arrays(narrow)
+    before = run_together(runner, card, mixed_workload(), way=WAY)
+    assert_all_same(before, expected)
+    migration = Migration(runner.placement, hosts=1, slots_per_step=1)
+    migration.begin(random_placement(runner.placement, seed=3))
+    eplb = EplbSteps(migration, counts_every=7)
+    assert_identical(run_together(runner, card, mixed_workload(), way=replace(WAY, eplb=eplb)), before)
+    while (piece := migration.next_piece()) is not None:
+        runner.move_experts(piece)
+    assert (migration.placement.expert_of_slot != runner.placement.expert_of_slot).any()
+    layers = np.arange(migration.placement.num_layers)[:, None]
+    for name, held in slot_arrays(runner).items():
+        np.testing.assert_array_equal(held, by_expert[name][layers, migration.placement.expert_of_slot], name)
+
+
+def test_settings_that_are_not_held_are_refused(core_checkpoint):
+    with pytest.raises(SettingsError, match="expert_dtype bfloat16: the model is computed in float32"):
+        new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="bfloat16")
+    with pytest.raises(SettingsError, match=r"expert_dtype.*fp8"):
+        new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="fp8")
