@@ -29,18 +29,23 @@ def read_bytes_per_s() -> float:
     return best
 
 
-def bytes_per_step(spec: ModelSpec, num_streams: int) -> float:
-    """Weights that a step of `num_streams` single tokens reads, in bfloat16; experts as even routing touches them."""
+def bytes_per_step(spec: ModelSpec, num_streams: int, *, expert_dtype: str = "bfloat16") -> float:
+    """Weights that a step of `num_streams` single tokens reads; experts as even routing touches them.
+
+    In bfloat16, but for the matrices of experts where they are in int8; scales and float32 routers count as bfloat16.
+    """
     touched = 1 - (1 - spec.router.top_k / spec.router.num_experts) ** num_streams
     read = 0.0
-    for group in parameter_specs(spec, dtype="bfloat16").values():
+    for group in parameter_specs(spec, dtype="bfloat16", expert_dtype=expert_dtype).values():
         for param in group.values():
             of_tokens_alone = param.role == "embedding" and not spec.tie_embeddings
             share = touched if param.num_experts else 0.0 if of_tokens_alone else 1.0
-            read += share * math.prod(param.shape)
-    return BF16_BYTES * read
+            read += share * math.prod(param.shape) * (1 if param.dtype == "int8" else BF16_BYTES)
+    return read
 
 
-def most_tokens_per_s(spec: ModelSpec, num_streams: int, *, bytes_per_s: float) -> float:
+def most_tokens_per_s(
+    spec: ModelSpec, num_streams: int, *, bytes_per_s: float, expert_dtype: str = "bfloat16"
+) -> float:
     """Output tokens a second of `num_streams` that decode together, if reading weights were all."""
-    return num_streams * bytes_per_s / bytes_per_step(spec, num_streams)
+    return num_streams * bytes_per_s / bytes_per_step(spec, num_streams, expert_dtype=expert_dtype)

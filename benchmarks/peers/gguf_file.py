@@ -1,4 +1,4 @@
-"""A synthetic checkpoint as a GGUF file in its own type, for llama.cpp. Needs the gguf package."""
+"""A synthetic checkpoint as a GGUF file, in its own type or in Q8_0, for llama.cpp. Needs the gguf package."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import gguf
 import numpy as np
 from gguf_layout import ARCHITECTURES, sizes_of, tensors_of
 
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
-def write_gguf(model: Path, file: Path) -> Path:
-    """Write `file` from the checkpoint directory `model`; vectors, biases and routers become float32."""
+
+def write_gguf(model: Path, file: Path, *, in_int8: bool = False) -> Path:
+    """Write `file` from the checkpoint directory `model`; vectors, biases and routers become float32.
+
+    `in_int8`: all other matrices in Q8_0, as llama.cpp's own converter has them.
+    """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(str(file), architecture)
@@ -20,10 +25,14 @@ def write_gguf(model: Path, file: Path) -> Path:
     for name, value in sizes_of(config).items():
         writer.add_key_value(f"{architecture}.{name}", value, types[type(value)])
     is_wide = config["dtype"] == "float32"
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if is_wide else gguf.LlamaFileType.MOSTLY_BF16)
+    kept = gguf.LlamaFileType.ALL_F32 if is_wide else gguf.LlamaFileType.MOSTLY_BF16
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if in_int8 else kept)
     _write_vocabulary(writer, model, config["vocab_size"])
     for name, array in tensors_of(model, config):
-        if array.dtype == np.uint16:
+        if array.dtype == np.uint16 and in_int8:
+            quantized = gguf.quants.quantize((array.astype(np.uint32) << 16).view(np.float32), Q8_0)
+            writer.add_tensor(name, quantized, raw_dtype=Q8_0)
+        elif array.dtype == np.uint16:
             writer.add_tensor(name, array.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
             writer.add_tensor(name, array)

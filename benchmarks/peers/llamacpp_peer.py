@@ -30,19 +30,24 @@ WIDE = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
 def main() -> None:
     """Convert the model of the directory named first, serve it by the server of the folder named second.
 
-    Runs until the input ends.
+    Its matrices are in Q8_0 where `int8` comes third. Runs until the input ends.
     """
-    model, folder = map(Path, sys.argv[1:])
+    model, folder = map(Path, sys.argv[1:3])
+    in_int8 = sys.argv[3:] == ["int8"]
     binary = folder / "build" / "bin" / "llama-server"
     cores, dtype = sorted(os.sched_getaffinity(0)), json.loads((model / "config.json").read_text())["dtype"]
     options = [*SIZES, *QUIET, "--threads", str(len(cores)), *(WIDE if dtype == "float32" else ())]
     with tempfile.TemporaryDirectory() as directory:
-        file, log, port = write_gguf(model, Path(directory) / "model.gguf"), Path(directory) / "log", free_port()
+        file = write_gguf(model, Path(directory) / "model.gguf", in_int8=in_int8)
+        log, port = Path(directory) / "log", free_port()
         command = [str(binary), "--model", str(file), "--host", HOST, "--port", str(port), *options]
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
             try:
                 wait(server, port, log)
-                print(json.dumps(facts(binary, options) | {"cores": cores, "dtype": dtype}), flush=True)
+                print(
+                    json.dumps(facts(binary, options) | {"cores": cores, "dtype": "Q8_0" if in_int8 else dtype}),
+                    flush=True,
+                )
                 for line in sys.stdin:
                     print(json.dumps(generate(port, json.loads(line))), flush=True)
             finally:

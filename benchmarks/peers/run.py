@@ -2,12 +2,14 @@
 
     python -m benchmarks.peers.install [--peers DIR]
     python -m benchmarks.peers.run --size small [--sides vllm,llamacpp] [--peers DIR] [--workloads W1,W2] [--repeats 5]
+    python -m benchmarks.peers.run --size mid --sides llamacpp --experts int8 --workloads W1,W2
 
 The size is that of a synthetic preset, `olmoe-mid` as well. The first command makes each peer as fast as
 it runs here, and writes down how: that stands in the result, with the environment that it runs in. Who is not asked is
 stopped. The sides take turns repeat by repeat, so that the machine's slow changes meet all of them; leave it idle all
 the same. The read bandwidth is the best that was measured before, between and after the workloads. Whether a peer
-computes the same model: `python -m benchmarks.peers.agreement`.
+computes the same model: `python -m benchmarks.peers.agreement`. Where our experts are in int8, llama.cpp has all of its
+matrices in Q8_0: int8, with a scale for every 32 weights.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 
-HERE = Path(__file__).parent
+HERE, INT8 = Path(__file__).parent, "int8"
 SCRIPTS = {"vllm": "vllm_peer.py", "llamacpp": "llamacpp_peer.py"}
 VLLM_LATENT_WIDTH = 512 + 64
 """The one width of a cached row for which vLLM has latent attention on a processor."""
@@ -64,10 +66,10 @@ def facts_for(facts: dict[str, Any], name: str, spec: ModelSpec) -> dict[str, An
     return facts | {"environment": facts["environment"] | {"VLLM_MLA_DISABLE": "1"}}
 
 
-def start(name: str, model: Path, *, peers: Path, facts: dict[str, Any]) -> PeerProcess:
+def start(name: str, model: Path, *, peers: Path, facts: dict[str, Any], experts: str = "bfloat16") -> PeerProcess:
     """Start a peer by the Python of its folder, in its environment."""
     folder = peers / name
-    command = [folder / "bin" / "python", HERE / SCRIPTS[name], model, folder]
+    command = [folder / "bin" / "python", HERE / SCRIPTS[name], model, folder, *([experts] if experts == INT8 else [])]
     return PeerProcess([str(word) for word in command], environment=facts["environment"])
 
 
@@ -84,7 +86,11 @@ def parse_arguments() -> argparse.Namespace:
     add_workload_options(parser)
     add_peers_option(parser)
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SCRIPTS), help="comma-separated")
-    return parser.parse_args()
+    parser.add_argument("--experts", choices=["bfloat16", INT8], default="bfloat16", help="int8 with llamacpp alone")
+    arguments = parser.parse_args()
+    if arguments.experts == INT8 and arguments.sides != ["llamacpp"]:
+        parser.error("--experts int8 goes with --sides llamacpp")
+    return arguments
 
 
 def main() -> None:
@@ -95,23 +101,30 @@ def main() -> None:
     found = {name: facts_for(installed(arguments.peers.resolve(), name), name, spec) for name in arguments.sides}
     with ExitStack() as stack:
         peers = {
-            name: stack.enter_context(start(name, path, peers=arguments.peers.resolve(), facts=facts))
+            name: stack.enter_context(
+                start(name, path, peers=arguments.peers.resolve(), facts=facts, experts=arguments.experts)
+            )
             for name, facts in found.items()
         }
-        engine = stack.enter_context(Engine(str(path), dtype="bfloat16", max_model_len=1024))
+        engine = stack.enter_context(
+            Engine(str(path), dtype="bfloat16", expert_dtype=arguments.experts, max_model_len=1024)
+        )
         result = conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
         result["ours"] |= our_facts(engine)
         for name in arguments.workloads:
             workloads[name] = measure(name, engine, peers=peers, repeats=arguments.repeats)
             bandwidths.append(read_bytes_per_s())
-    bandwidth = max(bandwidths)
+    bandwidth, experts = max(bandwidths), arguments.experts
     result["peers"] = {
         "facts": {name: peer.facts | found[name] for name, peer in peers.items()},
         "read_bytes_per_s": bandwidth,
-        "limits": {str(count): most_tokens_per_s(spec, count, bytes_per_s=bandwidth) for count in (1, 2, 4, 8, 16)},
+        "limits": {
+            str(count): most_tokens_per_s(spec, count, bytes_per_s=bandwidth, expert_dtype=experts)
+            for count in (1, 2, 4, 8, 16)
+        },
         "workloads": workloads,
     }
-    save(result, arguments.out or RESULTS / f"peers-{arguments.size}.json")
+    save(result, arguments.out or RESULTS / f"peers-{arguments.size}{'-int8' * (experts == INT8)}.json")
     print(tables(result))
 
 

@@ -81,8 +81,9 @@ def test_a_peer_runs_as_its_folder_says(tmp_path, monkeypatch):
     (tmp_path / "echo.py").write_text(ECHO)
     monkeypatch.setitem(run.SCRIPTS, "vllm", str(tmp_path / "echo.py"))
     facts = installed(tmp_path, "vllm")
-    with run.start("vllm", tmp_path / "model", peers=tmp_path, facts=facts) as peer:
-        assert peer.facts == {"version": "tcmalloc", "arguments": [str(tmp_path / "model"), str(folder)]}
+    for experts, more in (("bfloat16", []), ("int8", ["int8"])):
+        with run.start("vllm", tmp_path / "model", peers=tmp_path, facts=facts, experts=experts) as peer:
+            assert peer.facts == {"version": "tcmalloc", "arguments": [str(tmp_path / "model"), str(folder), *more]}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,8 @@ def test_a_step_reads_every_weight_but_the_experts_that_no_token_chose(size, tmp
     assert bytes_per_step(spec, 1) == pytest.approx(2 * (others + of_experts * share))
     assert bytes_per_step(spec, 2) == pytest.approx(2 * (others + of_experts * (1 - (1 - share) ** 2)))
     assert bytes_per_step(spec, 10_000) == pytest.approx(2 * (others + of_experts))
+    scales = bytes_per_step(spec, 10_000, expert_dtype="int8") - 2 * others - of_experts
+    assert 0 < scales <= 2 * of_experts / 32, "of their columns, which are at least 32 long"
     assert most_tokens_per_s(spec, 1, bytes_per_s=bytes_per_step(spec, 1)) == 1.0
     tied = replace(spec, tie_embeddings=True)
     assert bytes_per_step(tied, 1) == bytes_per_step(spec, 1), "a table that is the head too is read as that"
