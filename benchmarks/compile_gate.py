@@ -54,14 +54,17 @@ def options_of(case: str) -> tuple[str, ...]:
     return ("--model", model, "--topology", topology, "--expert-backend", "all_to_all", *moves, *MODELS[case])
 
 
-def check(case: str, *, num_layers: int = 0) -> dict[str, Any] | None:
-    """Compile one case; returns the report, with the exit status. None where it is skipped."""
+def check(case: str, *, num_layers: int = 0, num_jobs: int = JOBS) -> dict[str, Any] | None:
+    """Compile one case, `num_jobs` programs at a time where only few layers are.
+
+    Returns the report, with the exit status. None where it is skipped.
+    """
     command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *options_of(case), "--json"]
     limits = [
         "--layers",
         str(num_layers),
         "--jobs",
-        str(JOBS if num_layers else 1),
+        str(num_jobs if num_layers else 1),
         *(["--limits", str(LIMITS)] if case in CONFIGS else []),
     ]
     run = subprocess.run([*command, *limits], capture_output=True, text=True, check=False)
@@ -77,11 +80,18 @@ def limits_of(report: dict[str, Any]) -> dict[str, dict[str, int]]:
     return {program["name"]: {field: program[field] for field in LIMITED} for program in report["programs"]}
 
 
+def _kept(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without the list of copied activations, of which a program has hundreds; their bytes stay."""
+    programs = [{name: found[name] for name in found if name != "activation_copies"} for found in report["programs"]]
+    return report | {"programs": programs}
+
+
 def main() -> int:
     """Check every case, writing the result file after each; then print its table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=[*CONFIGS, *MODELS], action="append", help="may be given more than once")
     parser.add_argument("--layers", type=int, default=0, help="only so many layers, and the configs alone")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="programs at a time, with few layers")
     parser.add_argument("--out", type=Path, help="default: results/compile_gate.json, with all layers")
     parser.add_argument("--write-limits", action="store_true")
     arguments = parser.parse_args()
@@ -90,11 +100,11 @@ def main() -> int:
     limits = json.loads(LIMITS.read_text(encoding="utf-8"))
     status = 0
     for case in arguments.only or (CONFIGS if arguments.layers else [*CONFIGS, *MODELS]):
-        report = check(case, num_layers=arguments.layers)
+        report = check(case, num_layers=arguments.layers, num_jobs=arguments.jobs)
         if report is None:
             print(case, "skipped: it serves on CPU hosts", flush=True)
             continue
-        known[KEY][case] = report
+        known[KEY][case] = _kept(report)
         if arguments.write_limits and case in CONFIGS:
             limits[report["name"]] = limits_of(report)
             LIMITS.write_text(json.dumps(limits, indent=1) + "\n", encoding="utf-8")
