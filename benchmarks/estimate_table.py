@@ -13,6 +13,10 @@ NOTE = (
 )
 
 
+NUM_SHOWN = 5
+"""Ops of a layer, those that cost most; the result file has more."""
+
+
 def step_estimate(cases: Mapping[str, Any]) -> str:
     """A row per step, then the ops that cost most in a layer of each."""
     first = next(iter(cases.values()))
@@ -28,7 +32,7 @@ def step_estimate(cases: Mapping[str, Any]) -> str:
         "step, ms",
     ]
     steps = markdown_table([*heading, "roofline, ms", "bound", "share of roofline"], rows)
-    ops = [[case, *_op(op)] for case, found in cases.items() for op in found["ops_in_layer"]]
+    ops = [[case, *_op(op)] for case, found in cases.items() for op in found["ops_in_layer"][:NUM_SHOWN]]
     named = markdown_table(["largest in a layer of", "scope", "source", "op", "times", "us", "bundles", "HBM, MB"], ops)
     return "\n\n".join([NOTE.format(overhead=first["overhead_us"]), steps, named])
 

@@ -1,6 +1,6 @@
 """Step times estimated from the schedules that libtpu writes for a whole model: no TPU is needed, nothing is measured.
 
-    python -m benchmarks.step_estimate [--only "decode, 16 sequences"] [--out FILE.json]
+    python -m benchmarks.step_estimate [--only "30B on v6e:2x4, decode, 16 sequences"] [--out FILE.json]
 
 Each case is compiled by `rayserve-moe compile-check --estimate` in a process of its own, which takes one to three
 minutes on two cores.
@@ -12,21 +12,59 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.table import tables
 
-MODEL, TOPOLOGY, CONTEXT = "qwen3-30b-a3b", "v6e:2x4", 1024
-CASES: dict[str, tuple[str, int, int]] = {
-    "decode, 16 sequences": ("decode_2", 2, 48),
-    "decode, 128 sequences": ("decode_16", 16, 48),
-    "decode, 256 sequences": ("decode_32", 32, 48),
-    "decode, 1024 sequences": ("decode_128", 128, 48),
-    "prefill, 65536 tokens": ("prefill_8192", 16, 3),
-}
-"""Program, sequences per data rank, layers that are compiled. A prefill step has 8192 prompt tokens per data rank too;
-its tables of experts are as small as its layers are few, which is 2 % of the step.
+CONTEXT = 1024
+SEQUENCES = (16, 128, 256, 1024)
+PREFILL_TOKENS = 8192
+"""Prompt tokens of a data rank in a prefill step, beside 16 sequences."""
+
+
+@dataclass(frozen=True)
+class EstimatedCase:
+    """One program of a model that is served on all of a topology, by data ranks of `tensor` devices each."""
+
+    model: str
+    topology: str
+    program: str
+    batch: int
+    layers: int
+    tensor: int = 1
+
+    def options(self) -> list[str]:
+        """The options of `compile-check`."""
+        served = ["--model", self.model, "--topology", self.topology, "--tp", str(self.tensor)]
+        sizes = ["--context", str(CONTEXT), "--batch", str(self.batch), "--prefill-tokens", str(PREFILL_TOKENS)]
+        return [*served, *sizes, "--page-size", "128", "--programs", self.program, "--layers", str(self.layers)]
+
+
+def _cases(name: str, model: str, topology: str, *, devices: int, layers: int) -> Iterator[tuple[str, EstimatedCase]]:
+    """Decode steps of all layers and a prefill step of three, by name. Where sequences are too few for a data rank on
+    every device, devices share the heads.
+    """
+    for sequences in SEQUENCES:
+        ranks = min(devices, sequences)
+        batch, tensor = sequences // ranks, devices // ranks
+        case = EstimatedCase(model, topology, f"decode_{batch}", batch, layers, tensor)
+        yield f"{name} on {topology}, decode, {sequences} sequences", case
+    prefill = EstimatedCase(model, topology, f"prefill_{PREFILL_TOKENS}", 16, 3)
+    yield f"{name} on {topology}, prefill, {PREFILL_TOKENS * devices} tokens", prefill
+
+
+CASES = dict(
+    [
+        *_cases("30B", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48),
+        *_cases("30B", "qwen3-30b-a3b", "v6e:4x4", devices=16, layers=48),
+        *_cases("235B", "qwen3-235b-a22b", "v5p:2x4x4", devices=32, layers=94),
+    ]
+)
+"""All layers of a decode step are compiled, which takes hardly longer than few: they are one loop. A prefill step has
+tables of experts as small as its layers are few, which is 2 % of the step.
 """
 
 KEY = "step_estimate"
@@ -37,11 +75,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def run(case: str) -> dict[str, Any]:
     """Compile one case; returns the estimate. RuntimeError with the last line of the error where there is none."""
-    program, batch, layers = CASES[case]
-    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", "--model", MODEL, "--topology", TOPOLOGY]
-    sizes = ["--context", str(CONTEXT), "--batch", str(batch), "--prefill-tokens", "8192", "--page-size", "128"]
-    options = ["--programs", program, "--layers", str(layers), "--estimate", "--json"]
-    done = subprocess.run([*command, *sizes, *options], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *CASES[case].options()]
+    done = subprocess.run([*command, "--estimate", "--json"], capture_output=True, text=True, check=False)
     if not done.stdout.strip():
         raise RuntimeError(f"{case}: {(done.stderr.strip() or 'no report').splitlines()[-1]}")
     (found,) = json.loads(done.stdout)["programs"]
@@ -60,6 +95,7 @@ def main() -> None:
     known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {KEY: {}}
     for case in arguments.only or CASES:
         known[KEY][case] = run(case)
+        known[KEY] = {name: known[KEY][name] for name in CASES if name in known[KEY]}
         arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     print(tables(known))
 
