@@ -16,7 +16,7 @@ import jax
 
 from rayserve_moe.config import derive
 from rayserve_moe.config.load import default_cache_directory
-from rayserve_moe.config.settings import CacheSettings, CompileSettings, ExpertSettings, ModelSettings, SettingsError
+from rayserve_moe.config.settings import CacheSettings, CompileSettings, ModelSettings, SettingsError
 from rayserve_moe.kernels import cpu_native
 from rayserve_moe.kernels.cpu_native.calls import TARGETS
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS, shape_problem
@@ -105,7 +105,6 @@ def choose_kernels(
     model: ModelSettings,
     compiling: CompileSettings,
     cache: CacheSettings | None = None,
-    experts: ExpertSettings | None = None,
 ) -> Kernels:
     """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had.
 
@@ -118,8 +117,6 @@ def choose_kernels(
     try:
         if cache and cache.kv_dtype == "fp8":
             raise NativeKernelsUnavailable("they keep keys and values in bfloat16, and kv_cache_dtype is fp8")
-        if experts and experts.weight_dtype == "int8":
-            raise NativeKernelsUnavailable("they multiply bfloat16 weights, and expert_dtype is int8")
         if reason := _why_not(spec, plan, dtype=model.dtype, is_asked_for=wanted == "native"):
             raise NativeKernelsUnavailable(reason)
         register_native_kernels()

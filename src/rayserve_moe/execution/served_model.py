@@ -150,14 +150,7 @@ class ServedModel:
 
 def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings) -> ServedModel:
     """Lay a model out on a mesh. SettingsError or UnsupportedModelError where they do not go together."""
-    kernels = choose_kernels(
-        spec,
-        plan,
-        model=settings.model,
-        compiling=settings.compile,
-        cache=settings.cache,
-        experts=settings.experts,
-    )
+    kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype))

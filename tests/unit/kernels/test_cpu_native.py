@@ -185,9 +185,13 @@ NUMBERS, SLOTS = jnp.ones((2, 64)), jnp.zeros((2, 1), jnp.int32)
 EXPERT, OUT = jnp.ones((1, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64), jnp.float32)
 MATRICES = EXPERT, EXPERT, EXPERT.reshape(1, 32, 64)
 BIASES = EXPERT[:, 0], EXPERT[:, 1], EXPERT[:, :2].reshape(1, 64)
+INTEGERS = tuple(matrix.astype(jnp.int8) for matrix in MATRICES)
+SCALES = tuple(bias.astype(jnp.float32)[:, None] for bias in BIASES)
+NO_SCALES = (NUMBERS[0, :0],) * 3
 ATTRIBUTES = {
     "norm": {"eps": np.float32(1e-6)},
     "experts": {"num_slots": np.int64(1), "activation": "silu"},
+    "int8experts": {"num_slots": np.int64(1), "activation": "silu"},
     "scores": {"score": "softmax"},
     "rotation": {"factor": np.float32(1)},
 }
@@ -207,11 +211,14 @@ ATTRIBUTES = {
         ("noise", (WORDS, WORDS, WORDS[:1], jnp.int32(0)), OUT),
         ("noise", (WORDS[:1], WORDS[:1], WORDS[:1], jnp.int32(0)), OUT),
         ("noise", (WORDS, WORDS, WORDS, jnp.zeros(1, jnp.int32)), OUT),
-        ("experts", (ROWS, SLOTS, NUMBERS, *MATRICES, *BIASES, jnp.int32(0)), OUT),
-        ("experts", (ROWS, SLOTS, NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, *BIASES, jnp.int32(0)), OUT),
-        ("experts", (ROWS, SLOTS[:1], NUMBERS[:, :1], *MATRICES, *BIASES, jnp.int32(0)), OUT),
+        ("experts", (ROWS, SLOTS, NUMBERS, *MATRICES, *BIASES, *NO_SCALES, jnp.int32(0)), OUT),
+        ("experts", (ROWS, SLOTS, NUMBERS[:, :1], EXPERT, EXPERT, EXPERT, *BIASES, *NO_SCALES, jnp.int32(0)), OUT),
+        ("experts", (ROWS, SLOTS[:1], NUMBERS[:, :1], *MATRICES, *BIASES, *NO_SCALES, jnp.int32(0)), OUT),
+        ("experts", (ROWS, SLOTS, NUMBERS[:, :1], *MATRICES, *BIASES, *SCALES, jnp.int32(0)), OUT),
+        ("int8experts", (ROWS, SLOTS, NUMBERS[:, :1], *INTEGERS, *BIASES, *NO_SCALES, jnp.int32(0)), OUT),
+        ("int8experts", (ROWS, SLOTS, NUMBERS[:, :1], *INTEGERS, *BIASES, *SCALES[::-1], jnp.int32(0)), OUT),
         *(
-            ("experts", (ROWS, SLOTS, NUMBERS[:, :1], *MATRICES, *biases, jnp.int32(0)), OUT)
+            ("experts", (ROWS, SLOTS, NUMBERS[:, :1], *MATRICES, *biases, *NO_SCALES, jnp.int32(0)), OUT)
             for biases in permutations(BIASES)
             if biases[2] is not BIASES[2]
         ),
@@ -221,6 +228,15 @@ def test_arrays_that_do_not_fit_each_other_are_refused(kernel, arguments, out):
     attributes = ATTRIBUTES.get(kernel, {})
     with pytest.raises(Exception, match="INVALID_ARGUMENT"):
         jax.block_until_ready(jax.ffi.ffi_call(f"{calls.PREFIX}{kernel}", out)(*arguments, **attributes))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "matrices", "scales"), [("experts", MATRICES, NO_SCALES), ("int8experts", INTEGERS, SCALES)]
+)
+def test_arrays_that_fit_each_other_are_taken(kernel, matrices, scales):
+    arguments = (ROWS, SLOTS, NUMBERS[:, :1], *matrices, *BIASES, *scales, jnp.int32(0))
+    call = jax.ffi.ffi_call(f"{calls.PREFIX}{kernel}", OUT)
+    assert np.isfinite(call(*arguments, **ATTRIBUTES[kernel])).all()
 
 
 def test_no_item_is_lost_or_done_twice_when_calls_follow_each_other():

@@ -17,6 +17,7 @@ from rayserve_moe.kernels.expert_products import (
     ProductConfig,
     multiply_in_blocks,
 )
+from tests.support.int8 import random_experts
 from tests.support.native import need_native_kernels
 
 TOKENS, WIDTH, INNER, SLOTS, TOP_K = 9, 64, 96, 5, 2
@@ -49,7 +50,7 @@ def experts_of(weights: ExpertWeights, activation: str) -> LayerExperts:
 
 def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, activation: str) -> np.ndarray:
     """Results [T, K, D] in float64, the inner rows rounded to bfloat16 as both kernels round them."""
-    wide = [None if array is None else np.asarray(array, np.float64)[SLOTS:][slots] for array in weights]
+    wide = [None if array is None else np.asarray(array, np.float64)[SLOTS:][slots] for array in weights[:6]]
     gate, up, down, *biases = wide
     gate_bias, up_bias, down_bias = (0.0 if bias is None else bias for bias in biases)
     rows = np.asarray(hidden, np.float64)
@@ -138,3 +139,39 @@ def test_the_factor_of_a_rotation_multiplies_cosine_and_sine():
     found = calls.rotation_of(positions, frequencies, factor=1.3)
     for ours, theirs in zip(found, layers.rotation_of(positions, frequencies, factor=1.3), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_experts_in_int8_have_the_bits_of_the_numbers_that_they_stand_for(num_tokens):
+    """With scales that are powers of two, whose products are exact in both: of a few rows, and of many."""
+    generator = np.random.default_rng(num_tokens)
+    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=7, powers_of_two=True)
+    plain = ExpertWeights(*(pack(array.astype(jnp.bfloat16)) for array in plain[:3]))
+    hidden = draw(generator, num_tokens, WIDTH)
+    slots = jnp.asarray(generator.integers(0, SLOTS, (num_tokens, TOP_K)), jnp.int32)
+    biases = [draw(generator, 2 * SLOTS, size) for size in (INNER, INNER, WIDTH)]
+    for added in ({}, dict(zip(("gate_bias_XF", "up_bias_XF", "down_bias_XD"), biases, strict=True))):
+        both = (each._replace(**added) for each in (packed(quantized), plain))
+        found, wanted = (calls.expert_results(hidden, slots, experts_of(each, "silu")) for each in both)
+        np.testing.assert_array_equal(found, wanted)
+        assert np.abs(wide(found)).max() > 0.1
+
+
+def test_any_scales_are_those_of_the_blocks():
+    generator = np.random.default_rng(8)
+    quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=8)
+    hidden, slots = draw(generator, TOKENS, WIDTH), jnp.asarray(generator.integers(0, SLOTS, (TOKENS, 2)), jnp.int32)
+    found = wide(calls.expert_results(hidden, slots, experts_of(packed(quantized), "silu")))
+    wanted = wide(multiply_in_blocks(hidden, slots, experts_of(quantized, "silu")))
+    np.testing.assert_allclose(found, wanted, atol=2**-7 * np.abs(wanted).max())
+
+
+def test_integers_without_scales_are_refused():
+    quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=9)
+    experts = experts_of(packed(quantized)._replace(up_scale_X1F=jnp.zeros((0, 1, INNER))), "silu")
+    with pytest.raises(Exception, match=r"columns of integers have scales|weights are no experts"):
+        jax.block_until_ready(calls.expert_results(jnp.ones((2, WIDTH), jnp.bfloat16), jnp.zeros((2, 1), int), experts))
+
+
+def wide(array: jax.Array) -> np.ndarray:
+    return np.asarray(array, np.float32)

@@ -11,6 +11,7 @@ namespace ffi = xla::ffi;
 using Bf16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
+using S8 = ffi::Buffer<ffi::S8>;
 using U32 = ffi::Buffer<ffi::U32>;
 
 namespace {

@@ -22,7 +22,7 @@ from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, Pr
 from rayserve_moe.kernels.layers import Rotation
 
 PREFIX = "rayserve_moe_"
-NAMES = ("Attention", "Latent", "Experts", "Product", "Norm", "Scores", "Rotation", "Noise")
+NAMES = ("Attention", "Latent", "Experts", "Int8Experts", "Product", "Norm", "Scores", "Rotation", "Noise")
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
 PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
@@ -87,20 +87,24 @@ def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
 def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """`expert_products.sum_results`, each token's results added in the order of its slots: float32 [T, D].
 
-    Weights are packed, biases are not. Inner rows and the result of each assignment are rounded to bfloat16.
+    Weights, of bfloat16 or int8, are packed; biases and scales are not. Inner rows and the result of each assignment
+    are rounded to bfloat16.
     """
     weights, config = experts.weights, experts.config
     (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
     sizes = [(width, inner), (width, inner), (inner, width), (inner,), (inner,), (width,)]
+    sizes += [(1, inner), (1, inner), (1, width)]
     assert all(
         array is None or array.shape == (num_all_slots, *size) for array, size in zip(weights, sizes, strict=True)
     ), f"weights are no experts of tokens {hidden_TD.shape}"
     assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"slots {slots_TK.shape}"
-    call = jax.ffi.ffi_call(f"{PREFIX}experts", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
+    name = "experts" if weights.gate_scale_X1F is None else "int8experts"
+    call = jax.ffi.ffi_call(f"{PREFIX}{name}", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(experts.first_slot, jnp.int32)
-    arrays = (_or_empty(array, hidden_TD.dtype) for array in weights)
+    arrays = (_or_empty(array, hidden_TD.dtype) for array in weights[:6])
+    scales = (_or_empty(array, jnp.float32) for array in weights[6:])
     counts, activation = np.int64(config.num_slots), config.activation
-    return call(hidden_TD, slots_TK, gates_TK, *arrays, first, num_slots=counts, activation=activation)
+    return call(hidden_TD, slots_TK, gates_TK, *arrays, *scales, first, num_slots=counts, activation=activation)
 
 
 def _or_empty(array: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -40,22 +40,34 @@ struct ExpertShapes {
   Activation activation;
 };
 
+template <class Weight>
 struct ExpertArrays {
   const bf16* hidden;    // [T, D]
   const int32_t* slots;  // [T, K]; num_slots or beyond: no product
   const float* gates;    // [T, K]
-  const bf16 *gate, *up, *down;  // packed, [slots, D, F], [slots, D, F], [slots, F, D], from this layer's first slot on
+  const Weight *gate, *up, *down;  // packed, [slots, D, F], [slots, D, F], [slots, F, D], from this layer's first slot on
   const bf16 *gate_bias, *up_bias, *down_bias;  // [slots, F], [slots, F], [slots, D]; null: none
+  const float *gate_scale, *up_scale, *down_scale;  // the same shapes: of the columns of int8; null: none
   float* out;            // [T, D]
 };
 
-// Where a panel of a bias begins; null: there is none.
-inline const bf16* bias_at(const bf16* bias, int64_t column) { return bias ? bias + column : nullptr; }
+// What a panel of sums is multiplied by, and what is added to it then; null: nothing.
+struct Affine {
+  const float* scale;
+  const bf16* bias;
 
-inline Pair biased(const Pair& value, const bf16* bias) {
-  if (!bias) return value;
-  return {_mm512_add_ps(value.low, wide(bias)), _mm512_add_ps(value.high, wide(bias + 16))};
-}
+  Affine(const float* scales, const bf16* biases, int64_t column)
+      : scale(scales ? scales + column : nullptr), bias(biases ? biases + column : nullptr) {}
+
+  Pair operator()(Pair value) const {
+    if (scale) {
+      value.low = _mm512_mul_ps(value.low, _mm512_loadu_ps(scale));
+      value.high = _mm512_mul_ps(value.high, _mm512_loadu_ps(scale + 16));
+    }
+    if (!bias) return value;
+    return {_mm512_add_ps(value.low, wide(bias)), _mm512_add_ps(value.high, wide(bias + 16))};
+  }
+};
 
 // Picks in the order of their slots. Those of a slot are one group, or several of as many rows as a cache holds.
 struct Grouped {
@@ -102,19 +114,21 @@ inline PickedRows rows_of(const Grouped& grouped, const ExpertShapes& shapes, co
 }
 
 // inner[r] = activate(gate(row r), up(row r)), of all picks in their order.
-inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays& arrays,
+template <class Weight>
+inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays<Weight>& arrays,
                                  const PickedRows& rows, bf16* inner) {
   const int64_t num_panels = shapes.inner / kPanel;
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
     const int64_t offset = (grouped.slots[group] * shapes.inner + column) * shapes.width;
-    const bf16* panels[2] = {arrays.gate + offset, arrays.up + offset};
-    const int64_t of_bias = grouped.slots[group] * shapes.inner + column;
-    const bf16 *gate_bias = bias_at(arrays.gate_bias, of_bias), *up_bias = bias_at(arrays.up_bias, of_bias);
+    const Weight* panels[2] = {arrays.gate + offset, arrays.up + offset};
+    const int64_t of_column = grouped.slots[group] * shapes.inner + column;
+    const Affine of_gate(arrays.gate_scale, arrays.gate_bias, of_column);
+    const Affine of_up(arrays.up_scale, arrays.up_bias, of_column);
     multiply_rows(rows.first + begin * rows.stride, rows.stride, grouped.begins[group + 1] - begin, shapes.width, panels,
                   [&](int64_t r, const Pair(&both)[2]) {
                     bf16* target = inner + (begin + r) * shapes.inner + column;
-                    const Pair gate = biased(both[0], gate_bias), up = biased(both[1], up_bias);
+                    const Pair gate = of_gate(both[0]), up = of_up(both[1]);
                     store(target, activate(shapes.activation, gate.low, up.low));
                     store(target + 16, activate(shapes.activation, gate.high, up.high));
                   });
@@ -122,18 +136,19 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
 }
 
 // results[pick] = down(inner[r]), where row r is that pick's.
-inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays& arrays,
+template <class Weight>
+inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays<Weight>& arrays,
                           const bf16* inner, bf16* results) {
   const int64_t num_panels = shapes.width / kPanel;
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
-    const int64_t of_bias = grouped.slots[group] * shapes.width + column;
-    const bf16* bias = bias_at(arrays.down_bias, of_bias);
-    const bf16* panels[1] = {arrays.down + of_bias * shapes.inner};
+    const int64_t of_column = grouped.slots[group] * shapes.width + column;
+    const Affine of_down(arrays.down_scale, arrays.down_bias, of_column);
+    const Weight* panels[1] = {arrays.down + of_column * shapes.inner};
     multiply_rows(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
                   [&](int64_t r, const Pair(&result)[1]) {
                     bf16* target = results + grouped.picks[begin + r] * shapes.width + column;
-                    const Pair sum = biased(result[0], bias);
+                    const Pair sum = of_down(result[0]);
                     store(target, sum.low);
                     store(target + 16, sum.high);
                   });
@@ -141,7 +156,8 @@ inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, co
 }
 
 // out[t] = sum over k, in that order, of gates[t, k] * down(activate(gate(hidden[t]), up(hidden[t]))), float32.
-inline void expert_sums(const ExpertShapes& shapes, const ExpertArrays& arrays) {
+template <class Weight>
+inline void expert_sums(const ExpertShapes& shapes, const ExpertArrays<Weight>& arrays) {
   thread_local Grouped grouped_here;
   thread_local Scratch<bf16> rows_here, inner_here, results_here;
   Grouped& grouped = grouped_here;

@@ -1,6 +1,7 @@
 """Which shapes the native CPU kernels take, and how weights lie for them.
 
-[K, N] lies as panels of 32 columns, in each the pairs of neighbouring k; `products.h` says why. A packed array keeps
+[K, N] lies as panels of 32 columns, in each the pairs of neighbouring k, those of int8 by halves of the columns;
+`products.h` says why. A packed array keeps
 its shape, so code that moves, shards or counts weights by their leading dimensions is not concerned.
 """
 
@@ -50,6 +51,10 @@ def _panels(weights_KN: jax.Array, width: int) -> jax.Array:
     """The panels of `width` columns one after the other, [..., K * N]."""
     *outer, depth, columns = weights_KN.shape
     places = len(outer)
+    if weights_KN.dtype.itemsize == 1:
+        cut = weights_KN.reshape(*outer, depth // 2, 2, columns // width, 2, width // 2)
+        order = (places + 2, places, places + 3, places + 1, places + 4)
+        return cut.transpose(*range(places), *order).reshape(*outer, depth * columns)
     cut = weights_KN.reshape(*outer, depth // 2, 2, columns // width, width)
     return cut.transpose(*range(places), places + 2, places, places + 3, places + 1).reshape(*outer, depth * columns)
 

@@ -75,32 +75,45 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, B
 }
 
 // Row `row` of a matrix; null where the array is empty.
-const native::bf16* from_row(Bf16& rows, int64_t row, int64_t width) {
-  return rows.element_count() == 0 ? nullptr : numbers(rows) + row * width;
+template <class Number, class Buffer>
+const Number* from_row(Buffer& rows, int64_t row, int64_t width) {
+  return rows.element_count() == 0 ? nullptr : static_cast<const Number*>(rows.untyped_data()) + row * width;
 }
 
-ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Bf16 gate, Bf16 up, Bf16 down, Bf16 gate_bias, Bf16 up_bias,
-                   Bf16 down_bias, S32 first_slot, int64_t num_slots, std::string_view activation,
-                   ffi::ResultBuffer<ffi::F32> out) {
+// Experts whose matrices are of bfloat16, or of int8 with scales.
+template <class Weight, class Matrices>
+ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up, Matrices down, Bf16 gate_bias,
+                   Bf16 up_bias, Bf16 down_bias, F32 gate_scale, F32 up_scale, F32 down_scale, S32 first_slot,
+                   int64_t num_slots, std::string_view activation, ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(2, hidden, slots) || !have_dims(3, gate) || !have_dims(0, first_slot))
     return wrong("experts take arrays of other numbers of dimensions");
   const native::ExpertShapes shapes{size_of(hidden, 0), size_of(slots, 1), size_of(hidden, 1), size_of(gate, 2),
                                     num_slots, native::activation_of(activation)};
   const int64_t first = first_slot.typed_data()[0], all = size_of(gate, 0), size = shapes.width * shapes.inner;
+  const int64_t inner = shapes.inner, width = shapes.width;
+  const bool have_scales = is(gate_scale, {all, 1, inner}) && is(up_scale, {all, 1, inner}) && is(down_scale, {all, 1, width});
+  const bool have_none = gate_scale.element_count() + up_scale.element_count() + down_scale.element_count() == 0;
   if (!is(slots, {shapes.num_tokens, shapes.top_k}) || !is(gates, {shapes.num_tokens, shapes.top_k}) ||
       !is(gate, {all, shapes.width, shapes.inner}) || !is(up, {all, shapes.width, shapes.inner}) ||
       !is(down, {all, shapes.inner, shapes.width}) || !is(*out, {shapes.num_tokens, shapes.width}) ||
-      !is_absent_or(gate_bias, {all, shapes.inner}) || !is_absent_or(up_bias, {all, shapes.inner}) ||
-      !is_absent_or(down_bias, {all, shapes.width}))
+      !is_absent_or(gate_bias, {all, inner}) || !is_absent_or(up_bias, {all, inner}) ||
+      !is_absent_or(down_bias, {all, width}))
     return wrong("tokens, picks and weights of experts do not fit each other");
+  if (!(sizeof(Weight) == 1 ? have_scales : have_none)) return wrong("columns of integers have scales, and no others");
   if (num_slots < 0 || first < 0 || num_slots > all - first) return wrong("there are no such expert slots");
   if (shapes.num_tokens * shapes.top_k > INT32_MAX) return wrong("there are too many picks");
   if (shapes.width % native::kPanel || shapes.inner % native::kPanel) return wrong("widths of experts must divide by 32");
   if (shapes.activation == native::Activation::kUnknown) return wrong("experts have no such activation");
-  native::expert_sums(shapes, {numbers(hidden), slots.typed_data(), gates.typed_data(), numbers(gate) + first * size,
-                               numbers(up) + first * size, numbers(down) + first * size,
-                               from_row(gate_bias, first, shapes.inner), from_row(up_bias, first, shapes.inner),
-                               from_row(down_bias, first, shapes.width), out->typed_data()});
+  native::ExpertArrays<Weight> arrays{numbers(hidden), slots.typed_data(), gates.typed_data()};
+  arrays.gate = from_row<Weight>(gate, first, size), arrays.up = from_row<Weight>(up, first, size);
+  arrays.down = from_row<Weight>(down, first, size);
+  arrays.gate_bias = from_row<native::bf16>(gate_bias, first, inner);
+  arrays.up_bias = from_row<native::bf16>(up_bias, first, inner);
+  arrays.down_bias = from_row<native::bf16>(down_bias, first, width);
+  arrays.gate_scale = from_row<float>(gate_scale, first, inner), arrays.up_scale = from_row<float>(up_scale, first, inner);
+  arrays.down_scale = from_row<float>(down_scale, first, width);
+  arrays.out = out->typed_data();
+  native::expert_sums(shapes, arrays);
   return ffi::Error::Success();
 }
 
@@ -190,8 +203,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
                                   .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")
                                   .Ret<F32>().Ret<Bf16>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeExperts, Experts,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeExperts, (Experts<native::bf16, Bf16>),
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
-                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<S32>().Attr<int64_t>("num_slots")
-                                  .Attr<std::string_view>("activation").Ret<F32>());
+                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
+                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeInt8Experts, (Experts<int8_t, S8>),
+                              ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<S8>().Arg<S8>().Arg<S8>()
+                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
+                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeProduct, Product, ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Ret<F32>());

@@ -4,6 +4,9 @@
 // VDPBF16PS takes lies together, and a panel is read from front to back. Every element of a result is one chain of such
 // steps over k = 0, 2, 4, ..., so it has the same bits however many rows are multiplied together. Where the processor
 // has tiles (amx.h), all that `multiply_rows` computes is computed by them, one row too: they round sums otherwise.
+//
+// Matrices of int8 are multiplied as the bfloat16 numbers that their integers are, and have the same bits. Their pairs of
+// 32 columns lie as [2][2][16]: of each half of the columns the first numbers, then the second ones.
 #pragma once
 
 #include <immintrin.h>
@@ -14,6 +17,7 @@
 #include <optional>
 
 #include "amx.h"
+#include "scratch.h"
 
 namespace native {
 
@@ -46,7 +50,25 @@ inline __m512bh both(const bf16* pair) {  // the same two numbers in every lane
   return (__m512bh)_mm512_set1_epi32(bits);
 }
 
-inline __m512bh lanes(const bf16* source) { return (__m512bh)_mm512_loadu_si512(source); }
+struct Lanes {  // pairs of 32 neighbouring columns
+  __m512bh low, high;
+};
+
+inline Lanes lanes(const bf16* pairs) {
+  return {(__m512bh)_mm512_loadu_si512(pairs), (__m512bh)_mm512_loadu_si512(pairs + 32)};
+}
+
+// Float32 of small integers: the upper halves are all that they have, and are bfloat16.
+inline __m512i wide_bits(const int8_t* source) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+}
+
+inline __m512bh joined(const int8_t* pairs) {
+  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(wide_bits(pairs), 16), wide_bits(pairs + 16));
+}
+
+inline Lanes lanes(const int8_t* pairs) { return {joined(pairs), joined(pairs + 32)}; }
 
 // e to the `x`, to about one unit in the last place; NaN stays NaN. Cody and Waite's reduction, Cephes' polynomial.
 inline __m512 exponential(__m512 x) {
@@ -68,8 +90,8 @@ inline __m512 gated_by_sigmoid(__m512 x, __m512 y) {
 }
 
 // `Rows` rows times one panel of each of `Panels` matrices; `row(i)` is where row i of the left side begins.
-template <int Rows, int Panels, class Row, class Done>
-inline void tile(int64_t first, int64_t depth, const bf16* const (&panels)[Panels], Row&& row, Done&& done) {
+template <int Rows, int Panels, class Weight, class Row, class Done>
+inline void tile(int64_t first, int64_t depth, const Weight* const (&panels)[Panels], Row&& row, Done&& done) {
   const bf16* left[Rows];
   __m512 low[Rows][Panels], high[Rows][Panels];
 #pragma GCC unroll 16
@@ -79,19 +101,16 @@ inline void tile(int64_t first, int64_t depth, const bf16* const (&panels)[Panel
     for (int p = 0; p < Panels; ++p) low[r][p] = high[r][p] = _mm512_setzero_ps();
   }
   for (int64_t k = 0; k < depth; k += 2) {
-    __m512bh weights[Panels][2];
+    Lanes weights[Panels];
 #pragma GCC unroll 2
-    for (int p = 0; p < Panels; ++p) {
-      weights[p][0] = lanes(panels[p] + k * kPanel);
-      weights[p][1] = lanes(panels[p] + k * kPanel + 32);
-    }
+    for (int p = 0; p < Panels; ++p) weights[p] = lanes(panels[p] + k * kPanel);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       const __m512bh value = both(left[r] + k);
 #pragma GCC unroll 2
       for (int p = 0; p < Panels; ++p) {
-        low[r][p] = _mm512_dpbf16_ps(low[r][p], value, weights[p][0]);
-        high[r][p] = _mm512_dpbf16_ps(high[r][p], value, weights[p][1]);
+        low[r][p] = _mm512_dpbf16_ps(low[r][p], value, weights[p].low);
+        high[r][p] = _mm512_dpbf16_ps(high[r][p], value, weights[p].high);
       }
     }
   }
@@ -105,8 +124,8 @@ inline void tile(int64_t first, int64_t depth, const bf16* const (&panels)[Panel
 }
 
 // Rows `begin` to `end` times one panel of each matrix, `depth` long: `done(row, results)` gets 32 columns of each.
-template <int Panels, class Row, class Done>
-inline void multiply(int64_t begin, int64_t end, int64_t depth, const bf16* const (&panels)[Panels], Row&& row,
+template <int Panels, class Weight, class Row, class Done>
+inline void multiply(int64_t begin, int64_t end, int64_t depth, const Weight* const (&panels)[Panels], Row&& row,
                      Done&& done) {
   constexpr int kRows = kMostRows / Panels;
   for (; end - begin >= kRows; begin += kRows) tile<kRows>(begin, depth, panels, row, done);
@@ -151,13 +170,35 @@ inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, in
   }
 }
 
-// By the tiles that the processor has.
+// Integers are widened once where several rows, or tiles, take them; otherwise between reading and multiplying them.
 template <int Panels, class Done>
 inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
-                          const bf16* const (&panels)[Panels], Done&& done) {
+                          const int8_t* const (&panels)[Panels], Done&& done, TileScope* tiles) {
+  if (!tiles && num_rows <= kMostRows / Panels) {
+    multiply<Panels>(0, num_rows, depth, panels, [&](int64_t r) { return left + r * stride; }, done);
+    return;
+  }
+  thread_local Scratch<bf16> copies;
+  bf16* copy = copies.sized(Panels * depth * kPanel);
+  const bf16* wide[Panels];
+  for (int p = 0; p < Panels; ++p) {
+    for (int64_t i = 0; i < depth * kPanel; i += 2 * kPanel) {
+      const Lanes pairs = lanes(panels[p] + i);
+      _mm512_store_si512(copy + p * depth * kPanel + i, (__m512i)pairs.low);
+      _mm512_store_si512(copy + p * depth * kPanel + i + kPanel, (__m512i)pairs.high);
+    }
+    wide[p] = copy + p * depth * kPanel;
+  }
+  multiply_rows<Panels>(left, stride, num_rows, depth, wide, done, tiles);
+}
+
+// By the tiles that the processor has.
+template <int Panels, class Weight, class Done>
+inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
+                          const Weight* const (&panels)[Panels], Done&& done) {
   std::optional<TileScope> tiles;
   if (has_tiles) tiles.emplace();
-  multiply_rows(left, stride, num_rows, depth, panels, done, tiles ? &*tiles : nullptr);
+  multiply_rows<Panels>(left, stride, num_rows, depth, panels, done, tiles ? &*tiles : nullptr);
 }
 
 // One panel of a plain product: rows of `left` [rows, depth] times a panel.

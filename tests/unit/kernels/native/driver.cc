@@ -4,6 +4,7 @@
 // driver STRIDE CPUS CALLERS: products and scores, and every STRIDE-th of the other cases, on a machine of so many
 // cores, by so many calling threads at once.
 #include <array>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <utility>
@@ -95,9 +96,10 @@ void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner
   const bf16* given[3] = {};
   for (int i = 0; i < 3 && has_biases; ++i) given[i] = biases[i].data();
   const auto bias = [&](int i, int64_t place) { return has_biases ? value_of(biases[i][place]) : 0.0; };
-  native::expert_sums({tokens, top_k, width, inner, slots, activation},
-                      {hidden.data(), slot_of.data(), gates.data(), lying[0].data(), lying[1].data(), lying[2].data(),
-                       given[0], given[1], given[2], found.data()});
+  const native::ExpertShapes shapes{tokens, top_k, width, inner, slots, activation};
+  native::expert_sums(shapes, native::ExpertArrays<bf16>{hidden.data(), slot_of.data(), gates.data(), lying[0].data(),
+                                                         lying[1].data(), lying[2].data(), given[0], given[1], given[2],
+                                                         nullptr, nullptr, nullptr, found.data()});
   Exact expected(tokens * width);
   for (int64_t pick = 0; pick < picks; ++pick) {
     if (slot_of[pick] < 0 || slot_of[pick] >= slots) continue;
@@ -114,6 +116,44 @@ void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner
     }
   }
   c.compare("sums of experts", found, expected, 0x1p-8);
+}
+
+// Integers with scales that are powers of two, and the bfloat16 numbers that they stand for: the same bits.
+void int8_experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner, int64_t slots) {
+  const int64_t size = width * inner, picks = tokens * top_k;
+  const Numbers hidden = c.draw(tokens * width);
+  std::vector<int8_t> integers[3];
+  std::vector<float> scales[3];
+  Numbers stand[3];
+  for (int i = 0; i < 3; ++i) {
+    const int64_t depth = i == 2 ? inner : width, columns = i == 2 ? width : inner;
+    for (int64_t s = 0; s < slots; ++s) {
+      std::vector<int8_t> one(size);
+      Numbers wide(size);
+      for (int64_t n = 0; n < columns; ++n) scales[i].push_back(std::ldexp(1.0f, -6 - c.below(4)));
+      for (int64_t j = 0; j < size; ++j) {
+        one[j] = int8_t(c.below(255) - 127);
+        wide[j] = rounded(one[j] * double(scales[i][s * columns + j % columns]));
+      }
+      const auto lying = packed(one, depth, columns);
+      const auto wide_lying = packed(wide, depth, columns);
+      integers[i].insert(integers[i].end(), lying.begin(), lying.end());
+      stand[i].insert(stand[i].end(), wide_lying.begin(), wide_lying.end());
+    }
+    integers[i].shrink_to_fit(), scales[i].shrink_to_fit(), stand[i].shrink_to_fit();
+  }
+  std::vector<int32_t> slot_of(picks);
+  std::vector<float> gates(picks, 0.5f), found(tokens * width), wanted(found);
+  for (int32_t& each : slot_of) each = c.below(int(slots) + 1);
+  const native::ExpertShapes shapes{tokens, top_k, width, inner, slots, native::Activation::kSilu};
+  native::expert_sums(shapes, native::ExpertArrays<int8_t>{hidden.data(), slot_of.data(), gates.data(),
+                                                           integers[0].data(), integers[1].data(), integers[2].data(),
+                                                           nullptr, nullptr, nullptr, scales[0].data(),
+                                                           scales[1].data(), scales[2].data(), found.data()});
+  native::expert_sums(shapes, native::ExpertArrays<bf16>{hidden.data(), slot_of.data(), gates.data(), stand[0].data(),
+                                                         stand[1].data(), stand[2].data(), nullptr, nullptr, nullptr,
+                                                         nullptr, nullptr, nullptr, wanted.data()});
+  c.compare("sums of experts in int8", found, Exact(wanted.begin(), wanted.end()), 0);
 }
 
 }  // namespace
@@ -140,8 +180,10 @@ int main(int, char** arguments) {
   for (int64_t tokens : {0, 1, 7, 40})
     for (int64_t top_k : {1, 2, 8})
       for (int64_t slots : {1, 3, 16})
-        for (int64_t inner : {32, 96})
+        for (int64_t inner : {32, 96}) {
           cases.push_back([=](int i) { experts({"experts", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
+          cases.push_back([=](int i) { int8_experts({"int8", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
+        }
   for (int64_t head_width : {32, 64, 160, 2, 24, 80})
     for (auto heads : {std::pair{1, 1}, {2, 1}, {6, 2}, {3, 3}, {14, 2}})
       for (int64_t page_size : {1, 16, 33, 128})
