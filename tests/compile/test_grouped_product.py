@@ -17,19 +17,25 @@ from tests.compile.topologies import compile_for, text_of
 SLOTS, WIDTH, INNER = 16, 2048, 768
 
 
-def kernels_for(chip: str, product, num_tokens: int, *, width: int = WIDTH, inner: int = INNER) -> Counter[str]:
+def kernels_for(
+    chip: str, product, num_tokens: int, *, width: int = WIDTH, inner: int = INNER, dtype=jnp.bfloat16
+) -> Counter[str]:
     """The kernels that six choices of each of `num_tokens` are multiplied by."""
-    up = jax.ShapeDtypeStruct((SLOTS, width, inner), jnp.bfloat16)
+    up = jax.ShapeDtypeStruct((SLOTS, width, inner), dtype)
+    scale = jax.ShapeDtypeStruct((SLOTS, 1, inner), jnp.float32)
+    scales = (scale, scale, jax.ShapeDtypeStruct((SLOTS, 1, width), jnp.float32)) if dtype == jnp.int8 else ()
     shapes = (
         jax.ShapeDtypeStruct((num_tokens, width), jnp.bfloat16),
         jax.ShapeDtypeStruct((num_tokens, 6), np.int32),
         up,
         up,
-        jax.ShapeDtypeStruct((SLOTS, inner, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((SLOTS, inner, width), dtype),
+        *scales,
     )
 
     def multiply(rows, slots, *weights):
-        experts = LayerExperts(ExpertWeights(*weights), 0, ProductConfig(SLOTS, 8.0))
+        held = ExpertWeights(*weights[:3], None, None, None, *weights[3:])
+        experts = LayerExperts(held, 0, ProductConfig(SLOTS, 8.0))
         return product(rows, slots, experts)
 
     return Counter(kernels_of(text_of(compile_for(chip, multiply, *shapes))))
@@ -53,6 +59,19 @@ def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
 def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
     found = kernels_for(chip, multiply_grouped, num_tokens, width=width, inner=inner)
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "inner"), [("v6e", INNER), ("v6e", 4096), ("v5e", INNER), ("7x", INNER)])
+def test_int8_is_multiplied_by_the_same_kernel(chip, inner):
+    """Held whole and in parts."""
+    found = kernels_for(chip, multiply_grouped, 16, inner=inner, dtype=jnp.int8)
+    assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
+
+
+@pytest.mark.slow
+def test_many_rows_of_int8_are_multiplied_by_the_compilers_kernel():
+    assert kernels_for("v6e", multiply_grouped, 1024, dtype=jnp.int8)["ragged-dot-none"] == 3
 
 
 @pytest.mark.parametrize(("chip", "num_tokens"), [("v6e", 1024), ("v5p", 16)])

@@ -26,6 +26,18 @@ def prompt_logits_of(
 ) -> Callable[[Sequence[int]], np.ndarray]:
     """Return a function from the ids of one sequence (up to `longest`) to its logits, float32 [T, V].
 
+    As `prompt_outputs_of` does.
+    """
+    outputs_of = prompt_outputs_of(runner, longest=longest, spec=spec)
+    return lambda token_ids: outputs_of(token_ids)[0]
+
+
+def prompt_outputs_of(
+    runner: HostRunner, *, longest: int, spec: ModelSpec | None = None
+) -> Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]:
+    """Return a function from the ids of one sequence (up to `longest`) to its logits, float32 [T, V], and experts
+    [M, T, K].
+
     One device; every position is sampled from, in one step over an empty pool. Compiled once, for the weights that the
     runner has when it is called. `spec` computes another model from the same weights.
     """
@@ -33,23 +45,24 @@ def prompt_logits_of(
     config = replace(
         runner.config, spec=spec, experts=replace(experts, router=spec.router, activation=spec.experts.activation)
     )
-    tree = parameter_specs(spec, dtype="float32")
+    tree = parameter_specs(spec, dtype="float32", expert_dtype=experts.weight_dtype)
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
     pool = (spec.num_layers * (num_blocks + 1), PAGE, *cache_row(spec, tensor_size=1).shape)
 
-    def all_logits(weights: ModelWeights, batch: TokenBatch) -> jax.Array:
+    def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
         everywhere = jnp.arange(shape.num_tokens)
-        return step_logits(
+        out, logits_TV = step_logits(
             weights, jnp.zeros(pool, runner.dtype), batch=batch, sample_places_S=everywhere, config=config
-        )[1]
+        )
+        return logits_TV, out.topk_ids_MTK
 
     parts = PartitionSpec()
     sharded = jax.shard_map(all_logits, mesh=runner.config.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
     compiled = jax.jit(sharded)
 
-    def of(token_ids: Sequence[int]) -> np.ndarray:
+    def of(token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         count = len(token_ids)
         ids, positions, slots = np.zeros((3, shape.num_tokens), np.int32)
         positions[:] = -1
@@ -58,6 +71,7 @@ def prompt_logits_of(
         params = runner.weights.params
         needed = {group: {name: params[group][name] for name in specs} for group, specs in tree.items()}
         weights = replace(runner.weights, params=needed)
-        return np.asarray(compiled(weights, TokenBatch(ids, positions, slots, page_table, num_singles=0)))[:count]
+        logits_TV, ids_MTK = compiled(weights, TokenBatch(ids, positions, slots, page_table, num_singles=0))
+        return np.asarray(logits_TV)[:count], np.asarray(ids_MTK)[:, :count]
 
     return of

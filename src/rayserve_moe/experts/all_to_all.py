@@ -13,8 +13,9 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, Multiply, run_in_turn, run_overlapped
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
-from rayserve_moe.kernels.expert_products import LayerExperts, ProductConfig
+from rayserve_moe.kernels.expert_products import LayerExperts, ProductConfig, widened
 from rayserve_moe.kernels.registry import Kernel
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 
@@ -39,6 +40,8 @@ def apply_all_to_all(
     exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken, plan.num_slices)
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
+    if len(hidden_GTD) > 1 and platform_of(plan.mesh) == "tpu":  # otherwise every chunk would convert them
+        of_layer = widened(of_layer, tokens.hidden_TD.dtype)
     multiply = multiply_rows(of_layer, kernel=config.kernels.expert_results)
     run = run_overlapped if overlapped else run_in_turn
     out_TD = run(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, config=exchange).reshape(-1, width)

@@ -126,8 +126,8 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
 
     Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
     """
-    weights, first_slot = _of_layer(experts, hidden_TD.dtype)
-    num_tokens, top_k = slots_TK.shape
+    experts = widened(experts, hidden_TD.dtype)
+    weights, first_slot, (num_tokens, top_k) = experts.weights, experts.first_slot, slots_TK.shape
     num_slots, num_rows = experts.config.num_slots, product_rows(slots_TK.size)
     slots_P, counts_S = _count_assignments(slots_TK, num_slots)
     token_P, place_P = order_by_slot(slots_TK, num_slots)
@@ -160,6 +160,19 @@ def sum_results(
     is_here_TK1 = (slots_TK < experts.config.num_slots)[..., None]
     results_TKD = jnp.where(is_here_TK1, results_TKD, 0).astype(jnp.float32)
     return jnp.einsum("TK,TKD->TD", gates_TK, results_TKD, precision=jax.lax.Precision.HIGHEST)
+
+
+def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
+    """The experts of a layer with what they have in int8 converted, in a copy of their own; others as they are."""
+    weights, first, size = experts.weights, experts.first_slot, experts.config.num_slots
+    if weights.gate_XDF.dtype != jnp.int8:
+        return experts
+
+    def own(array: jax.Array) -> jax.Array:
+        held = jax.lax.dynamic_slice_in_dim(array, first, size)
+        return held.astype(dtype) if array.dtype == jnp.int8 else held
+
+    return LayerExperts(jax.tree.map(own, weights), 0, experts.config)
 
 
 def product_rows(num_rows: int) -> int:
@@ -201,19 +214,6 @@ def _products(weights: ExpertWeights) -> tuple[tuple[_Product, _Product], _Produ
     gate = _Product(weights.gate_XDF, weights.gate_scale_X1F, weights.gate_bias_XF)
     up = _Product(weights.up_XDF, weights.up_scale_X1F, weights.up_bias_XF)
     return (gate, up), _Product(weights.down_XFD, weights.down_scale_X1D, weights.down_bias_XD)
-
-
-def _of_layer(experts: LayerExperts, dtype: jnp.dtype) -> tuple[ExpertWeights, jax.Array | int]:
-    """Weights in the dtype of rows, and where the slots begin in them: of those in int8 a copy of the layer's own."""
-    weights, first, size = experts.weights, experts.first_slot, experts.config.num_slots
-    if weights.gate_scale_X1F is None:
-        return weights, first
-
-    def own(array: jax.Array) -> jax.Array:
-        held = jax.lax.dynamic_slice_in_dim(array, first, size)
-        return held.astype(dtype) if array.dtype == jnp.int8 else held
-
-    return jax.tree.map(own, weights), 0
 
 
 def _block_rows(mean: float) -> int:

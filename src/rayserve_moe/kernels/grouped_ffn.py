@@ -3,6 +3,7 @@
 A step of the kernel's grid takes one slot, and a block of the expert width where an expert is too large to be held
 twice. While a slot is multiplied the weights of the next one that has rows are read; those of slots without rows are
 not read at all. Rows and results stay in the core's memory, so that this is for few rows: what a decode step has.
+Weights of int8 are read as such, converted once per slot, and the products multiplied by the scales of their columns.
 """
 
 # T tokens   D model width   F expert width   B block of F   K experts per token   P assignments = T * K
@@ -34,36 +35,36 @@ WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 4 << 20, 60 << 20
 def multiply_grouped(
     hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts, *, interpret: Any = False
 ) -> jax.Array:
-    """Multiply as `multiply_by_ragged_dot` does, by it where there are biases or scales, or rows do not fit: [T, K, D].
+    """Multiply as `multiply_by_ragged_dot` does, and by it where there are biases or rows do not fit: [T, K, D].
 
     So too on chips whose cores share a device: the kernel is for one core, and would leave the other one idle.
     `interpret` (see `pallas_call`) runs the kernel where there is no TPU.
     """
     weights, config = experts.weights, experts.config
     (_, width, inner), num_rows = weights.gate_XDF.shape, _padded(slots_TK.size)
-    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize)
+    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize, row_itemsize=hidden_TD.dtype.itemsize)
     # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
     row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
     vmem_bytes = 0 if not block else MOST_BYTES if interpret else _vmem_bytes()
-    if (
-        weights.gate_bias_XF is not None
-        or weights.gate_scale_X1F is not None
-        or WEIGHT_BYTES + row_bytes + SPARE_BYTES > vmem_bytes
-    ):
+    if weights.gate_bias_XF is not None or WEIGHT_BYTES + row_bytes + SPARE_BYTES > vmem_bytes:
         return multiply_by_ragged_dot(hidden_TD, slots_TK, experts)
     token_P, place_P = order_by_slot(slots_TK, config.num_slots)
     rows_RD = take(hidden_TD, jnp.pad(token_P, (0, num_rows - token_P.size))).reshape(num_rows, -1)
     begin_S, held_S = _visits(slots_TK.reshape(-1), config.num_slots)
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
     multiply = _kernel_for(rows_RD, experts, block, vmem_bytes=vmem_bytes, interpret=interpret)
-    results_RD = multiply(first_1, begin_S, held_S, rows_RD, weights.gate_XDF, weights.up_XDF, weights.down_XFD)
+    held = (array for array in weights if array is not None)
+    results_RD = multiply(first_1, begin_S, held_S, rows_RD, *held)
     results_R = take(results_RD.reshape(num_rows, *hidden_TD.shape[1:]), place_P)
     return results_R.reshape(*slots_TK.shape, *hidden_TD.shape[1:])
 
 
-def inner_block(width: int, inner: int, itemsize: int) -> int:
-    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does."""
-    most = WEIGHT_BYTES // (2 * 3 * width * itemsize)
+def inner_block(width: int, inner: int, itemsize: int, *, row_itemsize: int) -> int:
+    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does.
+
+    Beside those of other items than rows, of 8 bits, lie the three that they are converted to.
+    """
+    most = WEIGHT_BYTES // (3 * width * (2 * itemsize + row_itemsize * (itemsize != row_itemsize)))
     fitting = (block for block in range(LANES, inner + 1, LANES) if inner % block == 0 and block <= most)
     return 0 if width % LANES else max(fitting, default=0)
 
@@ -97,6 +98,7 @@ def _kernel_for(
     """The kernel for rows and experts of these shapes."""
     (num_rows, width), num_slots = rows_RD.shape, experts.config.num_slots
     num_blocks = experts.weights.gate_XDF.shape[2] // block
+    has_scales, activate = experts.weights.gate_scale_X1F is not None, ACTIVATIONS[experts.config.activation]
 
     def held_block(step: jax.Array, part: jax.Array, first_1: jax.Array, held_S: jax.Array) -> BlockPlace:
         """Slot and block of a step's weights: a slot without rows has the first block of the next, or the last one."""
@@ -113,16 +115,23 @@ def _kernel_for(
         slot, block = held_block(step, part, first_1, held_S)
         return slot, block, 0
 
+    def of_whole(step: jax.Array, part: jax.Array, first_1: jax.Array, _: jax.Array, held_S: jax.Array) -> BlockPlace:
+        return held_block(step, part, first_1, held_S)[0], 0, 0
+
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
-    up = pl.BlockSpec((1, width, block), of_up)
+    up, up_scale = (pl.BlockSpec((1, rows, block), of_up) for rows in (width, 1))
+    scales = [up_scale, up_scale, pl.BlockSpec((1, 1, width), of_whole)] if has_scales else []
+    is_wide = experts.weights.gate_XDF.dtype == rows_RD.dtype
+    wide = [] if is_wide else [(width, block), (width, block), (block, width)]
+    sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
-        partial(_multiply_slot, num_blocks=num_blocks, activate=ACTIVATIONS[experts.config.activation]),
+        partial(_multiply_slot, num_blocks=num_blocks, has_scales=has_scales, activate=activate),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_slots, num_blocks),
-            in_specs=[whole, up, up, pl.BlockSpec((1, block, width), of_down)],
+            in_specs=[whole, up, up, pl.BlockSpec((1, block, width), of_down), *scales],
             out_specs=whole,
-            scratch_shapes=[pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)],
+            scratch_shapes=[sums, *(pltpu.VMEM((1, *shape), rows_RD.dtype) for shape in wide)],
         ),
         out_shape=jax.ShapeDtypeStruct(rows_RD.shape, rows_RD.dtype),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes),
@@ -131,9 +140,12 @@ def _kernel_for(
     )
 
 
-def _multiply_slot(*refs: Any, num_blocks: int, activate: Activation) -> None:
+def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Activation) -> None:
     """One slot and block of the expert width: tile after tile of the slot's rows; rows of others stay as they are."""
-    _, begin_S, _, rows_ref, gate_ref, up_ref, down_ref, out_ref, sum_ref = refs
+    _, begin_S, _, rows_ref, *held_refs = refs[:7]
+    scale_refs = refs[7:10] if has_scales else (None, None, None)
+    out_ref, sum_ref, *wide_refs = refs[10 if has_scales else 7 :]
+    gate_ref, up_ref, down_ref = wide_refs or held_refs
     slot, part = pl.program_id(0), pl.program_id(1)
     begin, end = begin_S[slot], begin_S[slot + 1]
     first = jax.lax.div(begin, ALIGNED_ROWS) * ALIGNED_ROWS
@@ -142,10 +154,10 @@ def _multiply_slot(*refs: Any, num_blocks: int, activate: Activation) -> None:
         at = pl.multiple_of(first + i * TILE_ROWS, ALIGNED_ROWS)
         tile = pl.ds(at, TILE_ROWS)
         rows_MD = rows_ref[tile, :]
-        gate_MB = jnp.dot(rows_MD, gate_ref[0], preferred_element_type=jnp.float32)
-        up_MB = jnp.dot(rows_MD, up_ref[0], preferred_element_type=jnp.float32)
+        gate_MB = _scaled_product(rows_MD, gate_ref, scale_refs[0])
+        up_MB = _scaled_product(rows_MD, up_ref, scale_refs[1])
         inner_MB = activate(gate_MB, up_MB).astype(rows_MD.dtype)
-        sum_MD = jnp.dot(inner_MB, down_ref[0], preferred_element_type=jnp.float32)
+        sum_MD = _scaled_product(inner_MB, down_ref, scale_refs[2])
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
         is_own_M1 = (place_M1 >= begin) & (place_M1 < end)
         if num_blocks > 1:
@@ -156,4 +168,12 @@ def _multiply_slot(*refs: Any, num_blocks: int, activate: Activation) -> None:
 
     @pl.when(end > begin)
     def _() -> None:
+        for wide_ref, held_ref in zip(wide_refs, held_refs, strict=False):
+            wide_ref[0] = held_ref[0].astype(wide_ref.dtype)
         jax.lax.fori_loop(0, pl.cdiv(end - first, TILE_ROWS), multiply_tile, None)
+
+
+def _scaled_product(rows_MK: jax.Array, matrix_ref: Any, scale_ref: Any) -> jax.Array:
+    """Rows times a matrix, and where there are scales of its columns, times those: float32."""
+    sum_MN = jnp.dot(rows_MK, matrix_ref[0], preferred_element_type=jnp.float32)
+    return sum_MN if scale_ref is None else sum_MN * scale_ref[0]

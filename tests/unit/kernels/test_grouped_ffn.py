@@ -8,6 +8,7 @@ import pytest
 
 from rayserve_moe.kernels import grouped_ffn
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
+from tests.support.int8 import random_experts
 
 SLOTS, WIDTH = 4, 128
 SLOTS_OF_TOKENS = {
@@ -42,12 +43,47 @@ def test_an_expert_that_is_held_whole(slots):
 @pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
 def test_an_expert_in_parts(slots, monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
-    assert grouped_ffn.inner_block(WIDTH, 256, 4) == 128
+    assert grouped_ffn.inner_block(WIDTH, 256, 4, row_itemsize=4) == 128
     assert largest_difference(slots, experts_of(256, "float32")) < 1e-4
 
 
 def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 0)
     assert largest_difference(SLOTS_OF_TOKENS["any, and elsewhere"], experts_of(128, "float32")) < 1e-4
-    assert grouped_ffn.inner_block(100, 128, 2) == 0
-    assert grouped_ffn.inner_block(128, 100, 2) == 0
+    assert grouped_ffn.inner_block(100, 128, 2, row_itemsize=2) == 0
+    assert grouped_ffn.inner_block(128, 100, 2, row_itemsize=2) == 0
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_expert_in_int8_has_the_bits_of_the_numbers_that_it_stands_for(dtype, num_parts, monkeypatch):
+    """With scales that are powers of two; held whole, or in parts of 128 columns."""
+    monkeypatch.setattr(grouped_ffn, "inner_block", lambda *_, **__: 256 // num_parts)
+    quantized, plain = random_experts(2 * SLOTS, WIDTH, 256, seed=1, powers_of_two=True)
+    found, wanted = (multiplied(weights, dtype) for weights in (quantized, plain))
+    np.testing.assert_array_equal(found, wanted)
+    assert np.abs(found).max() > 0.1
+
+
+def test_integers_that_are_converted_already_are_scaled_all_the_same():
+    quantized, _ = random_experts(2 * SLOTS, WIDTH, 128, seed=2)
+    wide = [array.astype(jnp.bfloat16) for array in quantized[:3]]
+    found, wanted = (multiplied(each, "bfloat16") for each in (ExpertWeights(*wide, *quantized[3:]), quantized))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_integers_with_what_they_are_converted_to_take_the_place_of_bfloat16():
+    blocks = [grouped_ffn.inner_block(2048, 4096, size, row_itemsize=2) for size in (1, 2)]
+    assert blocks == [1024, 1024]
+
+
+def multiplied(weights: ExpertWeights, dtype: str) -> np.ndarray:
+    """Rows of the second layer that are here, by the kernel."""
+    slots = SLOTS_OF_TOKENS["any, and elsewhere"]
+    hidden = jnp.asarray(np.random.default_rng(7).standard_normal((len(slots), WIDTH)), dtype)
+    matrices = (array.astype(dtype) if array.dtype != jnp.int8 else array for array in weights[:3])
+    experts = LayerExperts(
+        ExpertWeights(*matrices, *weights[3:]), jnp.asarray(SLOTS, jnp.int32), ProductConfig(SLOTS, 8.0)
+    )
+    found = grouped_ffn.multiply_grouped(hidden, jnp.asarray(slots, jnp.int32), experts, interpret=True)
+    return np.asarray(found, np.float32)[slots < SLOTS]

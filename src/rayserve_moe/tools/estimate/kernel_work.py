@@ -96,11 +96,12 @@ def _grouped_product(instruction: Instruction, operands: list[Instruction], work
 def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
     """Tiles of rows: as many as all rows fill, and one more of each used slot, which begins within another one's."""
     given = [shape for operand in operands for shape in operand.shapes]
-    weights = [shape for shape in given if len(shape.dims) == 3]
+    weights, rows_out = [shape for shape in given if len(shape.dims) == 3], instruction.shapes[0]
     _, width, inner = weights[0].dims
     slot_bytes = sum(math.prod(shape.dims[1:]) * shape.num_bytes / shape.num_elements for shape in weights)
-    rows = min(work.expert_rows, instruction.shapes[0].dims[0] / ROUND_SLACK)
-    blocks = inner // inner_block(width, inner, weights[0].num_bytes // weights[0].num_elements)
+    rows = min(work.expert_rows, rows_out.dims[0] / ROUND_SLACK)
+    itemsize, row_itemsize = (shape.num_bytes // shape.num_elements for shape in (weights[0], rows_out))
+    blocks = inner // inner_block(width, inner, itemsize, row_itemsize=row_itemsize)
     shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
     return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,))
