@@ -1,6 +1,6 @@
 """How fast decode steps read experts: the native expert kernel over all layers, beside the machine's read bandwidth.
 
-    python -m benchmarks.peers.expert_reading [--size mid] [--repeats 7] [--out FILE.json]
+    python -m benchmarks.peers.expert_reading [--size mid] [--repeats 7] [--int8] [--out FILE.json]
 
 Every step of a run picks other experts, so that what it reads lies in no cache; runs and reading take turns.
 """
@@ -32,12 +32,17 @@ STEPS = 20
 # T tokens   K experts per token   L layers   E experts   X = L * E   D model width   F expert width   N steps
 
 
-def expert_weights(config: SyntheticConfig) -> ExpertWeights:
-    """Normal weights of every expert of every layer; which number lies where in packed ones is all the same here."""
+def expert_weights(config: SyntheticConfig, *, in_int8: bool = False) -> ExpertWeights:
+    """Normal weights of every expert of every layer, or any integers with one scale; which number lies where in packed
+    ones is all the same here."""
     num_experts = config.num_hidden_layers * config.num_experts
     width, inner = config.hidden_size, config.moe_intermediate_size
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(num_experts, width, inner)] * 2 + [(num_experts, inner, width)]
+    if in_int8:
+        integers = [jax.random.randint(key, each, -127, 128, jnp.int8) for key, each in zip(keys, shapes, strict=True)]
+        scales = [jnp.full((num_experts, 1, shape[2]), 0.05 / 73, jnp.float32) for shape in shapes]
+        return ExpertWeights(*integers, None, None, None, *scales)
     drawn = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
     return ExpertWeights(*(0.05 * array for array in drawn))
 
@@ -49,10 +54,10 @@ def draw_picks(config: SyntheticConfig, num_streams: int) -> np.ndarray:
     return np.argsort(scores)[..., : config.num_experts_per_tok].astype(np.int32)
 
 
-def bytes_read(config: SyntheticConfig, picks_NLTK: np.ndarray) -> int:
+def bytes_read(config: SyntheticConfig, picks_NLTK: np.ndarray, *, itemsize: int = BF16_BYTES) -> int:
     """Weights of the experts that are picked at all, layer by layer and step by step."""
     touched = sum(len(np.unique(layer)) for step in picks_NLTK for layer in step)
-    return touched * 3 * config.hidden_size * config.moe_intermediate_size * BF16_BYTES
+    return touched * 3 * config.hidden_size * config.moe_intermediate_size * itemsize
 
 
 def steps_over(weights: ExpertWeights, config: SyntheticConfig) -> Callable[..., jax.Array]:
@@ -78,17 +83,18 @@ def steps_over(weights: ExpertWeights, config: SyntheticConfig) -> Callable[...,
     return partial(run, weights)
 
 
-def measure(size: str, *, repeats: int) -> dict[str, Any]:
+def measure(size: str, *, repeats: int, in_int8: bool = False) -> dict[str, Any]:
     """Bytes and seconds of every number of streams, and the bandwidth measured before each round of them."""
     register_native_kernels()
     config = PRESETS[size]
-    run = steps_over(expert_weights(config), config)
+    run = steps_over(expert_weights(config, in_int8=in_int8), config)
+    itemsize = 1 if in_int8 else BF16_BYTES
     picks = {count: draw_picks(config, count) for count in STREAMS}
     rows = {count: jax.random.normal(jax.random.key(1), (count, config.hidden_size), jnp.bfloat16) for count in STREAMS}
     for count in STREAMS:
         assert np.isfinite(np.asarray(run(picks[count], rows[count]), np.float32)).all()
     found: dict[str, Any] = {
-        str(count): {"bytes": bytes_read(config, picks[count]), "seconds": []} for count in STREAMS
+        str(count): {"bytes": bytes_read(config, picks[count], itemsize=itemsize), "seconds": []} for count in STREAMS
     }
     bandwidth = []
     for i in range(repeats):
@@ -107,10 +113,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=["small", "mid"], default="mid")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--int8", action="store_true", help="experts in int8, with scales")
     parser.add_argument("--out", type=Path, default=RESULTS / "expert_reading.json")
     chosen = parser.parse_args()
-    measured = measure(chosen.size, repeats=chosen.repeats)
-    measured |= {"size": chosen.size, "repeats": chosen.repeats, "machine": machine_facts(load_before)}
+    measured = measure(chosen.size, repeats=chosen.repeats, in_int8=chosen.int8)
+    measured |= {
+        "in_int8": chosen.int8,
+        "size": chosen.size,
+        "repeats": chosen.repeats,
+        "machine": machine_facts(load_before),
+    }
     print(as_table(measured))
     save({"expert_reading": measured}, chosen.out)
 
