@@ -20,7 +20,7 @@ from rayserve_moe.experts.balanced_layer import step_capacity
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.router_spec import RouterSpec
-from rayserve_moe.experts.routing import RouterWeights
+from rayserve_moe.experts.routing import RouterWeights, count_tokens
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.registry import KERNELS
@@ -196,7 +196,8 @@ class MoeRun:
             hidden, router, flat, layer=layer, valid_T=valid, config=self.config, maps=maps, capacity=capacity
         )
         tally = () if routing.tally_4 is None else (routing.tally_4[None],)
-        return out, routing.ids_TK, routing.counts_E[None], *tally
+        counts_E = count_tokens(routing.ids_TK, valid, num_experts=self.config.router.num_experts)
+        return out, routing.ids_TK, counts_E[None], *tally
 
 
 def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:

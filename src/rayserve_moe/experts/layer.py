@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from rayserve_moe.experts.routing import (
     ExpertScores,
     ForcedExperts,
     RouterWeights,
-    count_tokens,
+    gates_of,
     rank_experts,
     select_top_k,
 )
@@ -27,10 +28,9 @@ from rayserve_moe.parallel.mesh import platform_of
 
 
 class LayerRouting(NamedTuple):
-    """Logical ids [T, K] in router order, tokens per expert [E], and a tally [4] where slots have limited capacity."""
+    """Logical ids [T, K] in router order, and a tally [4] where slots have limited capacity."""
 
     ids_TK: jax.Array
-    counts_E: jax.Array
     tally_4: jax.Array | None
 
 
@@ -48,33 +48,46 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
 ) -> tuple[jax.Array, LayerRouting]:
     """Select experts and compute them; returns the sums [T, D] and the routing.
 
-    Tokens are those of this device's data rank, and so are the outputs: the same on every device of a tensor group,
-    the counts too. `layer` counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding
-    tokens (not `valid_T`) cost no expert product and are not counted. `forced` replaces what the router selects.
-    `capacity` is given where it is limited; an id of -1 then is an assignment that was not filled. KeyError where the
-    backend of `config` is unknown.
+    Tokens are those of this device's data rank, and so are the outputs: the same on every device of a tensor group.
+    `layer` counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding tokens (not
+    `valid_T`) cost no expert product. `forced` replaces what the router selects. `capacity` is given where it is
+    limited; an id of -1 then is an assignment that was not filled. KeyError where the backend of `config` is unknown.
     """
     tally_4 = None
-    with jax.named_scope("router"):
+    if config.limits_capacity:
+        assert capacity is not None, "slots of limited capacity need it"
         scores = _scores(hidden_TD, router, config)
-    with jax.named_scope("selection"):
-        if config.limits_capacity:
-            assert capacity is not None, "slots of limited capacity need it"
+        with jax.named_scope("selection"):
             slots_TK, ids_TK, gates_TK, tally_4 = assign_slots(
                 scores, valid_T, maps=maps, layer=layer, capacity=capacity, config=config, forced=forced
             )
-            tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
-            maps, config = None, replace(config, slot_choice=CHOSEN_BEFORE)
-        else:
-            ids_TK, gates_TK = select_top_k(scores, router=config.router, forced=forced)
-            tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
-    with jax.named_scope("routing_capture"):
-        counts_E = count_tokens(ids_TK, valid_T, num_experts=config.router.num_experts)
+        tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
+        maps, config = None, replace(config, slot_choice=CHOSEN_BEFORE)
+    else:
+        ids_TK, gates_TK = _chosen(hidden_TD, router, config, forced)
+        tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
     apply = EXPERT_BACKENDS[backend_for(hidden_TD, config)]
     out_TD = apply(tokens, PlacedExperts(weights, layer, maps), config=config)
-    return out_TD, LayerRouting(ids_TK, counts_E, tally_4)
+    return out_TD, LayerRouting(ids_TK, tally_4)
 
 
+def _chosen(
+    hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig, forced: ForcedExperts | None
+) -> tuple[jax.Array, jax.Array]:
+    """Ids and weights by `select_top_k`, or by a kernel that computes the router with them, if it can."""
+    rule, choose = config.router, config.kernels.choose_experts
+    if choose is not None and router.stacked is not None and forced is None and rule.groups_kept == rule.num_groups:
+        with jax.named_scope("selection"):
+            finish = partial(gates_of, router=rule)
+            chosen = choose(hidden_TD, router.stacked, top_k=rule.top_k, score=rule.score, finish=finish)
+        if chosen is not None:
+            return chosen
+    scores = _scores(hidden_TD, router, config)
+    with jax.named_scope("selection"):
+        return select_top_k(scores, router=rule, forced=forced)
+
+
+@jax.named_scope("router")
 def _scores(hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig) -> ExpertScores:
     """Scores of all experts, and what they are chosen by."""
     scores_TE = config.kernels.router_scores(

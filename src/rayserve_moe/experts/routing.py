@@ -14,17 +14,29 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.kernels.top_experts import StackedRouter
 
 LEAST_TOTAL = 1e-20
 """What DeepSeek-V3 adds to a sum of sigmoids before it divides by it: they may all be zero."""
 
 
 class RouterWeights(NamedTuple):
-    """Float32 weights of one layer's router: the matrix, and the biases of logits and of the choice where there are."""
+    """Float32 weights of one layer's router: the matrix, and the biases of logits and of the choice where there are.
+
+    `stacked`: the same as part of those of all layers, for kernels that read a layer where it lies.
+    """
 
     matrix_DE: jax.Array
     logit_bias_E: jax.Array | None = None
     selection_bias_E: jax.Array | None = None
+    stacked: StackedRouter | None = None
+
+
+def router_of_layer(stacked: StackedRouter) -> RouterWeights:
+    """The router of the layer that `stacked` names."""
+    matrix_MDE, *biases, layer = stacked
+    of_layer = (None if bias_ME is None else bias_ME[layer] for bias_ME in biases)
+    return RouterWeights(matrix_MDE[layer], *of_layer, stacked=stacked)
 
 
 class ForcedExperts(NamedTuple):
@@ -90,9 +102,14 @@ def select_top_k(
             return forced_TK, jnp.take_along_axis(scores_TE, forced_TK, axis=-1)
 
         ids_TK, weights_TK = jax.lax.cond(forced.is_any, force, lambda: (ids_TK, weights_TK))
+    return ids_TK, gates_of(weights_TK, router=router)
+
+
+def gates_of(weights_TK: jax.Array, *, router: RouterSpec) -> jax.Array:
+    """Weights of a token's experts of their scores [T, K]."""
     if router.renormalize:
         weights_TK = weights_TK / _divisor(weights_TK.sum(-1, keepdims=True), router)
-    return ids_TK, weights_TK if router.scale == 1.0 else weights_TK * router.scale
+    return weights_TK if router.scale == 1.0 else weights_TK * router.scale
 
 
 def _divisor(total_T1: jax.Array, router: RouterSpec) -> jax.Array:

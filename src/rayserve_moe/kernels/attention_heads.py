@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,13 @@ import jax.numpy as jnp
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.kv_pool import kv_rows
 from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
+
+
+class StackedWeights(NamedTuple):
+    """Weights of all layers by name, and which layer it is."""
+
+    of_layers: Mapping[str, jax.Array]
+    layer: jax.Array
 
 
 def project_heads(
@@ -42,9 +50,18 @@ def project_heads(
 
 
 def project_rows(
-    normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    *,
+    rotation: Rotation,
+    config: AttentionConfig,
+    stacked: StackedWeights | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, heads, h], and keys and values as the pool has them, [T, 2 * KV heads, h] (see `kv_pool.kv_rows`)."""
+    """Queries [T, heads, h], and keys and values as the pool has them, [T, 2 * KV heads, h] (see `kv_pool.kv_rows`).
+
+    `stacked` are the same weights as part of those of all layers, for kernels that read a layer where it lies.
+    """
+    del stacked
     queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
     return queries, kv_rows(keys, values)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
 from rayserve_moe.kernels.attention_reference import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.layers import Rotation
@@ -63,14 +63,23 @@ class TokenBatch:
         return own, first_page, num_pages
 
 
+class DescribedSingles(NamedTuple):
+    """What the attention of single tokens derives of positions, by window, and which of all tokens are not padding."""
+
+    by_window: Mapping[int, Any]
+    valid_T1: jax.Array
+
+
 class AttentionInputs(NamedTuple):
     """What a layer attends with besides the stream and the pool: weights of all layers under the names of
-    `model.parameters`, the tokens of the step, their rotation, and which layer it is."""
+    `model.parameters`, the tokens of the step, their rotation, and which layer it is; what `Kernels.describe_singles`
+    gave, where the kernels have it."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
     rotation: Rotation
     layer: jax.Array
+    singles: DescribedSingles | None = None
 
 
 def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
@@ -89,11 +98,13 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     [L * pages, page, 2 * G, h]: page p of layer l lies at l * pages + p, or where `batch.layer_pages` says. `decode`
     attends the single tokens, `prefill` the blocks; `project` has the signature of `project_rows`.
     """
-    weights, batch, rotation, layer = inputs
+    weights, batch, rotation, layer, singles = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
-        queries, rows = project(normed_TD, of_layer, rotation=rotation, config=config)
+        queries, rows = project(
+            normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
+        )
     with jax.named_scope("kv_update"):
         kv_pages = write_rows(kv_pages, rows, batch.kv_slots_T + first_page * kv_pages.shape[1])
     with jax.named_scope("paged_attention"):
@@ -102,12 +113,14 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
             sinks = {"sinks_H": of_layer["sinks_LA"]} if "sinks_LA" in of_layer else {}
             how = {"config": scores, **sinks}
             kernels = partial(decode, **how), partial(prefill, **how)
-            return attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=kernels)
+            described = singles and singles.by_window[scores.window]
+            return attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=kernels, described=described)
 
         attended_THh = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
-        return jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
+        out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
+        return out_TD if singles is None else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
 def _attend_by_window(
@@ -129,13 +142,17 @@ def attend_blocks(
     *,
     first_page: jax.Array,
     kernels: tuple[PagedAttention, PagedAttention],
+    described: Any = None,
 ) -> jax.Array:
-    """Attend the single tokens and the prefill blocks, each part with its kernel: [T, H, width of values]."""
+    """Attend the single tokens and the prefill blocks, each part with its kernel: [T, H, width of values].
+
+    With the single tokens `described` (see `BlockPlaces`), what stands for their padding is undefined.
+    """
     singles, (num_tokens, *head_shape), (decode, prefill) = batch.num_singles, queries_THh.shape, kernels
     page_table_BP = batch.page_table_BP + first_page
     parts = []
     if singles:
-        places = BlockPlaces(page_table_BP[:singles], batch.positions_T[:singles, None])
+        places = BlockPlaces(page_table_BP[:singles], batch.positions_T[:singles, None], described)
         parts.append(decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
     if batch.num_prefill_blocks:
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)

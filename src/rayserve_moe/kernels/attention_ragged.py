@@ -19,7 +19,7 @@ Padding ahead of a run gives rows that are thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -49,6 +49,15 @@ class RunKernel:
 
     call: Callable[..., jax.Array]
     most_rows: int
+
+
+class RunLengths(NamedTuple):
+    """What positions alone say of runs: the fields of Runs, and the first page of its sequence that each run sees."""
+
+    kv_lens_S: jax.Array
+    first_page_S: jax.Array
+    row_borders: jax.Array
+    num_1: jax.Array
 
 
 class Runs(NamedTuple):
@@ -103,20 +112,25 @@ def attend_runs(
 ) -> jax.Array:
     """Cut the blocks into runs, call the kernel for as many at once as its scalar memory holds, and zero padding.
 
-    The real tokens of a block come first and stand at consecutive positions. Returns [B, Q, H, h]. ValueError where
-    8-bit KV has an odd number of KV heads.
+    The real tokens of a block come first and stand at consecutive positions. What `describe_singles` gave is taken as
+    it is, and padding stays undefined then. Returns [B, Q, H, h]. ValueError where 8-bit KV has an odd number of KV
+    heads.
     """
     _refuse_unfit(kv_pages)
-    (page_table_BP, positions_BQ), (num_blocks, num_queries, *head_shape) = places, queries_BQHh.shape
+    (page_table_BP, positions_BQ, described), (num_blocks, num_queries, *head_shape) = places, queries_BQHh.shape
     page_size, is_quantised = kv_pages.shape[1], kv_pages.dtype.itemsize == 1
     scales = {"k_scale": 1.0, "v_scale": 1.0} if is_quantised else {}
     reach = pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=kernel.most_rows)
     blocks_per_cell = kernel.most_rows // num_queries
     per_call = max(1, sequences_per_call(reach) // blocks_per_cell) * blocks_per_cell
     parts = []
-    for first in range(0, num_blocks, per_call):
+    for call, first in enumerate(range(0, num_blocks, per_call)):
         part = slice(first, min(first + per_call, num_blocks))
-        runs = runs_of(page_table_BP[part], positions_BQ[part], page_size, config, most_rows=kernel.most_rows)
+        if described is None:
+            runs = runs_of(page_table_BP[part], positions_BQ[part], page_size, config, most_rows=kernel.most_rows)
+        else:
+            assert kernel.most_rows == 1, "single tokens are described as runs of one row"
+            runs = _on_pages(described[call], page_table_BP[part], reach)
         attended = kernel.call(
             queries_BQHh[part].reshape(-1, *head_shape),
             kv_pages,
@@ -128,7 +142,26 @@ def attend_runs(
         )
         parts.append(attended.reshape(-1, num_queries, *head_shape))
     attended_BQHh = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    if described is not None:
+        return attended_BQHh
     return jnp.where((positions_BQ >= 0)[..., None, None], attended_BQHh, 0)
+
+
+def describe_singles(
+    positions_U: jax.Array, *, page_size: int, table_width: int, windows: Iterable[int]
+) -> dict[int, tuple[RunLengths, ...]]:
+    """The runs of single tokens but for their pages, for each call of the kernel, by window (0: none).
+
+    They are the same for all layers; XLA computes them anew in each where a loop over layers has them inside.
+    """
+
+    def of_window(window: int) -> tuple[RunLengths, ...]:
+        config = ScoreConfig(window=window)
+        per_call = sequences_per_call(pages_within_reach(table_width, page_size, config, most_rows=1))
+        calls = (positions_U[first : first + per_call] for first in range(0, len(positions_U), per_call))
+        return tuple(_lengths_of_singles(call_S, page_size, config) for call_S in calls)
+
+    return {window: of_window(window) for window in set(windows)}
 
 
 def runs_of(
@@ -139,7 +172,10 @@ def runs_of(
     The real tokens of a block come first and stand at consecutive positions. A run continues into the next block where
     that continues the prompt and lies in the same cell of `most_rows` rows.
     """
-    (num_blocks, num_queries), table_width = positions_BQ.shape, page_table_BP.shape[1]
+    num_blocks, num_queries = positions_BQ.shape
+    reach = pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=most_rows)
+    if most_rows == 1:
+        return _on_pages(_lengths_of_singles(positions_BQ[:, 0], page_size, config), page_table_BP, reach)
     first_B, blocks_B = positions_BQ[:, 0], jnp.arange(num_blocks, dtype=jnp.int32)
     last_B = first_B + jnp.sum(positions_BQ >= 0, axis=1, dtype=jnp.int32) - 1
     row_end_B = blocks_B * num_queries + last_B - first_B + 1
@@ -153,15 +189,45 @@ def runs_of(
     else:
         last_S, row_end_S, page_table_SP = last_B, row_end_B, page_table_BP
         num_runs = jnp.max(jnp.where(is_end_B, blocks_B + 1, 0))
-    first_page_S = jnp.zeros_like(last_S)
-    if config.window:
-        first_page_S = jnp.maximum(last_S - most_rows - config.window + 2, 0) // page_size
-    reach = pages_within_reach(table_width, page_size, config, most_rows=most_rows)
-    return Runs(
+    first_page_S = _first_pages(last_S, page_size, config, most_rows=most_rows)
+    lengths = RunLengths(
         jnp.maximum(last_S + 1 - first_page_S * page_size, 1),
-        page_table_SP if reach == table_width else _pages_from(page_table_SP, first_page_S, reach),
+        first_page_S,
         jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.maximum(row_end_S, 1)]),
         jnp.maximum(num_runs, 1).astype(jnp.int32).reshape(1),
+    )
+    return _on_pages(lengths, page_table_SP, reach)
+
+
+def _lengths_of_singles(positions_S: jax.Array, page_size: int, config: ScoreConfig) -> RunLengths:
+    """Each token is a run, which ends with its row; padding is a run without rows, but that of the first row."""
+    rows_S = jnp.arange(len(positions_S), dtype=jnp.int32)
+    row_end_S = jnp.maximum(jnp.where(positions_S >= 0, rows_S + 1, rows_S), 1)
+    first_page_S = _first_pages(positions_S, page_size, config, most_rows=1)
+    num_runs = jnp.max(jnp.where(positions_S >= 0, rows_S + 1, 1))
+    return RunLengths(
+        jnp.maximum(positions_S + 1 - first_page_S * page_size, 1),
+        first_page_S,
+        jnp.concatenate([jnp.zeros(1, jnp.int32), row_end_S]),
+        num_runs.reshape(1),
+    )
+
+
+def _first_pages(last_S: jax.Array, page_size: int, config: ScoreConfig, *, most_rows: int) -> jax.Array:
+    """The first page within reach of a run of `most_rows` rows whose last one stands at `last_S`."""
+    if not config.window:
+        return jnp.zeros_like(last_S)
+    return jnp.maximum(last_S - most_rows - config.window + 2, 0) // page_size
+
+
+def _on_pages(lengths: RunLengths, page_table_SP: jax.Array, reach: int) -> Runs:
+    kv_lens_S, first_page_S, row_borders, num_1 = lengths
+    all_within = reach == page_table_SP.shape[1]
+    return Runs(
+        kv_lens_S,
+        page_table_SP if all_within else _pages_from(page_table_SP, first_page_S, reach),
+        row_borders,
+        num_1,
     )
 
 

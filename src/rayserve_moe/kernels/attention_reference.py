@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +61,15 @@ class _Visible(NamedTuple):
 
 class BlockPlaces(NamedTuple):
     """Where blocks of queries stand, int32: the pages of the sequence that each belongs to, and its queries' positions
-    (-1: padding)."""
+    (-1: padding).
+
+    `described` is what a kernel has derived of the positions ahead of all layers (`Kernels.describe_singles`). A kernel
+    that is given it may leave what it returns for padding undefined.
+    """
 
     page_table_BP: jax.Array
     positions_BQ: jax.Array
+    described: Any = None
 
 
 def attend(

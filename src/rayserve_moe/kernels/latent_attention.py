@@ -54,7 +54,7 @@ def attend_latent_layer(
     As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that every device holds alike; `rotation`
     is that of r elements. Queries come from a latent of their own where `weights` have one (q_a, q_a_norm, q_b).
     """
-    weights, batch, rotation, layer = inputs
+    weights, batch, rotation, layer, _ = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     latent_width = len(of_layer["kv_a_norm_LC"])

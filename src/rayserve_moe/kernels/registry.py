@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 
 from rayserve_moe.kernels import attention_ragged, attention_reference, expert_products, kv_pool, layers
+from rayserve_moe.kernels.add_norm import add_and_norm
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.top_experts import choose_experts
 
 Kernel = Callable[..., jax.Array]
 
@@ -37,7 +40,10 @@ class Kernels:
     the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are
     padded with zeros until it does. `dtype` is the only one that the kernels compute in; empty: any. `pool_dtypes` says
     which dtype holds keys and values of another (`kv_pool`). `lacks` names the knobs of a model's attention that its
-    kernels compute at their plain values alone.
+    kernels compute at their plain values alone. `describe_singles` (`attention_ragged.describe_singles`): what the
+    attention of single tokens derives of their positions, once for all layers; None: nothing. `choose_experts`
+    (`top_experts.choose_experts`): a router and its choice at once, `add_norm` (`add_norm.add_and_norm`): a
+    residual stream and its norm; where they are or give None, the parts are computed one after the other.
     """
 
     name: str
@@ -56,6 +62,9 @@ class Kernels:
     dtype: str = ""
     pool_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     lacks: tuple[str, ...] = ()
+    describe_singles: Callable[..., Mapping[int, Any]] | None = None
+    choose_experts: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
+    add_norm: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
 
     def __repr__(self) -> str:
         """The name: programs on disk are found by it, so it holds no address of a function."""
@@ -89,6 +98,9 @@ TPU = replace(
     expert_sums=partial(expert_products.sum_results, multiply=multiply_grouped),
     pool_dtypes={},
     lacks=("sinks",),
+    describe_singles=attention_ragged.describe_singles,
+    choose_experts=choose_experts,
+    add_norm=add_and_norm,
 )
 CPU_NATIVE = Kernels(
     "cpu_native",

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.add_norm import row_of
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
 from rayserve_moe.kernels.layers import Rotation, project
 
-HEAD_WIDTH, SUBLANES = 128, 8
+HEAD_WIDTH = 128
 MOST_ELEMENTS = 1 << 20
 """Elements of all heads of all tokens that the kernel takes: they lie in the core's memory several times."""
 
@@ -31,40 +32,44 @@ def project_rows_at_once(
     *,
     rotation: Rotation,
     config: AttentionConfig,
+    stacked: StackedWeights | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `project_rows`, and by it where the kernel does not know a knob of the model or tokens are many.
 
-    It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias; tokens in whole
-    sublanes, since padding them makes XLA copy a layer's pool. `interpret` (see `pallas_call`) runs it without a TPU.
+    It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias. `interpret` (see
+    `pallas_call`) runs it without a TPU.
     """
     num_tokens, num_elements = len(normed_TD), sum(weights[name].shape[1] for name in ("q_LDH", "k_LDG", "v_LDG"))
     is_plain = "q_norm_Lh" in weights and config == AttentionConfig(
         HEAD_WIDTH, config.eps, config.plan, score_scale=config.score_scale, windows=config.windows
     )
     has_bias = any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG"))
-    is_small = num_tokens % SUBLANES == 0 and num_tokens * num_elements <= MOST_ELEMENTS
+    is_small = num_tokens * num_elements <= MOST_ELEMENTS
     if not is_plain or has_bias or not is_small or 2 * rotation.cos.shape[1] != HEAD_WIDTH:
         return project_rows(normed_TD, weights, rotation=rotation, config=config)
     cos_Tr, sin_Tr = rotation
     queries_TH, keys_TG, values_TG = (project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG"))
-    norms_2h = jnp.stack([weights["q_norm_Lh"], weights["k_norm_Lh"]]).astype(jnp.float32)
+    all_weights, layer = stacked or ({name: weights[name][None] for name in ("q_norm_Lh", "k_norm_Lh")}, 0)
+    norms = all_weights["q_norm_Lh"], all_weights["k_norm_Lh"]
     cos_Th, sin_Th = (jnp.concatenate(pair, axis=1) for pair in ((cos_Tr, cos_Tr), (-sin_Tr, sin_Tr)))
     num_heads, num_kv = queries_TH.shape[1] // HEAD_WIDTH, keys_TG.shape[1] // HEAD_WIDTH
     shapes = [(num_tokens * heads, HEAD_WIDTH) for heads in (num_heads, 2 * num_kv)]
     queries, rows = pl.pallas_call(
         partial(_turn, eps=config.eps),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 7],
         out_shape=[jax.ShapeDtypeStruct(shape, normed_TD.dtype) for shape in shapes],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in shapes],
         name="rotary_heads",
         interpret=interpret,
-    )(queries_TH, keys_TG, values_TG, norms_2h, cos_Th, sin_Th)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), queries_TH, keys_TG, values_TG, *norms, cos_Th, sin_Th)
     return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows.reshape(num_tokens, -1, HEAD_WIDTH)
 
 
 def _turn(*refs: Any, eps: float) -> None:
     """Head by head; in 32 bits the rows of a head can be stored between those of others."""
-    queries, keys, values, norms, cos, sin, out_queries, out_rows, wide_queries, wide_rows = refs
+    layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries, wide_rows = refs
+    q_norm_1h, k_norm_1h = (row_of(norms[...], layer_1[0]) for norms in (q_norms, k_norms))
     num_tokens, dtype = queries.shape[0], out_queries.dtype
     num_heads, num_kv = (ref.shape[1] // HEAD_WIDTH for ref in (queries, keys))
 
@@ -80,9 +85,9 @@ def _turn(*refs: Any, eps: float) -> None:
         return normed_Th * cos[...] + pltpu.roll(normed_Th, HEAD_WIDTH // 2, 1) * sin[...]
 
     for i in range(num_heads):
-        wide_queries[pl.ds(i, num_tokens, stride=num_heads), :] = turned(head(queries, i), norms[0:1, :])
+        wide_queries[pl.ds(i, num_tokens, stride=num_heads), :] = turned(head(queries, i), q_norm_1h)
     for i in range(num_kv):
-        wide_rows[pl.ds(2 * i, num_tokens, stride=2 * num_kv), :] = turned(head(keys, i), norms[1:2, :])
+        wide_rows[pl.ds(2 * i, num_tokens, stride=2 * num_kv), :] = turned(head(keys, i), k_norm_1h)
         wide_rows[pl.ds(2 * i + 1, num_tokens, stride=2 * num_kv), :] = head(values, i)
     out_queries[...] = wide_queries[...].astype(dtype)
     out_rows[...] = wide_rows[...].astype(dtype)

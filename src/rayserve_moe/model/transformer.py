@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from rayserve_moe.experts.balanced_layer import StepCapacity, step_capacity
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import LayerRouting, apply_experts
-from rayserve_moe.experts.routing import ForcedExperts, RouterWeights
+from rayserve_moe.experts.routing import ForcedExperts, count_tokens, router_of_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs, DescribedSingles, TokenBatch
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.layers import Rotation, take_rows
 from rayserve_moe.kernels.registry import Kernels
+from rayserve_moe.kernels.top_experts import StackedRouter
 from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.vocabulary import look_up, score_my_words
@@ -72,11 +73,12 @@ class ForwardOutput(NamedTuple):
 
 
 class _StepInputs(NamedTuple):
-    """What all layers of a step share: tokens, rotary angles, the slots of the experts, what routing is forced
-    [M, X, K], and the capacity of slots where that is limited."""
+    """What all layers of a step share: tokens, rotary angles, what is derived of single tokens for their attention,
+    the slots of the experts, what routing is forced [M, X, K], and the capacity of slots where that is limited."""
 
     batch: TokenBatch
     rotation: Rotation
+    singles: DescribedSingles | None
     maps: PlacementArrays | None
     forced: tuple[jax.Array, jax.Array] | None
     capacity: StepCapacity | None
@@ -114,17 +116,14 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     with jax.named_scope("embedding"):
         hidden_TD = look_up(params["embedding"]["table_VD"], batch.token_ids_T, plan=config.plan, take=take)
         hidden_TD = _scaled(hidden_TD, spec.embedding_multiplier)
-    with jax.named_scope("rotation"):
-        frequencies = rope_frequencies(spec.rope, rotary_width(spec))
-        factor = spec.rope.yarn.attention_factor if spec.rope.yarn else 1.0
-        rotation = kernels.rotation(batch.positions_T, frequencies, factor=factor)
     forced = capacity = None
     if forced_MXK is not None and config.experts.selection != "balanced":
         forced = forced_MXK, jnp.any(forced_MXK >= 0)
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
-    inputs = _StepInputs(batch, rotation, maps, forced, capacity)
+    singles = _describe_singles(batch, kv_pages, config)
+    inputs = _StepInputs(batch, _rotation(batch, config), singles, maps, forced, capacity)
     captured_runs = []
     for run in _layer_runs(spec):
         visit = partial(_moe_layer if run.is_moe else _dense_layer, params, inputs=inputs, config=config)
@@ -134,8 +133,32 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
         if captured is not None:
             captured_runs.append(captured)
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
+    with jax.named_scope("routing_capture"):
+        # One operation for all layers: in each it would be one of many small ones.
+        count = partial(count_tokens, num_experts=config.experts.router.num_experts)
+        counts_ME = jax.vmap(count, in_axes=(0, None))(routing.ids_TK, batch.valid_T)
     tally_4 = None if routing.tally_4 is None else jnp.sum(routing.tally_4, axis=0, dtype=jnp.int32)
-    return ForwardOutput(hidden_TD, kv_pages, routing.ids_TK, routing.counts_E, tally_4)
+    return ForwardOutput(hidden_TD, kv_pages, routing.ids_TK, counts_ME, tally_4)
+
+
+def _rotation(batch: TokenBatch, config: ModelConfig) -> Rotation:
+    rope = config.spec.rope
+    with jax.named_scope("rotation"):
+        frequencies = rope_frequencies(rope, rotary_width(config.spec))
+        factor = rope.yarn.attention_factor if rope.yarn else 1.0
+        return config.kernels.rotation(batch.positions_T, frequencies, factor=factor)
+
+
+def _describe_singles(batch: TokenBatch, kv_pages: jax.Array, config: ModelConfig) -> DescribedSingles | None:
+    describe, num_singles = config.kernels.describe_singles, batch.num_singles
+    if describe is None or not num_singles:
+        return None
+    page_size, table_width = kv_pages.shape[1], batch.page_table_BP.shape[-1]
+    with jax.named_scope("attention/paged_attention"):
+        windows = config.spec.attention.windows or (0,)
+        positions_U = batch.positions_T[:num_singles]
+        by_window = describe(positions_U, page_size=page_size, table_width=table_width, windows=windows)
+        return DescribedSingles(by_window, batch.valid_T[:, None])
 
 
 def words_of(config: ModelConfig) -> VocabularyPart:
@@ -164,7 +187,7 @@ def _moe_layer(
     flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
     out_TD, routing = apply_experts(
         normed_TD,
-        _router_of_layer(experts, moe_layer),
+        router_of_layer(_stacked_router(experts, moe_layer)),
         flat,
         layer=moe_layer,
         valid_T=inputs.batch.valid_T,
@@ -209,20 +232,34 @@ def _attention_block(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention with its norm and residual; returns the stream, the stream normed for the MLP, and the pool."""
     (hidden_TD, kv_pages), weights = carry, params["attention"]
-    normed_TD = _norm(hidden_TD, weights["norm_LD"][layer], config)
+    hidden_TD, normed_TD = _add_and_norm(hidden_TD, None, weights["norm_LD"], layer, config)
     with jax.named_scope("attention"):
-        of_layer = AttentionInputs(weights, inputs.batch, inputs.rotation, layer)
+        of_layer = AttentionInputs(weights, inputs.batch, inputs.rotation, layer, inputs.singles)
         attention = attention_config(config.spec, config.plan)
         out_TD, kv_pages = config.kernels.attention(normed_TD, kv_pages, of_layer, config=attention)
         out_TD = config.plan.sum_over_tensor(out_TD).astype(hidden_TD.dtype)
         out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD
-    hidden_TD = hidden_TD + _scaled(out_TD, config.spec.residual_multiplier)
-    return hidden_TD, _norm(hidden_TD, params["mlp_norm"]["scale"][layer], config), kv_pages
+    added_TD = _scaled(out_TD, config.spec.residual_multiplier)
+    return *_add_and_norm(hidden_TD, added_TD, params["mlp_norm"]["scale"], layer, config), kv_pages
 
 
 def _scaled(hidden_TD: jax.Array, factor: float) -> jax.Array:
     """Multiply in float32, and nothing by one."""
     return hidden_TD if factor == 1.0 else (hidden_TD.astype(jnp.float32) * factor).astype(hidden_TD.dtype)
+
+
+def _add_and_norm(
+    hidden_TD: jax.Array, added_TD: jax.Array | None, scale_LD: jax.Array, layer: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The stream with what is added, and its norm: at once by a kernel that can."""
+    at_once = config.kernels.add_norm
+    if at_once is not None:
+        with jax.named_scope("norm"):
+            made = at_once(hidden_TD, added_TD, scale_LD, layer=layer, eps=config.spec.norm_eps)
+        if made is not None:
+            return made
+    hidden_TD = hidden_TD if added_TD is None else hidden_TD + added_TD
+    return hidden_TD, _norm(hidden_TD, scale_LD[layer], config)
 
 
 def _norm(hidden_TD: jax.Array, scale_D: jax.Array, config: ModelConfig) -> jax.Array:
@@ -237,9 +274,8 @@ def _forced_of_layer(inputs: _StepInputs, moe_layer: jax.Array) -> ForcedExperts
     return ForcedExperts(forced_MXK[moe_layer].astype(jnp.int32), is_any)
 
 
-def _router_of_layer(experts: dict[str, jax.Array], layer: jax.Array) -> RouterWeights:
-    biases = (experts[name][layer] if name in experts else None for name in ("router_bias_ME", "selection_bias_ME"))
-    return RouterWeights(experts["router_MDE"][layer], *biases)
+def _stacked_router(experts: dict[str, jax.Array], layer: jax.Array) -> StackedRouter:
+    return StackedRouter(experts["router_MDE"], experts.get("router_bias_ME"), experts.get("selection_bias_ME"), layer)
 
 
 def _flatten(weights: jax.Array) -> jax.Array:

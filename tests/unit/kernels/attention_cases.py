@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels import attention_reference
-from rayserve_moe.kernels.attention_ragged import RunKernel, attend_runs
+from rayserve_moe.kernels.attention_ragged import RunKernel, attend_runs, describe_singles
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
 
 Attend = Callable[..., jax.Array]
@@ -68,9 +68,23 @@ def attend_in_runs(
     return attend_runs(queries, pages, places, config=config, kernel=kernel)
 
 
+def attend_described(
+    queries: jax.Array, pages: jax.Array, places: BlockPlaces, *, config: ScoreConfig = FULL_CAUSAL
+) -> jax.Array:
+    """Single tokens with what is derived of their positions ahead, and padding zeroed by the caller."""
+    (_, num_queries, *_), (page_table, positions, _) = queries.shape, places
+    if num_queries > 1:
+        return attend_in_runs(queries, pages, places, config=config)
+    sizes = {"page_size": pages.shape[1], "table_width": page_table.shape[1]}
+    described = describe_singles(positions[:, 0], **sizes, windows=(config.window,))[config.window]
+    attended = attend_in_runs(queries, pages, BlockPlaces(page_table, positions, described), config=config)
+    return jnp.where((positions >= 0)[..., None, None], attended, 0)
+
+
 KERNELS: dict[str, Attend] = {
     "reference": jax.jit(attention_reference.attend, static_argnames="config"),
     "runs": jax.jit(attend_in_runs, static_argnames="config"),
+    "described": jax.jit(attend_described, static_argnames="config"),
     "merged_runs": jax.jit(partial(attend_in_runs, merged=4), static_argnames="config"),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
 from rayserve_moe.kernels.layers import rotation_of
 from rayserve_moe.kernels.rotary_heads import project_rows_at_once
 
@@ -39,26 +39,40 @@ def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, *
     return [np.asarray(part) for part in jax.jit(run)(normed)]
 
 
-def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool():
-    found = heads_by(project_rows_at_once, 8, PLAIN, "k_bias_LG", interpret=True)
-    for part, expected in zip(found, heads_by(project_rows, 8, PLAIN, "k_bias_LG"), strict=True):
+@pytest.mark.parametrize("num_tokens", [8, 5, 2])
+def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens):
+    found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", interpret=True)
+    for part, expected in zip(found, heads_by(project_rows, num_tokens, PLAIN, "k_bias_LG"), strict=True):
         assert part.shape == expected.shape
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "config", "without"),
+    ("config", "without"),
     [
-        pytest.param(8, PLAIN, (), id="bias"),
-        pytest.param(8, PLAIN, ("k_bias_LG", "q_norm_Lh", "k_norm_Lh"), id="no norm"),
-        pytest.param(8, replace(PLAIN, clip=0.5), ("k_bias_LG",), id="clip"),
-        pytest.param(8, replace(PLAIN, interleaved_rotation=True), ("k_bias_LG",), id="neighbouring pairs"),
-        pytest.param(8, replace(PLAIN, norms_after_rotation=True), ("k_bias_LG",), id="late norms"),
-        pytest.param(5, PLAIN, ("k_bias_LG",), id="odd number of tokens"),
+        pytest.param(PLAIN, (), id="bias"),
+        pytest.param(PLAIN, ("k_bias_LG", "q_norm_Lh", "k_norm_Lh"), id="no norm"),
+        pytest.param(replace(PLAIN, clip=0.5), ("k_bias_LG",), id="clip"),
+        pytest.param(replace(PLAIN, interleaved_rotation=True), ("k_bias_LG",), id="neighbouring pairs"),
+        pytest.param(replace(PLAIN, norms_after_rotation=True), ("k_bias_LG",), id="late norms"),
     ],
 )
-def test_what_the_kernel_does_not_know_goes_to_the_reference(num_tokens, config, without):
+def test_what_the_kernel_does_not_know_goes_to_the_reference(config, without):
     """Not interpreted: the kernel would not run here."""
-    found = heads_by(project_rows_at_once, num_tokens, config, *without)
-    for part, expected in zip(found, heads_by(project_rows, num_tokens, config, *without), strict=True):
+    found = heads_by(project_rows_at_once, 8, config, *without)
+    for part, expected in zip(found, heads_by(project_rows, 8, config, *without), strict=True):
         np.testing.assert_array_equal(part, expected)
+
+
+def test_the_norms_of_a_layer_are_read_where_they_lie():
+    stacked = {
+        name: jnp.asarray(np.random.default_rng(1).standard_normal((3, 128)), jnp.float32)
+        for name in ("q_norm_Lh", "k_norm_Lh")
+    }
+    normed = jnp.ones((8, WIDTH), jnp.float32)
+    matrices = {name: jnp.ones(SHAPES[name], jnp.float32) for name in ("q_LDH", "k_LDG", "v_LDG")}
+    of_layer = matrices | {name: array[2] for name, array in stacked.items()}
+    how = {"rotation": ROTATION, "config": PLAIN}
+    found = project_rows_at_once(normed, of_layer, **how, stacked=StackedWeights(stacked, jnp.int32(2)), interpret=True)
+    for part, expected in zip(found, project_rows(normed, of_layer, **how), strict=True):
+        np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)

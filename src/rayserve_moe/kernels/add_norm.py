@@ -1,0 +1,85 @@
+"""The sum of a residual stream and its norm in one TPU kernel, which reads a layer's scale where it lies.
+
+By XLA these are three operations, each of which costs more to start than it has to do for the tokens of a decode step.
+"""
+
+# T tokens   D model width   L layers   R rows of a block of scales
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+MOST_ELEMENTS = 1 << 20
+"""Of all tokens: they lie in the core's memory several times."""
+SCALE_ROWS = 16
+"""Layers whose scales are read at once: what a register has of 16-bit rows."""
+VMEM_BYTES = 32 << 20
+
+
+def add_and_norm(
+    hidden_TD: jax.Array,
+    added_TD: jax.Array | None,
+    scale_LD: jax.Array,
+    *,
+    layer: jax.Array,
+    eps: float,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array] | None:
+    """`hidden_TD` with what is added, and `layers.rms_norm` of that; None where tokens are many (by XLA then).
+
+    `interpret` (see `pallas_call`) runs it without a TPU.
+    """
+    if hidden_TD.size > MOST_ELEMENTS:
+        return None
+    given = [hidden_TD] if added_TD is None else [hidden_TD, added_TD]
+    rows, whole = min(SCALE_ROWS, len(scale_LD)), pl.BlockSpec(memory_space=pltpu.VMEM)
+    scale = pl.BlockSpec((rows, scale_LD.shape[1]), lambda _, layer_1: (jax.lax.div(layer_1[0], rows), 0))
+    out = jax.ShapeDtypeStruct(hidden_TD.shape, hidden_TD.dtype)
+    if not interpret:
+        # XLA may otherwise bring the scales of all layers into the core's memory, in every layer.
+        scale_LD = pltpu.with_memory_space_constraint(scale_LD, pltpu.HBM)
+    made = pl.pallas_call(
+        partial(_add_and_norm, eps=eps),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(1,),
+            in_specs=[scale, *[whole] * len(given)],
+            out_specs=[whole] * len(given),
+        ),
+        out_shape=[out] * len(given),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
+        name="add_norm",
+        interpret=interpret,
+    )(jnp.asarray(layer, jnp.int32).reshape(1), scale_LD, *given)
+    normed_TD, *total = made
+    return (total[0] if total else hidden_TD), normed_TD
+
+
+def row_of(stacked_RD: jax.Array, row: jax.Array) -> jax.Array:
+    """One row [1, D] in float32, inside a kernel: rows of 16 bits cannot be addressed one by one."""
+    is_row_RD = jax.lax.broadcasted_iota(jnp.int32, stacked_RD.shape, 0) == row
+    return jnp.sum(jnp.where(is_row_RD, stacked_RD.astype(jnp.float32), 0.0), axis=0, keepdims=True)
+
+
+def _add_and_norm(layer_1: Any, scale: Any, *refs: Any, eps: float) -> None:
+    """In float32 with the roundings of the reference: not every core computes in bfloat16."""
+    num_given = len(refs) // 2
+    given, (normed, *total) = refs[:num_given], refs[num_given:]
+    dtype = normed.dtype
+
+    def rounded(wide_TD: jax.Array) -> jax.Array:
+        return wide_TD.astype(dtype).astype(jnp.float32)
+
+    wide_TD = given[0][...].astype(jnp.float32)
+    if total:
+        wide_TD = rounded(wide_TD + given[1][...].astype(jnp.float32))
+        total[0][...] = wide_TD.astype(dtype)
+    normed_TD = wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD * wide_TD, axis=-1, keepdims=True) + eps)
+    scale_of_layer = row_of(scale[...], jax.lax.rem(layer_1[0], scale.shape[0]))
+    normed[...] = (rounded(normed_TD) * scale_of_layer).astype(dtype)

@@ -1,0 +1,41 @@
+"""The kernel of a residual stream and its norm gives what the reference gives, of every layer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.kernels.add_norm import SCALE_ROWS, add_and_norm
+from rayserve_moe.kernels.layers import rms_norm
+
+WIDTH, LAYERS = 128, SCALE_ROWS + 3
+GENERATOR = np.random.default_rng(5)
+HIDDEN, ADDED = GENERATOR.standard_normal((2, 6, WIDTH)).astype(np.float32)
+SCALES = GENERATOR.standard_normal((LAYERS, WIDTH)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+@pytest.mark.parametrize("adds", [True, False])
+def test_it_is_the_sum_and_its_norm(dtype, layer, adds):
+    hidden, scales = jnp.asarray(HIDDEN, dtype), jnp.asarray(SCALES, dtype)
+    added = jnp.asarray(ADDED, dtype) if adds else None
+    kernel = jax.jit(partial(add_and_norm, eps=1e-6, interpret=True))
+    total, normed = kernel(hidden, added, scales, layer=jnp.int32(layer))
+    expected = hidden + added if adds else hidden
+    np.testing.assert_array_equal(total, expected)
+    # Only the order of the mean's sum is open: one step of the dtype.
+    np.testing.assert_allclose(
+        np.asarray(normed, np.float64),
+        np.asarray(rms_norm(expected, scales[layer], 1e-6), np.float64),
+        rtol=float(jnp.finfo(dtype).eps),
+    )
+
+
+def test_many_tokens_are_left_to_xla():
+    hidden = jax.ShapeDtypeStruct((1 << 14, WIDTH), jnp.bfloat16)
+    assert add_and_norm(hidden, None, jnp.asarray(SCALES), layer=jnp.int32(0), eps=1e-6) is None
