@@ -121,8 +121,9 @@ class ParallelSettings:
 class ExpertSettings:
     """Where experts lie, and how tokens reach them."""
 
-    backend: str = _choice("auto", "local", "replicated", "all_to_all", "fused", key="expert_backend")
-    """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all` and `fused` are fixed choices."""
+    backend: str = _choice("auto", "local", "replicated", "all_to_all", "fused", "pushed", key="expert_backend")
+    """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all`, `fused` and `pushed` are fixed
+    choices. `pushed` is one kernel of TPUs for few tokens, and `all_to_all` for steps that it cannot do."""
     weight_dtype: str = _choice("auto", "bfloat16", "int8", key="expert_dtype")
     """What the matrices of experts are kept in: `auto` is what the model is computed in, `int8` a byte per weight and a
     float32 scale per output channel, quantised while weights are read, at the start and at every update."""

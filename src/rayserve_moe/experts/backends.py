@@ -8,6 +8,7 @@ from functools import partial
 import jax
 
 from rayserve_moe.experts.all_to_all import apply_all_to_all
+from rayserve_moe.experts.pushed import apply_pushed
 from rayserve_moe.experts.replicated import apply_local, apply_replicated
 from rayserve_moe.experts.tokens import LEAST_FUSED_CHUNK
 
@@ -18,6 +19,7 @@ EXPERT_BACKENDS: dict[str, ExpertBackend] = {
     "replicated": apply_replicated,
     "all_to_all": apply_all_to_all,
     "fused": partial(apply_all_to_all, overlapped=True),
+    "pushed": apply_pushed,
 }
 """Each has the signature of `apply_replicated`: called inside a sharded step, it returns the MoE sum of each token."""
 

@@ -13,6 +13,7 @@ import jax
 from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend, choose_between_slices
 from rayserve_moe.experts.balanced_layer import StepCapacity, assign_slots
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.pushed import why_not_pushed
 from rayserve_moe.experts.routing import (
     ExpertScores,
     ForcedExperts,
@@ -66,7 +67,7 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     else:
         ids_TK, gates_TK = _chosen(hidden_TD, router, config, forced)
         tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
-    apply = EXPERT_BACKENDS[backend_for(hidden_TD, config)]
+    apply = EXPERT_BACKENDS[backend_for(hidden_TD, weights, config=config)]
     out_TD = apply(tokens, PlacedExperts(weights, layer, maps), config=config)
     return out_TD, LayerRouting(ids_TK, tally_4)
 
@@ -96,10 +97,16 @@ def _scores(hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig) -
     return rank_experts(scores_TE, router=config.router, selection_bias_E=router.selection_bias_E)
 
 
-def backend_for(hidden_TD: jax.Array, config: ExpertConfig) -> str:
-    """The backend that `config` names, or the one that suits these tokens where that is `auto`."""
+def backend_for(hidden_TD: jax.Array, weights: ExpertWeights, *, config: ExpertConfig) -> str:
+    """The backend that `config` names, or the one that suits these tokens where that is `auto`.
+
+    On several TPUs `pushed` where the kernel can do it, else by the bytes that cross devices.
+    """
     if config.backend != "auto":
         return config.backend
+    is_shared = config.plan.num_expert_ranks > 1 and platform_of(config.plan.mesh) != "cpu"
+    if is_shared and not why_not_pushed(hidden_TD, weights, config):
+        return "pushed"
     num_tokens, width = hidden_TD.shape
     tokens_per_device, platform = -(-num_tokens // config.plan.tensor_size), platform_of(config.plan.mesh)
     if platform != "cpu" and config.plan.num_slices > 1:

@@ -20,10 +20,17 @@ from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
+from rayserve_moe.kernels.pushed_experts import push_experts
+from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks
 from rayserve_moe.kernels.rotary_heads import project_rows_at_once
 from rayserve_moe.kernels.top_experts import choose_experts
 
 Kernel = Callable[..., jax.Array]
+
+
+def no_push(sizes: PushSizes) -> str:
+    """Of kernels that push no rows: what they lack for any sizes."""
+    return f"there is no such kernel for rows of {sizes.width}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,8 +40,9 @@ class Kernels:
     `norm`: `layers.rms_norm`. `rotation`: `layers.rotation_of`. `attention`: `attention_layer.attend_layer` with its
     two paged kernels bound, and its projection where that is another. `router_scores`: `layers.router_scores`.
     `expert_results`: `expert_products.multiply_in_blocks`. `expert_sums`: `expert_products.sum_results` with its
-    product bound. `mlp`: `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`: `layers.take_rows` of a table
-    that is also the head. `noise`: `layers.gumbel_noise`.
+    product bound. `pushed_sums`: `pushed_experts.push_experts`, which computes what `expert_sums` does over all ranks,
+    for sizes of which `push_lacks` says nothing. `mlp`: `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`:
+    `layers.take_rows` of a table that is also the head. `noise`: `layers.gumbel_noise`.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
     the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are
@@ -57,6 +65,8 @@ class Kernels:
     head: Kernel
     tied_rows: Kernel
     noise: Kernel
+    pushed_sums: Kernel = push_experts
+    push_lacks: Callable[[PushSizes], str] = no_push
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
     multiples: Mapping[str, int] = field(default_factory=dict, hash=False)
     dtype: str = ""
@@ -96,6 +106,7 @@ TPU = replace(
     ),
     expert_results=multiply_grouped,
     expert_sums=partial(expert_products.sum_results, multiply=multiply_grouped),
+    push_lacks=lacks,
     pool_dtypes={},
     lacks=("sinks",),
     describe_singles=attention_ragged.describe_singles,

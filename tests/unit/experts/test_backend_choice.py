@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -12,11 +12,15 @@ import pytest
 from rayserve_moe.experts.backends import all_to_all_bytes, choose_backend, choose_between_slices, replicated_bytes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import backend_for
+from rayserve_moe.experts.pushed import why_not_pushed
 from rayserve_moe.experts.router_spec import RouterSpec
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.kernels.pushed_sizes import lacks
+from rayserve_moe.kernels.registry import CPU, Kernels
 from tests.support.expert_cases import plan_of
 
 SIZES = {"top_k": 8, "row_bytes": 4096}
+PUSHES = replace(CPU, push_lacks=partial(lacks, interpret=True))
 
 
 @cache
@@ -54,7 +58,32 @@ def test_the_choice_is_the_way_with_fewer_bytes(tokens, ep_size, tensor_size):
 
 def test_auto_counts_the_tokens_of_a_device_and_a_name_is_taken_as_it_is():
     config = ExpertConfig(RouterSpec(16, 4, True), CPU, plan_of(1, 1))
-    hidden = jax.ShapeDtypeStruct((19, 16), np.float32)
-    assert backend_for(hidden, config) == "local"
-    assert backend_for(hidden, replace(config, plan=plan_of(2, 2))) == "replicated"
-    assert backend_for(hidden, replace(config, plan=plan_of(2, 2), backend="fused")) == "fused"
+    hidden, weights = shapes_of(19, width=16)
+    assert backend_for(hidden, weights, config=config) == "local"
+    assert backend_for(hidden, weights, config=replace(config, plan=plan_of(2, 2))) == "replicated"
+    assert backend_for(hidden, weights, config=replace(config, plan=plan_of(2, 2), backend="fused")) == "fused"
+
+
+def shapes_of(num_tokens: int, *, width: int, dtype: str = "float32") -> tuple[jax.ShapeDtypeStruct, ExpertWeights]:
+    shapes = (num_tokens, width), (2, width, 128), (2, width, 128), (2, 128, width)
+    hidden, *weights = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return hidden, ExpertWeights(*weights)
+
+
+def reason(num_tokens: int = 2, *, width: int = 2048, dtype: str = "bfloat16", kernels: Kernels = PUSHES, **of) -> str:
+    config = ExpertConfig(RouterSpec(8, 4, True), kernels, replace(plan_of(2, 2), num_slices=of.pop("num_slices", 1)))
+    hidden, weights = shapes_of(num_tokens, width=width, dtype=dtype)
+    return why_not_pushed(hidden, weights._replace(**of), config)
+
+
+def test_rows_are_pushed_where_the_kernel_lacks_nothing():
+    assert reason() == reason(64) == ""
+    assert "no such kernel" in reason(kernels=CPU)
+    assert "kernel is for bfloat16" in reason(dtype="float32")
+    assert "bfloat16" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8))
+    assert "without biases" in reason(gate_bias_XF=jax.ShapeDtypeStruct((2, 128), np.float32))
+    assert "one slice" in reason(num_slices=2)
+    assert "rows of 2112" in reason(width=2112)
+    assert "an expert width of 96" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 96), np.dtype("bfloat16")))
+    assert "17 tokens are not a multiple" in reason(34)
+    assert "MiB are wanted of" in reason(2048)

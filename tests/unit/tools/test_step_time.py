@@ -312,6 +312,28 @@ def test_the_kernel_of_whole_experts_visits_a_tile_more_per_slot_than_its_rows_f
     assert kernel.hbm_bytes == 4 * 3 * 128 * 256 * 2 + 2 * 96 * 128 * 2
 
 
+PUSHED = """\
+HloModule kernels, is_scheduled=true
+
+ENTRY %main (rows: bf16[32,128], up: bf16[12,128,256], down: bf16[12,256,128]) -> bf16[32,128] {
+  %rows = bf16[32,128]{1,0} parameter(0)
+  %up = bf16[12,128,256]{2,1,0} parameter(1)
+  %down = bf16[12,256,128]{2,1,0} parameter(2)
+  ROOT %pushed_experts.3 = bf16[32,128]{1,0} custom-call(%rows, %up, %up, %down), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_the_kernel_that_pushes_rows_keeps_links_busy_too():
+    found = read(PUSHED, {"pushed_experts.3": VISIT})
+    kernel = op_named(found, "pushed_experts.3")
+    # 100 rows fill two tiles at most, beside one of each of four used slots.
+    assert kernel.bundles == 1 + (4 + 100 / 64) * 2
+    assert kernel.hbm_bytes == 4 * 3 * 128 * 256 * 2 + 2 * 32 * 128 * 2
+    # Two devices: half of the rows go over the one link between them, and half of the results.
+    assert kernel.link_s == pytest.approx(100 * 128 * 2 / V6E.link_bytes)
+
+
 def test_a_kernel_that_leaves_a_core_idle_counts_double():
     """A schedule is one core's: of a grid that cores share it has half of the steps, and half of the bytes."""
     body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()

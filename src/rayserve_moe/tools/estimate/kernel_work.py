@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from rayserve_moe.kernels.grouped_ffn import TILE_ROWS, inner_block
+from rayserve_moe.kernels.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
 
@@ -48,10 +49,14 @@ class StepWork:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """HBM bytes of one call of a kernel, and the trips of its nested open loops (see `Schedule.spent`)."""
+    """HBM bytes of one call of a kernel, and the trips of its nested open loops (see `Schedule.spent`).
+
+    `exchanged_bytes` are those of rows that it sends to all devices, evenly, as often as it does.
+    """
 
     hbm_bytes: float
     open_trips: tuple[float, ...]
+    exchanged_bytes: float = 0.0
 
 
 def kernel_name(instruction: Instruction) -> str:
@@ -67,6 +72,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _grouped_product(instruction, operands, work)
         case "grouped_ffn":
             return _grouped_ffn(instruction, operands, work)
+        case "pushed_experts":
+            return _pushed_experts(instruction, operands, work)
         case "ragged_paged_attention_kernel":
             return _paged_attention(instruction, work)
     return None
@@ -105,6 +112,18 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
     shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
     return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,))
+
+
+def _pushed_experts(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+    """Every row goes out and its result back. Tiles: as many as all rows fill, and one more of each used slot."""
+    given = [shape for operand in operands for shape in operand.shapes]
+    weights = [shape for shape in given if len(shape.dims) == 3]
+    slot_bytes = sum(math.prod(shape.dims[1:]) * shape.num_bytes / shape.num_elements for shape in weights)
+    shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
+    num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
+    tiles = work.used_slots + work.expert_rows / PUSHED_TILE_ROWS
+    (out,) = instruction.shapes
+    return KernelWork(num_bytes, (tiles,), 2 * work.expert_rows * out.num_bytes / out.dims[0])
 
 
 def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:

@@ -131,7 +131,15 @@ class ProgramReader:
             moved = spent.hbm_bytes * share
         name, opcode, idle = instruction.name, instruction.opcode, cores / share
         source = self.program.source_of(instruction)
-        return [Op(name, opcode, scope, source, spent.bundles, moved, idle_factor=idle, is_least=spent.is_least)]
+        linked = self._exchange_seconds(kernel.exchanged_bytes) if kernel else 0.0
+        return [
+            Op(name, opcode, scope, source, spent.bundles, moved, linked, idle_factor=idle, is_least=spent.is_least)
+        ]
+
+    def _exchange_seconds(self, num_bytes: float) -> float:
+        """Seconds on links of an even exchange among all devices, of which each sends that much."""
+        everywhere = [list(range(len(self.place.devices)))]
+        return self.place.seconds("ragged-all-to-all", round(num_bytes), groups=everywhere)
 
     def _completed(
         self, start: Instruction, scope: str, by_name: dict[str, Instruction], *, done: Instruction, place: int

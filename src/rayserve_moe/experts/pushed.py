@@ -1,0 +1,60 @@
+"""Expert parallelism in one kernel, where there is one for the step: few tokens of bfloat16, on one slice of TPUs."""
+
+# T tokens   D model width   F expert width   K experts per token
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.experts.all_to_all import apply_all_to_all
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
+from rayserve_moe.experts.tokens import RoutedTokens, take_part
+from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.pushed_sizes import PushSizes
+from rayserve_moe.parallel.sharding import DATA, TENSOR
+
+
+def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
+    """The MoE sum of each token [T, D], by the kernel that pushes rows; by the exchange where it lacks something."""
+    if why_not_pushed(tokens.hidden_TD, experts.weights, config):
+        return apply_all_to_all(tokens, experts, config=config)
+    plan, num_tokens = config.plan, len(tokens.valid_T)
+    part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
+    with jax.named_scope("dispatch"):
+        rank = plan.expert_rank()
+        slots_TK = choose_slots(part.ids_TK, part.valid_T, experts.maps, layer=experts.layer, rank=rank, config=config)
+    sizes = _sizes_of(tokens.hidden_TD, experts.weights, config)
+    product = ProductConfig(sizes.num_slots, sizes.num_ranks * sizes.num_rows / config.num_slots, config.activation)
+    of_layer = LayerExperts(experts.weights, experts.layer * sizes.num_slots, product)
+    with jax.named_scope("experts"):
+        out_TD = config.kernels.pushed_sums(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
+    if plan.tensor_size > 1:
+        with jax.named_scope("combine"):
+            out_TD = jax.lax.all_gather(out_TD, TENSOR, axis=0, tiled=True)
+    return out_TD[:num_tokens]
+
+
+def why_not_pushed(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> str:
+    """Why a step cannot push its rows by the kernel; empty where it can."""
+    if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype != jnp.bfloat16:
+        return f"tokens are {hidden_TD.dtype} and weights {weights.gate_XDF.dtype}, the kernel is for bfloat16"
+    if weights.gate_bias_XF is not None:
+        return "the kernel is for experts without biases"
+    if config.plan.num_slices > 1:
+        return "the kernel is for one slice"
+    return config.kernels.push_lacks(_sizes_of(hidden_TD, weights, config))
+
+
+def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> PushSizes:
+    (num_tokens, width), shape = hidden_TD.shape, config.plan.mesh.shape
+    return PushSizes(
+        -(-num_tokens // config.plan.tensor_size),
+        config.router.top_k,
+        width,
+        weights.gate_XDF.shape[2],
+        config.num_local_slots,
+        ((DATA, shape[DATA]), (TENSOR, shape[TENSOR])),
+        config.activation,
+    )

@@ -1,0 +1,125 @@
+"""Rows on their way between ranks, in the kernel `pushed_experts`: who is where, copies, and the words of a row.
+
+A row is D bfloat16 numbers as [Q, LANES] words, each with a number of the lower half of the row in its lower bits and
+one of the upper half above. So a row lies together in memory, and may be copied alone.
+"""
+
+# D model width   N rows   Q words of a row / LANES
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.pushed_sizes import PushSizes, Refs
+
+UPPER = 0xFFFF0000
+
+
+def my_rank(sizes: PushSizes) -> jax.Array:
+    """This device's rank."""
+    rank = jnp.int32(0)
+    for name, size in sizes.axes:
+        rank = rank * size + jax.lax.axis_index(name)
+    return rank
+
+
+def device_of(rank: jax.Array, sizes: PushSizes) -> dict[str | tuple[str, ...], int | jax.Array]:
+    """Where a rank lies on the mesh."""
+    place: dict[str | tuple[str, ...], int | jax.Array] = {}
+    for name, size in reversed(sizes.axes):
+        place[name] = jax.lax.rem(rank, size)
+        rank = jax.lax.div(rank, size)
+    return place
+
+
+def rows_at(ref: Any, first: jax.Array, number: jax.Array | int, sizes: PushSizes) -> Any:
+    """The part of an array of words that `number` rows from row `first` on have."""
+    words = sizes.row_words
+    return ref.at[pl.ds(pl.multiple_of(first * words, words), number * words)]
+
+
+def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: PushSizes) -> None:
+    """Wait until as much as `number` rows has been copied; `ref` is of the rows' form."""
+
+    @pl.when(number > 0)
+    def _() -> None:
+        rows = rows_at(ref, jnp.int32(0), number, sizes)
+        pltpu.make_async_copy(rows, rows, semaphore).wait()
+
+
+def meet(sizes: PushSizes, me: jax.Array) -> None:
+    """Wait until all ranks are here, so that what is sent to them from now on arrives in this call."""
+    barrier = pltpu.get_barrier_semaphore()
+
+    def signal(k: jax.Array, _: None) -> None:
+        device = device_of(jax.lax.rem(me + k, sizes.num_ranks), sizes)
+        pl.semaphore_signal(barrier, 1, device_id=device, device_id_type=pl.DeviceIdType.MESH)
+
+    jax.lax.fori_loop(1, sizes.num_ranks, signal, None)
+    pl.semaphore_wait(barrier, sizes.num_ranks - 1)
+
+
+def push_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, pushed: jax.Array) -> jax.Array:
+    """Push the rows for one slot of every rank, the next one's first; counts on how many rows left this device.
+
+    There is nothing to push for a slot beyond the last one.
+    """
+    is_slot, slot = slot < sizes.num_slots, jnp.minimum(slot, sizes.num_slots - 1)
+
+    def push(k: jax.Array, pushed: jax.Array) -> jax.Array:
+        rank = jax.lax.rem(me + 1 + k, sizes.num_ranks)
+        lane = rank * sizes.num_slots + slot
+        number = jnp.where(is_slot, refs.table_s[me, lane], 0)
+        rows = rows_at(refs.sent, refs.table_s[2 * sizes.num_ranks + me, lane], number, sizes)
+        to = rows_at(refs.here, refs.table_s[sizes.num_ranks + me, lane], number, sizes)
+        _move(rows, to, (refs.moved.at[0], refs.arrived_S.at[slot]), (rank, me, number), sizes)
+        return pushed + jnp.where(rank == me, 0, number)
+
+    return jax.lax.fori_loop(0, sizes.num_ranks, push, pushed)
+
+
+def return_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, returned: jax.Array) -> jax.Array:
+    """Push a slot's results to where their rows came from; returns how many rows left this device."""
+    lane = me * sizes.num_slots + slot
+
+    def push(k: jax.Array, returned: jax.Array) -> jax.Array:
+        rank = jax.lax.rem(me + 1 + k, sizes.num_ranks)
+        number = refs.table_s[rank, lane]
+        rows = rows_at(refs.here, refs.table_s[sizes.num_ranks + rank, lane], number, sizes)
+        to = rows_at(refs.home, refs.table_s[2 * sizes.num_ranks + rank, lane], number, sizes)
+        _move(rows, to, (refs.moved.at[1], refs.moved.at[2]), (rank, me, number), sizes)
+        return returned + jnp.where(rank == me, 0, number)
+
+    return jax.lax.fori_loop(0, sizes.num_ranks, push, returned)
+
+
+def _move(rows: Any, to: Any, semaphores: tuple[Any, Any], who: tuple[jax.Array, ...], sizes: PushSizes) -> None:
+    """Copy rows to a rank, if any; the semaphores say that they have left this one, and that they have arrived."""
+    (left, arrived), (rank, me, number) = semaphores, who
+
+    @pl.when((number > 0) & (rank == me))
+    def _() -> None:
+        pltpu.make_async_copy(rows, to, arrived).start()
+
+    @pl.when((number > 0) & (rank != me))
+    def _() -> None:
+        device = device_of(rank, sizes)
+        pltpu.make_async_remote_copy(
+            rows, to, left, arrived, device_id=device, device_id_type=pl.DeviceIdType.MESH
+        ).start()
+
+
+def as_words(rows: jax.Array) -> jax.Array:
+    """Rows of float32 that are bfloat16 numbers [N, D] as words [N, D / 2]."""
+    bits, half = pltpu.bitcast(rows, jnp.uint32), rows.shape[1] // 2
+    return (bits[:, :half] >> 16) | (bits[:, half:] & jnp.uint32(UPPER))
+
+
+def halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The numbers in the lower and in the upper bits of words, in float32."""
+    return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & jnp.uint32(UPPER), jnp.float32)

@@ -1,0 +1,158 @@
+"""What is fixed about a call of the kernel `pushed_experts`, whether it is for that, and the arrays it works on."""
+
+# T tokens   D model width   F expert width   K experts per token   N assignments = T * K   S local slots
+# X layers * S   H halves of a buffer = 2
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+LANES, SUBLANES = 128, 8
+TILE_ROWS, CONVERTED_TOKENS = 64, 16
+"""Rows that are multiplied at once; tokens that are converted at once."""
+SPARE_BYTES, MOST_BYTES = 8 << 20, 96 << 20
+"""Of the core's memory: what is left for values; the most that the kernel asks for."""
+
+
+@dataclass(frozen=True)
+class PushSizes:
+    """Tokens of a device, experts of each, model width, expert width, slots of a rank, and the ranks' mesh axes.
+
+    Ranks are counted over `axes`, names with sizes, the last one fastest.
+    """
+
+    num_tokens: int
+    top_k: int
+    width: int
+    inner: int
+    num_slots: int
+    axes: tuple[tuple[str, int], ...]
+    activation: str = "silu"
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def row_words(self) -> int:
+        """Words of a row, in lanes: two bfloat16 numbers each."""
+        return self.width // (2 * LANES)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a device sends at most: one per assignment."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def num_received(self) -> int:
+        """Rows that a device can take: all of all ranks, each slot's in whole tiles."""
+        return self.num_ranks * self.num_rows + self.num_slots * TILE_ROWS
+
+    @property
+    def num_lanes(self) -> int:
+        """Slots of all ranks, in whole lanes."""
+        return -(-self.num_ranks * self.num_slots // LANES) * LANES
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens in whole tiles of bfloat16."""
+        return -(-self.num_tokens // CONVERTED_TOKENS) * CONVERTED_TOKENS
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of `pushed_places.table_rows`, in whole tiles."""
+        return -(-(3 * self.num_ranks + 2) // SUBLANES) * SUBLANES
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What a call takes of the core's memory."""
+        rows = self.num_received + 2 * (self.num_rows + 1) + 3 * self.counted_tokens
+        tables = (self.num_ranks * SUBLANES + self.table_rows) * self.num_lanes + self.counted_tokens * LANES
+        return rows * self.width * 2 + 2 * 3 * self.width * self.inner * 2 + tables * 4 + SPARE_BYTES
+
+
+class Refs(NamedTuple):
+    """Operands, result and scratch of the kernel, in its order.
+
+    Rows: `tokens` are this device's own, then their sums; `sent` and `home` have a row per assignment, and one more for
+    those that go nowhere; `here` are the rows of this device's slots, then their results. Of `counts` each rank's are
+    one tile; `table` and `places` are read as scalars from their copies. `next_s` has the next slot with rows, from
+    each on. Semaphores: counts that left, counts that came, copies to scalars; rows that left, results that left,
+    results that came; weights of each half; rows of each slot that came.
+    """
+
+    first_1: Any
+    gates_N: Any
+    hidden_TD: Any
+    slots_TK: Any
+    gate_XDF: Any
+    up_XDF: Any
+    down_XFD: Any
+    out_TD: Any
+    tokens: Any
+    sent: Any
+    home: Any
+    here: Any
+    gate_HDF: Any
+    up_HDF: Any
+    down_HFD: Any
+    counts: Any
+    table: Any
+    places: Any
+    table_s: Any
+    places_s: Any
+    next_s: Any
+    counted: Any
+    moved: Any
+    weights_in: Any
+    arrived_S: Any
+
+
+def lacks(sizes: PushSizes, *, interpret: bool = False) -> str:
+    """Why a call of these sizes is not for the kernel; empty where it is. An interpreted one has no tiles."""
+    tile = 2 * LANES * (1 if interpret else SUBLANES)
+    if sizes.width % tile:
+        return f"rows of {sizes.width} are not whole tiles of {tile}"
+    if sizes.inner % LANES:
+        return f"an expert width of {sizes.inner} is not whole lanes of {LANES}"
+    if sizes.num_tokens > CONVERTED_TOKENS and sizes.num_tokens % CONVERTED_TOKENS:
+        return f"{sizes.num_tokens} tokens are not a multiple of {CONVERTED_TOKENS}"
+    most = MOST_BYTES if interpret else _core_bytes()
+    if sizes.vmem_bytes > most:
+        return f"{sizes.vmem_bytes >> 20} MiB are wanted of the {most >> 20} MiB of a core that a kernel may have"
+    return ""
+
+
+def _core_bytes() -> int:
+    """What the kernel may ask for of a core's memory; none where several cores share a device, as it is for one."""
+    chip = pltpu.get_tpu_info()
+    return min(MOST_BYTES, chip.vmem_capacity_bytes * 3 // 4) if chip.num_cores == 1 else 0
+
+
+def scratch_of(sizes: PushSizes) -> list[Any]:
+    """The scratch of a call, in the order of `Refs`."""
+
+    def rows(number: int) -> Any:
+        return pltpu.VMEM((number * sizes.row_words, LANES), jnp.uint32)
+
+    up, down = (2, sizes.width, sizes.inner), (2, sizes.inner, sizes.width)
+    table, places = (sizes.table_rows, sizes.num_lanes), (sizes.counted_tokens, LANES)
+    return [
+        rows(sizes.num_tokens),
+        rows(sizes.num_rows + 1),
+        rows(sizes.num_rows + 1),
+        rows(sizes.num_received),
+        *(pltpu.VMEM(shape, jnp.bfloat16) for shape in (up, up, down)),
+        pltpu.VMEM((sizes.num_ranks, SUBLANES, sizes.num_lanes), jnp.float32),
+        pltpu.VMEM(table, jnp.int32),
+        pltpu.VMEM(places, jnp.int32),
+        pltpu.SMEM(table, jnp.int32),
+        pltpu.SMEM(places, jnp.int32),
+        pltpu.SMEM((sizes.num_slots + 1,), jnp.int32),
+        *(pltpu.SemaphoreType.DMA((number,)) for number in (3, 3, 2, sizes.num_slots)),
+    ]

@@ -1,0 +1,211 @@
+"""The kernel that pushes rows, interpreted on eight emulated devices, next to the product in blocks on one.
+
+    python -m tests.support.pushed_cases CASE ...
+
+prints what came out of each case, as JSON. It is a process of its own: an interpreted kernel on several devices blocks
+threads of XLA's pool, which is as large as NPROC says before jax starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.kernels import pushed_experts
+from rayserve_moe.kernels.expert_products import (
+    ExpertWeights,
+    LayerExperts,
+    ProductConfig,
+    multiply_in_blocks,
+    sum_results,
+)
+from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks
+from rayserve_moe.kernels.registry import CPU, KERNELS, Kernels
+from tests.support.checkpoints import CORE_CONFIG
+from tests.support.compiling import DEVICES
+from tests.support.drive import run_together
+from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of
+from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.workload import draw_prompt, request_for
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True)
+SIZES = PushSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
+NUM_SLOTS = SIZES.num_ranks * SIZES.num_slots
+NOWHERE = NUM_SLOTS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case gave: the largest difference, and the largest number; whether ranks raced; an error's message."""
+
+    difference: float = float("nan")
+    largest: float = 0.0
+    has_races: bool = False
+    error: str = ""
+
+
+def run_cases(*names: str) -> dict[str, Outcome]:
+    """Run cases in a process of its own."""
+    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
+    command = [sys.executable, "-m", "tests.support.pushed_cases", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def slots_of(name: str) -> np.ndarray:
+    """Slots of all tokens of all ranks, by what is odd about them."""
+    generator = np.random.default_rng(4)
+    slots = generator.integers(0, NUM_SLOTS, (SIZES.num_ranks * SIZES.num_tokens, SIZES.top_k))
+    match name:
+        case "mostly one slot":
+            return np.where(generator.random(slots.shape) < 0.8, 3, slots)
+        case "all to one slot":
+            return np.full_like(slots, 5)
+        case "ranks without tokens or without rows":
+            slots[: 2 * SIZES.num_tokens] = NOWHERE
+            return np.where(slots // SIZES.num_slots == 6, NOWHERE, slots)
+        case "nothing at all":
+            return np.full_like(slots, NOWHERE)
+    return slots
+
+
+def outcome_of(slots: np.ndarray) -> Outcome:
+    """Push the rows of all tokens to `slots`, with weights of a second layer."""
+    generator, sizes = np.random.default_rng(len(slots)), SIZES
+    up, down = (sizes.width, sizes.inner), (sizes.inner, sizes.width)
+    weights = [generator.standard_normal((sizes.num_ranks, 2, sizes.num_slots, *s)) / 8 for s in (up, up, down)]
+    hidden_TD = jnp.asarray(generator.standard_normal((len(slots), sizes.width)), jnp.bfloat16)
+    gates_TK = jnp.asarray(generator.random(slots.shape), jnp.float32)
+    slots_TK = jnp.asarray(slots, jnp.int32)
+
+    def on_device(hidden_TD, slots_TK, gates_TK, *weights):
+        of_layer = LayerExperts(ExpertWeights(*weights), sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
+        push = partial(pushed_experts.push_experts, sizes=sizes, interpret=INTERPRETED)
+        return push(hidden_TD, slots_TK, gates_TK, of_layer)
+
+    split, (data, tensor) = PartitionSpec(("data", "tensor")), (size for _, size in sizes.axes)
+    mesh = plan_of(data, tensor).mesh
+    run = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    flat = [jnp.asarray(w.reshape(-1, *w.shape[3:]), jnp.bfloat16) for w in weights]
+    found = np.asarray(run(hidden_TD, slots_TK, gates_TK, *flat), np.float32)
+    of_layer = [jnp.asarray(w[:, 1].reshape(-1, *w.shape[3:]), jnp.bfloat16) for w in weights]
+    experts = LayerExperts(ExpertWeights(*of_layer), 0, ProductConfig(NUM_SLOTS, 8.0))
+    expected = sum_results(hidden_TD, slots_TK, gates_TK, experts, multiply=multiply_in_blocks).astype(jnp.bfloat16)
+    difference = np.abs(found - np.asarray(expected, np.float32)).max()
+    return Outcome(float(difference), float(np.abs(np.asarray(expected, np.float32)).max()), _has_races())
+
+
+def interpreted(name: str) -> Kernels:
+    """The kernels of CPUs with the one that pushes rows."""
+    push = partial(pushed_experts.push_experts, interpret=INTERPRETED)
+    return replace(CPU, name=name, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
+
+
+def layer_outcome() -> Outcome:
+    """A MoE layer with redundant slots and placements of its own, padding, and tokens of tensor groups in parts."""
+    KERNELS["interpreted"] = interpreted("interpreted")
+    case, plan = MoeCase(num_tokens=7, width=256, inner=128, dtype="bfloat16"), plan_of(4, 2)
+    run = MoeRun(case, plan, backend="pushed", num_redundant=16, kernels="interpreted")
+    expected, worst = dense(case, 4), 0.0
+    for placement in placements_for(case, plan, 16)[1:]:
+        found = run(placement)
+        assert (found.ids == expected.ids).all() and (found.counts == expected.counts).all()
+        worst = max(worst, float(np.abs(found.out.astype(np.float64) - expected.out).max()))
+    return Outcome(worst, float(np.abs(expected.out).max()), _has_races())
+
+
+def engine_outcome() -> Outcome:
+    """Sequences of two data ranks of two devices each, next to the same by an exchange: ids, routing, log-probs."""
+    KERNELS["cpu"] = interpreted("cpu")
+    widths = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    config = replace(CORE_CONFIG, **widths, scale=0.05)
+    generator = np.random.default_rng(5)
+    requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 20)]
+    settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "num_redundant_experts": 4}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder) / "model", config, seed=0, dtype="bfloat16")
+        for backend in ("all_to_all", "pushed"):
+            values = {**settings, "expert_backend": backend, "enable_return_routed_experts": True}
+            runner = prepared_runner(path, mesh=(2, 2), **values)
+            found[backend] = run_together(runner, card_of(path), requests, way=WAY)
+    pairs = [(outcome, found["pushed"][key]) for key, outcome in found["all_to_all"].items()]
+    assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
+    differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
+    return Outcome(float(max(differences)), 1.0, _has_races())
+
+
+def two_senders_to_the_same_rows() -> None:
+    table_rows = pushed_experts.table_rows
+
+    def wrong(rank_counts, **sizes):
+        rows, num_ranks = table_rows(rank_counts, **sizes), len(rank_counts)
+        return [*rows[:num_ranks], *[rows[num_ranks]] * num_ranks, *rows[2 * num_ranks :]]
+
+    pushed_experts.table_rows = wrong
+
+
+def no_wait_for_arrivals() -> None:
+    wait_for, calls = pushed_experts.wait_for, []
+
+    def wrong(*arguments) -> None:
+        calls.append(arguments)
+        if len(calls) > 1:  # the first one that is traced is that of a slot's rows
+            wait_for(*arguments)
+
+    pushed_experts.wait_for = wrong
+
+
+def no_barrier() -> None:
+    semaphore_wait = pushed_experts.meet.__globals__["pl"].semaphore_wait
+    pushed_experts.meet.__globals__["pl"].semaphore_wait = lambda semaphore, _: semaphore_wait(semaphore, 0)
+
+
+WHOLE: dict[str, Callable[[], Outcome]] = {"a layer with placements": layer_outcome, "an engine": engine_outcome}
+FAULTS: dict[str, Callable[[], None]] = {
+    "two senders to the same rows": two_senders_to_the_same_rows,
+    "no wait for arrivals": no_wait_for_arrivals,
+    "no barrier": no_barrier,
+}
+
+
+def _has_races() -> bool:
+    races = interpret_pallas_call.races
+    return bool(races and races.races_found)
+
+
+def _run(name: str) -> Outcome:
+    if name in WHOLE:
+        return WHOLE[name]()
+    if name in FAULTS:
+        FAULTS[name]()
+    try:
+        return outcome_of(slots_of(name))
+    except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
+        return Outcome(error=str(error)[:300])
+
+
+def main() -> None:
+    found: dict[str, Any] = {name: vars(_run(name)) for name in sys.argv[1:]}
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
