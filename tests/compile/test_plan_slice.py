@@ -36,11 +36,11 @@ TRAFFIC = Traffic(1024, 512, 128)
 COMPILED = json.loads(Path("benchmarks/results/step_estimate.json").read_text(encoding="utf-8"))["step_estimate"]
 GATE = json.loads(Path("benchmarks/results/compile_gate.json").read_text(encoding="utf-8"))["compile_gate"]
 STEPS = {
-    "decode, 16 sequences": StepTokens(2, 1024),
-    "decode, 128 sequences": StepTokens(16, 1024),
-    "decode, 256 sequences": StepTokens(32, 1024),
-    "decode, 1024 sequences": StepTokens(128, 1024),
-    "prefill, 65536 tokens": StepTokens(16, 1024, 8192),
+    "30B on v6e:2x4, decode, 16 sequences": StepTokens(2, 1024),
+    "30B on v6e:2x4, decode, 128 sequences": StepTokens(16, 1024),
+    "30B on v6e:2x4, decode, 256 sequences": StepTokens(32, 1024),
+    "30B on v6e:2x4, decode, 1024 sequences": StepTokens(128, 1024),
+    "30B on v6e:2x4, prefill, 65536 tokens": StepTokens(16, 1024, 8192),
 }
 
 

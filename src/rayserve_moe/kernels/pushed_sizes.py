@@ -113,8 +113,11 @@ class Refs(NamedTuple):
     arrived_S: Any
 
 
-def lacks(sizes: PushSizes, *, interpret: bool = False) -> str:
-    """Why a call of these sizes is not for the kernel; empty where it is. An interpreted one has no tiles."""
+def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None = None) -> str:
+    """Why a call of these sizes is not for the kernel; empty where it is. An interpreted one has no tiles.
+
+    `core_bytes` are `usable_bytes` of a chip; without them it is asked of the one that is compiled for.
+    """
     tile = 2 * LANES * (1 if interpret else SUBLANES)
     if sizes.width % tile:
         return f"rows of {sizes.width} are not whole tiles of {tile}"
@@ -122,16 +125,18 @@ def lacks(sizes: PushSizes, *, interpret: bool = False) -> str:
         return f"an expert width of {sizes.inner} is not whole lanes of {LANES}"
     if sizes.num_tokens > CONVERTED_TOKENS and sizes.num_tokens % CONVERTED_TOKENS:
         return f"{sizes.num_tokens} tokens are not a multiple of {CONVERTED_TOKENS}"
-    most = MOST_BYTES if interpret else _core_bytes()
+    if core_bytes is None and not interpret:
+        chip = pltpu.get_tpu_info()
+        core_bytes = usable_bytes(chip.vmem_capacity_bytes, cores=chip.num_cores)
+    most = MOST_BYTES if core_bytes is None else core_bytes
     if sizes.vmem_bytes > most:
         return f"{sizes.vmem_bytes >> 20} MiB are wanted of the {most >> 20} MiB of a core that a kernel may have"
     return ""
 
 
-def _core_bytes() -> int:
+def usable_bytes(vmem_bytes: int, *, cores: int) -> int:
     """What the kernel may ask for of a core's memory; none where several cores share a device, as it is for one."""
-    chip = pltpu.get_tpu_info()
-    return min(MOST_BYTES, chip.vmem_capacity_bytes * 3 // 4) if chip.num_cores == 1 else 0
+    return min(MOST_BYTES, vmem_bytes * 3 // 4) if cores == 1 else 0
 
 
 def scratch_of(sizes: PushSizes) -> list[Any]:

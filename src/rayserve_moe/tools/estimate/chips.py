@@ -15,7 +15,7 @@ class Chip:
     `clock_hz` is cycles, `peak_flops` is bfloat16, `link_bytes` one link in one direction. A chip has
     `num_links` links, `num_cores` cores with a schedule each, and shows as `num_devices` devices. Axes of a slice are
     rings from `ring_length` chips on: each axis for itself with four links a chip, only all together with six.
-    `device_capacity` are the bytes of HBM that a program may use on a device.
+    `device_capacity` are the bytes of HBM that a program may use on a device, `core_vmem` those of a core's own memory.
     """
 
     clock_hz: float
@@ -27,6 +27,7 @@ class Chip:
     num_devices: int
     ring_length: int
     device_capacity: int
+    core_vmem: int
 
     @property
     def cores_per_device(self) -> int:
@@ -64,6 +65,7 @@ CHIPS: dict[str, Chip] = {
         num_devices=1,
         ring_length=16,
         device_capacity=_gib(15.75),
+        core_vmem=128 << 20,
     ),
     "v5p": Chip(
         1.75e9,
@@ -75,6 +77,7 @@ CHIPS: dict[str, Chip] = {
         num_devices=1,
         ring_length=4,
         device_capacity=_gib(95.74),
+        core_vmem=64 << 20,
     ),
     "v6e": Chip(
         1.75e9,
@@ -86,6 +89,7 @@ CHIPS: dict[str, Chip] = {
         num_devices=1,
         ring_length=16,
         device_capacity=_gib(31.25),
+        core_vmem=128 << 20,
     ),
     "tpu7x": Chip(
         2.20e9,
@@ -97,6 +101,7 @@ CHIPS: dict[str, Chip] = {
         num_devices=2,
         ring_length=4,
         device_capacity=_gib(94.75),
+        core_vmem=64 << 20,
     ),
 }
 """By the first part of a topology's name.

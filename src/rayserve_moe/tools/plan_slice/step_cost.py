@@ -17,17 +17,22 @@ import numpy as np
 from rayserve_moe.execution.weights import parameter_tree
 from rayserve_moe.experts.backends import choose_backend
 from rayserve_moe.experts.tokens import chunk_tokens
+from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks, usable_bytes
 from rayserve_moe.model.kv_cache import cache_row, windows_of
 from rayserve_moe.model.transformer import ModelConfig
-from rayserve_moe.tools.estimate.chips import OVERHEAD_S, chip_of
+from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 
-LAYER_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 28, 37, 45, 74, 152
-"""Ops of a layer apart from its exchange, of one that gathers, of one that sends rows at once and of every chunk of one
-that sends many; of the rest of a step."""
-DECODE_PASSES, PREFILL_PASSES = 16, 28
-"""How often a step's ops read or write the rows that experts take: one chunk of few rows, and chunks of many."""
+PUSHED = "pushed"
+LAYER_OPS, SHARED_LAYER_OPS, PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 13, 23, 8, 26, 44, 74, 130
+"""Ops of a layer apart from its exchange, and on chips whose cores share a device, which some kernels are not for; of
+an exchange by a kernel, of one that gathers, of one that sends rows at once and of every chunk of one that sends many;
+of the rest of a step.
+"""
+PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES = 8, 16, 28
+"""How often a step's ops read or write the rows that experts take: in a kernel, in one chunk of few rows, and in chunks
+of many."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,9 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
-        """Links and ops are taken not to overlap with the rest."""
+        """Ops, and links apart from those that a kernel uses, are taken not to overlap with the rest."""
+        if self.backend == PUSHED:
+            return max(self.flops_s, self.hbm_s, self.link_s) + self.ops_s
         return max(self.flops_s, self.hbm_s) + self.link_s + self.ops_s
 
 
@@ -64,24 +71,17 @@ def step_cost(
     work = step_work(model, sizes, prompt_tokens=tokens.prompt)
     row_bytes = spec.hidden_size * jnp.dtype(sizes.dtype).itemsize
     per_device = math.ceil((tokens.sequences + tokens.prompt) / plan.tensor_size)
-    backend = choose_backend(
-        per_device,
-        ep_size=plan.num_expert_ranks,
-        tensor_size=plan.tensor_size,
-        platform="tpu",
-        top_k=spec.router.top_k,
-        row_bytes=row_bytes,
-    )
-    exchanges, num_layers = backend in ("all_to_all", "fused"), len(spec.moe_layer_ids)
+    backend = _backend_for(model, per_device, chip=chip)
+    exchanges, num_layers = backend in (PUSHED, "all_to_all", "fused"), len(spec.moe_layer_ids)
     chunk = chunk_tokens(per_device, top_k=spec.router.top_k, row_bytes=row_bytes, overlapped=backend == "fused")
-    num_chunks = math.ceil(per_device / chunk) if exchanges else 1
+    num_chunks = math.ceil(per_device / chunk) if exchanges and backend != PUSHED else 1
     expert_bytes = _expert_elements(model, sizes.dtype) * 2 * work.used_slots / model.experts.num_local_slots
-    passes = PREFILL_PASSES if num_chunks > 1 else DECODE_PASSES
+    passes = PREFILL_PASSES if num_chunks > 1 else PUSH_PASSES if backend == PUSHED else DECODE_PASSES
     moved = work.expert_rows * imbalance * row_bytes * passes * num_layers
     hbm_bytes = work.hbm_bytes - _unseen_bytes(model, tokens, kv_dtype) + (num_chunks - 1) * expert_bytes + moved
     expert_flops = 2 * work.expert_rows / model.experts.num_local_slots * _expert_elements(model, sizes.dtype)
-    exchange_ops = (CHUNK_OPS * num_chunks if num_chunks > 1 else SEND_OPS) if exchanges else GATHER_OPS
-    num_ops = spec.num_layers * (LAYER_OPS + exchange_ops) + REST_OPS
+    layer_ops = LAYER_OPS if chip.cores_per_device == 1 else SHARED_LAYER_OPS
+    num_ops = spec.num_layers * (layer_ops + _exchange_ops(backend, num_chunks)) + REST_OPS
     return StepCost(
         (work.flops + (imbalance - 1) * expert_flops) / chip.device_flops,
         hbm_bytes / chip.device_hbm_bytes,
@@ -89,6 +89,37 @@ def step_cost(
         num_ops * OVERHEAD_S,
         backend,
     )
+
+
+def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
+    """How tokens of a device reach experts with `expert_backend: auto` (see `experts.layer.backend_for`)."""
+    spec, plan = model.spec, model.plan
+    sizes = PushSizes(
+        tokens,
+        spec.router.top_k,
+        spec.hidden_size,
+        spec.experts.intermediate_size,
+        model.experts.num_local_slots,
+        tuple(plan.mesh.shape.items()),
+    )
+    core_bytes = usable_bytes(chip.core_vmem, cores=chip.cores_per_device)
+    if plan.num_expert_ranks > 1 and not spec.experts.bias and not lacks(sizes, core_bytes=core_bytes):
+        return PUSHED
+    return choose_backend(
+        tokens,
+        ep_size=plan.num_expert_ranks,
+        tensor_size=plan.tensor_size,
+        platform="tpu",
+        top_k=spec.router.top_k,
+        row_bytes=spec.hidden_size * 2,
+    )
+
+
+def _exchange_ops(backend: str, num_chunks: int) -> int:
+    """Ops of a layer's exchange, experts included."""
+    if num_chunks > 1:
+        return CHUNK_OPS * num_chunks
+    return {PUSHED: PUSH_OPS, "all_to_all": SEND_OPS, "fused": SEND_OPS}.get(backend, GATHER_OPS)
 
 
 def link_seconds(
