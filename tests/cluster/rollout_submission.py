@@ -25,12 +25,10 @@ def main() -> None:
     """Start a cluster with its dashboard, submit, wait, report."""
     directory, command = Path(sys.argv[1]).resolve(), sys.argv[2]
     ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
+    # The job's `python` is looked up in the path that the cluster was started with, not in that of the command.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, **ports})
-    environment = {
-        "HOME": str(directory),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['dashboard_port']}",
-    }
+    environment = {"HOME": str(directory), "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['dashboard_port']}"}
     submitted = submit(command, directory, environment=os.environ | environment)
     cluster.shutdown()
     sys.stdout.write(json.dumps({"status": submitted.returncode, "log": submitted.stdout[-8000:]}) + "\n")
