@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export TRANSFORMERS_VERBOSITY ?= error
 
 # Which part of the slow tests `test-part` runs: another one after every commit.
-PART ?= $(shell git rev-list --count HEAD)/16
+PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
 .PHONY: setup fmt check test test-all test-native test-part parity parity-all clients bench compile-check compile-check-full serve

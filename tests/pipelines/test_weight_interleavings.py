@@ -215,6 +215,27 @@ def test_experts_that_were_fetched_before_a_change_are_fetched_anew(engines, pat
         assert_slots_hold(runner, placement, paths[1])
 
 
+@pytest.mark.parametrize("num_turns", [1, 2])
+def test_a_prompt_is_not_recomputed_under_two_weights(engines, reference, paths, num_turns):
+    """The change comes when a preempted choice, which has outputs, has computed a part of its prompt once more."""
+    engine, way = engines["alone"], Way(step_tokens=STEP_TOKENS, chunk_tokens=16)
+    serve_first_weights(engine.runner, paths[0], None)
+    cycle = cycle_for(engine.runner, engine.card, way)
+    interleaving = Interleaving(cycle, engine, reference, paths)
+    interleaving.submit(int(np.argmax([len(prompt) for prompt in PROMPTS])), 30, 1)
+    (choice,) = unfinished(cycle.scheduler)
+    while choice.num_outputs < 5:
+        interleaving.turn(1)
+    interleaving.preempt(0)
+    interleaving.flush()
+    interleaving.turn(num_turns)
+    assert 0 < choice.num_computed < choice.num_prompt_tokens and choice.num_outputs
+    interleaving.stage(1)
+    interleaving.swap(False)
+    interleaving.finish()
+    assert choice.finish is not None and len(choice.final_routing.weight_version) == 3, "prompt, outputs, outputs"
+
+
 SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the reference has one device")
 
 

@@ -247,13 +247,14 @@ def unfinished(scheduler: Scheduler) -> list[Sequence]:
 def change_weights(scheduler: Scheduler, weight_version: str) -> None:
     """Switch to other weights, between steps, with none in flight.
 
-    The prefix cache is flushed, whatever the weights are called. A sequence without outputs starts over, so that all
-    its results are of the new weights; one with outputs continues from the keys and values that it holds. If it is
-    recomputed later, its routing rows are of older weights than its keys, so that its pages are not shared.
+    The prefix cache is flushed, whatever the weights are called. A sequence whose prompt is not computed yet, or not
+    computed anew after a preemption, starts over, so that no row of a prompt comes from keys and values of other
+    weights; one that was sampling continues from the keys and values that it holds. If it is recomputed later, its
+    routing rows are of older weights than its keys, so that its pages are not shared.
     """
     scheduler.weight_version = weight_version
     for sequence in reversed(scheduler.running):
-        if sequence.num_outputs == 0:
+        if sequence.num_outputs == 0 or sequence.num_computed < sequence.num_prompt_tokens:
             scheduler.preempt(sequence)
     scheduler.flush()
     for sequence in unfinished(scheduler):
