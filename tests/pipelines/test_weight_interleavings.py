@@ -239,21 +239,33 @@ def test_a_prompt_is_not_recomputed_under_two_weights(engines, reference, paths,
 SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the reference has one device")
 
 
-@pytest.mark.parametrize("name", ["alone", pytest.param("balanced", marks=SUMMED_APART)])
-@settings(
-    max_examples=20,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+@pytest.mark.parametrize(
+    ("name", "num_examples"),
+    [
+        ("alone", 20),
+        pytest.param("balanced", 20, marks=SUMMED_APART),
+        pytest.param("alone", 300, marks=pytest.mark.slow),
+        pytest.param("balanced", 300, marks=[SUMMED_APART, pytest.mark.slow]),
+    ],
 )
-@given(events=EVENTS, way=WAYS)
-def test_answers_are_of_the_weights_that_they_name(engines, eplb, reference, paths, name, events, way):
+def test_answers_are_of_the_weights_that_they_name(engines, eplb, reference, paths, name, num_examples):
     engine, moves = engines[name], eplb if name == "balanced" else None
-    serve_first_weights(engine.runner, paths[0], moves)
-    cycle = cycle_for(engine.runner, engine.card, replace(way, eplb=moves))
-    interleaving = Interleaving(cycle, engine, reference, paths)
-    for event, *arguments in events:
-        getattr(interleaving, event)(*arguments)
-    interleaving.finish()
+
+    @settings(
+        max_examples=num_examples,
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(events=EVENTS, way=WAYS)
+    def check(events: list[tuple], way: Way) -> None:
+        serve_first_weights(engine.runner, paths[0], moves)
+        cycle = cycle_for(engine.runner, engine.card, replace(way, eplb=moves))
+        interleaving = Interleaving(cycle, engine, reference, paths)
+        for event, *arguments in events:
+            getattr(interleaving, event)(*arguments)
+        interleaving.finish()
+
+    check()
 
 
 def test_ties_excuse_hardly_anything_and_no_law_was_idle(reference):
