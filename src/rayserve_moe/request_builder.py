@@ -112,10 +112,13 @@ def _sglang_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
 
 
 def _openai_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
-    """`logprobs` counts in completions and switches `top_logprobs` on in chats; `echo` scores the prompt."""
-    logprobs = given.get("logprobs")
-    scores_prompt = given.get("echo") and logprobs is not None
-    return given.get("top_logprobs", logprobs or 0), 0 if scores_prompt else None
+    """`logprobs` counts in completions and switches `top_logprobs` on in chats.
+
+    `prompt_logprobs` scores the prompt, and so does `echo` beside `logprobs`.
+    """
+    logprobs, prompt = given.get("logprobs"), given.get("prompt_logprobs")
+    scores_prompt = prompt is not None or (given.get("echo") and logprobs is not None)
+    return max(given.get("top_logprobs", logprobs or 0), prompt or 0), 0 if scores_prompt else None
 
 
 def _vllm_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:

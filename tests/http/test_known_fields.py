@@ -15,7 +15,6 @@ from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fi
 from tests.architecture.fields_page import PAGE, page
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.test_bad_inputs import check_error
-from tests.http.trainer_requests import COMPUTED, REFUSED
 
 ROUTES = {
     "c": (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}),
@@ -150,21 +149,6 @@ def test_an_unknown_name_is_logged_once(http, caplog):
     assert [record.getMessage() for record in caplog.records if "wobble" in record.getMessage()] == [
         "ignoring request field 'wobble', which is not known"
     ]
-
-
-@pytest.mark.parametrize("trainer", COMPUTED)
-def test_the_first_request_of_a_trainer_is_answered(http, trainer):
-    path, body = COMPUTED[trainer]
-    answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    assert HEADER not in answer.headers
-
-
-@pytest.mark.parametrize("trainer", REFUSED)
-def test_what_a_trainer_asks_beyond_that_is_refused_by_name(http, trainer):
-    path, body, field, where = REFUSED[trainer]
-    asked = body | field if where is None else body | {where: body[where] | field}
-    assert next(iter(field)) in check_error(http.post(path, json=asked), 400)["message"]
 
 
 def test_the_page_of_fields_is_the_table():

@@ -1,6 +1,15 @@
 """The first generation requests of trainers, by trainer: path and body with the fields and values that it sends.
 
 `COMPUTED` ones are answered 200 here. Of `REFUSED` ones a field changes the answer and is not computed: it is named.
+Read at these commits:
+
+- slime: THUDM/slime 624b824a8, `slime/rollout/sglang_rollout.py`
+- Miles: radixark/miles 31f1ca961, `miles/rollout/generate_utils/prefill_logprobs.py`, `miles/rollout/session/core.py`
+- NeMo-RL: NVIDIA-NeMo/RL 7ea279abf, `nemo_rl/models/generation/sglang/sglang_generation.py`
+- AReaL: inclusionAI/AReaL 4aef98d8d, `areal/engine/sglang_remote.py`, `areal/engine/vllm_remote.py`
+- verl: verl-project/verl 1dda039b9, `verl/workers/rollout/sglang_rollout/http_server_engine.py`
+- SkyRL: NovaSky-AI/SkyRL a9564572e, `skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py`
+- prime-rl: PrimeIntellect-ai/prime-rl 559b44772, `src/prime_rl/utils/client.py`, through renderers 0.1.12
 """
 
 from __future__ import annotations
@@ -32,6 +41,8 @@ _SKYRL = {
     "stop": None,
 }
 _AREAL = {"top_p": 1.0, "top_k": 100000000, "temperature": 1.0, "ignore_eos": False, "skip_special_tokens": False}
+_AREAL_VLLM = {**_AREAL, "max_tokens": 2, "stop_token_ids": [], "return_tokens_as_token_ids": True,
+               "use_beam_search": False, "stream": False}  # fmt: skip
 _MILES_ANSWER = {"return_routed_experts": True, "return_indexer_topk": False, "lora_path": None}
 
 COMPUTED = {
@@ -62,15 +73,17 @@ COMPUTED = {
     "prime-rl scoring": (TOKENS, {"model": MODEL, "token_ids": _IDS,
                                   "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0,
                                                       "prompt_logprobs": 1}}),
-    "AReaL by vLLM": (COMPLETIONS, {"prompt": _IDS, **_AREAL, "max_tokens": 2, "stop_token_ids": [], "logprobs": 0,
-                                    "use_beam_search": False, "stream": False}),
+    "AReaL by vLLM": (COMPLETIONS, {"prompt": _IDS, **_AREAL_VLLM, "logprobs": 0}),
+    "AReaL chat by vLLM": (CHAT, {"messages": [{"role": "user", "content": "x"}], **_AREAL_VLLM, "logprobs": True}),
+    "Miles sessions": (CHAT, {"messages": [{"role": "user", "content": "x"}], "model": MODEL, "max_tokens": 2,
+                              "input_ids": _IDS, "logprobs": True, "return_meta_info": True, "no_stop_trim": False,
+                              "return_routed_experts": True, "routed_experts_start_len": 4,
+                              "chat_template_kwargs": {"enable_thinking": False}}),
     "OpenAI": (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "tools": None, "user": "me",
                       "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "model": MODEL}),
 }  # fmt: skip
 
 REFUSED = {
     "slime with top_p": (*COMPUTED["slime"], {"custom_params": {"return_top_p_token_ids": True}}, "sampling_params"),
-    "AReaL by vLLM": (*COMPUTED["AReaL by vLLM"], {"return_tokens_as_token_ids": True}, None),
-    "Miles sessions": (*COMPUTED["OpenAI"], {"input_ids": _IDS}, None),
 }
 """Path, body, the field added, and where it stands."""

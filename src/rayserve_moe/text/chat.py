@@ -21,6 +21,10 @@ class ChatTemplateError(ValueError):
     """Messages that cannot become a prompt: no template, or the template refuses them."""
 
 
+class ReservedOptionError(ChatTemplateError):
+    """Variables for the template under names that are not for requests."""
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
@@ -41,7 +45,7 @@ def render_chat(
         raise ChatTemplateError("messages: at least one message is needed")
     reserved = sorted(_RESERVED.intersection(template_kwargs or {}))
     if reserved:
-        raise ChatTemplateError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set by a request")
+        raise ReservedOptionError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set by a request")
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
     if tools:
         options["tools"] = [dict(tool) for tool in tools]
@@ -52,14 +56,19 @@ def render_chat(
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **options: Any
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    max_tokens: int | None = None,
+    add_special_tokens: bool = False,
+    **options: Any,
 ) -> list[int]:
     """Render OpenAI messages to prompt ids, by the `options` of `render_chat`; the template writes special tokens.
 
     TextTooLongError where that is certainly more than `max_tokens`: a template may also leave text out.
     """
     text = render_chat(tokenizer, messages, **options)
-    return tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
 
 
 def _plain(message: Mapping[str, Any], position: int) -> dict[str, Any]:

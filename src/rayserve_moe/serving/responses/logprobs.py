@@ -14,12 +14,13 @@ class CompletionLogprobs:
     """The `logprobs` object of one choice of `/v1/completions`; `top_logprobs` is by text, the token itself first.
 
     `text_offset` counts the characters of the choice's text before each token. With `echo` the prompt comes first, and
-    its first token has no log-prob.
+    its first token has no log-prob. With `return_tokens_as_token_ids` tokens are called `token_id:N`.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, *, body: CompletionBody) -> None:
         self._tokenizer, self._request, self._num_top = tokenizer, request, body.logprobs or 0
         self._offset = 0
+        self._name = token_name if body.return_tokens_as_token_ids else tokenizer.token_text
         self._echo_pending = body.echo
         skip_special_tokens = request.sampling.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -47,33 +48,41 @@ class CompletionLogprobs:
         detokenizer: IncrementalDetokenizer,
     ) -> None:
         for token_id, likeliest in entries:
-            token = self._tokenizer.token_text(token_id)
-            written["tokens"].append(token)
+            written["tokens"].append(self._name(token_id))
             written["token_logprobs"].append(likeliest and likeliest[0].logprob)
-            written["top_logprobs"].append(likeliest and self._by_text(likeliest))
-            written["text_offset"].append(self._advance(len(token), detokenizer.push(token_id)))
+            written["top_logprobs"].append(likeliest and self._by_name(likeliest))
+            written["text_offset"].append(self._advance(token_id, detokenizer.push(token_id)))
 
-    def _by_text(self, tokens: Sequence[TokenLogprob]) -> dict[str, float]:
+    def _by_name(self, tokens: Sequence[TokenLogprob]) -> dict[str, float]:
         """Log-probs by text: the highest of tokens with the same text."""
-        by_text: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for token in tokens:
-            text = self._tokenizer.token_text(token.token_id)
-            by_text[text] = max(token.logprob, by_text.get(text, token.logprob))
-        return by_text
+            name = self._name(token.token_id)
+            by_name[name] = max(token.logprob, by_name.get(name, token.logprob))
+        return by_name
 
-    def _advance(self, token_length: int, piece: str) -> int:
+    def _advance(self, token_id: int, piece: str) -> int:
         """Return the offset of the token: `piece` may also hold the end of a character that earlier tokens began."""
         before = self._offset
         self._offset += len(piece)
-        return max(before, self._offset - token_length)
+        return max(before, self._offset - len(self._tokenizer.token_text(token_id)))
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int) -> dict:
-    """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself."""
+def token_name(token_id: int) -> str:
+    """Return what a token is called where ids are wanted for texts."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int, as_ids: bool = False) -> dict:
+    """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself.
+
+    Tokens are called by their text, or `as_ids`; `bytes` are those of the text.
+    """
+    name = token_name if as_ids else tokenizer.token_text
 
     def entry(token: TokenLogprob) -> dict:
-        text, spelled = tokenizer.token_text(token.token_id), tokenizer.token_bytes(token.token_id)
-        return {"token": text, "logprob": token.logprob, "bytes": list(spelled)}
+        spelled = tokenizer.token_bytes(token.token_id)
+        return {"token": name(token.token_id), "logprob": token.logprob, "bytes": list(spelled)}
 
     return {"content": _content(delta, entry, num_top), "refusal": None}
 
@@ -82,7 +91,7 @@ def token_logprobs(delta: ChoiceResult, *, num_logprobs: int) -> dict:
     """Return the object of a choice of `/inference/v1/generate`: more than one asks for the likeliest tokens too."""
 
     def entry(token: TokenLogprob) -> dict:
-        name = f"token_id:{token.token_id}"
+        name = token_name(token.token_id)
         return {"token": name, "token_id": token.token_id, "logprob": token.logprob, "rank": token.rank}
 
     return {"content": _content(delta, entry, num_logprobs if num_logprobs > 1 else 0)}

@@ -45,4 +45,6 @@ class NativeWriter:
             return_logprob=self._body.return_logprob,
         )
         answer["meta_info"] |= self.routing.sglang_fields(choice, delta)
+        if self._body.return_prompt_token_ids:
+            answer["prompt_token_ids"] = self._streams.request_of_choice[choice].prompt_ids.tolist()
         return answer

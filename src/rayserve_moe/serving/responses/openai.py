@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from rayserve_moe.engine.answers import stop_reason
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.responses.evidence import EvidenceWriter
 from rayserve_moe.serving.responses.logprobs import CompletionLogprobs, chat_logprobs, echoed_text
+from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 
@@ -24,12 +26,13 @@ class OpenAIWriter:
         body: CompletionBody | ChatBody,
         *,
         answer_id: str,
-        request_of_choice: Sequence[GenerationRequest],
+        streams: RequestStreams,
     ) -> None:
         self._card, self._tokenizer = state.card, state.tokenizer
         self._body, self._is_chat = body, isinstance(body, ChatBody)
         self._envelope = {"id": answer_id, "created": int(time.time()), "model": self._card.name}
-        self._request_of_choice = request_of_choice
+        self._request_of_choice = request_of_choice = streams.request_of_choice
+        self._evidence = EvidenceWriter(body, card=self._card, tokenizer=self._tokenizer, streams=streams)
         self._started: set[int] = set()
         self.routing = RoutingWriter(
             self._card.routing,
@@ -37,6 +40,7 @@ class OpenAIWriter:
             shares_prompt_rows=body.routed_experts_format == "nested",
             request_of_choice=request_of_choice,
         )
+        self._role = body.answering_role if isinstance(body, ChatBody) else ""
         self._logprobs: list[CompletionLogprobs] = []
         if isinstance(body, CompletionBody) and body.logprobs is not None:
             self._logprobs = [CompletionLogprobs(self._tokenizer, r, body=body) for r in request_of_choice]
@@ -46,28 +50,31 @@ class OpenAIWriter:
         choices = []
         for choice, result in enumerate(results):
             text = self._echoed(choice) + result.text
-            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append(self._choice(choice, result, message if self._is_chat else {"text": text}))
+            message = {"message": {"role": self._role, "content": text, "refusal": None}}
+            fields = message if self._is_chat else {"text": text}
+            choices.append(self._choice(choice, result, fields, so_far=result))
         return {
             **self._envelope,
             "object": "chat.completion" if self._is_chat else "text_completion",
             "choices": choices,
             **self._prompt_rows(choices),
+            **self._evidence.of_chat(results),
             "usage": usage_of(self._request_of_choice, results),
         }
 
     def defers(self, delta: ChoiceResult) -> bool:
         """Log-probs of an echoed prompt, which stand before everything else, come with the end of a choice."""
-        return self._body.echo and bool(self._logprobs) and delta.finish is None
+        return bool(self._logprobs) and self._body.echo and delta.finish is None
 
     def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
         """Return the event of one choice; `usage` is null where only the last event counts tokens."""
         is_first = choice not in self._started
         self._started.add(choice)
         text = self._echoed(choice) + delta.text if is_first else delta.text
-        role = {"role": "assistant"} if is_first else {}
+        role = {"role": self._role} if is_first else {}
         fields = {"delta": {**role, "content": text}} if self._is_chat else {"text": text}
-        event = self._event([self._choice(choice, delta, fields)])
+        event = self._event([self._choice(choice, delta, fields, so_far=so_far, is_first=is_first)])
+        event |= self._evidence.of_chat([so_far], is_first=is_first)
         if (options := self._body.stream_options) and options.include_usage:
             request = self._request_of_choice[choice]
             event["usage"] = usage_of([request], [so_far]) if options.usage_in_events else None
@@ -84,25 +91,37 @@ class OpenAIWriter:
         return {**self._envelope, "object": kind, "choices": choices, **self._prompt_rows(choices)}
 
     def _echoed(self, choice: int) -> str:
-        prompt_ids = self._request_of_choice[choice].prompt_ids
-        return echoed_text(self._tokenizer, prompt_ids.tolist()) if self._body.echo else ""
+        if not self._body.echo:
+            return ""
+        if isinstance(self._body, ChatBody):
+            return self._body.continued_text
+        return echoed_text(self._tokenizer, self._request_of_choice[choice].prompt_ids.tolist())
 
-    def _choice(self, choice: int, delta: ChoiceResult, text: dict) -> dict:
+    def _choice(
+        self, choice: int, delta: ChoiceResult, text: dict, *, so_far: ChoiceResult, is_first: bool = True
+    ) -> dict:
         request, finish = self._request_of_choice[choice], delta.finish
-        return {
+        written = {
             "index": choice,
             **text,
             "logprobs": self._logprobs_of(choice, delta),
             "finish_reason": None if finish is None else finish.kind,
             "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
             "matched_stop": None if finish is None else finish.matched,
+            **self._evidence.of_choice(choice, delta, so_far=so_far, is_first=is_first),
             **self._routing_fields(choice, delta),
         }
+        if meta_info := self._evidence.meta_info(choice, so_far):
+            written["meta_info"] = {**meta_info, **written.get("meta_info", {})}
+        return written
 
     def _logprobs_of(self, choice: int, delta: ChoiceResult) -> dict | None:
         if isinstance(self._body, ChatBody):
             is_wanted, num_top = self._body.logprobs, self._body.top_logprobs
-            return chat_logprobs(self._tokenizer, delta, num_top=num_top) if is_wanted else None
+            if not is_wanted:
+                return None
+            as_ids = self._body.return_tokens_as_token_ids
+            return chat_logprobs(self._tokenizer, delta, num_top=num_top, as_ids=as_ids)
         return self._logprobs[choice].write(delta) if self._logprobs else None
 
     def _routing_fields(self, choice: int, delta: ChoiceResult) -> dict:

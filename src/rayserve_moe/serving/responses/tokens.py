@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import TokenLogprob, prompt_logprobs_of, stop_reason
+from rayserve_moe.engine.answers import stop_reason
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
+from rayserve_moe.serving.responses.evidence import prompt_logprobs
 from rayserve_moe.serving.responses.logprobs import token_logprobs
 from rayserve_moe.serving.responses.openai import usage_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
@@ -25,6 +26,7 @@ class TokenWriter:
         routing: RoutingWriter,
     ) -> None:
         self.routing = routing
+        self._has_begun = False
         self._card, self._body, self._request_of_choice = card, body, request_of_choice
         request_id = request_of_choice[0].request_id
         self._envelope = {"request_id": request_id, "model": card.name, "created": int(time.time())}
@@ -34,6 +36,7 @@ class TokenWriter:
         return {
             **self._answer([self._choice(choice, result) for choice, result in enumerate(results)]),
             **self._prompt_logprobs(results),
+            **self._prompt_ids(),
             "usage": usage_of(self._request_of_choice, results),
         }
 
@@ -44,6 +47,9 @@ class TokenWriter:
     def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
         """Return the event of one choice; log-probs of the prompt come with its end."""
         event = self._answer([self._choice(choice, delta)])
+        if not self._has_begun:
+            event |= self._prompt_ids()
+        self._has_begun = True
         if delta.finish is not None:
             event |= self._prompt_logprobs([delta])
         if (options := self._body.stream_options) and options.usage_in_events:
@@ -77,16 +83,13 @@ class TokenWriter:
         }
 
     def _prompt_logprobs(self, results: Sequence[ChoiceResult]) -> dict:
-        """One object per prompt token, by token id: the token itself, then the likeliest; null for the first."""
         num_top = self._body.sampling_params.prompt_logprobs
         if num_top is None:
             return {}
-        prompt_ids = self._request_of_choice[0].prompt_ids.tolist()
-        scores = next((result.prompt_scores for result in results if result.prompt_scores is not None), None)
-        scored = prompt_logprobs_of(scores, prompt_ids, num_top=num_top)
-        return {"prompt_logprobs": [None if tokens is None else _by_id(tokens) for tokens in scored]}
+        result = next((result for result in results if result.prompt_scores is not None), results[0])
+        return {"prompt_logprobs": prompt_logprobs(self._request_of_choice[0], result, num_top=num_top)}
 
-
-def _by_id(tokens: Sequence[TokenLogprob]) -> dict[str, dict]:
-    """The entry of one position; clients read the first value of it as the token's own."""
-    return {str(token.token_id): {"logprob": token.logprob, "rank": token.rank} for token in tokens}
+    def _prompt_ids(self) -> dict:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._request_of_choice[0].prompt_ids.tolist()}

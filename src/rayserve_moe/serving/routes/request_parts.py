@@ -32,10 +32,10 @@ def check_model(state: ApiState, model: str | None) -> None:
 
 
 async def prompt_ids_of(
-    state: ApiState, prompts: Sequence[Prompt], *, param: str, request: Request
+    state: ApiState, prompts: Sequence[Prompt], *, param: str, request: Request, add_special_tokens: bool = True
 ) -> list[np.ndarray]:
     """Turn prompts into int32 ids, on a thread where they are texts or many. ApiError for one beyond the context."""
-    encode = partial(_encode_all, state, prompts, param)
+    encode = partial(_encode_all, state, prompts, param, add_special_tokens)
     size = sum(len(prompt) if isinstance(prompt, str) else _BYTES_PER_ID * len(prompt) for prompt in prompts)
     if size <= INLINE_BYTES and not any(isinstance(prompt, str) for prompt in prompts):
         return encode(threading.Event())
@@ -44,13 +44,14 @@ async def prompt_ids_of(
 
 
 def _encode_all(
-    state: ApiState, prompts: Sequence[Prompt], param: str, is_cancelled: threading.Event
+    state: ApiState, prompts: Sequence[Prompt], param: str, adds_special: bool, is_cancelled: threading.Event
 ) -> list[np.ndarray]:
     card, all_ids = state.card, []
+    encode = partial(state.tokenizer.encode, add_special_tokens=adds_special)
     for prompt in prompts:
         if is_cancelled.is_set():
             break
-        ids = encoded(partial(state.tokenizer.encode, prompt), card, param=param) if isinstance(prompt, str) else prompt
+        ids = encoded(partial(encode, prompt), card, param=param) if isinstance(prompt, str) else prompt
         if len(ids) > card.max_model_len:
             raise _too_long(card, param)
         all_ids.append(np.asarray(ids, np.int32))

@@ -73,6 +73,7 @@ class GenerateBody(RoutingFields):
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     routed_experts_format: RoutingFormat = "sglang"
     rid: Rids = None
+    return_prompt_token_ids: bool = False
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> GenerateBody:

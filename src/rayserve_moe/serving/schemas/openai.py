@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -19,6 +19,7 @@ from rayserve_moe.serving.schemas.field_types import (
     record_fields,
 )
 from rayserve_moe.serving.schemas.prompt_types import Prompts
+from rayserve_moe.serving.schemas.template_fields import TemplateFields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -85,6 +86,16 @@ class OpenAIGeneration(StreamedBody):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     rid: RequestId | None = None
     routed_experts_format: RoutingFormat = "sglang"
+    prompt_logprobs: NumTopLogprobs | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    return_weight_versions: bool = False
+
+    @model_validator(mode="after")
+    def _whole_answers_score_prompts(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise fault("`prompt_logprobs` is only for requests without `stream`")
+        return self
 
 
 class CompletionBody(OpenAIGeneration):
@@ -94,6 +105,7 @@ class CompletionBody(OpenAIGeneration):
     logprobs: NumTopLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     echo: bool = False
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> Self:
@@ -111,17 +123,39 @@ class ChatMessage(RequestBody):
     content: Content = None
 
 
-class ChatBody(OpenAIGeneration):
+class ChatBody(OpenAIGeneration, TemplateFields):
     """Body of `/v1/chat/completions`."""
 
-    echo: ClassVar[bool] = False
+    echo: bool = False
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: NumTopLogprobs = 0
+    return_prompt_token_ids: bool = False
+    return_meta_info: bool = False
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise fault("`top_logprobs` is only for requests with `logprobs` true")
+        return self
+
+    @property
+    def answering_role(self) -> str:
+        """Whose message the answer is: the assistant's, unless it continues another's."""
+        return "assistant" if self.opens_answer else self.messages[-1].role
+
+    @property
+    def continued_text(self) -> str:
+        """The last message's text, where the answer has its role: `echo` repeats it, as vLLM does."""
+        last = self.messages[-1]
+        if last.role != self.answering_role:
+            return ""
+        parts = last.content if isinstance(last.content, list) else [{"text": last.content or ""}]
+        return "\n".join(part["text"] for part in parts)
+
+    @model_validator(mode="after")
+    def _whole_answers_describe_themselves(self) -> Self:
+        if self.stream and (self.return_meta_info or self.return_prompt_token_ids):
+            raise fault("`return_meta_info` and `return_prompt_token_ids` are only for requests without `stream`")
         return self

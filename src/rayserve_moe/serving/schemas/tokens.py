@@ -41,6 +41,7 @@ class TokenBody(StreamedBody):
     return_routed_experts: bool | None = None
     routed_experts_format: RoutingFormat = "packed"
     routed_experts_dtype: Literal["int16"] | None = None
+    return_token_ids: bool = False
 
     def given(self) -> dict[str, Any]:
         """Return the values of both objects. One likeliest token would be no entry of its own: none is computed."""

@@ -1,0 +1,89 @@
+"""What answers of the OpenAI routes hold besides text, where a body asks for it: ids, versions, scored prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayserve_moe.engine.answers import native_answer, output_versions, prompt_logprobs_of
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
+from rayserve_moe.serving.responses.request_streams import RequestStreams
+from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+class EvidenceWriter:
+    """Writes the fields that a body asks for; each is absent unless it is asked for.
+
+    `so_far` is all of a choice, `delta` what is new. Prompts stand in the choices of completions, and once beside the
+    choices of a chat.
+    """
+
+    def __init__(
+        self, body: CompletionBody | ChatBody, *, card: ModelCard, tokenizer: Tokenizer, streams: RequestStreams
+    ) -> None:
+        self._body, self._card, self._tokenizer, self._streams = body, card, tokenizer, streams
+
+    def of_choice(self, choice: int, delta: ChoiceResult, *, so_far: ChoiceResult, is_first: bool) -> dict:
+        """Return the fields of one choice, in the order of vLLM."""
+        body, request = self._body, self._streams.request_of_choice[choice]
+        fields: dict = {"token_ids": list(delta.token_ids)} if body.return_token_ids else {}
+        if not isinstance(body, ChatBody):
+            fields |= self._of_prompt(request, so_far, is_first=is_first)
+        elif body.return_prompt_token_ids:
+            fields |= {"prompt_token_ids": request.prompt_ids.tolist(), "response_token_ids": list(so_far.token_ids)}
+        if body.return_weight_versions and delta.finish is not None:
+            fields["weight_versions"] = output_versions(request, so_far)
+        return fields
+
+    def of_chat(self, results: Sequence[ChoiceResult], *, is_first: bool = True) -> dict:
+        """Return the fields beside the choices."""
+        if not isinstance(self._body, ChatBody):
+            return {}
+        return self._of_prompt(self._streams.request_of_choice[0], results[0], is_first=is_first)
+
+    def meta_info(self, choice: int, result: ChoiceResult) -> dict:
+        """Return `meta_info` as `/generate` has it, without routing; empty where it is not asked for."""
+        body = self._body
+        if not isinstance(body, ChatBody) or not body.return_meta_info:
+            return {}
+        answer = native_answer(
+            self._streams.request_of_choice[choice],
+            result,
+            card=self._card,
+            e2e_latency_s=self._streams.elapsed_s[choice],
+            return_logprob=body.logprobs,
+        )
+        return answer["meta_info"]
+
+    def _of_prompt(self, request: GenerationRequest, result: ChoiceResult, *, is_first: bool) -> dict:
+        fields: dict = {}
+        if (num_top := self._body.prompt_logprobs) is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(request, result, num_top=num_top, tokenizer=self._tokenizer)
+        if self._body.return_token_ids and is_first:
+            fields["prompt_token_ids"] = request.prompt_ids.tolist()
+        return fields
+
+
+def prompt_logprobs(
+    request: GenerationRequest, result: ChoiceResult, *, num_top: int, tokenizer: Tokenizer | None = None
+) -> list[dict[str, dict] | None]:
+    """One object per prompt token, by token id: the token itself, then the likeliest; null for the first.
+
+    Clients read the first value of an object as the token's own. A tokenizer adds the text of every token.
+    """
+    written: list[dict[str, dict] | None] = []
+    for tokens in prompt_logprobs_of(result.prompt_scores, request.prompt_ids.tolist(), num_top=num_top):
+        entries = (
+            None
+            if tokens is None
+            else {
+                str(token.token_id): {
+                    "logprob": token.logprob,
+                    "rank": token.rank,
+                    **({"decoded_token": tokenizer.token_text(token.token_id)} if tokenizer else {}),
+                }
+                for token in tokens
+            }
+        )
+        written.append(entries)
+    return written

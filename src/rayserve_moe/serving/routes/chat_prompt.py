@@ -1,0 +1,49 @@
+"""The prompt of a chat: what the checkpoint's template makes of its messages, or ids that came with them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from starlette.requests import Request
+
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.routes.request_parts import encoded, prompt_ids_of
+from rayserve_moe.serving.schemas.openai import ChatBody
+from rayserve_moe.text.chat import ChatTemplateError, ReservedOptionError, encode_chat
+
+_BYTES_PER_MESSAGE = 64
+
+
+async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.ndarray:
+    """Return int32 ids. ApiError 400 for messages or options that the template refuses, and for too long a prompt."""
+    if body.input_ids is not None:
+        (ids,) = await prompt_ids_of(state, [body.input_ids], param="input_ids", request=request)
+        return ids
+    size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in body.messages)
+    size += sum(len(text) for document in body.documents or () for text in document.values())
+    with state.admission.holding(size):
+        return await state.admission.run(lambda _: _rendered(state, body), size=size, receive=request.receive)
+
+
+def _num_characters(content: str | list[dict] | None) -> int:
+    return sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
+
+
+def _rendered(state: ApiState, body: ChatBody) -> np.ndarray:
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    encode = partial(
+        encode_chat,
+        state.tokenizer,
+        messages,
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.opens_answer,
+        template_kwargs=body.template_options,
+    )
+    try:
+        return np.asarray(encoded(encode, state.card, param="messages"), np.int32)
+    except ReservedOptionError as error:
+        raise ApiError(400, str(error), param="chat_template_kwargs") from error
+    except ChatTemplateError as error:
+        raise ApiError(400, "the checkpoint's chat template cannot render these messages", param="messages") from error
