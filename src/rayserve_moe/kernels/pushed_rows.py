@@ -8,6 +8,7 @@ one of the upper half above. So a row lies together in memory, and may be copied
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.kernels.pushed_sizes import PushSizes, Refs
 
 UPPER = 0xFFFF0000
+Part = tuple[Any, Any, jax.Array]
+"""Rows, where they go, and how many they are."""
 
 
 def my_rank(sizes: PushSizes) -> jax.Array:
@@ -65,53 +68,63 @@ def meet(sizes: PushSizes, me: jax.Array) -> None:
 
 
 def push_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, pushed: jax.Array) -> jax.Array:
-    """Push the rows for one slot of every rank, the next one's first; counts on how many rows left this device.
+    """Push the rows for one slot of every rank; counts on how many rows left this device.
 
     There is nothing to push for a slot beyond the last one.
     """
     is_slot, slot = slot < sizes.num_slots, jnp.minimum(slot, sizes.num_slots - 1)
 
-    def push(k: jax.Array, pushed: jax.Array) -> jax.Array:
-        rank = jax.lax.rem(me + 1 + k, sizes.num_ranks)
+    def part_for(rank: jax.Array) -> Part:
         lane = rank * sizes.num_slots + slot
         number = jnp.where(is_slot, refs.table_s[me, lane], 0)
         rows = rows_at(refs.sent, refs.table_s[2 * sizes.num_ranks + me, lane], number, sizes)
-        to = rows_at(refs.here, refs.table_s[sizes.num_ranks + me, lane], number, sizes)
-        _move(rows, to, (refs.moved.at[0], refs.arrived_S.at[slot]), (rank, me, number), sizes)
-        return pushed + jnp.where(rank == me, 0, number)
+        return rows, rows_at(refs.here, refs.table_s[sizes.num_ranks + me, lane], number, sizes), number
 
-    return jax.lax.fori_loop(0, sizes.num_ranks, push, pushed)
+    return pushed + _copy_to_all(part_for, (refs.moved.at[0], refs.arrived_S.at[slot]), sizes, me)
 
 
 def return_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, returned: jax.Array) -> jax.Array:
-    """Push a slot's results to where their rows came from; returns how many rows left this device."""
+    """Push a slot's results to where their rows came from; counts on how many rows left this device."""
     lane = me * sizes.num_slots + slot
 
-    def push(k: jax.Array, returned: jax.Array) -> jax.Array:
-        rank = jax.lax.rem(me + 1 + k, sizes.num_ranks)
+    def part_for(rank: jax.Array) -> Part:
         number = refs.table_s[rank, lane]
         rows = rows_at(refs.here, refs.table_s[sizes.num_ranks + rank, lane], number, sizes)
-        to = rows_at(refs.home, refs.table_s[2 * sizes.num_ranks + rank, lane], number, sizes)
-        _move(rows, to, (refs.moved.at[1], refs.moved.at[2]), (rank, me, number), sizes)
-        return returned + jnp.where(rank == me, 0, number)
+        return rows, rows_at(refs.home, refs.table_s[2 * sizes.num_ranks + rank, lane], number, sizes), number
 
-    return jax.lax.fori_loop(0, sizes.num_ranks, push, returned)
+    return returned + _copy_to_all(part_for, (refs.moved.at[1], refs.moved.at[2]), sizes, me)
 
 
-def _move(rows: Any, to: Any, semaphores: tuple[Any, Any], who: tuple[jax.Array, ...], sizes: PushSizes) -> None:
-    """Copy rows to a rank, if any; the semaphores say that they have left this one, and that they have arrived."""
-    (left, arrived), (rank, me, number) = semaphores, who
+def _copy_to_all(
+    part_for: Callable[[jax.Array], Part], semaphores: tuple[Any, Any], sizes: PushSizes, me: jax.Array
+) -> jax.Array:
+    """Copy each rank's part to it, the next one's first, this one's own last; returns how many rows left this device.
 
-    @pl.when((number > 0) & (rank == me))
+    The semaphores say that rows have left this device, and that they have arrived.
+    """
+    left, arrived = semaphores
+
+    def send(k: jax.Array, number_left: jax.Array) -> jax.Array:
+        rank = jnp.where(me + k < sizes.num_ranks, me + k, me + k - sizes.num_ranks)
+        rows, to, number = part_for(rank)
+
+        @pl.when(number > 0)
+        def _() -> None:
+            device = device_of(rank, sizes)
+            pltpu.make_async_remote_copy(
+                rows, to, left, arrived, device_id=device, device_id_type=pl.DeviceIdType.MESH
+            ).start()
+
+        return number_left + number
+
+    number_left = jax.lax.fori_loop(1, sizes.num_ranks, send, jnp.int32(0))
+    rows, to, number = part_for(me)
+
+    @pl.when(number > 0)
     def _() -> None:
         pltpu.make_async_copy(rows, to, arrived).start()
 
-    @pl.when((number > 0) & (rank != me))
-    def _() -> None:
-        device = device_of(rank, sizes)
-        pltpu.make_async_remote_copy(
-            rows, to, left, arrived, device_id=device, device_id_type=pl.DeviceIdType.MESH
-        ).start()
+    return number_left
 
 
 def as_words(rows: jax.Array) -> jax.Array:
