@@ -20,9 +20,9 @@ from tests.compile.topologies import text_of
 NUM_EXPERTS, TOP_K, WIDTH, INNER, LAYERS = 128, 8, 2048, 768, 2
 
 
-def sizes_for(mesh: Mesh, tokens_per_device: int) -> PushSizes:
-    axes = tuple(mesh.shape.items())
-    return PushSizes(tokens_per_device, TOP_K, WIDTH, INNER, NUM_EXPERTS // mesh.devices.size, axes)
+def sizes_for(mesh: Mesh, tokens_per_device: int, weight_dtype: str = "bfloat16") -> PushSizes:
+    axes, num_slots = tuple(mesh.shape.items()), NUM_EXPERTS // mesh.devices.size
+    return PushSizes(tokens_per_device, TOP_K, WIDTH, INNER, num_slots, axes, weight_dtype=weight_dtype)
 
 
 def mesh_of(topology: str, tensor: int = 1) -> Mesh:
@@ -31,26 +31,31 @@ def mesh_of(topology: str, tensor: int = 1) -> Mesh:
 
 
 def push(hidden_TD, slots_TK, gates_TK, *weights, sizes: PushSizes):
-    of_layer = LayerExperts(ExpertWeights(*weights), sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
+    held = ExpertWeights(*weights[:3], None, None, None, *weights[3:])
+    of_layer = LayerExperts(held, sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
     return push_experts(hidden_TD, slots_TK, gates_TK, of_layer, sizes=sizes)
 
 
 @pytest.mark.parametrize(
-    ("topology", "tensor", "tokens"),
+    ("topology", "tensor", "tokens", "weight_dtype"),
     [
-        ("v6e:2x4", 1, 32),
-        pytest.param("v6e:2x4", 2, 2, marks=pytest.mark.slow),
-        pytest.param("v6e:2x4", 1, 128, marks=pytest.mark.slow),
-        pytest.param("v5e:2x4", 1, 16, marks=pytest.mark.slow),
-        pytest.param("tpu7x:2x2x1", 1, 32, marks=pytest.mark.slow),
+        ("v6e:2x4", 1, 32, "bfloat16"),
+        ("v6e:2x4", 1, 32, "int8"),
+        pytest.param("v6e:2x4", 2, 2, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v6e:2x4", 1, 128, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", 1, 16, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", 1, 16, "int8", marks=pytest.mark.slow),
+        pytest.param("tpu7x:2x2x1", 1, 32, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("tpu7x:2x2x1", 1, 32, "int8", marks=pytest.mark.slow),
     ],
 )
-def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens):
+def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens, weight_dtype):
+    """Weights of int8 are read as such, their scales beside them: neither is copied."""
     mesh = mesh_of(topology, tensor)
-    sizes, parts = sizes_for(mesh, tokens), PartitionSpec(("data", "tensor"))
-    up, down = (LAYERS * NUM_EXPERTS, WIDTH, INNER), (LAYERS * NUM_EXPERTS, INNER, WIDTH)
+    sizes, parts = sizes_for(mesh, tokens, weight_dtype), PartitionSpec(("data", "tensor"))
     shapes = [((tokens * sizes.num_ranks, size), dtype) for size, dtype in ((WIDTH, "bfloat16"), (TOP_K, "int32"))]
-    shapes += [((tokens * sizes.num_ranks, TOP_K), "float32"), *((shape, "bfloat16") for shape in (up, up, down))]
+    shapes.append(((tokens * sizes.num_ranks, TOP_K), "float32"))
+    shapes += [((LAYERS * NUM_EXPERTS, *shape), dtype) for shape, dtype in sizes.held_weights]
     arguments = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, parts)) for shape in shapes]
     run = jax.shard_map(partial(push, sizes=sizes), mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
     with jax.set_mesh(mesh):

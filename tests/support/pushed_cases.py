@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
@@ -41,6 +42,7 @@ from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import DEVICES
 from tests.support.drive import run_together
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of
+from tests.support.int8 import random_experts
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
@@ -48,25 +50,46 @@ INTERPRETED = pltpu.InterpretParams(detect_races=True)
 SIZES = PushSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
 NUM_SLOTS = SIZES.num_ranks * SIZES.num_slots
 NOWHERE = NUM_SLOTS
+LONGEST_S = 300.0
+"""Of a case; most take less than a tenth."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case gave: the largest difference, and the largest number; whether ranks raced; an error's message."""
+    """What a case gave: the largest difference, and the largest number; whether ranks raced; whether a semaphore was
+    left with a count; an error's message.
+    """
 
     difference: float = float("nan")
     largest: float = 0.0
     has_races: bool = False
+    has_rest: bool = False
     error: str = ""
 
 
 def run_cases(*names: str) -> dict[str, Outcome]:
-    """Run cases in a process of its own."""
+    """Run cases in a process of its own, which ranks that do not meet may end or hang."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
     command = [sys.executable, "-m", "tests.support.pushed_cases", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, timeout=LONGEST_S * len(names)
+        )
+    except subprocess.TimeoutExpired as error:
+        return dict.fromkeys(names, Outcome(error=str(error)))
+    if done.returncode:
+        return dict.fromkeys(names, Outcome(error=done.stderr[-2000:] or "no message"))
     return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def weights_of(weight_dtype: str) -> ExpertWeights:
+    """Random experts of two layers of all ranks: [ranks * 2 * slots, ...], rank after rank."""
+    num_slots = 2 * NUM_SLOTS
+    if weight_dtype == "int8":
+        return random_experts(num_slots, SIZES.width, SIZES.inner, seed=6)[0]
+    up, down = (num_slots, SIZES.width, SIZES.inner), (num_slots, SIZES.inner, SIZES.width)
+    generator = np.random.default_rng(6)
+    return ExpertWeights(*(jnp.asarray(generator.standard_normal(s) / 8, weight_dtype) for s in (up, up, down)))
 
 
 def slots_of(name: str) -> np.ndarray:
@@ -86,41 +109,45 @@ def slots_of(name: str) -> np.ndarray:
     return slots
 
 
-def outcome_of(slots: np.ndarray) -> Outcome:
+def outcome_of(slots: np.ndarray, *, weight_dtype: str = "bfloat16") -> Outcome:
     """Push the rows of all tokens to `slots`, with weights of a second layer."""
-    generator, sizes = np.random.default_rng(len(slots)), SIZES
-    up, down = (sizes.width, sizes.inner), (sizes.inner, sizes.width)
-    weights = [generator.standard_normal((sizes.num_ranks, 2, sizes.num_slots, *s)) / 8 for s in (up, up, down)]
+    sizes, weights = replace(SIZES, weight_dtype=weight_dtype), weights_of(weight_dtype)
+    generator = np.random.default_rng(len(slots))
     hidden_TD = jnp.asarray(generator.standard_normal((len(slots), sizes.width)), jnp.bfloat16)
     gates_TK = jnp.asarray(generator.random(slots.shape), jnp.float32)
     slots_TK = jnp.asarray(slots, jnp.int32)
 
-    def on_device(hidden_TD, slots_TK, gates_TK, *weights):
-        of_layer = LayerExperts(ExpertWeights(*weights), sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
+    def on_device(hidden_TD, slots_TK, gates_TK, weights):
+        of_layer = LayerExperts(weights, sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
         push = partial(pushed_experts.push_experts, sizes=sizes, interpret=INTERPRETED)
         return push(hidden_TD, slots_TK, gates_TK, of_layer)
 
     split, (data, tensor) = PartitionSpec(("data", "tensor")), (size for _, size in sizes.axes)
     mesh = plan_of(data, tensor).mesh
     run = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
-    flat = [jnp.asarray(w.reshape(-1, *w.shape[3:]), jnp.bfloat16) for w in weights]
-    found = np.asarray(run(hidden_TD, slots_TK, gates_TK, *flat), np.float32)
-    of_layer = [jnp.asarray(w[:, 1].reshape(-1, *w.shape[3:]), jnp.bfloat16) for w in weights]
-    experts = LayerExperts(ExpertWeights(*of_layer), 0, ProductConfig(NUM_SLOTS, 8.0))
+    found = np.asarray(run(hidden_TD, slots_TK, gates_TK, weights), np.float32)
+    layers = (sizes.num_ranks, 2, sizes.num_slots)
+    of_layer = jax.tree.map(lambda w: w.reshape(*layers, *w.shape[1:])[:, 1].reshape(-1, *w.shape[1:]), weights)
+    experts = LayerExperts(of_layer, 0, ProductConfig(NUM_SLOTS, 8.0))
     expected = sum_results(hidden_TD, slots_TK, gates_TK, experts, multiply=multiply_in_blocks).astype(jnp.bfloat16)
     difference = np.abs(found - np.asarray(expected, np.float32)).max()
-    return Outcome(float(difference), float(np.abs(np.asarray(expected, np.float32)).max()), _has_races())
+    return Outcome(float(difference), float(np.abs(np.asarray(expected, np.float32)).max()), *_faults())
 
 
-def interpreted(name: str) -> Kernels:
-    """The kernels of CPUs with the one that pushes rows."""
-    push = partial(pushed_experts.push_experts, interpret=INTERPRETED)
+def interpreted(name: str, *, traced: list[str]) -> Kernels:
+    """The kernels of CPUs with the one that pushes rows; `traced` gets the dtype of weights that it is called with."""
+
+    def push(*arguments: Any, sizes: PushSizes) -> jax.Array:
+        traced.append(sizes.weight_dtype)
+        return pushed_experts.push_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
+
     return replace(CPU, name=name, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
 
 
 def layer_outcome() -> Outcome:
     """A MoE layer with redundant slots and placements of its own, padding, and tokens of tensor groups in parts."""
-    KERNELS["interpreted"] = interpreted("interpreted")
+    traced: list[str] = []
+    KERNELS["interpreted"] = interpreted("interpreted", traced=traced)
     case, plan = MoeCase(num_tokens=7, width=256, inner=128, dtype="bfloat16"), plan_of(4, 2)
     run = MoeRun(case, plan, backend="pushed", num_redundant=16, kernels="interpreted")
     expected, worst = dense(case, 4), 0.0
@@ -128,17 +155,20 @@ def layer_outcome() -> Outcome:
         found = run(placement)
         assert (found.ids == expected.ids).all() and (found.counts == expected.counts).all()
         worst = max(worst, float(np.abs(found.out.astype(np.float64) - expected.out).max()))
-    return Outcome(worst, float(np.abs(expected.out).max()), _has_races())
+    assert set(traced) == {"bfloat16"}
+    return Outcome(worst, float(np.abs(expected.out).max()), *_faults())
 
 
-def engine_outcome() -> Outcome:
+def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
     """Sequences of two data ranks of two devices each, next to the same by an exchange: ids, routing, log-probs."""
-    KERNELS["cpu"] = interpreted("cpu")
+    traced: list[str] = []
+    KERNELS["cpu"] = interpreted("cpu", traced=traced)
     widths = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
     config = replace(CORE_CONFIG, **widths, scale=0.05)
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 20)]
     settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "num_redundant_experts": 4}
+    settings["expert_dtype"] = expert_dtype
     settings["compile_cache"] = "off"  # programs with callbacks of the interpreter cannot be kept
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -147,10 +177,11 @@ def engine_outcome() -> Outcome:
             values = {**settings, "expert_backend": backend, "enable_return_routed_experts": True}
             runner = prepared_runner(path, mesh=(2, 2), **values)
             found[backend] = run_together(runner, card_of(path), requests, way=WAY)
+    assert set(traced) == {expert_dtype}
     pairs = [(outcome, found["pushed"][key]) for key, outcome in found["all_to_all"].items()]
     assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
     differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
-    return Outcome(float(max(differences)), 1.0, _has_races())
+    return Outcome(float(max(differences)), 1.0, *_faults())
 
 
 def two_senders_to_the_same_rows() -> None:
@@ -179,17 +210,64 @@ def no_barrier() -> None:
     pushed_experts.meet.__globals__["pl"].semaphore_wait = lambda semaphore, _: semaphore_wait(semaphore, 0)
 
 
-WHOLE: dict[str, Callable[[], Outcome]] = {"a layer with placements": layer_outcome, "an engine": engine_outcome}
+def no_wait_for_weights() -> None:
+    weight_copies, calls = pushed_experts._weight_copies, []
+
+    def wrong(*arguments) -> list[Any]:
+        calls.append(arguments)
+        return [] if len(calls) == 2 else weight_copies(*arguments)  # those that are begun first are waited for next
+
+    pushed_experts._weight_copies = wrong
+
+
+def scales_of_the_next_slot() -> None:
+    weight_copies = pushed_experts._weight_copies
+
+    def wrong(refs, index, half) -> list[Any]:
+        return weight_copies(refs, index, half)[:3] + weight_copies(refs, index ^ 1, half)[3:]
+
+    pushed_experts._weight_copies = wrong
+
+
+def weights_over_those_that_are_multiplied() -> None:
+    weight_copies = pushed_experts._weight_copies
+    pushed_experts._weight_copies = lambda refs, index, half: weight_copies(refs, index, half * 0)
+
+
+WHOLE: dict[str, Callable[[], Outcome]] = {
+    "a layer with placements": layer_outcome,
+    "an engine": engine_outcome,
+    "an engine, int8": partial(engine_outcome, "int8"),
+}
 FAULTS: dict[str, Callable[[], None]] = {
     "two senders to the same rows": two_senders_to_the_same_rows,
     "no wait for arrivals": no_wait_for_arrivals,
     "no barrier": no_barrier,
+    "weights over those that are multiplied": weights_over_those_that_are_multiplied,
+    "no wait for weights, int8": no_wait_for_weights,
+    "scales of the next slot, int8": scales_of_the_next_slot,
 }
 
 
-def _has_races() -> bool:
+def _faults() -> tuple[bool, bool]:
+    """Whether ranks raced, and whether a kernel left a semaphore with a count."""
     races = interpret_pallas_call.races
-    return bool(races and races.races_found)
+    return bool(races and races.races_found), bool(LEFT)
+
+
+LEFT: list[Any] = []
+
+
+def watch_semaphores() -> None:
+    """Keep in `LEFT` the semaphores that an interpreted kernel leaves with a count: the interpreter prints one only."""
+    find = SharedMemory.get_sempahores_with_nonzero_count
+
+    def watched(memory: SharedMemory, device_id: int) -> list[Any]:
+        found = find(memory, device_id)
+        LEFT.extend(found)
+        return found
+
+    SharedMemory.get_sempahores_with_nonzero_count = watched
 
 
 def _run(name: str) -> Outcome:
@@ -197,13 +275,15 @@ def _run(name: str) -> Outcome:
         return WHOLE[name]()
     if name in FAULTS:
         FAULTS[name]()
+    load, _, weight_dtype = name.partition(", ")
     try:
-        return outcome_of(slots_of(name))
+        return outcome_of(slots_of(load), weight_dtype=weight_dtype or "bfloat16")
     except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
         return Outcome(error=str(error)[:300])
 
 
 def main() -> None:
+    watch_semaphores()
     found: dict[str, Any] = {name: vars(_run(name)) for name in sys.argv[1:]}
     sys.stdout.write(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""Expert parallelism in one kernel, where there is one for the step: few tokens of bfloat16, on one slice of TPUs."""
+"""Expert parallelism in one kernel, where there is one for the step: few tokens, on one slice of TPUs."""
 
 # T tokens   D model width   F expert width   K experts per token
 
@@ -12,7 +12,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
-from rayserve_moe.kernels.pushed_sizes import PushSizes
+from rayserve_moe.kernels.pushed_sizes import WEIGHT_DTYPES, PushSizes
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 
@@ -38,8 +38,9 @@ def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expert
 
 def why_not_pushed(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> str:
     """Why a step cannot push its rows by the kernel; empty where it can."""
-    if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype != jnp.bfloat16:
-        return f"tokens are {hidden_TD.dtype} and weights {weights.gate_XDF.dtype}, the kernel is for bfloat16"
+    if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype not in WEIGHT_DTYPES:
+        dtypes = f"tokens are {hidden_TD.dtype} and weights {weights.gate_XDF.dtype}"
+        return f"{dtypes}, the kernel is for bfloat16, and for weights of int8"
     if weights.gate_bias_XF is not None:
         return "the kernel is for experts without biases"
     if config.plan.num_slices > 1:
@@ -57,4 +58,5 @@ def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig
         config.num_local_slots,
         ((DATA, shape[DATA]), (TENSOR, shape[TENSOR])),
         config.activation,
+        str(weights.gate_XDF.dtype),
     )

@@ -4,7 +4,8 @@
 
 While a slot is multiplied the weights of the next one that has rows are read, and rows and results of others are on
 their way. Nothing but weights is read from HBM: rows, wherever they are, lie in the core's memory. It can hold all rows
-of all ranks, so none is ever left out, and that is why this is for few tokens: what a decode step has.
+of all ranks, so none is ever left out, and that is why this is for few tokens: what a decode step has. Weights of int8
+are read as such, converted on their way into the matrix unit, and products multiplied by the scales of their columns.
 """
 
 # T tokens   D model width   F expert width   K experts per token   N assignments = T * K   R ranks   S local slots
@@ -74,7 +75,7 @@ def push_experts(
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
     run = _kernel_for(sizes, interpret=interpret)
     gates_N = gates_TK.reshape(-1)
-    return run(first_1, gates_N, hidden_TD, slots_TK, weights.gate_XDF, weights.up_XDF, weights.down_XFD)
+    return run(first_1, gates_N, hidden_TD, slots_TK, tuple(array for array in weights if array is not None))
 
 
 def _kernel_for(sizes: PushSizes, *, interpret: Any) -> Callable[..., jax.Array]:
@@ -82,7 +83,7 @@ def _kernel_for(sizes: PushSizes, *, interpret: Any) -> Callable[..., jax.Array]
     expert = 3 * sizes.width * sizes.inner
     return pl.pallas_call(
         partial(_kernel, sizes=sizes),
-        in_specs=[smem, smem, vmem, vmem, hbm, hbm, hbm],
+        in_specs=[smem, smem, vmem, vmem, (hbm,) * len(sizes.held_weights)],
         out_specs=vmem,
         out_shape=jax.ShapeDtypeStruct((sizes.num_tokens, sizes.width), jnp.bfloat16),
         scratch_shapes=scratch_of(sizes),
@@ -187,7 +188,7 @@ def _read_weights(refs: Refs, sizes: PushSizes, slot: jax.Array, half: jax.Array
 
 def _weight_copies(refs: Refs, index: jax.Array, half: jax.Array) -> list[Any]:
     semaphore = refs.weights_in.at[half]
-    pairs = [(refs.gate_XDF, refs.gate_HDF), (refs.up_XDF, refs.up_HDF), (refs.down_XFD, refs.down_HFD)]
+    pairs = zip(refs.weights_X, refs.weights_H, strict=True)
     return [pltpu.make_async_copy(flat.at[index], held.at[half], semaphore) for flat, held in pairs]
 
 
@@ -232,13 +233,19 @@ def _multiply_tile(refs: Refs, sizes: PushSizes, first: jax.Array, half: jax.Arr
     parts = [halves(refs.here[piece, :]) for piece in pieces]
     columns = [lower for lower, _ in parts] + [upper for _, upper in parts]
     rows_MD = jnp.concatenate([column.astype(jnp.bfloat16) for column in columns], axis=1)
-    gate_MF = jnp.dot(rows_MD, refs.gate_HDF[half], preferred_element_type=f32)
-    up_MF = jnp.dot(rows_MD, refs.up_HDF[half], preferred_element_type=f32)
+    gate_MF, up_MF = (_product(rows_MD, refs, place, half) for place in (0, 1))
     inner_MF = ACTIVATIONS[sizes.activation](gate_MF, up_MF).astype(jnp.bfloat16)
-    result_MD = jnp.dot(inner_MF, refs.down_HFD[half], preferred_element_type=f32)
+    result_MD = _product(inner_MF, refs, 2, half)
     words_MW = as_words(result_MD.astype(jnp.bfloat16).astype(f32))
     for q, piece in enumerate(pieces):
         refs.here[piece, :] = words_MW[:, q * LANES : (q + 1) * LANES]
+
+
+def _product(rows_MK: jax.Array, refs: Refs, place: int, half: jax.Array) -> jax.Array:
+    """Rows times a matrix that is held, and times the scales of its columns if any: float32."""
+    matrix_KN = refs.weights_H[place][half].astype(rows_MK.dtype)
+    sum_MN = jnp.dot(rows_MK, matrix_KN, preferred_element_type=jnp.float32)
+    return sum_MN * refs.weights_H[place + 3][half] if len(refs.weights_H) > 3 else sum_MN
 
 
 def _add_up(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:

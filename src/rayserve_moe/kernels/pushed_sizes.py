@@ -15,6 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 LANES, SUBLANES = 128, 8
 TILE_ROWS, CONVERTED_TOKENS = 64, 16
 """Rows that are multiplied at once; tokens that are converted at once."""
+WEIGHT_DTYPES = ("bfloat16", "int8")
+"""What weights may be; those of int8 have scales of their columns."""
 SPARE_BYTES, MOST_BYTES = 8 << 20, 96 << 20
 """Of the core's memory: what is left for values; the most that the kernel asks for."""
 
@@ -23,7 +25,7 @@ SPARE_BYTES, MOST_BYTES = 8 << 20, 96 << 20
 class PushSizes:
     """Tokens of a device, experts of each, model width, expert width, slots of a rank, and the ranks' mesh axes.
 
-    Ranks are counted over `axes`, names with sizes, the last one fastest.
+    Ranks are counted over `axes`, names with sizes, the last one fastest. Matrices of `weight_dtype` int8 have scales.
     """
 
     num_tokens: int
@@ -33,6 +35,7 @@ class PushSizes:
     num_slots: int
     axes: tuple[tuple[str, int], ...]
     activation: str = "silu"
+    weight_dtype: str = "bfloat16"
 
     @property
     def num_ranks(self) -> int:
@@ -69,11 +72,26 @@ class PushSizes:
         return -(-(3 * self.num_ranks + 2) // SUBLANES) * SUBLANES
 
     @property
+    def held_weights(self) -> tuple[tuple[tuple[int, int], str], ...]:
+        """Shapes and dtypes of what belongs to an expert: gate, up and down, then where these are int8 their scales."""
+        up, down = (self.width, self.inner), (self.inner, self.width)
+        matrices = tuple((shape, self.weight_dtype) for shape in (up, up, down))
+        scales = tuple(((1, columns), "float32") for _, columns in (up, up, down))
+        return matrices + scales * (self.weight_dtype == "int8")
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert, as they lie in the core's memory."""
+        return sum(
+            max(SUBLANES, rows) * columns * jnp.dtype(dtype).itemsize for (rows, columns), dtype in self.held_weights
+        )
+
+    @property
     def vmem_bytes(self) -> int:
         """What a call takes of the core's memory."""
         rows = self.num_received + 2 * (self.num_rows + 1) + 3 * self.counted_tokens
         tables = (self.num_ranks * SUBLANES + self.table_rows) * self.num_lanes + self.counted_tokens * LANES
-        return rows * self.width * 2 + 2 * 3 * self.width * self.inner * 2 + tables * 4 + SPARE_BYTES
+        return rows * self.width * 2 + 2 * self.expert_bytes + tables * 4 + SPARE_BYTES
 
 
 class Refs(NamedTuple):
@@ -90,17 +108,13 @@ class Refs(NamedTuple):
     gates_N: Any
     hidden_TD: Any
     slots_TK: Any
-    gate_XDF: Any
-    up_XDF: Any
-    down_XFD: Any
+    weights_X: tuple[Any, ...]
     out_TD: Any
     tokens: Any
     sent: Any
     home: Any
     here: Any
-    gate_HDF: Any
-    up_HDF: Any
-    down_HFD: Any
+    weights_H: tuple[Any, ...]
     counts: Any
     table: Any
     places: Any
@@ -145,14 +159,13 @@ def scratch_of(sizes: PushSizes) -> list[Any]:
     def rows(number: int) -> Any:
         return pltpu.VMEM((number * sizes.row_words, LANES), jnp.uint32)
 
-    up, down = (2, sizes.width, sizes.inner), (2, sizes.inner, sizes.width)
     table, places = (sizes.table_rows, sizes.num_lanes), (sizes.counted_tokens, LANES)
     return [
         rows(sizes.num_tokens),
         rows(sizes.num_rows + 1),
         rows(sizes.num_rows + 1),
         rows(sizes.num_received),
-        *(pltpu.VMEM(shape, jnp.bfloat16) for shape in (up, up, down)),
+        tuple(pltpu.VMEM((2, *shape), jnp.dtype(dtype)) for shape, dtype in sizes.held_weights),
         pltpu.VMEM((sizes.num_ranks, SUBLANES, sizes.num_lanes), jnp.float32),
         pltpu.VMEM(table, jnp.int32),
         pltpu.VMEM(places, jnp.int32),

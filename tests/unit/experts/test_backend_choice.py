@@ -80,7 +80,9 @@ def test_rows_are_pushed_where_the_kernel_lacks_nothing():
     assert reason() == reason(64) == ""
     assert "no such kernel" in reason(kernels=CPU)
     assert "kernel is for bfloat16" in reason(dtype="float32")
-    assert "bfloat16" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8))
+    assert reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8)) == ""
+    assert "weights float32" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.float32))
+    assert "kernel is for bfloat16" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8), dtype="float32")
     assert "without biases" in reason(gate_bias_XF=jax.ShapeDtypeStruct((2, 128), np.float32))
     assert "one slice" in reason(num_slices=2)
     assert "rows of 2112" in reason(width=2112)

@@ -50,30 +50,32 @@ def test_what_ranks_send_lies_apart_and_in_tiles_of_one_slot():
 
 
 @pytest.mark.slow
-def test_sums_are_those_of_one_device_however_uneven_the_load():
+@pytest.mark.parametrize("dtype", ["", ", int8"])
+def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
     """On eight ranks, without a race; twice what a device sends may come to another one."""
     names = ["any", "mostly one slot", "all to one slot", "ranks without tokens or without rows", "nothing at all"]
-    for name, found in run_cases(*names).items():
-        assert not found.error and not found.has_races, name
+    for name, found in run_cases(*(name + dtype for name in names)).items():
+        assert not (found.error or found.has_races or found.has_rest), (name, found)
         assert found.difference <= ROUNDING * found.largest, name
 
 
 @pytest.mark.slow
 def test_a_layer_is_the_dense_one_for_any_placement():
     (found,) = run_cases("a layer with placements").values()
-    assert found.difference <= 2 * ROUNDING * found.largest and not found.has_races
+    assert found.difference <= 2 * ROUNDING * found.largest and not (found.has_races or found.has_rest)
 
 
 @pytest.mark.slow
-def test_an_engine_gives_the_answers_that_it_gives_by_an_exchange():
+@pytest.mark.parametrize("name", ["an engine", "an engine, int8"])
+def test_an_engine_gives_the_answers_that_it_gives_by_an_exchange(name):
     """With the same routing, of prompts and single tokens, over data ranks and redundant slots."""
-    (found,) = run_cases("an engine").values()
-    assert found.difference <= ROUNDING and not found.has_races
+    (found,) = run_cases(name).values()
+    assert found.difference <= ROUNDING and not (found.has_races or found.has_rest)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
-    """A race, a number that is none or wrong, or a semaphore that is left over."""
+    """A race, a number that is none or wrong, a semaphore that is left over, or ranks that do not meet."""
     (found,) = run_cases(fault).values()
-    assert found.error or found.has_races or not found.difference <= ROUNDING * found.largest
+    assert found.error or found.has_races or found.has_rest or not found.difference <= ROUNDING * found.largest
