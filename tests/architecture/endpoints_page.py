@@ -8,6 +8,7 @@ from typing import Any
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.openapi import MEANINGS
+from rayserve_moe.serving.routes.unsupported import REASONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "endpoints.md"
 INTRODUCTION = """# Endpoints
@@ -21,10 +22,17 @@ GROUPS = {
         "/v1/chat/completions": "OpenAI's chat completions, over the model's chat template",
         "/generate": "SGLang's native route",
         "/inference/v1/generate": "vLLM's route of token ids in, token ids out",
+        "/skyrl/v1/generate": "SkyRL's name of it; ids of more than 256 experts are int16",
+        "/tokenize": "ids of a text, or of messages in the chat template",
+        "/detokenize": "the text of ids: vLLM's `prompt` and SGLang's `text`",
     },
     "Health and numbers": {
         "/health": "200 while the engine runs and takes requests",
         "/health_generate": "200 when the engine has just generated a token",
+        "/ready": "200 while it takes requests and no pause holds them",
+        "/ping": "200 while the engine runs, paused or not",
+        "/liveness": "the same, under prime-rl's name",
+        "/load": "vLLM's count of requests that run or wait",
         "/metrics": "counters and histograms for Prometheus",
         "/v1/loads": "running and waiting requests, tokens and pages in use",
         "/experts": "page with loads of experts and ranks",
@@ -38,6 +46,11 @@ GROUPS = {
         "/server_info": "the same with the version of the package and the engine's statistics",
         "/get_server_info": "SGLang's older name of `/server_info`",
         "/get_weight_version": "version of the weights",
+        "/weight_info": "vLLM's name of `/get_weight_version`",
+        "/version": "version of this package",
+        "/get_world_size": "devices that the model lies on",
+        "/is_paused": "whether a pause holds all requests",
+        "/is_sleeping": "false: device memory stays with the server",
     },
     "Control": {
         "/abort_request": "end one request, or all of them",
@@ -45,16 +58,21 @@ GROUPS = {
         "/continue_generation": "end a pause",
         "/update_weights_from_disk": "serve the weights of another checkpoint of the same model",
         "/flush_cache": "forget cached prefixes, while nothing runs",
-        "/reset_prefix_cache": "vLLM's name of `/flush_cache`",
+        "/reset_prefix_cache": "vLLM's name of `/flush_cache`; `reset_running_requests` has requests computed anew",
+        "/pause": "vLLM's name of `/pause_generation`: `keep` or `abort`",
+        "/resume": "vLLM's name of `/continue_generation`",
+        "/abort_requests": "vLLM's name of `/abort_request`, for several",
+        "/inference/v1/abort_requests": "the same",
+        "/update_weights": "prime-rl's name of `/update_weights_from_disk`, by `weight_dir`",
+        "/update_weight_version": "call the weights that serve by another version",
+        "/begin_weight_update": "nothing: weights change at once",
+        "/end_weight_update": "nothing: weights change at once",
+        "/areal_update_weights": "AReaL's name of `/update_weights_from_disk`",
+        "/areal_pause_generation": "AReaL's name of `/pause_generation`, which ends all requests",
+        "/areal_continue_generation": "AReaL's name of `/continue_generation`",
+        "/finish_session": "nothing: sessions hold nothing",
     },
-    "Not here": {
-        "/init_weights_update_group": "weights do not arrive by collectives",
-        "/destroy_weights_update_group": "weights do not arrive by collectives",
-        "/update_weights_from_distributed": "weights do not arrive by collectives",
-        "/update_weights_from_tensor": "weights do not arrive as memory handles",
-        "/release_memory_occupation": "device memory stays with the server",
-        "/resume_memory_occupation": "device memory stays with the server",
-    },
+    "Not here": {path: reason.partition(":")[0] for path, reason in REASONS.items()},
 }
 """What every route is for. Each route of the application stands in one group."""
 

@@ -13,12 +13,19 @@ TITLES = {
     "h": "`POST /v1/chat/completions`",
     "g": "`POST /generate`",
     "gs": "`sampling_params` of `/generate`",
-    "i": "`POST /inference/v1/generate`",
+    "i": "`POST /inference/v1/generate`, `/skyrl/v1/generate`",
     "is": "`sampling_params` of `/inference/v1/generate`",
     "so": "`stream_options`",
     "abort": "`POST /abort_request`",
+    "abort-ids": "`POST /abort_requests`, `/inference/v1/abort_requests`",
     "pause": "`POST /pause_generation`",
-    "update": "`POST /update_weights_from_disk`",
+    "vLLM-pause": "`POST /pause`",
+    "reset": "`GET` or `POST /flush_cache`, `POST /reset_prefix_cache`",
+    "update": "`POST /update_weights_from_disk`, `/areal_update_weights`",
+    "directory": "`POST /update_weights`",
+    "version": "`POST /update_weight_version`",
+    "tokenize": "`POST /tokenize`",
+    "detokenize": "`POST /detokenize`",
 }
 _OFF = ", ".join(f"`{json.dumps(value)}`" for value in NOTHING)
 INTRODUCTION = f"""# Request fields
@@ -32,6 +39,9 @@ Any field may be null, which is the same as not given. A name that is not in the
 `stream_options` is answered 400 with the nearest name that is. At the top level such a name is ignored, logged once and
 listed in the answer's header `x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then `+` and how
 many more.
+
+Options of `/pause`, `/abort_requests`, `/flush_cache`, `/reset_prefix_cache` and `/update_weight_version` may stand in
+the query as well, and those of the query count.
 """
 
 

@@ -7,6 +7,7 @@ import jsonschema_rs
 import pytest
 
 from rayserve_moe.serving.http import BODIES
+from rayserve_moe.serving.routes.unsupported import REASONS
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.bad_inputs import BAD_INPUTS
 
@@ -14,13 +15,16 @@ ROUTES = {
     "get": {
         "/health", "/health_generate", "/metrics", "/v1/loads", "/v1/models", "/v1/models/{name}", "/model_info",
         "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version", "/flush_cache",
-        "/experts", "/experts/state",
+        "/experts", "/experts/state", "/ping", "/ready", "/liveness", "/load", "/version", "/weight_info",
+        "/get_world_size", "/is_paused", "/is_sleeping",
     },
     "post": {
         COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",
         "/pause_generation", "/continue_generation", "/update_weights_from_disk",
-        "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
-        "/update_weights_from_tensor", "/release_memory_occupation", "/resume_memory_occupation",
+        "/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/pause", "/resume", "/abort_requests",
+        "/inference/v1/abort_requests", "/update_weights", "/update_weight_version", "/begin_weight_update",
+        "/end_weight_update", "/areal_update_weights", "/areal_pause_generation", "/areal_continue_generation",
+        *REASONS,
     },
 }  # fmt: skip
 GOOD = [
@@ -29,6 +33,8 @@ GOOD = [
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [], "tool_choice": "auto"}),
     (GENERATE, {"text": ["x", "y"], "sampling_params": {"max_new_tokens": 1}}),
     (GENERATE, {"input_ids": [5], "sampling_params": [{"max_new_tokens": 1, "stop": "a"}], "rid": "one"}),
+    ("/tokenize", {"prompt": "x", "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5]}),
     (TOKENS, {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "routed_experts_format": "npy"}),
 ]
 
@@ -61,7 +67,9 @@ def test_a_body_that_is_served_fits_its_schema(http, description, path, body):
 def test_a_body_of_the_wrong_type_does_not_fit(description):
     """What a type or a bound alone refuses, the schema refuses too."""
     described = [path for path in ROUTES["post"] if "requestBody" in description["paths"][path]["post"]]
-    assert len(described) == len(BODIES)
+    assert {body_schema(description, path)["$ref"].rpartition("/")[2] for path in described} == {
+        body.__name__ for body in BODIES
+    }
     wrong = [row for row in BAD_INPUTS if row[1] in described and isinstance(row[2], dict) and row[3] == 400]
     refused = [row[0] for row in wrong if not jsonschema_rs.is_valid(body_schema(description, row[1]), row[2])]
     assert len(refused) > len(wrong) * 0.7

@@ -100,6 +100,8 @@ def test_the_api_key_guards_everything_but_health(engine):
 ADMIN_KEY = "the key of a trainer"
 CONTROL = [("GET", "/flush_cache"), *(("POST", path) for path in sorted(ADMIN_PATHS))]
 ORDINARY = {"/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate", "/abort_request"}
+ORDINARY |= {"/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/ping", "/abort_requests"}
+ORDINARY |= {"/inference/v1/abort_requests", "/v1/embeddings", "/classify", "/v1/chat/completions/render"}
 """What a client's own key is good for, of what changes anything."""
 
 

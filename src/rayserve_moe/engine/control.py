@@ -102,6 +102,17 @@ class EngineControl:
         self._commands.check_open()
         return self._updates.submit(self._update, order)
 
+    def rename_weights(self, weight_version: str, *, aborts_requests: bool = False) -> Future[None]:
+        """Call the weights that serve by another version: what is computed from the next step on has it."""
+        return self._commands.call(partial(self._rename, weight_version, aborts_requests))
+
+    def flush(self, *, retracts: bool = False) -> Future[bool]:
+        """Flush the prefix cache, and return whether that was done: not while requests run, or are about to.
+
+        Requests that wait for the end of a pause hold no pages. `retracts` preempts those that run.
+        """
+        return self._commands.call(partial(self._flush, retracts))
+
     def end(self, sequences: Iterable[Sequence], reason: FinishReason) -> None:
         """End the choices that have not ended, in the engine thread."""
         for sequence in sequences:
@@ -123,6 +134,23 @@ class EngineControl:
 
     def _resume(self) -> None:
         self._cycle.is_paused, self._mode = False, None
+
+    def _rename(self, weight_version: str, aborts_requests: bool) -> None:
+        self._drain()
+        if aborts_requests:
+            self.end(unfinished(self._cycle.scheduler), ABORTED)
+        self._cycle.rename_weights(weight_version)
+        self.card = replace(self.card, weight_version=weight_version)
+
+    def _flush(self, retracts: bool) -> bool:
+        scheduler = self._cycle.scheduler
+        self._drain()
+        if retracts:
+            self._cycle.retract()
+        if scheduler.running or (scheduler.waiting and not self.is_paused and not retracts):
+            return False
+        scheduler.flush()
+        return True
 
     def _drain(self) -> None:
         self._outputs.publish(*self._cycle.drain(), now=time.monotonic())

@@ -108,9 +108,14 @@ class EngineLoop:
         """End those of the choices that have not ended, with finish reason `abort`."""
         self._commands.post(partial(self.control.end, choices, ABORTED))
 
-    def abort_stem(self, stem: str) -> None:
-        """Abort the requests that are named `stem` now, or `stem_0`, `stem_1`, ..., or `stem-0`, ..."""
-        self._abort_named(lambda name: name.startswith(stem) and _PART.fullmatch(name, len(stem)) is not None)
+    def abort_stem(self, stem: str, *, is_prefix: bool = False) -> None:
+        """Abort the requests that are named `stem` now, or `stem_0`, `stem_1`, ..., or `stem-0`, ...
+
+        Where it is a prefix, all whose names begin with it.
+        """
+        self._abort_named(
+            lambda name: name.startswith(stem) and (is_prefix or _PART.fullmatch(name, len(stem)) is not None)
+        )
 
     def abort_all(self) -> None:
         """Abort all requests that were submitted before."""

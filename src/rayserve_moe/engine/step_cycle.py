@@ -12,7 +12,7 @@ from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights
+from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
@@ -140,6 +140,12 @@ class StepCycle:
             self._capture.set_weight_version(weight_version)
         if self.eplb is not None:
             self.eplb.change_weights()
+
+    def rename_weights(self, weight_version: str) -> None:
+        """Call the current weights by another version. Call after `drain`."""
+        rename_weights(self.scheduler, weight_version)
+        if self._capture is not None:
+            self._capture.set_weight_version(weight_version)
 
     def streamed_routing(self, sequence: Sequence) -> RoutedExperts | None:
         """The rows of a running sequence that its client does not have yet; None where they are not streamed."""

@@ -263,3 +263,10 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
             sequence.num_cacheable = sequence.num_prompt_tokens
         if sequence.scoring is not None:
             sequence.scoring.change_weights(weight_version)
+
+
+def rename_weights(scheduler: Scheduler, weight_version: str) -> None:
+    """Call the same weights by another version for what is computed from now on; nothing computed before is lost."""
+    scheduler.weight_version = weight_version
+    for sequence in unfinished(scheduler):
+        note_weights(sequence, weight_version)

@@ -14,15 +14,32 @@ from rayserve_moe.serving.routes.control import control_router
 from rayserve_moe.serving.routes.models import model_router, package_version
 from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
+from rayserve_moe.serving.routes.probes import probe_router
 from rayserve_moe.serving.routes.statistics import statistics_router
+from rayserve_moe.serving.routes.text_tokens import text_tokens_router
 from rayserve_moe.serving.routes.tokens import token_router
+from rayserve_moe.serving.routes.trainer_control import trainer_control_router
 from rayserve_moe.serving.routes.unsupported import unsupported_router
-from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, UpdateWeightsBody
+from rayserve_moe.serving.schemas.control import (
+    AbortBody,
+    AbortIdsBody,
+    PauseBody,
+    PauseOptions,
+    ResetOptions,
+    UpdateWeightsBody,
+    WeightDirBody,
+    WeightNameBody,
+)
 from rayserve_moe.serving.schemas.native import GenerateBody
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody
 
-BODIES = (CompletionBody, ChatBody, GenerateBody, TokenBody, AbortBody, PauseBody, UpdateWeightsBody)
+GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody)
+TEXT = (TokenizeBody, DetokenizeBody)
+CONTROL = (AbortBody, AbortIdsBody, PauseBody, PauseOptions, ResetOptions)
+WEIGHTS = (UpdateWeightsBody, WeightDirBody, WeightNameBody)
+BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS)
 
 
 def create_api(state: ApiState) -> FastAPI:
@@ -42,7 +59,8 @@ def create_api(state: ApiState) -> FastAPI:
     # Routes are tried in order: the most used come first.
     for router in (native_router, openai_router, token_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
-    for router in (control_router, model_router, statistics_router):
+    others = (control_router, trainer_control_router, model_router, statistics_router, probe_router, text_tokens_router)
+    for router in others:
         app.include_router(router(state))
     app.include_router(unsupported_router())
     publish(app, BODIES)

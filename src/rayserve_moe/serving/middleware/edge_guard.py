@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.observability.logs import REQUEST_ID, request_id_from
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.routes.unsupported import UNSUPPORTED_CONTROL
 
 OPEN_PATHS = frozenset({"/health", "/experts"})
 """Paths without a key: their answers hold nothing about requests or load."""
@@ -19,14 +20,18 @@ ADMIN_PATHS = frozenset(
         "/pause_generation",
         "/continue_generation",
         "/update_weights_from_disk",
-        "/update_weights_from_tensor",
-        "/update_weights_from_distributed",
-        "/init_weights_update_group",
-        "/destroy_weights_update_group",
-        "/release_memory_occupation",
-        "/resume_memory_occupation",
         "/flush_cache",
         "/reset_prefix_cache",
+        "/pause",
+        "/resume",
+        "/update_weights",
+        "/update_weight_version",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/areal_update_weights",
+        "/areal_pause_generation",
+        "/areal_continue_generation",
+        *UNSUPPORTED_CONTROL,
     }
 )
 """Paths that change the answers of all clients: they need `admin_api_key`, where one is set."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -23,13 +23,26 @@ Schema = TypeVar("Schema", bound=BaseModel)
 _SUBJECT = re.compile("^(Value error,|Input|Field|String|List) ")
 """The beginning of a fault's sentence, which the name of the field replaces."""
 _LONGEST_COMPARED_NAME = 64
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
 
 async def read_body(request: Request, schema: type[Schema], *, admission: Admission) -> Schema:
     """Read, parse and check the body, on a thread where it is long. Its content type is not looked at."""
+    return await _read(request, schema, admission, partial(_parsed, admits_nothing=False))
+
+
+async def read_options(request: Request, schema: type[Schema], *, admission: Admission) -> Schema:
+    """Read options from a body, which may be missing, and from the query, which counts where both have one."""
+    query = {name: _FLAGS.get(value.lower(), value) for name, value in request.query_params.items()}
+    return await _read(request, schema, admission, lambda body: _parsed(body, admits_nothing=True) | query)
+
+
+async def _read(
+    request: Request, schema: type[Schema], admission: Admission, parse: Callable[[bytes], dict[str, Any]]
+) -> Schema:
     with ExitStack() as held:
         body = await _bytes_of(request, admission, held)
-        check = partial(_checked, body, schema)
+        check = partial(_checked, body, schema, parse)
         if len(body) > INLINE_BYTES:
             checked, unknown = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
         else:
@@ -56,15 +69,23 @@ async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> 
     return b"".join(parts)
 
 
-def _checked(body: bytes, schema: type[Schema]) -> tuple[Schema, Sequence[str]]:
+def _checked(
+    body: bytes, schema: type[Schema], parse: Callable[[bytes], dict[str, Any]]
+) -> tuple[Schema, Sequence[str]]:
+    taken, unknown = taken_fields(parse(body), FIELDS[schema])
+    return validate(schema, taken), unknown
+
+
+def _parsed(body: bytes, *, admits_nothing: bool) -> dict[str, Any]:
+    if admits_nothing and not body.strip():
+        return {}
     try:
         parsed = parse_in_pieces(body)
     except JsonFault as error:
         raise ApiError(400, f"cannot read the request body as JSON: {error}", code="invalid_json") from error
     if not isinstance(parsed, dict):
         raise ApiError(400, "cannot read the request body as JSON: it must be an object", code="invalid_json")
-    taken, unknown = taken_fields(parsed, FIELDS[schema])
-    return validate(schema, taken), unknown
+    return parsed
 
 
 def validate(schema: type[Schema], fields: dict) -> Schema:

@@ -11,6 +11,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.routes.request_parts import encoded, prompt_ids_of
 from rayserve_moe.serving.schemas.openai import ChatBody
+from rayserve_moe.serving.schemas.text_tokens import TokenizeBody
 from rayserve_moe.text.chat import ChatTemplateError, ReservedOptionError, encode_chat
 
 _BYTES_PER_MESSAGE = 64
@@ -21,7 +22,12 @@ async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.n
     if body.input_ids is not None:
         (ids,) = await prompt_ids_of(state, [body.input_ids], param="input_ids", request=request)
         return ids
-    size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in body.messages)
+    return await rendered_ids(state, body, request=request)
+
+
+async def rendered_ids(state: ApiState, body: ChatBody | TokenizeBody, *, request: Request) -> np.ndarray:
+    """Return what the template makes of the messages, int32."""
+    size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in body.messages or ())
     size += sum(len(text) for document in body.documents or () for text in document.values())
     with state.admission.holding(size):
         return await state.admission.run(lambda _: _rendered(state, body), size=size, receive=request.receive)
@@ -31,13 +37,13 @@ def _num_characters(content: str | list[dict] | None) -> int:
     return sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
 
 
-def _rendered(state: ApiState, body: ChatBody) -> np.ndarray:
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+def _rendered(state: ApiState, body: ChatBody | TokenizeBody) -> np.ndarray:
+    messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
     encode = partial(
         encode_chat,
         state.tokenizer,
         messages,
-        add_special_tokens=body.add_special_tokens,
+        add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=body.opens_answer,
         template_kwargs=body.template_options,
     )

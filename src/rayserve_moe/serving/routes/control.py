@@ -11,16 +11,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
-from rayserve_moe.serving.middleware.json_body import read_body
+from rayserve_moe.serving.middleware.json_body import read_body, read_options
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
 from rayserve_moe.serving.responses.request_streams import open_streams
 from rayserve_moe.serving.responses.streaming import json_answer
-from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, UpdateWeightsBody
+from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, ResetOptions, UpdateWeightsBody
 
 LONGEST_PROBE_S = 20.0
 
@@ -46,19 +46,26 @@ def control_router(state: ApiState) -> APIRouter:
     async def abort_request(request: Request) -> Response:
         body = await read_body(request, AbortBody, admission=state.admission)
         state.loop.check_health()
-        if body.abort_all and not has_admin_key(state.server, request.headers.get("authorization", "")):
-            raise refused_key()
+        if body.abort_all or body.prefix:
+            check_admin(state, request)
         if body.abort_all:
             state.loop.abort_all()
         else:
-            state.loop.abort_stem(body.rid)
+            state.loop.abort_stem(body.rid, is_prefix=body.prefix)
         return json_answer({"success": True})
 
     _add_weight_routes(router, state)
-    for method in ("GET", "POST"):
-        router.add_api_route("/flush_cache", _flush_route(state), methods=[method], **answers(*COMMAND))
-    router.add_api_route("/reset_prefix_cache", _flush_route(state), methods=["POST"], **answers(*COMMAND))
+    for path, methods in (("/flush_cache", ("GET", "POST")), ("/reset_prefix_cache", ("POST",))):
+        for method in methods:
+            described = answers(*COMMAND) if method == "GET" else takes(ResetOptions, *COMMAND)
+            router.add_api_route(path, _flush_route(state), methods=[method], **described)
     return router
+
+
+def check_admin(state: ApiState, request: Request) -> None:
+    """ApiError 401 for a request without the key for what concerns all clients."""
+    if not has_admin_key(state.server, request.headers.get("authorization", "")):
+        raise refused_key()
 
 
 def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
@@ -79,24 +86,25 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
     async def update_weights_from_disk(request: Request) -> Response:
         body = await read_body(request, UpdateWeightsBody, admission=state.admission)
         order = WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
-        return _update_answer(await asyncio.wrap_future(state.loop.control.update_weights(order)))
+        return await update_answer(state, order)
 
 
-def _update_answer(outcome: WeightOutcome) -> Response:
-    """A refusal has an error object beside SGLang's fields."""
+async def update_answer(state: ApiState, order: WeightOrder, *, param: str = "model_path") -> Response:
+    """Change the weights. A refusal has an error object beside SGLang's fields; `param` is the field of the path."""
+    outcome = await asyncio.wrap_future(state.loop.control.update_weights(order))
     fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     if outcome.success:
         return json_answer({**fields, "weight_version": outcome.weight_version})
-    error = ApiError(400, outcome.message, param="model_path", code="weights_refused")
+    error = ApiError(400, outcome.message, param=param, code="weights_refused")
     return json_answer({**error.body(), **fields}, status=error.status)
 
 
-def _flush_route(state: ApiState) -> Callable[[], Awaitable[Response]]:
-    async def flush_cache() -> Response:
+def _flush_route(state: ApiState) -> Callable[[Request], Awaitable[Response]]:
+    async def flush_cache(request: Request) -> Response:
+        options = await read_options(request, ResetOptions, admission=state.admission)
         state.loop.check_health()
-        if not state.loop.is_idle:
+        if not await asyncio.wrap_future(state.loop.control.flush(retracts=options.reset_running_requests)):
             raise ApiError(400, "requests are running: wait for them, or abort them first", code="requests_running")
-        state.loop.flush()
         return json_answer({"success": True, "message": "the cache is flushed"})
 
     return flush_cache

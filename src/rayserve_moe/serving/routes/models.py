@@ -30,10 +30,6 @@ def model_router(state: ApiState) -> APIRouter:
             raise ApiError(404, "no such model", param="model", code="model_not_found")
         return json_answer(_model_object(state))
 
-    @router.get("/get_weight_version", **answers())
-    async def get_weight_version() -> Response:
-        return json_answer({"weight_version": state.card.weight_version})
-
     @router.get("/model_info", **answers())
     @router.get("/get_model_info", **answers())
     async def model_info() -> Response:
@@ -45,7 +41,27 @@ def model_router(state: ApiState) -> APIRouter:
         numbers = {"version": package_version(), "statistics": state.loop.statistics()}
         return json_answer({**_model_description(state), **numbers})
 
+    _add_versions(router, state)
     return router
+
+
+def _add_versions(router: APIRouter, state: ApiState) -> None:
+    """Add routes that answer one value each."""
+
+    @router.get("/weight_info", **answers())
+    @router.get("/get_weight_version", **answers())
+    async def get_weight_version() -> Response:
+        return json_answer({"weight_version": state.card.weight_version})
+
+    @router.get("/version", **answers())
+    async def version() -> Response:
+        return json_answer({"version": package_version()})
+
+    @router.get("/get_world_size", **answers(400))
+    async def get_world_size(request: Request) -> Response:
+        if request.query_params.get("include_dp", "true").lower() not in ("true", "1"):
+            raise ApiError(400, "`include_dp` is not supported: leave it out", param="include_dp")
+        return json_answer({"world_size": state.loop.start_report.num_expert_ranks})
 
 
 def package_version() -> str:

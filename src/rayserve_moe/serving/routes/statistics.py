@@ -29,6 +29,10 @@ def statistics_router(state: ApiState) -> APIRouter:
     async def loads() -> Response:
         return json_answer(_loads(state.loop.statistics()))
 
+    @router.get("/load", **answers())
+    async def load() -> Response:
+        return json_answer({"server_load": int(state.loop.statistics()["requests_live"])})
+
     @router.get("/metrics", **answers(kinds=("text/plain",)))
     async def metrics() -> Response:
         text = await asyncio.get_running_loop().run_in_executor(state.encoding, _metrics, state)

@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`: token ids in, token ids out, in vLLM's dialect."""
+"""`/inference/v1/generate`: token ids in, token ids out, in vLLM's dialect. SkyRL has its own name for the route."""
 
 from __future__ import annotations
 
@@ -28,20 +28,26 @@ _PARAM_NAMES = {
     "rid": "request_id",
     ROW_START: f"sampling_params.{START}",
 }
-_MOST_INT16_EXPERTS = 2**15
+_MOST_UINT8_EXPERTS, _MOST_INT16_EXPERTS = 2**8, 2**15
+_SKYRL = "/skyrl/v1/generate"
+"""SkyRL reads uint8 and int16, never uint16."""
 
 
 def token_router(state: ApiState) -> APIRouter:
     """Return the route over one engine."""
     router = APIRouter()
 
+    @router.post(_SKYRL, **generates(TokenBody, in_containers=True))
     @router.post("/inference/v1/generate", **generates(TokenBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, TokenBody, admission=state.admission)
         check_model(state, body.model)
         container = rollout_type(request, stream=body.stream)
         streams = await open_streams(state, [await _request(state, body, request)], param_names=_PARAM_NAMES)
-        routing = _routing_writer(state, body, streams.request_of_choice, in_container=container is not None)
+        dtype = body.routed_experts_dtype
+        if request.url.path.endswith(_SKYRL) and state.card.routing.num_experts > _MOST_UINT8_EXPERTS:
+            dtype = "int16"
+        routing = _routing_writer(state, body, streams.request_of_choice, dtype=dtype, in_container=bool(container))
         writer = TokenWriter(state.card, body, request_of_choice=streams.request_of_choice, routing=routing)
         return await respond(state, request, streams=streams, writer=writer, stream=body.stream, container=container)
 
@@ -61,11 +67,16 @@ async def _request(state: ApiState, body: TokenBody, http_request: Request) -> G
 
 
 def _routing_writer(
-    state: ApiState, body: TokenBody, request_of_choice: Sequence[GenerationRequest], *, in_container: bool
+    state: ApiState,
+    body: TokenBody,
+    request_of_choice: Sequence[GenerationRequest],
+    *,
+    dtype: str | None,
+    in_container: bool,
 ) -> RoutingWriter:
     dialect = "binary" if in_container else body.routed_experts_format
-    if dialect == "packed" and body.routed_experts_dtype:
-        dialect = f"packed-{body.routed_experts_dtype}"
+    if dialect == "packed" and dtype:
+        dialect = f"packed-{dtype}"
     return RoutingWriter(
         state.card.routing,
         dialect,

@@ -11,18 +11,33 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.openapi import answers
 
 _INSTEAD = "write a checkpoint and POST its path to /update_weights_from_disk"
-_BY_COLLECTIVE = f"weights do not arrive over NCCL collectives here: {_INSTEAD}"
+BY_COLLECTIVE = f"weights do not arrive over NCCL collectives here: {_INSTEAD}"
 _BY_MEMORY = f"weights do not arrive as CUDA memory handles here: {_INSTEAD}"
 _MEMORY = "device memory stays with the server while it runs: stop it to have the memory"
 
-REASONS = {
-    "/init_weights_update_group": _BY_COLLECTIVE,
-    "/destroy_weights_update_group": _BY_COLLECTIVE,
-    "/update_weights_from_distributed": _BY_COLLECTIVE,
-    "/update_weights_from_tensor": _BY_MEMORY,
-    "/release_memory_occupation": _MEMORY,
-    "/resume_memory_occupation": _MEMORY,
+_ADAPTERS = "this server has no adapters: merge them into a checkpoint and load that"
+_READ = "weights are checked as they are read: a wrong checkpoint is refused by /update_weights_from_disk"
+_PROFILE = "profiles are switched on by settings, not by requests"
+_GENERATION = "this server generates tokens only: it has neither embeddings nor classes"
+_UNSUPPORTED_CONTROL = {
+    BY_COLLECTIVE: """/init_weights_update_group /destroy_weights_update_group /update_weights_from_distributed
+        /init_weight_transfer_engine /start_weight_update /finish_weight_update /collective_rpc /fetch_weights
+        /pull_weights /areal_init_weights_update_group /areal_set_update_weight_meta /areal_update_weights_xccl
+        /areal_set_update_weight_meta_lora /areal_update_weights_lora_xccl""",
+    _BY_MEMORY: "/update_weights_from_tensor /post_process_weights",
+    _MEMORY: "/release_memory_occupation /resume_memory_occupation /sleep /wake_up",
+    _ADAPTERS: """/load_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter /skyrl/v1/load_lora_adapter
+        /areal_update_weights_lora""",
+    _READ: "/weights_checker /weight_checker",
+    _PROFILE: "/start_profile /stop_profile",
 }
+_UNSUPPORTED = {
+    _GENERATION: "/v1/embeddings /classify",
+    "prompts are rendered by /tokenize: send it the messages": "/v1/chat/completions/render",
+}
+
+UNSUPPORTED_CONTROL = {path: reason for reason, paths in _UNSUPPORTED_CONTROL.items() for path in paths.split()}
+REASONS = UNSUPPORTED_CONTROL | {path: reason for reason, paths in _UNSUPPORTED.items() for path in paths.split()}
 
 
 def unsupported_router() -> APIRouter:

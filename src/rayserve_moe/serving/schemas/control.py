@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rayserve_moe.config.given_files import is_url
-from rayserve_moe.serving.schemas.field_types import RequestBody, fault
+from rayserve_moe.serving.schemas.field_types import MAX_CHOICES, RequestBody, RequestId, fault
 
 _LONGEST_PATH = 4096
 
@@ -19,10 +19,11 @@ def _absolute(path: str) -> str:
 
 
 class AbortBody(RequestBody):
-    """Body of `/abort_request`: the id of a request, or of a batch, or everything."""
+    """Body of `/abort_request`: the id of a request, or of a batch, or what ids begin with, or everything."""
 
     rid: str = ""
     abort_all: bool = False
+    prefix: bool = False
 
     @model_validator(mode="after")
     def _names_something(self) -> Self:
@@ -37,17 +38,52 @@ class PauseBody(RequestBody):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
+class PauseOptions(RequestBody):
+    """Options of `/pause`: requests end, or stay as they are. A pause that ends all flushes the prefix cache too."""
+
+    mode: Literal["abort", "keep", "wait"] = "abort"
+    clear_cache: bool = True
+
+
+class ResetOptions(RequestBody):
+    """Options of `/flush_cache` and `/reset_prefix_cache`: whether requests that run lose their pages first."""
+
+    reset_running_requests: bool = False
+
+
+class AbortIdsBody(RequestBody):
+    """Body of `/abort_requests`: ids of requests, or, where there are none, everything."""
+
+    request_ids: Annotated[list[RequestId], Field(max_length=MAX_CHOICES)] = Field(default_factory=list)
+
+
+class WeightNameBody(RequestBody):
+    """Body of `/update_weight_version`: what the weights that serve are called from now on."""
+
+    new_version: Annotated[str, Field(min_length=1, max_length=256)]
+    abort_all_requests: bool = False
+
+
+CheckpointPath = Annotated[
+    str,
+    Field(max_length=_LONGEST_PATH, json_schema_extra={"pattern": r"^(/|[a-z][a-z0-9+.-]*://)[^\x00]*$"}),
+    AfterValidator(_absolute),
+]
+
+
+class WeightDirBody(RequestBody):
+    """Body of `/update_weights`: a directory as for `/update_weights_from_disk`. Without one it is a collective's."""
+
+    weight_dir: CheckpointPath | None = None
+
+
 class UpdateWeightsBody(RequestBody):
     """Body of `/update_weights_from_disk`: a directory that every host sees, or a URL, and the name of its weights.
 
     The prefix cache is always flushed: it holds keys and values of the old weights. `flush_cache` has no effect.
     """
 
-    model_path: Annotated[
-        str,
-        Field(max_length=_LONGEST_PATH, json_schema_extra={"pattern": r"^(/|[a-z][a-z0-9+.-]*://)[^\x00]*$"}),
-        AfterValidator(_absolute),
-    ]
+    model_path: CheckpointPath
     load_format: Literal["auto", "safetensors"] = "auto"
     weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
     flush_cache: bool = True

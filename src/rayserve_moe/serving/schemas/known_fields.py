@@ -13,9 +13,19 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, UpdateWeightsBody
+from rayserve_moe.serving.schemas.control import (
+    AbortBody,
+    AbortIdsBody,
+    PauseBody,
+    PauseOptions,
+    ResetOptions,
+    UpdateWeightsBody,
+    WeightDirBody,
+    WeightNameBody,
+)
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody, StreamOptions
+from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -30,8 +40,15 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "is": TokenSampling,
     "so": StreamOptions,
     "abort": AbortBody,
+    "abort-ids": AbortIdsBody,
     "pause": PauseBody,
+    "vLLM-pause": PauseOptions,
+    "reset": ResetOptions,
     "update": UpdateWeightsBody,
+    "directory": WeightDirBody,
+    "version": WeightNameBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
 }
 
 _OTHER_NAMES = (
@@ -55,6 +72,9 @@ _ACCEPTED = (
     ("i", "token_offsets mm_payload return_mm_kwargs"),
     ("is", "output_kind detokenize skip_reading_prefix_cache skip_clone output_text_buffer_length"),
     ("so", "include_obfuscation"),
+    ("directory", "update_info reset_prefix_cache"),
+    ("reset", "reset_external timeout timeout_s empty_cache"),
+    ("version", "weight_label"),
     ("update", "torch_empty_cache recapture_cuda_graph token_step"),
 )
 
@@ -118,7 +138,9 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("g", "num_items_assigned", (0,)),
     ("i", "features content_parts", ()),
     # control
-    ("abort", "prefix", (False,)),
+    ("vLLM-pause", "wait_for_inflight_requests", (False,)),
+    ("tokenize", "chat_template tools return_offsets", ()),
+    ("tokenize", "mm_processor_kwargs media_io_kwargs", ()),
     ("update", "is_async keep_pause", (False,)),
     ("update", "manifest", ()),
 )

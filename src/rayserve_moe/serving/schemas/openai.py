@@ -18,7 +18,7 @@ from rayserve_moe.serving.schemas.field_types import (
     fault,
     record_fields,
 )
-from rayserve_moe.serving.schemas.prompt_types import Prompts
+from rayserve_moe.serving.schemas.prompt_types import Prompts, TokenIds
 from rayserve_moe.serving.schemas.template_fields import TemplateFields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -124,9 +124,11 @@ class ChatMessage(RequestBody):
 
 
 class ChatBody(OpenAIGeneration, TemplateFields):
-    """Body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`. As in SGLang, `input_ids` are the prompt instead of what the template renders."""
 
     echo: bool = False
+    input_ids: TokenIds | None = None
+    add_special_tokens: bool = False
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False

@@ -1,4 +1,4 @@
-"""Fields of a chat that reach the checkpoint's template, or replace what it renders."""
+"""Fields of a chat that reach the checkpoint's template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any, Self
 from pydantic import PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.serving.schemas.field_types import RequestBody, fault
-from rayserve_moe.serving.schemas.prompt_types import TokenIds
 
 
 def _check_kwargs(value: object) -> dict[str, Any]:
@@ -33,17 +32,14 @@ Documents = Annotated[list[dict[str, str]], PlainValidator(_check_documents), Wi
 
 
 class TemplateFields(RequestBody):
-    """`input_ids` are the prompt instead of what the template renders, as in SGLang; `messages` stay required.
-
-    A prompt opens the assistant's answer unless it continues the last message.
+    """What the template is given besides messages. A prompt opens the assistant's answer unless it continues the last
+    message.
     """
 
-    input_ids: TokenIds | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    add_special_tokens: bool = False
 
     @model_validator(mode="after")
     def _opens_or_continues(self) -> Self:

@@ -1,0 +1,113 @@
+"""Control of a server under the names of vLLM, Miles and AReaL. SGLang's own are in `control`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayserve_moe.engine.control import WeightOrder
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.json_body import read_body, read_options
+from rayserve_moe.serving.openapi import COMMAND, answers, takes
+from rayserve_moe.serving.responses.streaming import json_answer
+from rayserve_moe.serving.routes.control import check_admin, update_answer
+from rayserve_moe.serving.routes.unsupported import BY_COLLECTIVE
+from rayserve_moe.serving.schemas.control import (
+    AbortIdsBody,
+    PauseOptions,
+    UpdateWeightsBody,
+    WeightDirBody,
+    WeightNameBody,
+)
+
+_AT_ONCE = "weights change between two steps, once all of them are there: nothing is to be begun or ended"
+_MODES = {"abort": "abort", "keep": "in_place"}
+
+
+def trainer_control_router(state: ApiState) -> APIRouter:
+    """Return the routes over one engine."""
+    router = APIRouter()
+    _add_pauses(router, state)
+    _add_weight_routes(router, state)
+
+    @router.post("/inference/v1/abort_requests", **takes(AbortIdsBody, *COMMAND))
+    @router.post("/abort_requests", **takes(AbortIdsBody, *COMMAND))
+    async def abort_requests(request: Request) -> Response:
+        body = await read_options(request, AbortIdsBody, admission=state.admission)
+        state.loop.check_health()
+        num_aborted = len(body.request_ids)
+        for request_id in body.request_ids:
+            state.loop.abort_stem(request_id)
+        if not body.request_ids:
+            check_admin(state, request)
+            num_aborted = int(state.loop.statistics()["requests_live"])
+            state.loop.abort_all()
+        return json_answer({"status": "aborted", "aborted": num_aborted})
+
+    return router
+
+
+def _add_pauses(router: APIRouter, state: ApiState) -> None:
+    @router.post("/pause", **takes(PauseOptions, 501, *COMMAND))
+    async def pause(request: Request) -> Response:
+        options = await read_options(request, PauseOptions, admission=state.admission)
+        if options.mode not in _MODES:
+            raise ApiError(501, "pause with mode `keep` or `abort`: this server does not wait for requests to end")
+        await asyncio.wrap_future(state.loop.control.pause(_MODES[options.mode]))
+        if options.mode == "abort" and options.clear_cache:
+            await asyncio.wrap_future(state.loop.control.flush())
+        return json_answer({"status": "paused"})
+
+    @router.post("/resume", **answers(413, 503))
+    async def resume() -> Response:
+        await asyncio.wrap_future(state.loop.control.resume())
+        return json_answer({"status": "resumed"})
+
+    @router.get("/is_paused", **answers())
+    async def is_paused() -> Response:
+        return json_answer({"is_paused": state.loop.control.is_paused})
+
+    @router.get("/is_sleeping", **answers())
+    async def is_sleeping() -> Response:
+        return json_answer({"is_sleeping": False})
+
+    @router.post("/areal_pause_generation", **answers(413, 503))
+    async def areal_pause_generation() -> Response:
+        await asyncio.wrap_future(state.loop.control.pause("abort"))
+        return json_answer({"success": True, "message": "generation is paused"})
+
+    @router.post("/areal_continue_generation", **answers(413, 503))
+    async def areal_continue_generation() -> Response:
+        await asyncio.wrap_future(state.loop.control.resume())
+        return json_answer({"success": True, "message": "generation goes on"})
+
+
+def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
+    @router.post("/update_weights", **takes(WeightDirBody, 501, *COMMAND))
+    async def update_weights(request: Request) -> Response:
+        body = await read_body(request, WeightDirBody, admission=state.admission)
+        if body.weight_dir is None:
+            raise ApiError(501, f"{BY_COLLECTIVE}, or to this route as `weight_dir`", code="not_implemented")
+        return await update_answer(state, WeightOrder(body.weight_dir), param="weight_dir")
+
+    @router.post("/areal_update_weights", **takes(UpdateWeightsBody, *COMMAND))
+    async def areal_update_weights(request: Request) -> Response:
+        body = await read_body(request, UpdateWeightsBody, admission=state.admission)
+        order = WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
+        return await update_answer(state, order)
+
+    @router.post("/update_weight_version", **takes(WeightNameBody, *COMMAND))
+    async def update_weight_version(request: Request) -> Response:
+        body = await read_options(request, WeightNameBody, admission=state.admission)
+        renamed = state.loop.control.rename_weights(body.new_version, aborts_requests=body.abort_all_requests)
+        await asyncio.wrap_future(renamed)
+        return json_answer({"success": True, "message": "the weights are renamed", "new_version": body.new_version})
+
+    @router.post("/end_weight_update", **answers(413))
+    @router.post("/begin_weight_update", **answers(413))
+    async def bracket_weight_update() -> Response:
+        return json_answer({"success": True, "message": _AT_ONCE})

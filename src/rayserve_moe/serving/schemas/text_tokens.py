@@ -1,0 +1,36 @@
+"""Bodies of `/tokenize` and `/detokenize`, which vLLM and SGLang share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from rayserve_moe.serving.schemas.field_types import RequestBody, fault
+from rayserve_moe.serving.schemas.openai import ChatMessage
+from rayserve_moe.serving.schemas.prompt_types import TokenIds
+from rayserve_moe.serving.schemas.template_fields import TemplateFields
+
+
+class TokenizeBody(TemplateFields):
+    """A text, or messages for the chat template. Special tokens are added to a text unless that is switched off."""
+
+    model: str | None = None
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise fault("give exactly one of `prompt` and `messages`")
+        return self
+
+
+class DetokenizeBody(RequestBody):
+    """Ids of tokens. Special ones stand in vLLM's `prompt` and not in SGLang's `text`, unless that is said."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool | None = None
