@@ -1,0 +1,104 @@
+"""How the answers of one checkpoint are split into reasoning, content and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from rayserve_moe.text.tokenizer import Tokenizer
+from rayserve_moe.text.tool_calls.by_template import split_by_template
+from rayserve_moe.text.tool_calls.harmony import split_harmony
+from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, HARMONY, RESPONSE_TEMPLATE, THINKING, output_format
+from rayserve_moe.text.tool_calls.splitter import OutputSplitter, Split, split_text
+from rayserve_moe.text.tool_calls.tape import Tools
+
+_TAIL = 16
+"""Last tokens of a prompt, among which those are that begin reasoning."""
+
+
+class ChatOutput:
+    """The formats of a checkpoint's answers, and a splitter for every answer that holds more than content."""
+
+    def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        """ValueError for a `response_template` that transformers refuses, or that is asked for and missing."""
+        self._tokenizer = tokenizer
+        own = getattr(tokenizer.backing, "response_template", None)
+        self.format = output_format(
+            template_text(tokenizer),
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            has_response_template=own is not None,
+        )
+        if RESPONSE_TEMPLATE in self.format and own is None:
+            raise ValueError(f"{tokenizer.directory}: the tokenizer has no response_template: name another parser")
+        self._own = load_response_template(own) if own is not None and RESPONSE_TEMPLATE in self.format else None
+
+    def kept_ids(self, *, has_calls: bool, has_reasoning: bool) -> frozenset[int]:
+        """Special ids that have to stay in the text of an answer, so that it can be split."""
+        calls, reasoning = self._formats(has_calls, has_reasoning)
+        if self._own is not None and RESPONSE_TEMPLATE in (calls, reasoning):
+            return self._tokenizer.special_ids - set(self._tokenizer.eos_token_ids)
+        markers = {*(CALL_FORMATS[calls].markers if calls else ()), *(THINKING[reasoning][:2] if reasoning else ())}
+        if HARMONY in (calls, reasoning):
+            markers |= set(CALL_FORMATS[HARMONY].markers)
+        return frozenset(each for each in self._tokenizer.special_ids if self._tokenizer.token_text(each) in markers)
+
+    def splitter(
+        self,
+        prompt_ids: np.ndarray,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        has_calls: bool,
+        has_reasoning: bool,
+        max_calls: int | None = None,
+    ) -> OutputSplitter | None:
+        """Return the splitter of one answer to a prompt; None where all of it is content."""
+        calls, reasoning = self._formats(has_calls, has_reasoning)
+        if calls is None and reasoning is None:
+            return None
+        split = self._split(calls, reasoning, prompt_ids, tools)
+        return OutputSplitter(split, tools=parameters_of(tools), max_calls=max_calls)
+
+    def _formats(self, has_calls: bool, has_reasoning: bool) -> tuple[str | None, str | None]:
+        return self.format.calls if has_calls else None, self.format.reasoning if has_reasoning else None
+
+    def _split(
+        self, calls: str | None, reasoning: str | None, prompt_ids: np.ndarray, tools: Sequence[Mapping[str, Any]]
+    ) -> Split:
+        if HARMONY in (calls, reasoning):
+            return split_harmony(has_calls=calls is not None, has_reasoning=reasoning is not None)
+        if self._own is not None:
+            prompt = self._tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
+            return split_by_template(
+                self._own,
+                prompt=prompt,
+                tools=[dict(tool) for tool in tools],
+                has_calls=calls is not None,
+                has_reasoning=reasoning is not None,
+            )
+        thinking = None if reasoning is None else THINKING[reasoning]
+        if thinking is not None:
+            tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist(), skip_special_tokens=False).rstrip()
+            is_begun = tail.endswith(thinking.begin) or (thinking.is_begun and not tail.endswith(thinking.end))
+            thinking = thinking._replace(is_begun=is_begun)
+        return split_text(thinking, None if calls is None else CALL_FORMATS[calls])
+
+
+def template_text(tokenizer: Tokenizer) -> str:
+    """Return the text of the checkpoint's chat template, of all where it has several; empty without one."""
+    template = getattr(tokenizer.backing, "chat_template", None)
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+
+def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
+    """Return the schemas of parameters, by the names of functions and parameters."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", {})
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        found[function.get("name", "")] = properties if isinstance(properties, Mapping) else {}
+    return found

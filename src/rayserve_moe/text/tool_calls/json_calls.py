@@ -1,0 +1,118 @@
+"""Calls that a model writes as JSON: name and arguments out of an object, the arguments' text as it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from rayserve_moe.text.tool_calls.tape import BrokenCall, ToolCall
+
+_ARGUMENTS = ("arguments", "parameters")
+_SPACE = re.compile(r"[ \t\n\r]*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+# Numbers stay text: only their place counts here, and they may be longer than Python converts.
+_LENIENT = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_int=str, parse_float=str)
+_STRICT = json.JSONDecoder(parse_constant=_refuse, parse_int=str, parse_float=str)
+
+
+def call_of(text: str) -> ToolCall:
+    """Return the call of `{"name": ..., "arguments": {...}}`; `parameters` is another name for the arguments.
+
+    BrokenCall where it is not JSON or has no name. No arguments are an empty object.
+    """
+    found = members(text)
+    name = _decoded(found.get("name", "null"))
+    given = next((found[key] for key in _ARGUMENTS if key in found), "null")
+    call_id = _decoded(found.get("id", "null"))
+    return named_call(name, given, call_id=call_id if isinstance(call_id, str) else None)
+
+
+def named_call(name: object, arguments: str, *, call_id: str | None = None) -> ToolCall:
+    """Return a call with this JSON text as arguments, or with an object in a JSON string. BrokenCall for others."""
+    if not isinstance(name, str) or not name.strip() or not _is_text(name) or (call_id and not _is_text(call_id)):
+        raise BrokenCall
+    return ToolCall(name.strip(), arguments_of(arguments.strip()), call_id)
+
+
+def arguments_of(text: str) -> str:
+    """Return the text of a JSON object, as it stands but for control characters in strings, which are escaped."""
+    if text.startswith('"'):
+        text = str(_decoded(text)).strip()
+    if text in ("null", ""):
+        return "{}"
+    if not isinstance(_decoded(text), dict):
+        raise BrokenCall
+    if is_json(text):
+        return text
+    return _STRING.sub(lambda string: _CONTROL.sub(lambda one: f"\\u{ord(one[0]):04x}", string[0]), text)
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is JSON for every reader."""
+    try:
+        _STRICT.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def dumped(value: object) -> str:
+    """Return a value as JSON text, readable where that is text that an answer can hold. ValueError for NaN."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if _is_text(text) else json.dumps(value)
+
+
+def members(text: str) -> dict[str, str]:
+    """Return the JSON texts of an object's members; of those with the same key the last. BrokenCall for others."""
+    if not isinstance(_decoded(text), dict):
+        raise BrokenCall
+    found: dict[str, str] = {}
+    at = _after_space(text, text.index("{") + 1)
+    while text[at] != "}":
+        key, at = _LENIENT.raw_decode(text, at)
+        begin = _after_space(text, _after_space(text, at) + 1)
+        _, at = _LENIENT.raw_decode(text, begin)
+        found[key] = text[begin:at]
+        at = _after_space(text, at)
+        if text[at] == ",":
+            at = _after_space(text, at + 1)
+    return found
+
+
+def items(text: str) -> list[str]:
+    """Return the JSON texts of an array's items. BrokenCall for others."""
+    if not isinstance(_decoded(text), list):
+        raise BrokenCall
+    found: list[str] = []
+    at = _after_space(text, text.index("[") + 1)
+    while text[at] != "]":
+        _, end = _LENIENT.raw_decode(text, at)
+        found.append(text[at:end])
+        at = _after_space(text, end)
+        if text[at] == ",":
+            at = _after_space(text, at + 1)
+    return found
+
+
+def _decoded(text: str) -> object:
+    try:
+        return _LENIENT.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCall from error
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
+def _is_text(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no answer can hold."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

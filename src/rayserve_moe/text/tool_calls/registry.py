@@ -1,0 +1,88 @@
+"""Which parsers a checkpoint's answers need: by the names of settings, else by the markers in its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from rayserve_moe.text.tool_calls import deepseek, kimi
+from rayserve_moe.text.tool_calls.deepseek import DEEPSEEK
+from rayserve_moe.text.tool_calls.glm import GLM
+from rayserve_moe.text.tool_calls.harmony import CALL, CHANNEL, MARKERS
+from rayserve_moe.text.tool_calls.hermes import HERMES
+from rayserve_moe.text.tool_calls.kimi import KIMI
+from rayserve_moe.text.tool_calls.llama import LLAMA
+from rayserve_moe.text.tool_calls.minimax import MINIMAX
+from rayserve_moe.text.tool_calls.mistral import MISTRAL
+from rayserve_moe.text.tool_calls.qwen_coder import QWEN_CODER
+from rayserve_moe.text.tool_calls.splitter import Thinking
+from rayserve_moe.text.tool_calls.tape import CallFormat
+
+HARMONY, RESPONSE_TEMPLATE = "harmony", "response_template"
+"""Formats that hold reasoning and calls in one."""
+
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "deepseek": DEEPSEEK,
+    "glm": GLM,
+    "hermes": HERMES,
+    "kimi": KIMI,
+    "llama": LLAMA,
+    "minimax": MINIMAX,
+    "mistral": MISTRAL,
+    "qwen_coder": QWEN_CODER,
+    HARMONY: CallFormat({}, MARKERS),
+    RESPONSE_TEMPLATE: CallFormat({}, ()),
+}
+THINKING: Mapping[str, Thinking] = {
+    "think": Thinking(),
+    "begun": Thinking(is_begun=True),
+    "mistral": Thinking("[THINK]", "[/THINK]"),
+    HARMONY: Thinking(*MARKERS[:2]),
+    RESPONSE_TEMPLATE: Thinking(),
+}
+
+_Markers = tuple[tuple[str, tuple[str, ...]], ...]
+_CALL_MARKERS: _Markers = (
+    (HARMONY, (CHANNEL, CALL)),
+    ("kimi", (kimi.SECTION,)),
+    ("deepseek", (deepseek.SECTION,)),
+    ("minimax", ("<minimax:tool_call>",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("qwen_coder", ("<tool_call>", "<function=", "<parameter=")),
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama", ('"parameters": ', "ipython")),
+)
+_REASONING_MARKERS: _Markers = ((HARMONY, (CHANNEL, CALL)), ("mistral", ("[THINK]",)), ("think", ("</think>",)))
+"""The first format whose markers a template all has is the one."""
+
+
+class OutputFormat(NamedTuple):
+    """What answers of a checkpoint hold, by keys of CALL_FORMATS and THINKING; None where nothing is known."""
+
+    calls: str | None = None
+    reasoning: str | None = None
+
+
+def output_format(
+    template: str,
+    *,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    has_response_template: bool = False,
+) -> OutputFormat:
+    """Return the parsers that settings name; `auto` is the tokenizer's own, else the one of the chat template."""
+    is_own = has_response_template and {tool_call_parser, reasoning_parser} <= {"auto", "none"}
+
+    def chosen(setting: str, names: Mapping[str, str], markers: _Markers) -> str | None:
+        if setting != "auto":
+            return names.get(setting)
+        if is_own:
+            return RESPONSE_TEMPLATE
+        return next((name for name, all_of in markers if all(marker in template for marker in all_of)), None)
+
+    return OutputFormat(
+        chosen(tool_call_parser, TOOL_CALL_PARSERS, _CALL_MARKERS),
+        chosen(reasoning_parser, REASONING_PARSERS, _REASONING_MARKERS),
+    )

@@ -1,0 +1,116 @@
+"""Assistant turns of every family's chat template: how its model writes reasoning, content and calls.
+
+Each is what the published template has for that turn, with tools and other turns left out: what is rendered after the
+generation prompt is what a model is trained to answer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content.strip('\n') }}\n</think>\n\n{% endif %}"
+
+_HERMES = """{{ m.content or '' }}{% for c in m.tool_calls %}
+{%- if (loop.first and m.content) or not loop.first %}{{ '\n' }}{% endif %}{% set c = c.function %}
+{{- '<tool_call>\n{"name": "' ~ c.name ~ '", "arguments": ' }}
+{%- if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}{{ '}\n</tool_call>' }}
+{%- endfor %}"""
+
+_QWEN_CODER = """{{ m.content or '' }}{% for c in m.tool_calls %}{% set c = c.function %}
+{{- '\n<tool_call>\n<function=' ~ c.name ~ '>\n' }}{% for k, v in c.arguments | items %}
+{{- '<parameter=' ~ k ~ '>\n' }}
+{%- if v is mapping or (v is sequence and v is not string) %}{{ v | tojson }}{% else %}{{ v | string }}{% endif %}
+{{- '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}"""
+
+_GLM = """{{ m.content or '' }}{% for c in m.tool_calls %}{% set c = c.function %}
+{{- '\n<tool_call>' ~ c.name ~ '\n' }}{% for k, v in c.arguments | items %}
+{{- '<arg_key>' ~ k ~ '</arg_key>\n<arg_value>' }}{{ v if v is string else v | tojson }}{{ '</arg_value>\n' }}
+{%- endfor %}{{ '</tool_call>' }}{% endfor %}"""
+
+_GLM47 = """{{ m.content or '' }}{% for c in m.tool_calls %}{% set c = c.function %}
+{{- '<tool_call>' ~ c.name }}{% for k, v in c.arguments | items %}
+{{- '<arg_key>' ~ k ~ '</arg_key><arg_value>' }}{{ v if v is string else v | tojson }}{{ '</arg_value>' }}
+{%- endfor %}{{ '</tool_call>' }}{% endfor %}"""
+
+_MINIMAX = """{{ m.content or '' }}{% if m.tool_calls %}{{ '\n<minimax:tool_call>' }}{% for c in m.tool_calls %}
+{%- set c = c.function %}{{ '\n<invoke name="' ~ c.name ~ '">' }}{% for k, v in c.arguments | items %}
+{{- '\n<parameter name="' ~ k ~ '">' }}{{ v if v is string else v | tojson }}{{ '</parameter>' }}
+{%- endfor %}{{ '\n</invoke>' }}{% endfor %}{{ '\n</minimax:tool_call>' }}{% endif %}"""
+
+_MISTRAL = """{{ m.content or '' }}{% if m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}
+{{- {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson }}
+{%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}]{% endif %}"""
+
+_MISTRAL11 = """{{ m.content or '' }}{% for c in m.tool_calls %}
+{{- '[TOOL_CALLS]' ~ c.function.name ~ '[ARGS]' }}{{ c.function.arguments | tojson }}{% endfor %}"""
+
+_BAR, _SPACE = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def _deepseek(fill: str) -> str:
+    """Put the tokens of DeepSeek in the place of short ones."""
+    short = {"B": "calls begin", "b": "call begin", "s": "sep", "e": "call end", "E": "calls end"}
+    for letter, words in short.items():
+        fill = fill.replace(f"[{letter}]", f"<{_BAR}tool{_SPACE}{words.replace(' ', _SPACE)}{_BAR}>")
+    return fill
+
+
+_DEEPSEEK3 = _deepseek("""{{ m.content or '' }}{% for c in m.tool_calls %}
+{%- if loop.first %}{{ '[B]' }}{% else %}{{ '\n' }}
+{%- endif %}{{ '[b]function[s]' ~ c.function.name ~ '\n```json\n' }}{{ c.function.arguments | tojson }}{{ '\n```[e]' }}
+{%- if loop.last %}{{ '[E]' }}{% endif %}{% endfor %}""")
+
+_DEEPSEEK31 = _deepseek("""{{ m.content or '' }}{% for c in m.tool_calls %}{% if loop.first %}{{ '[B]' }}{% endif %}
+{{- '[b]' ~ c.function.name ~ '[s]' }}{{ c.function.arguments | tojson }}{{ '[e]' }}
+{%- if loop.last %}{{ '[E]' }}{% endif %}{% endfor %}""")
+
+_KIMI = """{{ m.content or '' }}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}
+{{- '<|tool_call_begin|>' ~ c.id ~ '<|tool_call_argument_begin|>' }}
+{%- set a = c.function.arguments %}{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}
+{{- '<|tool_call_end|>' }}{% endfor %}<|tool_calls_section_end|>{% endif %}"""
+
+_LLAMA = """{% if not m.tool_calls %}{{ m.content }}{% endif %}{# ipython #}{% for c in m.tool_calls %}
+{%- if not loop.first %}{{ '; ' }}{% endif %}{{ '{"name": "' ~ c.function.name ~ '", ' }}
+{{- '"parameters": ' }}{{ c.function.arguments | tojson }}{{ '}' }}{% endfor %}"""
+
+_HARMONY = """{% set n = namespace(first=true) %}
+{%- macro start() %}{% if not n.first %}{{ '<|start|>assistant' }}{% endif %}{% set n.first = false %}{% endmacro %}
+{%- if m.reasoning_content %}{{ start() ~ '<|channel|>analysis<|message|>' ~ m.reasoning_content ~ '<|end|>' }}
+{%- endif %}{% if m.tool_calls and m.content %}
+{{- start() ~ '<|channel|>commentary<|message|>' ~ m.content ~ '<|end|>' }}{% endif %}
+{%- for c in m.tool_calls %}{{ start() ~ '<|channel|>commentary to=functions.' ~ c.function.name }}
+{{- ' <|constrain|>json<|message|>' ~ (c.function.arguments | tojson) ~ '<|call|>' }}{% endfor %}
+{%- if not m.tool_calls %}{{ start() ~ '<|channel|>final<|message|>' ~ m.content ~ '<|return|>' }}{% endif %}"""
+
+
+class Family(NamedTuple):
+    """A family's turn, and what its form cannot hold."""
+
+    template: str
+    format: str
+    reasons: bool = True
+    takes_content_with_calls: bool = True
+
+    @property
+    def chat_template(self) -> str:
+        """A whole template: every turn ends at the end of the sequence, and the prompt with the assistant's name."""
+        turn = f"{{% for m in messages %}}{{{{ m.role ~ ': ' }}}}{{% if m.role == 'assistant' %}}{self.template}"
+        rest = "{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}"
+        return turn + rest + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}{# tools #}"
+
+
+FAMILIES = {
+    "qwen3": Family(_THINK + _HERMES, "hermes"),
+    "qwen3_coder": Family(_THINK + _QWEN_CODER, "qwen_coder"),
+    "mistral": Family(_MISTRAL, "mistral", reasons=False),
+    "mistral_v11": Family(_MISTRAL11, "mistral", reasons=False),
+    "deepseek_v3": Family(_DEEPSEEK3, "deepseek", reasons=False),
+    "deepseek_v31": Family(_THINK + _DEEPSEEK31, "deepseek"),
+    "glm45": Family(_THINK + _GLM, "glm"),
+    "glm47": Family(_THINK + _GLM47, "glm"),
+    "ling3": Family(_THINK + _GLM47, "glm"),
+    "kimi_k2": Family(_THINK + _KIMI, "kimi"),
+    "llama3": Family(_LLAMA, "llama", reasons=False, takes_content_with_calls=False),
+    "gpt_oss": Family(_HARMONY, "harmony"),
+    "minimax_m2": Family(_THINK + _MINIMAX, "minimax"),
+}
