@@ -1,0 +1,136 @@
+"""Rows of the paged pool that lie flat in the lanes of a TPU: [N, page, X], where a head is a slice of whole registers.
+
+Heads narrower than a register share one: a set of P heads is `K .. K | V .. V`, two slices of 128 lanes, and the sets
+follow each other. So a product of one slice serves P heads, with queries that are zero beside their own head, and no
+lane of the pool is padding. Latents are one row of their own, padded with zeros to whole registers.
+
+    two heads of 64     | K0 K1 | V0 V1 | K2 K3 | V2 V3 | ..
+    heads of 128        | K0 | V0 | K1 | V1 | ..
+    a latent of 512+64  | latent            | rotated, 0 |
+"""
+
+# T tokens   B blocks   Q queries per block   H query heads   G KV heads   h head width   v value width
+# C sets   P KV heads of a set   R query heads of a set   K lanes of keys   V lanes of values   X lanes of a row
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a row holds keys and values: `num_sets` sets of `set_heads` heads of `head_dim`, with so many lanes each.
+
+    `values_at` is where a set's values begin; a latent's are part of its key.
+    """
+
+    num_sets: int
+    set_heads: int
+    head_dim: int
+    key_lanes: int
+    value_lanes: int
+    values_at: int
+    set_lanes: int
+
+    def lanes_of(self, i: int) -> tuple[slice, slice]:
+        """Where set i has its keys and its values."""
+        keys, values = i * self.set_lanes, i * self.set_lanes + self.values_at
+        return slice(keys, keys + self.key_lanes), slice(values, values + self.value_lanes)
+
+
+def heads_of_a_set(head_dim: int) -> int:
+    """How many heads share a register; 1 where they do not divide it."""
+    return LANES // head_dim if LANES % head_dim == 0 else 1
+
+
+def flat_width(num_kv_heads: int, head_dim: int) -> int:
+    """Lanes of a row of K and V; heads are repeated until they fill sets (`repeats_of`)."""
+    shared = heads_of_a_set(head_dim)
+    return 2 * num_kv_heads * repeats_of(num_kv_heads, head_dim) // shared * _whole(shared * head_dim)
+
+
+def latent_lanes(width: int) -> int:
+    """Lanes of a row of a latent with its rotated key, `width` elements together."""
+    return _whole(width)
+
+
+def repeats_of(num_kv_heads: int, head_dim: int) -> int:
+    """How often every KV head stands in a row: more than once where the heads of a device do not fill sets."""
+    repeats = 1
+    while num_kv_heads * repeats % heads_of_a_set(head_dim):
+        repeats *= 2
+    return repeats
+
+
+def layout_of(row_lanes: int, head_dim: int, *, latent_width: int = 0) -> RowLayout:
+    """The layout of rows of `row_lanes` for queries of `head_dim`. ValueError where they do not go together."""
+    if latent_width:
+        if row_lanes != latent_lanes(head_dim) or latent_width % LANES:
+            raise ValueError(f"latents of {latent_width} of {head_dim} elements do not lie in rows of {row_lanes}")
+        return RowLayout(1, 1, head_dim, row_lanes, latent_width, 0, row_lanes)
+    shared = heads_of_a_set(head_dim)
+    lanes = _whole(shared * head_dim)
+    if row_lanes % (2 * lanes):
+        raise ValueError(f"heads of {head_dim} do not lie in rows of {row_lanes}")
+    return RowLayout(row_lanes // (2 * lanes), shared, head_dim, lanes, lanes, lanes, 2 * lanes)
+
+
+def flat_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
+    """Keys and values of each token as a row [T, X]."""
+    num_tokens, num_heads, width = keys_TGh.shape
+    repeats, shared = repeats_of(num_heads, width), heads_of_a_set(width)
+    pair = (jnp.repeat(heads, repeats, axis=1) for heads in (keys_TGh, values_TGh))
+    sets = (heads.reshape(num_tokens, -1, shared * width) for heads in pair)
+    rows = jnp.stack([_padded(heads, _whole(shared * width)) for heads in sets], axis=2)
+    return rows.reshape(num_tokens, -1)
+
+
+def flat_latents(latents_T1h: jax.Array) -> jax.Array:
+    """Latents with their rotated keys as rows [T, X]."""
+    return _padded(latents_T1h[:, 0], latent_lanes(latents_T1h.shape[-1]))
+
+
+def spread_queries(queries_BQHh: jax.Array, layout: RowLayout) -> jax.Array:
+    """Queries against the keys of sets, zero where another head of the set lies: [B, C, Q, R, K].
+
+    ValueError where fewer query heads than KV heads fill the sets.
+    """
+    num_blocks, num_queries, num_heads, width = queries_BQHh.shape
+    if num_heads % (layout.num_sets * layout.set_heads):
+        raise ValueError(f"{num_heads} query heads of {width} do not divide by the KV heads that fill registers")
+    own_PH1 = _own_heads(num_heads, layout)
+    spread_BQHK = jnp.concatenate([jnp.where(own_H1, queries_BQHh, 0) for own_H1 in own_PH1], axis=-1)
+    rows = _padded(spread_BQHK, layout.key_lanes).reshape(
+        num_blocks, num_queries, layout.num_sets, -1, layout.key_lanes
+    )
+    return rows.transpose(0, 2, 1, 3, 4)
+
+
+def gather_heads(attended_BCQRV: jax.Array, layout: RowLayout, *, width: int) -> jax.Array:
+    """What each head attended, of its own lanes alone: [B, Q, H, width]."""
+    num_blocks, _, num_queries, _, lanes = attended_BCQRV.shape
+    rows_BQHV = attended_BCQRV.transpose(0, 2, 1, 3, 4).reshape(num_blocks, num_queries, -1, lanes)
+    attended = rows_BQHV[..., :width]
+    for i, own_H1 in enumerate(_own_heads(rows_BQHV.shape[2], layout)[1:], start=1):
+        attended = jnp.where(own_H1, rows_BQHV[..., i * width : (i + 1) * width], attended)
+    return attended
+
+
+def _own_heads(num_heads: int, layout: RowLayout) -> np.ndarray:
+    """Which query heads belong to each KV head of their set, bool [P, H, 1]."""
+    of_set = np.arange(num_heads) // (num_heads // (layout.num_sets * layout.set_heads)) % layout.set_heads
+    return (of_set == np.arange(layout.set_heads)[:, None])[..., None]
+
+
+def _whole(width: int) -> int:
+    return -(-width // LANES) * LANES
+
+
+def _padded(rows: jax.Array, lanes: int) -> jax.Array:
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, lanes - rows.shape[-1]),))

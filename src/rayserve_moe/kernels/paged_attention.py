@@ -1,0 +1,184 @@
+"""Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and rows that see a tree.
+
+The pool is that of `flat_rows`. Pages are copied into the core's memory a block at a time while those of the block
+before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
+"""
+
+# B query blocks   Q queries per block   U single tokens   H query heads   h head width   v value width
+# P page-table width   N pages   X lanes of a row   C sets of heads   R query heads of a set   M rows of a block
+# K lanes of keys   V lanes of values
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, MASKED, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.flat_rows import gather_heads, layout_of, spread_queries
+from rayserve_moe.kernels.paged_sizes import TileShape, blocks_per_call, pages_of_a_block, tile_queries_for
+from rayserve_moe.kernels.paged_tiles import attend_tile
+from rayserve_moe.kernels.paged_visits import Visits, visits_of
+
+VMEM_BYTES = 40 << 20
+
+
+def attend(  # noqa: PLR0913 (the reference's signature)
+    queries_BQHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    *,
+    config: ScoreConfig = FULL_CAUSAL,
+    sinks_H: jax.Array | None = None,
+    latent_width: int = 0,
+    ancestors_BQ: jax.Array | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attend as `attention_reference.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
+
+    Products are of the pool's dtype, of bfloat16 where that has 8 bits. With `ancestors_BQ` (int32, Q at most 32) a
+    block is a tree of drafts behind its sequence: its row j has its key at the place `positions_BQ[:, 0] + j`, which
+    the rows of the block see whose bit j is set, and no other; keys ahead of the block are seen as far as each row's
+    position and `config` let it. The real rows of a block come first. `interpret` (see `pallas_call`) runs it without a
+    TPU. Returns [B, Q, H, v]. ValueError for a pool of other rows.
+    """
+    _, page_size, row_lanes = kv_pages.shape
+    layout = layout_of(row_lanes, queries_BQHh.shape[3], latent_width=latent_width)
+    queries_BCQRK = spread_queries(queries_BQHh, layout)
+    queries_BCQRK = queries_BCQRK.astype(kv_pages.dtype if kv_pages.dtype.itemsize > 1 else jnp.bfloat16)
+    shape = TileShape(
+        layout=layout,
+        num_cores=cores_of_device(interpret),
+        num_blocks=0,
+        num_queries=queries_BQHh.shape[1],
+        tile_queries=tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3]),
+        query_rows=queries_BCQRK.shape[3],
+        table_width=places.page_table_BP.shape[1],
+        page_size=page_size,
+        num_pages=pages_of_a_block(page_size, row_lanes * kv_pages.dtype.itemsize, places.page_table_BP.shape[1]),
+        config=config,
+        has_sinks=sinks_H is not None,
+        is_tree=ancestors_BQ is not None,
+    )
+    call = partial(_call, sinks=_sinks(sinks_H, shape), interpret=interpret)
+    per_call, parts = blocks_per_call(shape.table_width), []
+    for first in range(0, len(queries_BQHh), per_call):
+        part = slice(first, min(first + per_call, len(queries_BQHh)))
+        visits = places.described and places.described[len(parts)]
+        of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits)
+        trees_BQ = None if ancestors_BQ is None else ancestors_BQ[part]
+        of_part = replace(shape, num_blocks=part.stop - first)
+        parts.append(call(queries_BCQRK[part], kv_pages, of_call, trees_BQ, shape=of_part))
+    attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    return gather_heads(attended_BCQRV, layout, width=latent_width or layout.head_dim).astype(queries_BQHh.dtype)
+
+
+def describe_singles(
+    positions_U: jax.Array, *, page_size: int, table_width: int, windows: Iterable[int]
+) -> dict[int, tuple[Visits, ...]]:
+    """The visits of single tokens for each call of the kernel, by window (0: none), the same for all layers."""
+    del page_size
+    per_call = blocks_per_call(table_width)
+    calls = [positions_U[first : first + per_call, None] for first in range(0, len(positions_U), per_call)]
+    calls = [_for_cores(call_U1, cores_of_device(), fill=-1) for call_U1 in calls]
+    return {
+        window: tuple(visits_of(call_U1, ScoreConfig(window), tile_queries=1) for call_U1 in calls)
+        for window in set(windows)
+    }
+
+
+def cores_of_device(interpret: Any = False) -> int:
+    """Cores that share a device, each with blocks of its own; 1 without a TPU."""
+    return 1 if interpret else pltpu.get_tpu_info().num_cores
+
+
+def _call(  # noqa: PLR0913 (arrays, by keyword)
+    queries_BCQRK: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    ancestors_BQ: jax.Array | None,
+    *,
+    sinks: jax.Array,
+    shape: TileShape,
+    interpret: Any,
+) -> jax.Array:
+    """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V]."""
+    num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
+    num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
+    (table_BP, positions_BQ, visits), trees_BQ = places, ancestors_BQ
+    table_BP, positions_BQ = _for_cores(table_BP, shape.num_cores), _for_cores(positions_BQ, shape.num_cores, fill=-1)
+    trees_BQ = positions_BQ if ancestors_BQ is None else _for_cores(ancestors_BQ, shape.num_cores)
+    if visits is None:
+        visits = visits_of(
+            positions_BQ,
+            shape.config,
+            tile_queries=shape.tile_queries,
+            ancestors_BQ=trees_BQ if shape.is_tree else None,
+        )
+    queries_BCMK = _for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
+    queries_BCMK = jnp.pad(queries_BCMK, ((0, 0), (0, 0), (0, shape.num_tiles * shape.num_rows - num_rows), (0, 0)))
+    attended_BCMV = pl.pallas_call(
+        partial(attend_tile, shape=shape),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(shape.num_cores, shape.visits_per_core),
+            in_specs=[_block(lanes, shape), *(pl.BlockSpec(memory_space=m) for m in (pltpu.VMEM, pltpu.HBM))],
+            out_specs=_block(num_lanes, shape),
+            scratch_shapes=_scratch(kv_pages, shape),
+        ),
+        out_shape=jax.ShapeDtypeStruct((*queries_BCMK.shape[:3], num_lanes), queries_BCMK.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        name="paged_attention",
+        interpret=interpret,
+    )(
+        *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, trees_BQ)),
+        queries_BCMK,
+        sinks,
+        kv_pages,
+    )
+    return attended_BCMV[:num_blocks, :, :num_rows].reshape(*queries_BCQRK.shape[:4], num_lanes)
+
+
+def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
+    """Two blocks of the pool, sums and places of a tile's rows, how many blocks are done, and arrivals."""
+    widths = (1, 1, shape.layout.value_lanes)
+    return [
+        pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
+        *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
+        pltpu.VMEM((2, shape.num_rows, 1), jnp.int32),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+
+
+def _block(width: int, shape: TileShape) -> pl.BlockSpec:
+    """The rows of a visit, with `width` lanes each."""
+
+    def of_visit(core: jax.Array, step: jax.Array, *_: Any) -> tuple[jax.Array | int, ...]:
+        visit = core * shape.visits_per_core + step
+        return jax.lax.div(visit, shape.num_tiles), 0, jax.lax.rem(visit, shape.num_tiles), 0
+
+    return pl.BlockSpec((1, shape.layout.num_sets, shape.num_rows, width), of_visit)
+
+
+def _sinks(sinks_H: jax.Array | None, shape: TileShape) -> jax.Array:
+    """The largest score that every row of a tile begins with, float32 [C, T, 1]: its head's sink, or none."""
+    num_sets, num_rows = shape.layout.num_sets, shape.num_rows
+    if sinks_H is None:
+        return jnp.full((num_sets, num_rows, 1), MASKED, jnp.float32)
+    sinks_CT = jnp.tile(sinks_H.astype(jnp.float32).reshape(num_sets, -1), (1, shape.tile_queries))
+    return jnp.pad(sinks_CT, ((0, 0), (0, num_rows - sinks_CT.shape[1])))[..., None]
+
+
+def _for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:
+    """An array of blocks with as many more as cores need to have equally many."""
+    more = -len(array) % num_cores
+    return jnp.pad(array, ((0, more), *((0, 0),) * (array.ndim - 1)), constant_values=fill) if more else array

@@ -1,0 +1,114 @@
+"""Pages of the pool on their way into the core's memory: a block of keys arrives while the one before is multiplied.
+
+The visits of a core follow each other, and so do their blocks: the first block of a visit is asked for during the last
+one of the visit before.
+"""
+
+# B query blocks   Q queries per block   P page-table width   X lanes of a row   S key positions of a block
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+CLEARED_ROWS = 16
+"""Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
+
+
+class Scalars(NamedTuple):
+    """Scalar memory: page ids [B * P], the fields of `paged_visits.Visits`, positions and ancestors [B * Q]."""
+
+    pages: Any
+    first: Any
+    end: Any
+    filled: Any
+    positions: Any
+    ancestors: Any
+
+
+@dataclass(frozen=True)
+class PageStream:
+    """The pool in HBM and two blocks [2, S, X] of the core's memory, with a semaphore each.
+
+    `num_tiles` visits belong to a sequence with `table_width` pages; a block has `num_pages` of `page_size` keys.
+    """
+
+    scalars: Scalars
+    pool: Any
+    blocks: Any
+    arrivals: Any
+    num_tiles: int
+    table_width: int
+    num_pages: int
+    page_size: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_pages * self.page_size
+
+    def num_blocks(self, visit: jax.Array) -> jax.Array:
+        """How many blocks of keys a visit takes; 0 for padding."""
+        return pl.cdiv(self._pages_of(visit)[1], self.num_pages)
+
+    def first_key(self, visit: jax.Array, block: jax.Array) -> jax.Array:
+        """The position of the first key of a block."""
+        return (self._pages_of(visit)[0] + block * self.num_pages) * self.page_size
+
+    def start(self, visit: jax.Array, block: jax.Array, half: jax.Array) -> None:
+        """Ask for the pages of a block."""
+        first_page, num_pages = self._pages_of(visit)
+        table = jax.lax.div(visit, self.num_tiles) * self.table_width + first_page + block * self.num_pages
+
+        def copy(i: jax.Array, carry: None) -> None:
+            keys = pl.ds(pl.multiple_of(i * self.page_size, self.page_size), self.page_size)
+            source, target = self.pool.at[self.scalars.pages[table + i]], self.blocks.at[half, keys]
+            pltpu.make_async_copy(source, target, self.arrivals.at[half]).start()
+
+        jax.lax.fori_loop(0, jnp.minimum(num_pages - block * self.num_pages, self.num_pages), copy, None)
+
+    def start_next(self, visit: jax.Array, end: jax.Array, half: jax.Array) -> None:
+        """Ask for the first block of the first visit from `visit` on, ahead of `end`, that has one."""
+        filled = self.scalars.filled[visit]
+
+        @pl.when(filled < end)
+        def _() -> None:
+            self.start(filled, jnp.int32(0), half)
+
+    def wait(self, visit: jax.Array, block: jax.Array, half: jax.Array) -> None:
+        """Wait for all pages of a block at once: a semaphore counts bytes."""
+        num_pages = jnp.minimum(self._pages_of(visit)[1] - block * self.num_pages, self.num_pages)
+        arrived = self.blocks.at[half, pl.ds(0, pl.multiple_of(num_pages * self.page_size, self.page_size))]
+        pltpu.make_async_copy(arrived, arrived, self.arrivals.at[half]).wait()
+
+    def clear(self, visit: jax.Array, block: jax.Array, half: jax.Array) -> None:
+        """Set to zero what the pages of a block hold out of the visit's sight: a weight of zero does not silence NaN.
+
+        Only the first and the last page of a visit hold such rows, and a block keeps none of another visit's.
+        """
+        begin, first, end = self.first_key(visit, block), self.scalars.first[visit], self.scalars.end[visit]
+        pages_end = pl.cdiv(end, self.page_size) * self.page_size
+        self._clear_rows(half, jnp.zeros_like(begin), first - begin)
+        self._clear_rows(half, end - begin, jnp.minimum(pages_end - begin, self.num_keys))
+
+    def _clear_rows(self, half: jax.Array, first: jax.Array, end: jax.Array) -> None:
+        """Zero rows from `first` to ahead of `end`, of which one is a multiple of `CLEARED_ROWS`."""
+
+        def clear_rows(i: jax.Array, carry: None) -> None:
+            at = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
+            keys = pl.ds(at, CLEARED_ROWS)
+            place = at + jax.lax.broadcasted_iota(jnp.int32, (CLEARED_ROWS, 1), 0)
+            held = self.blocks[half, keys].astype(jnp.float32)
+            is_out = (place >= first) & (place < end)
+            self.blocks[half, keys] = jnp.where(is_out, 0.0, held).astype(self.blocks.dtype)
+
+        jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)
+
+    def _pages_of(self, visit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first page of its sequence that a visit sees, and how many from there on."""
+        first_page = jax.lax.div(self.scalars.first[visit], self.page_size)
+        return first_page, pl.cdiv(self.scalars.end[visit], self.page_size) - first_page

@@ -1,0 +1,228 @@
+"""The paged attention kernel, interpreted, next to the reference, and where rows see a tree next to its definition.
+
+    python -m tests.support.paged_cases CASE ...
+
+prints what came out of each case, as JSON. It is a process of its own: see `pushed_cases`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels import attention_reference, paged_attention, paged_sizes
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.paged_stream import PageStream
+from rayserve_moe.kernels.paged_visits import visits_of
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True)
+PAGE, TABLE_WIDTH = 16, 12
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Blocks of queries (position of the first, how many) on scattered pages; all that no query sees is NaN."""
+
+    blocks: tuple[tuple[int, int], ...]
+    num_queries: int
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    width: int = 64
+    config: ScoreConfig = FULL_CAUSAL
+    has_sinks: bool = False
+    latent_width: int = 0
+    is_tree: bool = False
+    is_described: bool = False
+    dtype: str = "float32"
+    most_rows: int = 1024
+    most_keys: int = 64
+    num_cores: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The largest difference, and the largest number; whether copies raced; an error's message."""
+
+    difference: float = float("nan")
+    largest: float = 0.0
+    has_races: bool = False
+    error: str = ""
+
+
+SINGLES = PagedCase(((100, 1), (0, 0), (3, 1), (191, 1), (64, 1), (0, 0)), 1)
+ALL_KNOBS = ScoreConfig(window=20, scale=-0.3, soft_cap=2.0)
+CASES = {
+    "single tokens": SINGLES,
+    "padding first, heads of 128, sinks, in bfloat16": PagedCase(
+        ((0, 0), (0, 0), (40, 1), (127, 1)), 1, num_kv_heads=2, width=128, has_sinks=True, dtype="bfloat16"
+    ),
+    "one KV head of 64, described": PagedCase(
+        ((70, 1), (0, 0), (5, 1)), 1, num_heads=4, num_kv_heads=1, config=ScoreConfig(window=33), is_described=True
+    ),
+    "prompts with every knob": PagedCase(
+        ((100, 4), (0, 0), (3, 2), (0, 4), (160, 4)), 4, num_kv_heads=2, config=ALL_KNOBS, has_sinks=True
+    ),
+    "latents in tiles, on two cores": PagedCase(
+        ((100, 4), (3, 2), (170, 4)), 4, 16, 1, 192, ScoreConfig(scale=0.1), latent_width=128, most_rows=32, num_cores=2
+    ),
+    "trees of drafts": PagedCase(
+        ((100, 6), (0, 0), (0, 3), (61, 6)), 6, num_kv_heads=2, config=ScoreConfig(window=50), is_tree=True
+    ),
+}
+
+
+def run_cases(*names: str) -> dict[str, Outcome]:
+    """Run cases in a process of its own."""
+    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.support.paged_cases", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+class PagedArrays:
+    """The arrays of a case: queries, the pool as the reference has it, page table, positions, sinks, and trees."""
+
+    def __init__(self, case: PagedCase) -> None:
+        generator, num_blocks = np.random.default_rng(len(case.blocks) + case.width), len(case.blocks)
+        row = (1, case.width) if case.latent_width else (2 * case.num_kv_heads, case.width)
+        num_pages = num_blocks * TABLE_WIDTH + 1
+        self.pool = generator.standard_normal((num_pages, PAGE, *row)).astype(np.float32)
+        self.table = generator.permutation(np.arange(1, num_pages)).reshape(num_blocks, TABLE_WIDTH).astype(np.int32)
+        shape = (num_blocks, case.num_queries, case.num_heads, case.width)
+        self.queries = generator.standard_normal(shape).astype(np.float32)
+        self.sinks = generator.standard_normal(case.num_heads).astype(np.float32) if case.has_sinks else None
+        self.positions, self.trees = (np.full(shape[:2], fill, np.int32) for fill in (-1, 0))
+        self.sees = np.zeros((*shape[:2], TABLE_WIDTH * PAGE), bool)
+        for block, (first, count) in enumerate(case.blocks):
+            parents = [-1, *(int(generator.integers(0, row)) for row in range(1, count))]
+            self._place(case, block, first, parents if case.is_tree else list(range(-1, count - 1)))
+        seen = self.sees.any(1)
+        for block, pages in enumerate(self.table):
+            hidden = ~seen[block].reshape(TABLE_WIDTH, PAGE)
+            self.pool[pages] = np.where(hidden[..., None, None], np.nan, self.pool[pages])
+
+    def _place(self, case: PagedCase, block: int, first: int, parents: list[int]) -> None:
+        """Put rows at their depth below the root, each seeing the path that leads to it."""
+        paths: list[list[int]] = []
+        for row, parent in enumerate(parents):
+            paths.append([*(paths[parent] if parent >= 0 else []), row])
+            position = first + len(paths[row]) - 1
+            self.positions[block, row] = position
+            self.trees[block, row] = sum(1 << ancestor for ancestor in paths[row])
+            ahead = range(max(0, position - case.config.window + 1) if case.config.window else 0, first)
+            self.sees[block, row, list(ahead)] = True
+            own = [first + ancestor for ancestor in paths[row]]
+            near = [key for key in own if case.is_tree or not case.config.window or position - key < case.config.window]
+            self.sees[block, row, near] = True
+
+    def dense(self, case: PagedCase) -> np.ndarray:
+        """Softmax over the keys that a row sees, in float64."""
+        out = np.zeros((*self.queries.shape[:3], case.width))
+        for block, row in np.argwhere(self.positions >= 0):
+            seen = self.sees[block, row]
+            kv = self.pool[self.table[block]].reshape(-1, *self.pool.shape[2:])[seen].astype(np.float64)
+            keys, values = (np.repeat(kv[:, part::2], case.num_heads // case.num_kv_heads, axis=1) for part in (0, 1))
+            scores = np.einsum("hd,khd->hk", self.queries[block, row].astype(np.float64), keys)
+            scores *= case.config.scale_for(case.width)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[block, row] = np.einsum("hk,khd->hd", weights / weights.sum(-1, keepdims=True), values)
+        return out
+
+
+def outcome_of(case: PagedCase) -> Outcome:
+    """The kernel next to its definition."""
+    paged_sizes.MOST_ROWS, paged_sizes.MOST_KEYS = case.most_rows, case.most_keys
+    paged_attention.cores_of_device = lambda _=None: case.num_cores
+    arrays, knobs = PagedArrays(case), {"config": case.config, "latent_width": case.latent_width}
+    pool, queries = (jnp.asarray(array, case.dtype) for array in (arrays.pool, arrays.queries))
+    places = BlockPlaces(jnp.asarray(arrays.table), jnp.asarray(arrays.positions))
+    knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
+    rows = pool.reshape(-1, *pool.shape[2:])
+    flat = flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    expected = arrays.dense(case) if case.is_tree else attention_reference.attend(queries, pool, places, **knobs)
+    if case.is_described:
+        sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
+        described = paged_attention.describe_singles(places.positions_BQ[:, 0], **sizes)
+        places = places._replace(described=described[case.config.window])
+    trees = jnp.asarray(arrays.trees) if case.is_tree else None
+    found = paged_attention.attend(
+        queries, flat.reshape(*pool.shape[:2], -1), places, **knobs, ancestors_BQ=trees, interpret=INTERPRETED
+    )
+    expected = np.asarray(expected, np.float32)
+    difference = np.abs(np.asarray(found, np.float32) - expected).max()
+    return Outcome(float(difference), float(np.abs(expected).max()), _has_races())
+
+
+def no_wait_for_pages() -> None:
+    PageStream.wait = lambda *_: None
+
+
+class OtherHalf:
+    """Blocks of the stream, the one taken for the other."""
+
+    def __init__(self, blocks: Any) -> None:
+        self.at, self.blocks = self, blocks
+
+    def __getitem__(self, place: tuple[Any, Any]) -> Any:
+        return self.blocks.at[1 - place[0], place[1]]
+
+
+def pages_into_the_block_in_use() -> None:
+    start = PageStream.start
+    PageStream.start = lambda stream, *place: start(replace(stream, blocks=OtherHalf(stream.blocks)), *place)
+
+
+def nothing_cleared() -> None:
+    PageStream.clear = lambda *_: None
+
+
+def one_key_too_many() -> None:
+    def wrong(positions_BQ: Any, config: ScoreConfig, **sizes: Any) -> Any:
+        visits = visits_of(positions_BQ, config, **sizes)
+        return visits._replace(end_W=visits.end_W + (visits.end_W > 0))
+
+    paged_attention.visits_of = wrong
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "no wait for pages": no_wait_for_pages,
+    "pages into the block in use": pages_into_the_block_in_use,
+    "nothing cleared": nothing_cleared,
+    "one key too many": one_key_too_many,
+}
+
+
+def _has_races() -> bool:
+    races = interpret_pallas_call.races
+    return bool(races and races.races_found)
+
+
+def _run(name: str) -> Outcome:
+    if name in CASES:
+        return outcome_of(CASES[name])
+    FAULTS[name]()
+    try:
+        return outcome_of(replace(SINGLES, blocks=((100, 1), (191, 1))))
+    except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
+        return Outcome(error=str(error)[:300])
+
+
+def main() -> None:
+    found: dict[str, Any] = {name: asdict(_run(name)) for name in sys.argv[1:]}
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
