@@ -78,6 +78,18 @@ def test_two_layers_decode_without_copies(model, topology, values):
     assert ("ragged-all-to-all" in exchanges) == (values["expert_backend"] == "all_to_all")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "glm-4.7-flash"])
+def test_sinks_and_latents_are_attended_where_they_lie(model):
+    """Prompts and single tokens, by the kernel of our own; KV is as large as its rows, which are not padded."""
+    for name in (DECODE, PREFILL):
+        program = program_of(model, "v6e:2x4", {}, name)
+        assert program.error == "" and program.is_in_place
+        assert program.memory.peak <= program.memory.limit
+        assert program.kernels["paged_attention"] > 0
+        assert "kv" not in {copy.kind for copy in program.copies}
+
+
 def moves_of(model: str, topology: str, redundant: int, *, num_layers: int = 2) -> list[ProgramReport]:
     values = {"num_redundant_experts": redundant, "enable_eplb": True}
     return check(case_of(model, topology, values, num_layers=num_layers), names=MOVES).programs

@@ -147,7 +147,6 @@ def test_the_command_prints_a_table_and_json(capsys):
         (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--topology", "v6e:3x5"], "v6e:3x5"),
         (["--model", "qwen3-30b-a3b", "--traffic", "90000/2/3", "--topology", SLICE], "40960 positions"),
         (["--model", "no-such-model", "--traffic", "1/2/3"], "no-such-model"),
-        (["--model", "deepseek-v3", "--traffic", "1/2/3", "--topology", "v5e:2x2"], "deepseek"),
         (["--model", "qwen3-235b-a22b", "--traffic", "1/2/3", "--topology", "v5e:2x4"], "fits no slice"),
         (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--skew", "-1"], "--skew -1.0 is not positive"),
         (["--config", "configs/qwen3_moe.yaml", "--traffic", "1/2/3"], "CPU hosts"),

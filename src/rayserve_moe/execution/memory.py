@@ -44,9 +44,9 @@ class PoolSizes:
         )
 
 
-def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPlan) -> int:
-    """Bytes one page of all layers takes on one device."""
-    row = cache_row(spec, tensor_size=plan.tensor_size)
+def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPlan, is_flat: bool = False) -> int:
+    """Bytes one page of all layers takes on one device; `is_flat`: see `cache_row`."""
+    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=is_flat)
     return spec.num_layers * page_size * row.local_size(plan) * jnp.dtype(dtype).itemsize
 
 

@@ -126,7 +126,8 @@ class ServedModel:
     def num_pages_within(self, free: int) -> int:
         """KV pages of a data rank where a device has `free` bytes beside weights and staging area. SettingsError."""
         spec, plan = self.config.spec, self.config.plan
-        of_all = page_bytes(spec, page_size=self.settings.cache.page_size, dtype=self.kv_dtype, plan=plan)
+        sizes = {"page_size": self.settings.cache.page_size, "is_flat": self.config.kernels.has_flat_rows}
+        of_all = page_bytes(spec, dtype=self.kv_dtype, plan=plan, **sizes)
         return self.pool.num_pages_within(free, layer_page_bytes=of_all // spec.num_layers, longest=self.longest)
 
     def step_config(self, num_pages: int) -> StepConfig:
@@ -155,15 +156,16 @@ def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSetting
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype))
     served = ServedModel(settings, config, dtype, first_placement(config), shapes)
-    check_kv_heads(spec, plan, kv_dtype=served.kv_dtype)
+    check_kv_heads(config, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
 
 
-def check_kv_heads(spec: ModelSpec, plan: ParallelPlan, *, kv_dtype: str) -> None:
-    """SettingsError where a TPU's kernel cannot read 8-bit KV: it takes 32 bits at once, K and V of two heads."""
-    rows = cache_row(spec, tensor_size=plan.tensor_size).shape[0] // plan.tensor_size
-    if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:
+def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
+    """SettingsError where a TPU's kernel cannot read 8-bit KV: jax's takes 32 bits at once, K and V of two heads."""
+    plan, is_flat = config.plan, config.kernels.has_flat_rows
+    rows = cache_row(config.spec, tensor_size=plan.tensor_size).shape[0] // plan.tensor_size
+    if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4 and not is_flat:
         raise SettingsError(
             f"kv_cache_dtype fp8 takes an even number of KV heads on a device, there are {rows // 2}: take "
             f"bfloat16, or a larger data_parallel_size than {plan.data_size}"

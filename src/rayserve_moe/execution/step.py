@@ -194,8 +194,18 @@ def _on_all_devices(
 
 def state_partitions(config: ModelConfig) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
-    kv_axes = cache_row(config.spec, tensor_size=config.plan.tensor_size).pool_axes
-    axes_of_arrays = (WORD_AXES, BIAS_AXES, BIAS_AXES, kv_axes, COUNT_AXES, ROW_AXES, ROW_AXES, ROW_AXES, ROW_AXES[:1])
+    row = cache_row(config.spec, tensor_size=config.plan.tensor_size, is_flat=config.kernels.has_flat_rows)
+    axes_of_arrays = (
+        WORD_AXES,
+        BIAS_AXES,
+        BIAS_AXES,
+        row.pool_axes,
+        COUNT_AXES,
+        ROW_AXES,
+        ROW_AXES,
+        ROW_AXES,
+        ROW_AXES[:1],
+    )
     return DeviceState(*(cast(jax.Array, config.plan.partition(axes)) for axes in axes_of_arrays))
 
 

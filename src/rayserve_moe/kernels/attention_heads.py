@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.flat_rows import flat_kv
 from rayserve_moe.kernels.kv_pool import kv_rows
 from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
 
@@ -64,6 +65,20 @@ def project_rows(
     del stacked
     queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
     return queries, kv_rows(keys, values)
+
+
+def project_flat_rows(
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    *,
+    rotation: Rotation,
+    config: AttentionConfig,
+    stacked: StackedWeights | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [T, heads, h], and keys and values as a pool of flat rows has them, [T, X] (see `flat_rows.flat_kv`)."""
+    del stacked
+    queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
+    return queries, flat_kv(keys, values)
 
 
 def _norm_queries_and_keys(

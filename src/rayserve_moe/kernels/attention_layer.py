@@ -95,8 +95,9 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
     Norms, biases and sinks may be absent, and the output's bias is the caller's to add. `kv_pages` is
-    [L * pages, page, 2 * G, h]: page p of layer l lies at l * pages + p, or where `batch.layer_pages` says. `decode`
-    attends the single tokens, `prefill` the blocks; `project` has the signature of `project_rows`.
+    [L * pages, page, 2 * G, h], or with other rows that `project` gives and the kernels read: page p of layer l lies at
+    l * pages + p, or where `batch.layer_pages` says. `decode` attends the single tokens, `prefill` the blocks;
+    `project` has the signature of `project_rows`.
     """
     weights, batch, rotation, layer, singles = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))

@@ -13,7 +13,7 @@ queries, 170 with the widths of DeepSeek-V3, where blocks have 32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,7 +40,7 @@ class LatentConfig:
     interleaved_rotation: bool = False
 
 
-def attend_latent_layer(
+def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     normed_TD: jax.Array,
     kv_pages: jax.Array,
     inputs: AttentionInputs,
@@ -48,13 +48,15 @@ def attend_latent_layer(
     config: LatentConfig,
     decode: PagedAttention,
     prefill: PagedAttention,
+    rows_of: Callable[[jax.Array], jax.Array] = jnp.asarray,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new latents.
 
-    As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that every device holds alike; `rotation`
-    is that of r elements. Queries come from a latent of their own where `weights` have one (q_a, q_a_norm, q_b).
+    As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that every device holds alike, or with
+    other rows that `rows_of` makes of such ones; `rotation` is that of r elements. Queries come from a latent of their
+    own where `weights` have one (q_a, q_a_norm, q_b).
     """
-    weights, batch, rotation, layer, _ = inputs
+    weights, batch, rotation, layer, singles = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     latent_width = len(of_layer["kv_a_norm_LC"])
@@ -62,16 +64,20 @@ def attend_latent_layer(
         latents_T1C = _latents(normed_TD, of_layer, rotation, config)
         queries_TAC = _absorbed_queries(normed_TD, of_layer, rotation, config)
     with jax.named_scope("kv_update"):
-        kv_pages = write_rows(kv_pages, latents_T1C, batch.kv_slots_T + first_page * kv_pages.shape[1])
+        kv_pages = write_rows(kv_pages, rows_of(latents_T1C), batch.kv_slots_T + first_page * kv_pages.shape[1])
     with jax.named_scope("paged_attention"):
         how = {"config": ScoreConfig(scale=config.score_scale), "latent_width": latent_width}
         kernels = partial(decode, **how), partial(prefill, **how)
-        attended_TAC = attend_blocks(queries_TAC, kv_pages, batch, first_page=first_page, kernels=kernels)
+        described = singles and singles.by_window[0]
+        attended_TAC = attend_blocks(
+            queries_TAC, kv_pages, batch, first_page=first_page, kernels=kernels, described=described
+        )
     with jax.named_scope("output_product"):
         v_b_AvC = of_layer["v_b_LHC"].reshape(attended_TAC.shape[1], -1, latent_width)
         values_TAv = _multiply("TAC,AvC->TAv", attended_TAC.astype(normed_TD.dtype), v_b_AvC).astype(normed_TD.dtype)
         values_TH = values_TAv.reshape(len(normed_TD), -1)
-        return jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32), kv_pages
+        out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
+        return out_TD if singles is None else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
 def _latents(

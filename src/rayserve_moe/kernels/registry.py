@@ -13,11 +13,20 @@ from typing import Any
 
 import jax
 
-from rayserve_moe.kernels import attention_ragged, attention_reference, expert_products, kv_pool, layers
+from rayserve_moe.kernels import (
+    attention_ragged,
+    attention_reference,
+    expert_products,
+    kv_pool,
+    layers,
+    paged_attention,
+)
 from rayserve_moe.kernels.add_norm import add_and_norm
+from rayserve_moe.kernels.attention_heads import project_flat_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
+from rayserve_moe.kernels.flat_rows import flat_latents
 from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.pushed_experts import push_experts
@@ -47,8 +56,8 @@ class Kernels:
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
     the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are
     padded with zeros until it does. `dtype` is the only one that the kernels compute in; empty: any. `pool_dtypes` says
-    which dtype holds keys and values of another (`kv_pool`). `lacks` names the knobs of a model's attention that its
-    kernels compute at their plain values alone. `describe_singles` (`attention_ragged.describe_singles`): what the
+    which dtype holds keys and values of another (`kv_pool`). `has_flat_rows`: the pool's rows are those of `flat_rows`.
+    `describe_singles` (`attention_ragged.describe_singles`): what the
     attention of single tokens derives of their positions, once for all layers; None: nothing. `choose_experts`
     (`top_experts.choose_experts`): a router and its choice at once, `add_norm` (`add_norm.add_and_norm`): a
     residual stream and its norm; where they are or give None, the parts are computed one after the other.
@@ -71,7 +80,7 @@ class Kernels:
     multiples: Mapping[str, int] = field(default_factory=dict, hash=False)
     dtype: str = ""
     pool_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
-    lacks: tuple[str, ...] = ()
+    has_flat_rows: bool = False
     describe_singles: Callable[..., Mapping[int, Any]] | None = None
     choose_experts: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
     add_norm: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
@@ -108,7 +117,6 @@ TPU = replace(
     expert_sums=partial(expert_products.sum_results, multiply=multiply_grouped),
     push_lacks=lacks,
     pool_dtypes={},
-    lacks=("sinks",),
     describe_singles=attention_ragged.describe_singles,
     choose_experts=choose_experts,
     add_norm=add_and_norm,
@@ -131,11 +139,20 @@ CPU_NATIVE = Kernels(
 )
 """C++ for bfloat16 on a CPU that multiplies it (`cpu_native`)."""
 
-LATENT_ATTENTION: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "cpu": partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend),
-    "cpu_native": latent.attend_latent_layer,
+_FLAT: dict[str, Any] = {"has_flat_rows": True, "describe_singles": paged_attention.describe_singles}
+_PAGED = {"decode": paged_attention.attend, "prefill": paged_attention.attend}
+LATENT_ATTENTION: dict[str, Mapping[str, Any]] = {
+    "cpu": {
+        "attention": partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend)
+    },
+    "cpu_native": {"attention": latent.attend_latent_layer},
+    "tpu": {"attention": partial(attend_latent_layer, **_PAGED, rows_of=flat_latents), **_FLAT},
 }
-"""What takes the place of `attention` where a model's is latent, by the name of the table."""
+"""What takes the place of fields where a model's attention is latent, by the name of the table."""
+SINK_ATTENTION: dict[str, Mapping[str, Any]] = {
+    "tpu": {"attention": partial(attend_layer, **_PAGED, project=project_flat_rows), **_FLAT}
+}
+"""What takes the place of fields where a model has sinks, or heads that are no whole registers of a TPU."""
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
 """By name; the one that has the name of a platform is the platform's own."""

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.flat_rows import LANES
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.registry import LATENT_ATTENTION, Kernels
+from rayserve_moe.kernels.registry import LATENT_ATTENTION, SINK_ATTENTION, Kernels
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, UnsupportedModelError, YarnSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -20,22 +21,17 @@ LEAST_RAMP = 0.001
 
 
 def kernels_for(spec: ModelSpec, kernels: Kernels) -> Kernels:
-    """The kernels with the attention of a model as theirs.
-
-    UnsupportedModelError where they have none of its kind, or one that lacks a knob of it.
-    """
-    for knob in kernels.lacks:
-        if value := getattr(spec.attention, knob):
-            path = f"{spec.family}.attention.{knob}"
-            raise UnsupportedModelError(f"{path} = {value!r} is not computed by the {kernels.name} kernels")
+    """The kernels with the attention of a model as theirs. UnsupportedModelError where they have none of its kind."""
     if spec.attention.latent is None:
-        return kernels
+        is_plain = not spec.attention.sinks and spec.attention.head_dim % LANES == 0
+        own = {} if is_plain else SINK_ATTENTION.get(kernels.name, {})
+        return replace(kernels, **own) if own else kernels
     if kernels.name not in LATENT_ATTENTION:
         raise UnsupportedModelError(
             f"{spec.family}.attention.latent: the {kernels.name} kernels have no multi-head latent attention "
             f"(only {', '.join(LATENT_ATTENTION)})"
         )
-    return replace(kernels, attention=LATENT_ATTENTION[kernels.name])
+    return replace(kernels, **LATENT_ATTENTION[kernels.name])
 
 
 def attention_config(spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig | LatentConfig:

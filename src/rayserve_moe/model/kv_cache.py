@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
 from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.parameters import kv_repeats
 from rayserve_moe.model.spec import ModelSpec
@@ -16,8 +17,8 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 class CacheRow(NamedTuple):
     """The entry of a token in a layer: its shape over the whole tensor axis, and the logical axes of that shape."""
 
-    shape: tuple[int, int]
-    axes: tuple[str | None, str | None]
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
 
     @property
     def pool_axes(self) -> tuple[str | None, ...]:
@@ -29,18 +30,21 @@ class CacheRow(NamedTuple):
         return math.prod(plan.sharding(self.axes).shard_shape(self.shape))
 
 
-def cache_row(spec: ModelSpec, *, tensor_size: int) -> CacheRow:
+def cache_row(spec: ModelSpec, *, tensor_size: int, is_flat: bool = False) -> CacheRow:
     """The entry of a model's cache: [2 * KV heads, h], K and V of a head next to each other, spread with the heads.
 
     With latent attention [1, kv_lora_rank + rope_dim], the same on all devices of the tensor axis: the latent serves
-    all heads, as key (with the rotated part) and as value.
+    all heads, as key (with the rotated part) and as value. `is_flat` (`Kernels.has_flat_rows`): one dimension, as
+    `kernels.flat_rows` has it.
     """
     attention = spec.attention
     if attention.latent is not None:
-        return CacheRow((1, attention.latent.kv_lora_rank + attention.latent.rope_dim), (None, None))
-    return CacheRow(
-        (2 * attention.num_kv_heads * kv_repeats(spec, tensor_size), attention.head_dim), ("kv_heads", None)
-    )
+        width = attention.latent.kv_lora_rank + attention.latent.rope_dim
+        return CacheRow((latent_lanes(width),), (None,)) if is_flat else CacheRow((1, width), (None, None))
+    num_heads = attention.num_kv_heads * kv_repeats(spec, tensor_size)
+    if is_flat:
+        return CacheRow((tensor_size * flat_width(num_heads // tensor_size, attention.head_dim),), ("kv_heads",))
+    return CacheRow((2 * num_heads, attention.head_dim), ("kv_heads", None))
 
 
 def windows_of(spec: ModelSpec, *, longest: int) -> tuple[int, ...]:

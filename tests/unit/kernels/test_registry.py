@@ -18,7 +18,7 @@ DATA = {
     "multiples",
     "dtype",
     "pool_dtypes",
-    "lacks",
+    "has_flat_rows",
     "describe_singles",
     "choose_experts",
     "add_norm",

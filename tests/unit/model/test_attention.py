@@ -12,6 +12,7 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.registry import CPU, TPU
 from rayserve_moe.model.attention import kernels_for, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
 
 YARN = YarnSpec(factor=32.0, original_length=4096)
@@ -62,14 +63,28 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
             replace(spec, rope=replace(spec.rope, rotary_dim=wrong))
 
 
-def test_a_tpu_refuses_sinks_by_name_and_takes_windows():
+def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
+    """Its pool has rows of its own, which hold as many elements; windows and scales are known to both."""
     spec = spec_from_hf(asdict(PRESETS["tiny"]))
-    windows = replace(spec, attention=replace(spec.attention, windows=(128, 0) * 2, score_scale=0.1))
-    assert kernels_for(windows, TPU) is TPU
-    sinks = replace(spec, attention=replace(spec.attention, sinks=True))
-    assert kernels_for(sinks, CPU) is CPU
-    with pytest.raises(UnsupportedModelError, match=r"attention\.sinks = True is not computed by the tpu kernels"):
-        kernels_for(sinks, TPU)
+    wide = replace(spec, attention=replace(spec.attention, head_dim=128, windows=(128, 0) * 2, score_scale=0.1))
+    sinks = replace(wide, attention=replace(wide.attention, sinks=True))
+    assert kernels_for(wide, TPU) is TPU
+    for other in (sinks, replace(spec, attention=replace(spec.attention, head_dim=64))):
+        assert kernels_for(other, CPU) is CPU
+        found = kernels_for(other, TPU)
+        assert found.has_flat_rows and found.name == "tpu" and found.attention is not TPU.attention
+        row, flat = (cache_row(other, tensor_size=2, is_flat=is_flat) for is_flat in (False, True))
+        assert flat.shape == (math.prod(row.shape) * max(1, 128 // other.attention.head_dim),)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "tensor_size", "elements"), [(8, 64, 1, 1024), (8, 64, 4, 1024), (4, 128, 2, 1024)]
+)
+def test_flat_rows_spread_with_the_heads_and_hold_nothing_else(heads, width, tensor_size, elements):
+    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = replace(spec, attention=replace(spec.attention, num_heads=16, num_kv_heads=heads, head_dim=width))
+    row = cache_row(spec, tensor_size=tensor_size, is_flat=True)
+    assert row.shape == (elements,) and row.axes == ("kv_heads",)
 
 
 def test_there_is_a_window_for_every_layer():

@@ -15,6 +15,7 @@ from rayserve_moe.execution.native_kernels import choose_kernels
 from rayserve_moe.execution.weights import model_config
 from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, LATENT_ATTENTION, TPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import AttentionSpec, LatentSpec, ModelSpec, UnsupportedModelError
@@ -73,13 +74,15 @@ def test_a_token_takes_one_latent_and_one_rotated_key_on_each_device(data_size, 
     }
 
 
-def test_kernels_without_latent_attention_refuse_it_by_name():
+def test_every_table_has_latent_attention_and_one_without_refuses_it_by_name():
     plan = plan_for(jax.devices()[:1])
-    with pytest.raises(UnsupportedModelError, match=r"attention\.latent: the tpu kernels have no"):
-        model_config(spec_with(), plan, experts=ExpertSettings(), kernels=TPU)
-    for kernels in (CPU, CPU_NATIVE):
+    with pytest.raises(UnsupportedModelError, match=r"attention\.latent: the other kernels have no"):
+        model_config(spec_with(), plan, experts=ExpertSettings(), kernels=replace(CPU, name="other"))
+    for kernels in (CPU, CPU_NATIVE, TPU):
         found = model_config(spec_with(), plan, experts=ExpertSettings(), kernels=kernels).kernels
-        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]
+        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]["attention"]
+        row = cache_row(spec_with(), tensor_size=1, is_flat=found.has_flat_rows)
+        assert row.shape == ((128,) if kernels is TPU else (1, 20)), "whole registers of a TPU"
 
 
 def test_native_kernels_have_it():

@@ -22,13 +22,15 @@ PARALLEL = "dimension_semantics<parallel>"
 class AttentionWork:
     """Runs of one kind of query rows of a layer: blocks of queries, pairs of block and sequence, visits of key blocks.
 
-    `kv_bytes` is what the visits read.
+    `kv_bytes` is what the visits read. `num_pages` > 0: the pages of the visits, which the kernel of our own copies one
+    by one.
     """
 
     num_query_blocks: int
     num_runs: int
     num_visits: int
     kv_bytes: int
+    num_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _grouped_ffn(instruction, operands, work)
         case "pushed_experts":
             return _pushed_experts(instruction, operands, work)
-        case "ragged_paged_attention_kernel":
+        case "ragged_paged_attention_kernel" | "paged_attention":
             return _paged_attention(instruction, work)
     return None
 
@@ -131,5 +133,8 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     attention = work.attention.get(rows)
     if attention is None:
         return None
+    if attention.num_pages:
+        # Of the two loops over a block's pages, each runs for some of the blocks.
+        return KernelWork(attention.kv_bytes, (attention.num_visits, attention.num_pages / 2))
     trips = (attention.num_query_blocks, attention.num_runs, attention.num_visits)
     return KernelWork(attention.kv_bytes, trips)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.execution.weights import parameter_tree
 from rayserve_moe.kernels.attention_blocks import AttentionShape, KernelBlocks, decode_blocks, prefill_blocks
+from rayserve_moe.kernels.paged_sizes import pages_of_a_block
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
@@ -51,11 +52,15 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.sequences * plan.data_size
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
-    row_bytes = cache_row(spec, tensor_size=plan.tensor_size).local_size(plan) * jnp.dtype(sizes.kv_dtype).itemsize
+    row_bytes = (
+        cache_row(spec, tensor_size=plan.tensor_size, is_flat=model.kernels.has_flat_rows).local_size(plan)
+        * jnp.dtype(sizes.kv_dtype).itemsize
+    )
     attention = _attention_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
     seen = sizes.sequences * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
-    heads = spec.attention.num_heads // plan.tensor_size
-    flops += 4 * heads * spec.attention.head_dim * seen * spec.num_layers
+    heads, latent = spec.attention.num_heads // plan.tensor_size, spec.attention.latent
+    width = latent.kv_lora_rank + latent.rope_dim / 2 if latent else spec.attention.head_dim
+    flops += 4 * heads * width * seen * spec.num_layers
     kv_bytes = row_bytes * (sizes.sequences * sizes.context + prompt_tokens) * spec.num_layers
     return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + kv_bytes)
 
@@ -69,6 +74,8 @@ def _attention_work(
     model: ModelConfig, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
 ) -> dict[int, AttentionWork]:
     attention, tensor_size = model.spec.attention, model.plan.tensor_size
+    if model.kernels.has_flat_rows:
+        return _paged_work(sizes, row_bytes=row_bytes)
     chip = sizes.topology.split(":")[0].removeprefix("tpu")
     shape = AttentionShape(
         attention.num_heads // tensor_size,
@@ -88,6 +95,14 @@ def _attention_work(
         block_bytes = blocks.num_pages * sizes.page_size * row_bytes
         work[prompt_tokens] = AttentionWork(*counts, counts[2] * block_bytes)
     return work
+
+
+def _paged_work(sizes: StepSizes, *, row_bytes: int) -> dict[int, AttentionWork]:
+    """Single tokens by the kernel of our own; loops of prompts count once."""
+    pages = math.ceil(sizes.context / sizes.page_size)
+    visits = math.ceil(pages / pages_of_a_block(sizes.page_size, row_bytes, pages))
+    num, read = sizes.sequences, sizes.sequences * sizes.context * row_bytes
+    return {num: AttentionWork(num, num, num * visits, read, num * pages)}
 
 
 def _runs(

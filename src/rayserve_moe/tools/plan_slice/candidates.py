@@ -127,7 +127,7 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
     try:
         plan_of_slice = plan_for(devices, data_size=split.dp)
         model = model_config(spec, plan_of_slice, experts=ExpertSettings(num_redundant=split.redundant))
-        check_kv_heads(spec, plan_of_slice, kv_dtype=given.kv_dtype)
+        check_kv_heads(model, kv_dtype=given.kv_dtype)
     except SettingsError:
         return None
     weights = _weight_bytes(model, moves=split.redundant > 0)
@@ -160,7 +160,9 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
 
 def row_bytes(model: ModelConfig, length: int, *, kv_dtype: str) -> int:
     """Bytes on a device that a sequence of `length` tokens keeps: layers with a window keep only that."""
-    row = cache_row(model.spec, tensor_size=model.plan.tensor_size).local_size(model.plan)
+    row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows).local_size(
+        model.plan
+    )
     seen = sum(window or length for window in windows_of(model.spec, longest=length))
     return seen * row * jnp.dtype(kv_dtype).itemsize
 
