@@ -19,7 +19,7 @@ INT32_MAX = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that the devices return for one position."""
 MAX_LOGIT_BIASES = 256
-"""Tokens that one request can bias."""
+"""Tokens that one request can bias or be limited to."""
 
 
 class Values(NamedTuple):
@@ -104,14 +104,15 @@ def text(longest: int, *, shortest: int = 0) -> Values:
     return Values(schema, partial(_read, is_right, str, f"should be a string of {shortest} to {longest} characters"))
 
 
-def one_or_several(values: Values, most: int) -> Values:
-    """One value, or a list of up to `most`, as a tuple."""
-    schema = {"anyOf": [values.schema, {"type": "array", "items": values.schema, "maxItems": most}]}
+def one_or_several(values: Values, most: int, *, least: int = 0) -> Values:
+    """One value, or a list of `least` to `most`, as a tuple."""
+    several = {"type": "array", "items": values.schema, **({"minItems": least} if least else {}), "maxItems": most}
+    schema = {"anyOf": [values.schema, several]}
 
     def read(value: Any) -> tuple[Any, ...]:
         each = value if isinstance(value, list | tuple | set | frozenset) else [value]
-        if len(each) > most:
-            raise ValueError(f"should hold at most {most} entries")
+        if not least <= len(each) <= most:
+            raise ValueError(f"should hold {least} to {most} entries")
         return tuple(map(values.read, each))
 
     return Values(schema, read)

@@ -67,12 +67,14 @@ class SamplingParams(SharedSampling):
 
     max_new_tokens: int = stated(128, COUNT, openai="max_tokens", vllm="max_tokens", has_default=False)
     """0 runs the prompt only."""
-    stop: tuple[str, ...] = stated((), one_or_several(text(1024, shortest=1), 16))
+    stop: tuple[str, ...] = stated((), one_or_several(text(1024, shortest=1), 32))
     """Strings that end a choice."""
-    stop_token_ids: tuple[int, ...] = stated((), one_or_several(COUNT, 64))
+    stop_token_ids: tuple[int, ...] = stated((), one_or_several(COUNT, 1024))
     """Ids that end a choice, besides the end of sequence."""
     logit_bias: tuple[tuple[int, float], ...] = stated((), biases(MAX_LOGIT_BIASES, bias=number(-100, 100)))
     """Added to logits ahead of the penalties, per token id."""
+    allowed_token_ids: tuple[int, ...] = stated((), one_or_several(COUNT, MAX_LOGIT_BIASES, least=1), sglang=None)
+    """The only ids that may be sampled; all may where there are none."""
     first_choice: int = stated(0, COUNT, openai=None, vllm=None)
     """Number of the first choice among all that the seed stands for."""
     min_new_tokens: int = stated(0, COUNT, openai="min_tokens", vllm="min_tokens")

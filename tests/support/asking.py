@@ -33,6 +33,11 @@ def adjusted_requests() -> list[GenerationRequest]:
         (12, 2, {**SAMPLED, "seed": 5, "top_k": 30}),
         (35, 0, {"min_new_tokens": 9, "stop_token_ids": ENDING}),
         (50, 4, {"min_new_tokens": 11, "stop_token_ids": ENDING, **SAMPLED, "n": 2, "seed": 6, "logit_bias": BIASES}),
+        (
+            28,
+            0,
+            {"allowed_token_ids": (333, 4, 60, 61), **SAMPLED, "temperature": 0.3, "seed": 7, "presence_penalty": 1},
+        ),
     ]
     return [
         replace(
@@ -84,6 +89,8 @@ def adjusted_by_definition(
         wide[token_id] = value / sampling.repetition_penalty if value > 0 else value * sampling.repetition_penalty
     for token_id, count in Counter(outputs).items():
         wide[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    if sampling.allowed_token_ids:
+        wide[np.isin(np.arange(len(wide)), sampling.allowed_token_ids, invert=True)] = -np.inf
     if len(outputs) < sampling.min_new_tokens:
         wide[list(sampling.stop_token_ids)] = -np.inf
     return wide

@@ -26,7 +26,8 @@ class AdjustmentState:
     """What is remembered of rows that adjust their logits, int32 but for the values; stale for all others.
 
     Every device has the rows of all data ranks, rank after rank: their biases, and what they have seen of its words.
-    Biases beyond those of a row have an id that no word has; one of -inf says that the word is withheld.
+    Biases beyond those of a row have an id that no word has; one of -inf says that the word is withheld, one of inf,
+    which come first, that only such words are not.
     """
 
     seen_RV: jax.Array
@@ -100,7 +101,7 @@ def _adjust(
 
 
 def _bias_of_words(state: AdjustmentState, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart) -> jax.Array:
-    """The sum of each word's biases, [S, V]; minus infinity where it is withheld now.
+    """The sum of each word's biases, [S, V]; minus infinity where it is withheld now, or not among those allowed.
 
     As many comparisons with all words as the row with most biases has: a scatter would take one entry after the other
     of every row, on every device.
@@ -111,11 +112,14 @@ def _bias_of_words(state: AdjustmentState, rows_S: jax.Array, penalties: Penalti
     is_bias_SB = penalties.is_adjusted_S[:, None] & (ids_SB < part.num_words)
     places_B = jnp.arange(1, ids_SB.shape[1] + 1)
     num_places = jnp.max(jnp.where(is_bias_SB, places_B, 0))
+    is_limited_S1 = jnp.any(is_bias_SB & jnp.isposinf(values_SB), axis=1, keepdims=True)
+    start_SV = jnp.broadcast_to(jnp.where(is_limited_S1, -jnp.inf, 0.0), (len(ids_SB), part.width))
 
     def add(place: jax.Array, added_SV: jax.Array) -> jax.Array:
         id_S1, value_S1 = (
             jax.lax.dynamic_slice_in_dim(of_row_SB, place, 1, axis=1) for of_row_SB in (ids_SB, values_SB)
         )
-        return added_SV + jnp.where(part.ids() == id_S1, value_S1, 0)
+        sum_SV = jnp.where(jnp.isposinf(value_S1), 0, added_SV + value_S1)
+        return jnp.where(part.ids() == id_S1, sum_SV, added_SV)
 
-    return jax.lax.fori_loop(0, num_places, add, jnp.zeros((len(ids_SB), part.width), jnp.float32))
+    return jax.lax.fori_loop(0, num_places, add, start_SV.astype(jnp.float32))

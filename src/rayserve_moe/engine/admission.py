@@ -46,6 +46,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
         )
     _check_ends(sampling, card)
     _check_logit_bias(sampling, card)
+    _check_allowed(sampling, card)
     _check_scoring(request, card)
     if request.forced_routing is not None and not card.takes_forced_routing:
         raise RequestError(
@@ -89,6 +90,17 @@ def _check_logit_bias(sampling: SamplingParams, card: ModelCard) -> None:
         raise RequestError(f"at most {MAX_LOGIT_BIASES} tokens can be biased", "logit_bias")
     if not all(0 <= token_id < card.vocab_size and math.isfinite(value) for token_id, value in biases):
         raise RequestError(f"token ids must lie in [0, {card.vocab_size}), and values be finite", "logit_bias")
+
+
+def _check_allowed(sampling: SamplingParams, card: ModelCard) -> None:
+    """An id must be left before `min_new_tokens` too."""
+    allowed, name = frozenset(sampling.allowed_token_ids), "allowed_token_ids"
+    if not all(0 <= token_id < card.vocab_size for token_id in allowed):
+        raise RequestError(f"token ids must lie in [0, {card.vocab_size})", name)
+    if len(allowed) + len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        raise RequestError(f"at most {MAX_LOGIT_BIASES} tokens can be allowed or biased", name)
+    if allowed and sampling.min_new_tokens and allowed <= ending_ids(sampling, card):
+        raise RequestError("all of them end a choice, which min_tokens forbids", name)
 
 
 def _check_scoring(request: GenerationRequest, card: ModelCard) -> None:

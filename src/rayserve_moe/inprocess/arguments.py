@@ -32,6 +32,7 @@ class SamplingParams(SharedSampling):
 
     max_tokens: int | None = 16
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     min_tokens: int = 0

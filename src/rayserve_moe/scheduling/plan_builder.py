@@ -13,6 +13,7 @@ from rayserve_moe.scheduling.rank_step import RankStep
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import (
+    ALLOWED,
     NO_BLOCK_WORK,
     NO_NEW_ROWS,
     NO_PAGE_CHANGES,
@@ -122,7 +123,8 @@ def _adjustment(sequence: Sequence) -> RowAdjustment:
     sampling, num_prompt = sequence.request.sampling, sequence.num_prompt_tokens
     counts = _penalizes(sampling)
     withheld = [(token_id, WITHHELD) for token_id in sorted(sequence.withheld_ids if _first_end(sequence) else ())]
-    biases = [*sampling.logit_bias, *withheld]
+    allowed = [(token_id, ALLOWED) for token_id in sorted(set(sampling.allowed_token_ids))]
+    biases = [*allowed, *sampling.logit_bias, *withheld]
     return RowAdjustment(
         sequence.row,
         prompt_ids=sequence.token_ids[:num_prompt].copy() if counts else NO_IDS,
@@ -139,7 +141,7 @@ def _first_end(sequence: Sequence) -> int:
 
 
 def _adjusts(params: SamplingParams) -> bool:
-    return _penalizes(params) or len(params.logit_bias) > 0
+    return _penalizes(params) or len(params.logit_bias) + len(params.allowed_token_ids) > 0
 
 
 def _penalizes(params: SamplingParams) -> bool:

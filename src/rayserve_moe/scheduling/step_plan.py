@@ -35,6 +35,9 @@ MAX_WITHHELD_IDS = 128
 WITHHELD = -np.inf
 """The bias of an id that is withheld."""
 
+ALLOWED = np.inf
+"""The bias of an id that is allowed where others are not."""
+
 
 def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
     return np.zeros((0,) if columns is None else (0, columns), dtype)
@@ -99,7 +102,8 @@ class RowSampling:
 class RowAdjustment:
     """What a new row's logits are adjusted by: the tokens that penalties count, int32, and biases by token id.
 
-    A bias of WITHHELD counts up to the first position where withheld ids may stand.
+    A bias of WITHHELD counts up to the first position where withheld ids may stand. Those of ALLOWED come first: where
+    there are any, no other ids are sampled.
     """
 
     row: int

@@ -14,7 +14,7 @@ from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests import SamplingParams
 from tests.support.asking import adjusted_by_definition
 
-VOCABULARY, NUM_ROWS, NUM_BIASES = 24, 5, 3
+VOCABULARY, NUM_ROWS, NUM_BIASES = 24, 5, 6
 WHOLE = VocabularyPart(VOCABULARY, VOCABULARY)
 compiled_adjust = jax.jit(partial(adjust, part=WHOLE))
 compiled_note = jax.jit(partial(note_samples, part=WHOLE))
@@ -81,6 +81,26 @@ def test_withheld_words_keep_no_probability_whatever_else_raises_them_and_later_
     assert found[1, 3] == logits[1, 3] + 50, "nothing is withheld from this row any more"
     probabilities = np.asarray(jax.nn.softmax(found[2]))
     assert probabilities[3] == 0 and np.isfinite(found).all()
+
+
+def test_only_allowed_words_keep_a_probability_with_all_that_else_changes_them():
+    logits = (np.random.default_rng(5).standard_normal((3, VOCABULARY)) * 3).astype(np.float32)
+    allowed = (2, 5, 23)
+    some = SamplingParams(
+        allowed_token_ids=allowed, logit_bias=((5, 2.0), (7, 90.0)), min_new_tokens=1, stop_token_ids=(23,)
+    )
+    others = SamplingParams(presence_penalty=0.5)
+    entries = [*((token_id, np.inf) for token_id in allowed), *some.logit_bias, (23, -np.inf)]
+    state = state_of({0: [], 2: []}, {0: [], 2: [2]}, {0: entries})
+    found = np.asarray(
+        compiled_adjust(logits, state, rows_S=np.array([0, 2, 0]), penalties=penalties_of([some, others, None]))
+    )
+    expected = adjusted_by_definition(logits[0], some, prompt=[], outputs=[])
+    np.testing.assert_allclose(found[0], np.maximum(expected, np.finfo(np.float32).min), rtol=1e-6)
+    assert np.isfinite(expected).sum() == 2, "the third one is withheld"
+    expected = adjusted_by_definition(logits[1], others, prompt=[], outputs=[2])
+    np.testing.assert_allclose(found[1], expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(found[2], logits[2])
 
 
 def test_nothing_is_touched_where_nobody_adjusts():
