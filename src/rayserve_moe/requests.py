@@ -108,6 +108,8 @@ class GenerationRequest:
     """Replaces what the router selects at the prompt positions that it has rows for."""
     stream_routed_experts: bool = stated(False, FLAG)
     """Send with every update the rows of its tokens."""
+    kept_special_ids: frozenset[int] = frozenset()
+    """Special tokens that stay in the text even where it leaves such out."""
     routed_experts_start: int = stated(0, COUNT, sglang=ROW_START, openai=ROW_START, vllm="routed_experts_prompt_start")
     """First position whose routing is returned, of the prompt or right after it."""
 

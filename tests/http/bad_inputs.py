@@ -192,6 +192,10 @@ BAD_CHAT = [
     _chat("alternatives of 21", param="top_logprobs", logprobs=True, top_logprobs=21),
     _chat("alternatives without log-probs", top_logprobs=2),
     _chat("tools", param="tools", tools=[{"type": "function", "function": {"name": MARKER}}]),
+    _chat("tools of another kind", param="tools", tools=[{"type": MARKER}]),
+    _chat("a tool that must be called", param="tool_choice", tool_choice={"type": MARKER}),
+    _chat("tools as an object", param="tools", tools={MARKER: {}}),
+    _chat("parallel calls as a number", param="parallel_tool_calls", parallel_tool_calls=1),
     _chat("a JSON answer", param="response_format", response_format={"type": MARKER}),
     _chat("negative max_completion_tokens", param="max_completion_tokens", max_completion_tokens=-5),
 ]  # fmt: skip

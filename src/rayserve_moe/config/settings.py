@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
+
 
 class SettingsError(ValueError):
     """A setting that is unknown, of the wrong type, out of range, or at odds with another."""
@@ -218,6 +220,11 @@ class ServerSettings:
     """Bytes of bodies and prompts that are read, parsed and tokenized at once; what comes beyond is answered 429."""
     drain_timeout_s: float = _number(120.0, (0, DAY_S))
     """Seconds running requests get to finish at shutdown."""
+    tool_call_parser: str = _choice("auto", "none", *TOOL_CALL_PARSERS)
+    """How tool calls are read from answers of chats: `auto` by the tokenizer's `response_template`, else by the markers
+    in the chat template; `none` leaves them in the content; or a parser by its name in vLLM or SGLang."""
+    reasoning_parser: str = _choice("auto", "none", *REASONING_PARSERS)
+    """How reasoning is separated from the content of answers of chats, in the same way."""
 
 
 @dataclass(frozen=True)

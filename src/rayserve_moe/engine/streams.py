@@ -24,7 +24,9 @@ class GenerationStream:
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
         num_prompt_tokens = len(request.prompt_ids)
         self._texts = [
-            ChoiceText(tokenizer, request.sampling, num_prompt_tokens=num_prompt_tokens)
+            ChoiceText(
+                tokenizer, request.sampling, num_prompt_tokens=num_prompt_tokens, kept_ids=request.kept_special_ids
+            )
             for _ in range(request.sampling.n)
         ]
         self._num_unfinished = request.sampling.n

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
+from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 
 _ENCODING_THREADS = partial(ThreadPoolExecutor, max_workers=2, thread_name_prefix="encode")
@@ -31,6 +32,12 @@ class ApiState:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "admission", Admission(self.server.max_intake_bytes))
+
+    @cached_property
+    def chat_output(self) -> ChatOutput:
+        """How answers of chats are split. ValueError where the tokenizer has no usable template for it."""
+        parsers = {"tool_call_parser": self.server.tool_call_parser, "reasoning_parser": self.server.reasoning_parser}
+        return ChatOutput(self.tokenizer, **parsers)
 
     @property
     def card(self) -> ModelCard:

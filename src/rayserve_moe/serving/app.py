@@ -57,7 +57,9 @@ class MoeServer:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         engine, traffic = self._engine, self._traffic
-        return create_api(ApiState(engine.loop, engine.tokenizer, self._server, traffic=traffic))
+        state = ApiState(engine.loop, engine.tokenizer, self._server, traffic=traffic)
+        log.info("formats of tool calls and reasoning in answers of chats: %s, %s", *state.chat_output.format)
+        return create_api(state)
 
     async def drain(self) -> int:
         """Refuse new requests from now on; returns how many are in progress."""

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rayserve_moe.text.chat_history import argument_forms, with_calls, with_reasoning
 from rayserve_moe.text.tokenizer import Tokenizer
 
 # What a template may be given by name besides its own variables; every other option of transformers is ours to set.
@@ -36,7 +37,7 @@ def render_chat(
     """Render OpenAI messages to the text of a prompt.
 
     Content may be a string, or a list of text parts, which are joined by newlines. `tools` and `template_kwargs`
-    (`chat_template_kwargs` on the wire) reach the template as they are.
+    (`chat_template_kwargs` on the wire) reach the template as they are, calls and reasoning as it reads them.
     """
     if not getattr(tokenizer.backing, "chat_template", None):
         raise ChatTemplateError(f"{tokenizer.directory}: the checkpoint has no chat template; send a plain prompt")
@@ -49,10 +50,23 @@ def render_chat(
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
     if tools:
         options["tools"] = [dict(tool) for tool in tools]
-    try:
-        return str(tokenizer.backing.apply_chat_template(conversation, tokenize=False, **options))
-    except _REFUSALS as error:
-        raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
+    template = template_text(tokenizer)
+    conversation = [with_reasoning(message, template=template) for message in conversation]
+    has_calls = any(message.get("tool_calls") for message in conversation)
+    refusal: Exception | None = None
+    for as_objects in argument_forms(template)[: 1 + has_calls]:
+        written = [with_calls(message, as_objects=as_objects) for message in conversation]
+        try:
+            return str(tokenizer.backing.apply_chat_template(written, tokenize=False, **options))
+        except _REFUSALS as error:
+            refusal = refusal or error
+    raise ChatTemplateError(f"the chat template refused the messages: {refusal}") from refusal
+
+
+def template_text(tokenizer: Tokenizer) -> str:
+    """Return the text of the checkpoint's chat template, of all where it has several; empty without one."""
+    template = getattr(tokenizer.backing, "chat_template", None)
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 def encode_chat(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from rayserve_moe.text.chat import template_text
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.by_template import split_by_template
 from rayserve_moe.text.tool_calls.harmony import split_harmony
@@ -15,6 +17,7 @@ from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, HARMONY, RESPONS
 from rayserve_moe.text.tool_calls.splitter import OutputSplitter, Split, split_text
 from rayserve_moe.text.tool_calls.tape import Tools
 
+_TOOLS = re.compile(r"\btools\b")
 _TAIL = 16
 """Last tokens of a prompt, among which those are that begin reasoning."""
 
@@ -34,7 +37,13 @@ class ChatOutput:
         )
         if RESPONSE_TEMPLATE in self.format and own is None:
             raise ValueError(f"{tokenizer.directory}: the tokenizer has no response_template: name another parser")
+        self._special_ids = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids}
         self._own = load_response_template(own) if own is not None and RESPONSE_TEMPLATE in self.format else None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the checkpoint's chat template has a place for tools."""
+        return _TOOLS.search(template_text(self._tokenizer)) is not None
 
     def kept_ids(self, *, has_calls: bool, has_reasoning: bool) -> frozenset[int]:
         """Special ids that have to stay in the text of an answer, so that it can be split."""
@@ -44,7 +53,7 @@ class ChatOutput:
         markers = {*(CALL_FORMATS[calls].markers if calls else ()), *(THINKING[reasoning][:2] if reasoning else ())}
         if HARMONY in (calls, reasoning):
             markers |= set(CALL_FORMATS[HARMONY].markers)
-        return frozenset(each for each in self._tokenizer.special_ids if self._tokenizer.token_text(each) in markers)
+        return frozenset(self._special_ids[marker] for marker in markers & self._special_ids.keys())
 
     def splitter(
         self,
@@ -85,12 +94,6 @@ class ChatOutput:
             is_begun = tail.endswith(thinking.begin) or (thinking.is_begun and not tail.endswith(thinking.end))
             thinking = thinking._replace(is_begun=is_begun)
         return split_text(thinking, None if calls is None else CALL_FORMATS[calls])
-
-
-def template_text(tokenizer: Tokenizer) -> str:
-    """Return the text of the checkpoint's chat template, of all where it has several; empty without one."""
-    template = getattr(tokenizer.backing, "chat_template", None)
-    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:

@@ -89,8 +89,17 @@ def _find(text: str, stop: str, first_end: int) -> int:
 class ChoiceText:
     """Follows one choice from update to delta. Feed it every update of that choice, in order."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, num_prompt_tokens: int) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        num_prompt_tokens: int,
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`kept_ids` are special tokens that are text even where such are left out."""
+        skips = sampling.skip_special_tokens
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips, kept_ids=kept_ids)
         keeps = "rest" if sampling.no_stop_trim else "stop" if sampling.include_stop_str_in_output else None
         self._scanner = StopStringScanner(sampling.stop, keeps=keeps) if sampling.stop else None
         self._keeps_stops, self._stops_after = keeps is not None, sampling.stop_strings_after

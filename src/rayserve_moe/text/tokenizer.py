@@ -96,9 +96,11 @@ class IncrementalDetokenizer:
     cost of a token does not depend on how many came before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +24,7 @@ from rayserve_moe.serving.responses.streaming import EventStream, to_json, while
 
 LARGE_ANSWER_BYTES = 65536
 _BYTES_PER_TOKEN = 64
+_Built = TypeVar("_Built")
 
 
 class Writer(Protocol):
@@ -42,8 +43,8 @@ class Writer(Protocol):
         """Whether an event about one choice has to wait for more output."""
         ...
 
-    def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
-        """Return the event of one choice from its new output; `so_far` holds no routing."""
+    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
+        """Return the events of one choice from its new output, perhaps none; `so_far` holds no routing."""
         ...
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
@@ -103,15 +104,16 @@ async def _events(state: ApiState, streams: RequestStreams, writer: Writer) -> A
         for choice in dict.fromkeys(choice for choice, _ in group):
             if not writer.defers(pending[choice]):
                 delta = pending.pop(choice)
-                event = partial(_event, writer, choice, results[choice], delta)
-                yield await built(state, event, size=size_of([delta]))
+                events = partial(_written, writer, choice, results[choice], delta)
+                for event in await built(state, events, size=size_of([delta])):
+                    yield event
     closing = writer.closing(results)
     if closing is not None:
         yield to_json(closing)
 
 
-def _event(writer: Writer, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> bytes:
-    return to_json(writer.chunk(choice, so_far, delta=delta))
+def _written(writer: Writer, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> list[bytes]:
+    return list(map(to_json, writer.chunks(choice, so_far, delta=delta)))
 
 
 def size_of(results: Iterable[ChoiceResult]) -> int:
@@ -125,7 +127,7 @@ def size_of(results: Iterable[ChoiceResult]) -> int:
     return size
 
 
-async def built(state: ApiState, build: Callable[[], bytes], *, size: int) -> bytes:
+async def built(state: ApiState, build: Callable[[], _Built], *, size: int) -> _Built:
     """Run `build`, which returns about `size` bytes: here, or in a thread of `state.encoding` where that is long."""
     if size < LARGE_ANSWER_BYTES:
         return build()

@@ -28,10 +28,10 @@ class NativeWriter:
         """No event waits."""
         return False
 
-    def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
+    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
         """Return all of a choice so far, with the rows of routing that are new."""
         answer = self._answer(choice, so_far, delta)
-        return {**answer, "index": choice} if self._as_list else answer
+        return [{**answer, "index": choice} if self._as_list else answer]
 
     def closing(self, results: Sequence[ChoiceResult]) -> None:
         """No event follows the last choice."""

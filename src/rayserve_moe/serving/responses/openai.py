@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 from rayserve_moe.engine.answers import stop_reason
-from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.responses.chat_parts import ChatParts
 from rayserve_moe.serving.responses.evidence import EvidenceWriter
 from rayserve_moe.serving.responses.logprobs import CompletionLogprobs, chat_logprobs, echoed_text
 from rayserve_moe.serving.responses.request_streams import RequestStreams
@@ -40,7 +41,10 @@ class OpenAIWriter:
             shares_prompt_rows=body.routed_experts_format == "nested",
             request_of_choice=request_of_choice,
         )
-        self._role = body.answering_role if isinstance(body, ChatBody) else ""
+        self._role, self._parts = "", None
+        if isinstance(body, ChatBody):
+            parts = ChatParts(state.chat_output, body, request_of_choice=request_of_choice)
+            self._role, self._parts = body.answering_role, parts if parts.is_active else None
         self._logprobs: list[CompletionLogprobs] = []
         if isinstance(body, CompletionBody) and body.logprobs is not None:
             self._logprobs = [CompletionLogprobs(self._tokenizer, r, body=body) for r in request_of_choice]
@@ -49,10 +53,7 @@ class OpenAIWriter:
         """Return the answer of a request that does not stream."""
         choices = []
         for choice, result in enumerate(results):
-            text = self._echoed(choice) + result.text
-            message = {"message": {"role": self._role, "content": text, "refusal": None}}
-            fields = message if self._is_chat else {"text": text}
-            choices.append(self._choice(choice, result, fields, so_far=result))
+            choices.append(self._choice(choice, result, self._whole_text(choice, result.text), so_far=result))
         return {
             **self._envelope,
             "object": "chat.completion" if self._is_chat else "text_completion",
@@ -66,19 +67,27 @@ class OpenAIWriter:
         """Log-probs of an echoed prompt, which stand before everything else, come with the end of a choice."""
         return bool(self._logprobs) and self._body.echo and delta.finish is None
 
-    def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
-        """Return the event of one choice; `usage` is null where only the last event counts tokens."""
+    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
+        """Return the events of one choice; `usage` is null where only the last event counts tokens.
+
+        Whatever is not text comes with the last of them. There is none where parts of the answer are held back, unless
+        something else is to be sent.
+        """
         is_first = choice not in self._started
         self._started.add(choice)
-        text = self._echoed(choice) + delta.text if is_first else delta.text
-        role = {"role": self._role} if is_first else {}
-        fields = {"delta": {**role, "content": text}} if self._is_chat else {"text": text}
-        event = self._event([self._choice(choice, delta, fields, so_far=so_far, is_first=is_first)])
-        event |= self._evidence.of_chat([so_far], is_first=is_first)
+        *earlier, last = self._new_texts(choice, delta, is_first=is_first)
+        written = self._choice(choice, delta, last, so_far=so_far, is_first=is_first)
+        if not earlier and not any(value for name, value in written.items() if name != "index"):
+            return []
+        nothing = {"logprobs": None, "finish_reason": None}
+        events = [self._event([choice]) for choice in ({"index": choice, **text, **nothing} for text in earlier)]
+        events.append(self._event([written]))
+        events[0] |= self._evidence.of_chat([so_far], is_first=is_first)
         if (options := self._body.stream_options) and options.include_usage:
             request = self._request_of_choice[choice]
-            event["usage"] = usage_of([request], [so_far]) if options.usage_in_events else None
-        return event
+            for event in events:
+                event["usage"] = usage_of([request], [so_far]) if options.usage_in_events else None
+        return events
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
         """Return the event that counts tokens, if it was asked for."""
@@ -89,6 +98,32 @@ class OpenAIWriter:
     def _event(self, choices: list[dict]) -> dict:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return {**self._envelope, "object": kind, "choices": choices, **self._prompt_rows(choices)}
+
+    def _whole_text(self, choice: int, text: str) -> dict:
+        echoed = self._echoed(choice)
+        if not self._is_chat:
+            return {"text": echoed + text}
+        plain = {"content": echoed + text, "refusal": None}
+        message = plain if self._parts is None else self._parts.message(choice, text, echoed=echoed)
+        return {"message": {"role": self._role, **message}}
+
+    def _new_texts(self, choice: int, delta: ChoiceResult, *, is_first: bool) -> list[dict]:
+        """Return the text of every event that new output makes, at least one."""
+        echoed = self._echoed(choice) if is_first else ""
+        if not self._is_chat:
+            return [{"text": echoed + delta.text}]
+        role = {"role": self._role} if is_first else {}
+        if self._parts is None:
+            return [{"delta": {**role, "content": echoed + delta.text}}]
+        deltas = self._parts.deltas(choice, delta.text, is_last=delta.finish is not None)
+        first = [{**role, "content": echoed}] if is_first else []
+        return [{"delta": each} for each in (first + deltas or [{}])]
+
+    def _finish_reason(self, choice: int, finish: FinishReason | None) -> str | None:
+        """Return why a choice ended: to call tools, where it stopped by itself and does."""
+        if finish is None or finish.kind != "stop" or self._parts is None or not self._parts.has_calls(choice):
+            return None if finish is None else finish.kind
+        return "tool_calls"
 
     def _echoed(self, choice: int) -> str:
         if not self._body.echo:
@@ -105,7 +140,7 @@ class OpenAIWriter:
             "index": choice,
             **text,
             "logprobs": self._logprobs_of(choice, delta),
-            "finish_reason": None if finish is None else finish.kind,
+            "finish_reason": self._finish_reason(choice, finish),
             "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
             "matched_stop": None if finish is None else finish.matched,
             **self._evidence.of_choice(choice, delta, so_far=so_far, is_first=is_first),

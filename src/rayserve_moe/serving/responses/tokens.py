@@ -44,7 +44,7 @@ class TokenWriter:
         """No event waits."""
         return False
 
-    def chunk(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> dict:
+    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
         """Return the event of one choice; log-probs of the prompt come with its end."""
         event = self._answer([self._choice(choice, delta)])
         if not self._has_begun:
@@ -54,7 +54,7 @@ class TokenWriter:
             event |= self._prompt_logprobs([delta])
         if (options := self._body.stream_options) and options.usage_in_events:
             event["usage"] = usage_of([self._request_of_choice[choice]], [so_far])
-        return event
+        return [event]
 
     def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
         """Return the event that counts tokens, if it was asked for."""

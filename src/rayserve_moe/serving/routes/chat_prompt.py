@@ -13,12 +13,15 @@ from rayserve_moe.serving.routes.request_parts import encoded, prompt_ids_of
 from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.serving.schemas.text_tokens import TokenizeBody
 from rayserve_moe.text.chat import ChatTemplateError, ReservedOptionError, encode_chat
+from rayserve_moe.text.chat_output import ChatOutput
 
 _BYTES_PER_MESSAGE = 64
 
 
 async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.ndarray:
     """Return int32 ids. ApiError 400 for messages or options that the template refuses, and for too long a prompt."""
+    if body.offered_tools:
+        _check_tools(state.chat_output)
     if body.input_ids is not None:
         (ids,) = await prompt_ids_of(state, [body.input_ids], param="input_ids", request=request)
         return ids
@@ -28,9 +31,20 @@ async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.n
 async def rendered_ids(state: ApiState, body: ChatBody | TokenizeBody, *, request: Request) -> np.ndarray:
     """Return what the template makes of the messages, int32."""
     size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in body.messages or ())
+    tools = body.offered_tools if isinstance(body, ChatBody) else []
+    size += sum(len(str(tool)) for tool in tools)
     size += sum(len(text) for document in body.documents or () for text in document.values())
     with state.admission.holding(size):
         return await state.admission.run(lambda _: _rendered(state, body), size=size, receive=request.receive)
+
+
+def _check_tools(output: ChatOutput) -> None:
+    """ApiError 400 where the model would not see tools, or its calls could not be separated from content."""
+    if not output.takes_tools:
+        raise ApiError(400, "the checkpoint's chat template has no place for `tools`", param="tools")
+    if output.format.calls is None:
+        message = "how this checkpoint writes tool calls is not known: name a parser by the setting `tool_call_parser`"
+        raise ApiError(400, f"`tools`: {message}", param="tools")
 
 
 def _num_characters(content: str | list[dict] | None) -> int:
@@ -45,6 +59,7 @@ def _rendered(state: ApiState, body: ChatBody | TokenizeBody) -> np.ndarray:
         messages,
         add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=body.opens_answer,
+        tools=body.offered_tools if isinstance(body, ChatBody) else None,
         template_kwargs=body.template_options,
     )
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond
+from rayserve_moe.serving.responses.chat_parts import asked_parts
 from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.request_streams import open_streams
 from rayserve_moe.serving.routes.chat_prompt import chat_ids
@@ -71,7 +73,11 @@ async def _requests(
         given |= {"max_tokens": next(limit for limit in limits if limit is not None), "echo": False}
     forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=len(prompts) > 1)
     ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{position}" for position in range(len(prompts))]
-    return [
+    requests = [
         build_request(prompt_ids, given, dialect=OPENAI, card=state.card, request_id=request_id, forced=rows)
         for request_id, prompt_ids, rows in zip(ids, prompts, forced, strict=True)
     ]
+    if not isinstance(body, ChatBody):
+        return requests
+    kept_ids = state.chat_output.kept_ids(**asked_parts(body))
+    return [replace(request, kept_special_ids=kept_ids) for request in requests]

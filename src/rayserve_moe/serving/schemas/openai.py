@@ -20,6 +20,7 @@ from rayserve_moe.serving.schemas.field_types import (
 )
 from rayserve_moe.serving.schemas.prompt_types import Prompts, TokenIds
 from rayserve_moe.serving.schemas.template_fields import TemplateFields
+from rayserve_moe.serving.schemas.tool_fields import ToolFields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -123,7 +124,7 @@ class ChatMessage(RequestBody):
     content: Content = None
 
 
-class ChatBody(OpenAIGeneration, TemplateFields):
+class ChatBody(OpenAIGeneration, TemplateFields, ToolFields):
     """Body of `/v1/chat/completions`. As in SGLang, `input_ids` are the prompt instead of what the template renders."""
 
     echo: bool = False

@@ -1,0 +1,76 @@
+"""Fields of a chat about tools, and about what becomes of reasoning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+
+from rayserve_moe.serving.schemas.field_types import RequestBody, fault
+
+MAX_TOOLS = 1024
+_LONGEST_NAME = 256
+
+
+def _check_tools(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > MAX_TOOLS or not all(map(_is_function, value)):
+        raise fault(
+            f"should be a list of at most {MAX_TOOLS} objects of type function, each with a function that has a name"
+        )
+    return value
+
+
+def _is_function(tool: object) -> bool:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        return False
+    function = tool["function"]
+    name, parameters = function.get("name"), function.get("parameters")
+    is_named = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
+    return is_named and (parameters is None or isinstance(parameters, dict))
+
+
+def _check_choice(value: object) -> str:
+    if value not in ("none", "auto"):
+        raise fault(
+            "can be none or auto: a required or a named tool needs structured output, which is not computed here"
+        )
+    return str(value)
+
+
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": _LONGEST_NAME},
+        "parameters": {"type": ["object", "null"]},
+    },
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+}
+_TOOLS = {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}
+
+ToolList = Annotated[list[dict[str, Any]], PlainValidator(_check_tools), WithJsonSchema(_TOOLS)]
+ToolChoice = Annotated[str, PlainValidator(_check_choice), WithJsonSchema({"enum": ["none", "auto"]})]
+
+
+class ToolFields(RequestBody):
+    """Tools reach the template as they are, and no template where the choice is none.
+
+    `include_reasoning` false leaves reasoning out, `separate_reasoning` false leaves it in the content with its
+    markers, and `stream_reasoning` false sends it at once, when it has ended.
+    """
+
+    tools: ToolList = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools

@@ -1,0 +1,65 @@
+"""A checkpoint that writes what a script says: every token has one that follows it, whatever came before.
+
+Layers add nothing to their input, so that logits depend on the last token alone; experts are routed as ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from tokenizers import pre_tokenizers
+
+from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID
+from tests.support.engines import write_served
+
+FIRST_ID = 300
+SURE = 50.0
+
+
+def write_scripted(
+    directory: Path, scripts: Mapping[str, Sequence[str]], *, template: str, special: Sequence[str] = ()
+) -> Path:
+    """Write a checkpoint that answers a prompt that ends in a script's character with the tokens of the script.
+
+    No two tokens may be alike. `special` are those that are special ones.
+    """
+    path = write_served(directory)
+    ids = {piece: FIRST_ID + i for i, piece in enumerate(piece for script in scripts.values() for piece in script)}
+    assert len(ids) == sum(map(len, scripts.values()))
+    vocabulary = _rename(path / "tokenizer.json", ids, special)
+    (path / "chat_template.jinja").write_text(template)
+    after = {
+        one: other
+        for start, script in scripts.items()
+        for one, other in zip([vocabulary[start], *map(ids.get, script)], [*map(ids.get, script), EOS_ID], strict=True)
+    }
+    weights = load_file(path / "model.safetensors")
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = np.zeros_like(weights[name])
+    embedding = weights["model.embed_tokens.weight"]
+    head = np.zeros_like(weights["lm_head.weight"])
+    for one, other in after.items():
+        head[other] += SURE * embedding[one] / np.linalg.norm(embedding[one]) / np.sqrt(embedding.shape[1])
+    weights["lm_head.weight"] = head
+    weights["model.norm.weight"] = np.ones_like(weights["model.norm.weight"])
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def _rename(file: Path, ids: Mapping[str, int], special: Sequence[str]) -> dict[str, int]:
+    """Give tokens new texts; returns the vocabulary."""
+    written = json.loads(file.read_text())
+    vocabulary = written["model"]["vocab"]
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    for piece, token_id in ids.items():
+        del vocabulary[f"<id_{token_id}>"]
+        vocabulary["".join(word for word, _ in spell(piece))] = token_id
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    written["added_tokens"] += [{"id": ids[token], "content": token, **flags} for token in special]
+    file.write_text(json.dumps(written))
+    return vocabulary

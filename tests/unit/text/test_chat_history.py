@@ -1,0 +1,75 @@
+"""Templates get calls and reasoning of earlier turns as they read them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rayserve_moe.text.chat import ChatTemplateError, render_chat
+from rayserve_moe.text.chat_history import with_calls, with_reasoning
+from rayserve_moe.text.tokenizer import Tokenizer
+
+TEXT, OBJECT = '{"n":  5}', {"n": 5}
+EACH = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+END = "{% endfor %}{% endfor %}"
+EITHER = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ 'object' }}{% endif %}"
+TEMPLATES = {
+    "text where it is asked for": (EITHER, TEXT),
+    "an object by default": ("{{ c.function.arguments | tojson }}", '{"n": 5}'),
+    "items of an object": ("{% for k, v in c['function']['arguments'] | items %}{{ k ~ v }}{% endfor %}", "n5"),
+    "text where only that works": ("{{ 'a' + c['function']['arguments'] }}", "a" + TEXT),
+}
+
+
+def calling(arguments: object) -> list[dict]:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.fixture
+def made(tmp_path, directory):
+    def make(template: str) -> Tokenizer:
+        path = Path(shutil.copytree(directory, tmp_path / "model"))
+        (path / "chat_template.jinja").write_text(template)
+        return Tokenizer(path)
+
+    return make
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arguments_have_the_form_that_the_template_reads(made, name):
+    template, rendered = TEMPLATES[name]
+    assert render_chat(made(EACH + template + END), calling(TEXT)) == rendered
+
+
+def test_arguments_given_as_an_object_are_text_where_only_that_works(made):
+    assert render_chat(made(EACH + TEMPLATES["text where only that works"][0] + END), calling(OBJECT)) == 'a{"n": 5}'
+
+
+@pytest.mark.parametrize("calls", ["x", 5, ["x"], [{"function": "x"}], [{"function": {}}], [{}]])
+def test_calls_that_are_none_stay_as_they_are(calls):
+    message = {"role": "assistant", "tool_calls": calls}
+    written = with_calls(message, as_objects=True)
+    assert written == message or written["tool_calls"] == [{"function": {"arguments": None}}]
+
+
+def test_no_json_stays_text_and_no_arguments_are_an_empty_object(made):
+    template = made(EACH + "{{ c.function.arguments | tojson }}" + END)
+    for given, rendered in (("{oops", '"{oops"'), ("[5]", '"[5]"'), ("", "{}"), (" ", "{}")):
+        assert render_chat(template, calling(given)) == rendered
+
+
+def test_a_template_that_takes_neither_form_refuses(made):
+    with pytest.raises(ChatTemplateError, match="no calls"):
+        render_chat(made(EACH + "{{ raise_exception('no calls') }}" + END), calling(TEXT))
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_there_under_every_name(name):
+    written = with_reasoning({"role": "assistant", name: "why"}, template="{{ m.reasoning_content }}{{ m.thinking }}")
+    assert written == {"role": "assistant", "reasoning": "why", "reasoning_content": "why"}
+    assert with_reasoning({name: "why"}, template='"thinking" in m')["thinking"] == "why"
+    beside = {name: "why", "content": "x", "tool_calls": [{}]}
+    assert "thinking" not in with_reasoning(beside, template='"thinking" in m')
