@@ -141,7 +141,7 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     def multiply(rows: jax.Array, product: _Product) -> jax.Array:
         out = jax.lax.ragged_dot(rows, product.matrices, sizes_X, preferred_element_type=jnp.float32)
         if product.scales is not None:
-            out = out * product.scales.at[slot_of_row, 0].get(mode="clip")
+            out = out * take_scales(product.scales, slot_of_row)
         return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
 
     gate_up, down = _products(weights)
@@ -150,6 +150,22 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     down = multiply(inner, down)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
+
+
+def take_scales(scales_X1F: jax.Array, slots_N: jax.Array) -> jax.Array:
+    """The scales of each row's slot, float32 [N, F]; zeros for a slot that is none.
+
+    A product with rows of zeros and a single one, which TPUs finish in a fraction of the time of a gather. It is exact:
+    three bfloat16 numbers make up a float32 one.
+    """
+    parts, rest_XF = [], scales_X1F[:, 0]
+    for _ in range(3):
+        # Not by converting to and fro, which compilers leave out.
+        part_XF = jax.lax.reduce_precision(rest_XF, exponent_bits=8, mantissa_bits=7)
+        parts.append(part_XF.astype(jnp.bfloat16))
+        rest_XF = rest_XF - part_XF
+    is_slot_NY = slots_N[:, None] == np.tile(np.arange(len(scales_X1F), dtype=np.int32), len(parts))
+    return jnp.dot(is_slot_NY.astype(jnp.bfloat16), jnp.concatenate(parts), preferred_element_type=jnp.float32)
 
 
 def sum_results(

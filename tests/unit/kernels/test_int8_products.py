@@ -13,6 +13,7 @@ from rayserve_moe.kernels.expert_products import (
     ProductConfig,
     multiply_by_ragged_dot,
     multiply_in_blocks,
+    take_scales,
 )
 from tests.support.int8 import random_experts
 
@@ -49,6 +50,14 @@ def test_any_scales_are_within_the_rounding_of_float32(kernel):
     quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=2)
     found, wanted = (product(kernel, each, "float32") for each in (quantized, plain))
     np.testing.assert_allclose(found, wanted, atol=4e-6 * np.abs(wanted).max())
+
+
+def test_scales_of_rows_have_every_bit():
+    generator = np.random.default_rng(8)
+    scales = np.exp2(generator.uniform(-60, 60, (5, 1, 200))).astype(np.float32)
+    slots = generator.integers(0, 6, 40).astype(np.int32)
+    found = np.asarray(jax.jit(take_scales)(jnp.asarray(scales), jnp.asarray(slots)))
+    np.testing.assert_array_equal(found, np.concatenate([scales[:, 0], np.zeros((1, 200), np.float32)])[slots])
 
 
 @KERNEL
