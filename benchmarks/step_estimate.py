@@ -35,36 +35,41 @@ class EstimatedCase:
     batch: int
     layers: int
     tensor: int = 1
+    expert_dtype: str = "auto"
 
     def options(self) -> list[str]:
         """The options of `compile-check`."""
         served = ["--model", self.model, "--topology", self.topology, "--tp", str(self.tensor)]
         sizes = ["--context", str(CONTEXT), "--batch", str(self.batch), "--prefill-tokens", str(PREFILL_TOKENS)]
-        return [*served, *sizes, "--page-size", "128", "--programs", self.program, "--layers", str(self.layers)]
+        chosen = ["--page-size", "128", "--programs", self.program, "--layers", str(self.layers)]
+        return [*served, *sizes, *chosen, "--expert-dtype", self.expert_dtype]
 
 
-def _cases(name: str, model: str, topology: str, *, devices: int, layers: int) -> Iterator[tuple[str, EstimatedCase]]:
+def _cases(
+    name: str, model: str, topology: str, *, devices: int, layers: int, expert_dtype: str = "auto"
+) -> Iterator[tuple[str, EstimatedCase]]:
     """Decode steps of all layers and a prefill step of three, by name. Where sequences are too few for a data rank on
     every device, devices share the heads.
     """
     for sequences in SEQUENCES:
         ranks = min(devices, sequences)
         batch, tensor = sequences // ranks, devices // ranks
-        case = EstimatedCase(model, topology, f"decode_{batch}", batch, layers, tensor)
+        case = EstimatedCase(model, topology, f"decode_{batch}", batch, layers, tensor, expert_dtype)
         yield f"{name} on {topology}, decode, {sequences} sequences", case
-    prefill = EstimatedCase(model, topology, f"prefill_{PREFILL_TOKENS}", 16, 3)
+    prefill = EstimatedCase(model, topology, f"prefill_{PREFILL_TOKENS}", 16, 3, expert_dtype=expert_dtype)
     yield f"{name} on {topology}, prefill, {PREFILL_TOKENS * devices} tokens", prefill
 
 
 CASES = dict(
     [
         *_cases("30B", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48),
+        *_cases("30B int8", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48, expert_dtype="int8"),
         *_cases("30B", "qwen3-30b-a3b", "v6e:4x4", devices=16, layers=48),
         *_cases("235B", "qwen3-235b-a22b", "v5p:2x4x4", devices=32, layers=94),
     ]
 )
-"""All layers of a decode step are compiled, which takes hardly longer than few: they are one loop. A prefill step has
-tables of experts as small as its layers are few, which is 2 % of the step.
+"""`int8` are experts of `expert_dtype: int8`. All layers of a decode step are compiled, which takes hardly longer than
+few: they are one loop. A prefill step has tables of experts as small as its layers are few, which is 2 % of the step.
 """
 
 KEY = "step_estimate"

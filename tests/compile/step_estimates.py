@@ -21,9 +21,10 @@ CASES = {
     "tpu7x:2x2x1, 16 per rank": ("tpu7x:2x2x1", 16),
     "v6e:2x4, 2 per rank": ("v6e:2x4", 2),
     "v6e:2x4, 128 per rank": ("v6e:2x4", 128),
+    "v6e:2x4, 32 per rank, int8": ("v6e:2x4", 32),
 }
-"""Topology, sequences per data rank, in pages of 128. All layers are compiled: what grows with them is part of the
-estimate."""
+"""Topology, sequences per data rank, in pages of 128; `int8` are experts in int8. All layers are compiled: what grows
+with them is part of the estimate."""
 
 
 def figures_of(case: str) -> dict[str, float]:
@@ -32,6 +33,7 @@ def figures_of(case: str) -> dict[str, float]:
     command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", "--model", MODEL, "--topology", topology]
     options = ["--context", str(CONTEXT), "--batch", str(batch), "--page-size", "128"]
     wanted = ["--programs", f"decode_{batch}", "--estimate", "--json"]
+    wanted += ["--expert-dtype", "int8" if case.endswith("int8") else "auto"]
     done = subprocess.run([*command, *options, *wanted], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (report,) = json.loads(done.stdout)["programs"]
