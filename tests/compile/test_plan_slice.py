@@ -41,12 +41,16 @@ STEPS = {
     "30B on v6e:2x4, decode, 256 sequences": StepTokens(32, 1024),
     "30B on v6e:2x4, decode, 1024 sequences": StepTokens(128, 1024),
     "30B on v6e:2x4, prefill, 65536 tokens": StepTokens(16, 1024, 8192),
+    "30B int8 on v6e:2x4, decode, 16 sequences": StepTokens(2, 1024),
+    "30B int8 on v6e:2x4, decode, 256 sequences": StepTokens(32, 1024),
 }
 
 
 @cache
-def model() -> ModelConfig:
-    return model_config(SPEC, plan_for(devices_of(SLICE), data_size=8), experts=ExpertSettings())
+def model(expert_dtype: str = "auto") -> ModelConfig:
+    return model_config(
+        SPEC, plan_for(devices_of(SLICE), data_size=8), experts=ExpertSettings(weight_dtype=expert_dtype)
+    )
 
 
 def estimated(split: Split, *, traffic: Traffic = TRAFFIC, **given) -> Candidate:
@@ -58,7 +62,8 @@ def estimated(split: Split, *, traffic: Traffic = TRAFFIC, **given) -> Candidate
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_costs_what_the_compiled_one_is_estimated_at(name):
     """Operations as its roofline has them; links within a sixth or 20 us, ops within an eighth, the step within 8 %."""
-    compiled, cost = COMPILED[name], step_cost(model(), STEPS[name], topology=SLICE)
+    expert_dtype = "int8" if "int8" in name else "auto"
+    compiled, cost = COMPILED[name], step_cost(model(expert_dtype), STEPS[name], topology=SLICE)
     assert cost.flops_s == pytest.approx(compiled["roofline"]["flops_s"])
     assert cost.link_s == pytest.approx(compiled["roofline"]["link_s"], rel=1 / 6, abs=2e-5)
     assert cost.ops_s == pytest.approx(
@@ -101,6 +106,14 @@ def test_rows_are_as_many_as_the_memory_holds():
     assert candidate(SPEC, Split(SLICE, 2, 4), traffic=crowd, given=Assumptions(kv_dtype="float8_e4m3fn")) is None, (
         "a KV head on each device: the kernel takes pairs"
     )
+
+
+def test_experts_in_int8_take_half_the_memory_and_less_time():
+    wide, narrow = estimated(Split(SLICE, 8, 1)), estimated(Split(SLICE, 8, 1), expert_dtype="int8")
+    experts = SPEC.num_layers * 16 * 3 * SPEC.hidden_size * SPEC.experts.intermediate_size
+    scales = SPEC.num_layers * 16 * (2 * SPEC.experts.intermediate_size + SPEC.hidden_size) * 4
+    assert (wide.weights_gb - narrow.weights_gb) * 1e9 == pytest.approx(experts - scales)
+    assert narrow.decode.seconds < wide.decode.seconds and narrow.decode.backend == "pushed"
 
 
 def test_replicas_even_out_skewed_experts_and_cost_memory():

@@ -94,6 +94,7 @@ def step_cost(config: ModelConfig, *, dtype: str) -> StepCost:
         num_experts=spec.router.num_experts,
         top_k=spec.router.top_k,
         itemsize=jnp.dtype(dtype).itemsize,
+        expert_itemsize=jnp.dtype(config.experts.weight_dtype or dtype).itemsize,
         tensor_size=plan.tensor_size,
         data_size=plan.data_size,
     )

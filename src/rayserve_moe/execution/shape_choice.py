@@ -67,8 +67,8 @@ class StepCost:
     out: reading them takes as long in every shape.
 
     Weights are numbers of elements over all layers: `dense_weights` meet every token, `head_weights` single tokens,
-    `expert_weights` are those of one expert. `tensor_size` devices share the tokens of a data rank, and all `data_size`
-    ranks share the experts.
+    `expert_weights` are those of one expert. They take `itemsize` bytes, those of experts `expert_itemsize`.
+    `tensor_size` devices share the tokens of a data rank, and all `data_size` ranks share the experts.
     """
 
     device: Device
@@ -79,6 +79,7 @@ class StepCost:
     num_experts: int
     top_k: int
     itemsize: int
+    expert_itemsize: int
     tensor_size: int = 1
     data_size: int = 1
 
@@ -112,13 +113,22 @@ class StepCost:
             expert_rows = np.maximum(num_touched * block_rows, expert_rows + num_touched * block_rows / 2)
         dense, head = self.dense_weights / self.tensor_size, self.head_weights / self.tensor_size
         products = num_tokens * dense + num_singles * head + expert_rows * self.expert_weights
-        weights = dense + head / self.data_size + num_touched * self.expert_weights
-        reading, multiplying = weights * self.itemsize / self.device.bytes_per_s, 2 * products / self.device.flops
+        num_bytes = (dense + head / self.data_size) * self.itemsize
+        num_bytes = num_bytes + num_touched * self.expert_weights * self.expert_itemsize
+        reading, multiplying = num_bytes / self.device.bytes_per_s, 2 * products / self.device.flops
         return np.maximum(reading, multiplying) + num_blocks * self.num_layers * self.device.block_s
 
 
 SMALL_MODEL = StepCost(
-    CPU, 8, dense_weights=5.4e6, head_weights=4.2e6, expert_weights=3.1e6, num_experts=32, top_k=4, itemsize=4
+    CPU,
+    8,
+    dense_weights=5.4e6,
+    head_weights=4.2e6,
+    expert_weights=3.1e6,
+    num_experts=32,
+    top_k=4,
+    itemsize=4,
+    expert_itemsize=4,
 )
 """The `small` synthetic checkpoint on a CPU: stands in where no model is at hand."""
 

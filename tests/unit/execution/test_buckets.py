@@ -90,7 +90,9 @@ def test_a_model_costs_what_its_parameters_are(shape: str):
     counted = cost.dense_weights + spec.router.num_experts * cost.expert_weights
     assert counted == num_elements - embedding - mlp_norms
     assert cost.head_weights == spec.vocab_size * spec.hidden_size
-    assert (cost.itemsize, cost.tensor_size, cost.data_size) == (2, 2, 2)
+    assert (cost.itemsize, cost.expert_itemsize, cost.tensor_size, cost.data_size) == (2, 2, 2, 2)
+    narrow = replace(config, experts=replace(config.experts, weight_dtype="int8"))
+    assert step_cost(narrow, dtype="bfloat16") == replace(cost, expert_itemsize=1)
     assert cost.device.flops == CPU.flops / 4, "emulated devices share one machine"
 
 

@@ -103,6 +103,7 @@ def step_costs(draw: st.DrawFn) -> StepCost:
         device=draw(st.sampled_from([CPU, *TPUS.values()])),
         top_k=draw(st.integers(1, 32)),
         itemsize=draw(st.sampled_from([2, 4])),
+        expert_itemsize=draw(st.sampled_from([1, 2, 4])),
         tensor_size=draw(st.sampled_from([1, 2, 8])),
         data_size=draw(st.sampled_from([1, 4])),
     )
@@ -126,9 +127,9 @@ def test_padding_costs_little_where_reading_weights_takes_the_time_and_much_wher
 
 def test_a_step_costs_what_bytes_and_products_take_by_hand():
     device = replace(CPU, bytes_per_s=100.0, flops=10.0, block_s=0.5, fills_blocks=False)
-    cost = StepCost(device, 2, 300, 50, 10, num_experts=4, top_k=2, itemsize=4)
+    cost = StepCost(device, 2, 300, 50, 10, num_experts=4, top_k=2, itemsize=4, expert_itemsize=2)
     touched = 4 * (1 - 0.5**3)
-    reading_s = (300 + 50 + touched * 10) * 4 / 100
+    reading_s = ((300 + 50) * 4 + touched * 10 * 2) / 100
     multiplying_s = 2 * (5 * 300 + 5 * 50 + 3 * 2 * 10) / 10
     assert reading_s < multiplying_s
     assert cost.decode_seconds(np.array(3), np.array(5)) == pytest.approx(multiplying_s + 5 * 2 * 0.5)

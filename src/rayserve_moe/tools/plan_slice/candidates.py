@@ -49,12 +49,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan takes for given: prompt tokens of a data rank in a step, dtype of keys and values, the standard
-    deviation of the logarithm of experts' popularity (0: all equally popular), and the most chips.
+    """What a plan takes for given: prompt tokens of a data rank in a step, dtypes of keys and values and of experts,
+    the standard deviation of the logarithm of experts' popularity (0: all equally popular), and the most chips.
     """
 
     prefill_tokens: int = 1024
     kv_dtype: str = "bfloat16"
+    expert_dtype: str = "auto"
     skew: float = 0.7
     max_chips: int = 64
 
@@ -126,7 +127,8 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
     chip, devices = chip_of(split.topology), devices_of(split.topology)
     try:
         plan_of_slice = plan_for(devices, data_size=split.dp)
-        model = model_config(spec, plan_of_slice, experts=ExpertSettings(num_redundant=split.redundant))
+        experts = ExpertSettings(num_redundant=split.redundant, weight_dtype=given.expert_dtype)
+        model = model_config(spec, plan_of_slice, experts=experts)
         check_kv_heads(model, kv_dtype=given.kv_dtype)
     except SettingsError:
         return None

@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-chips", type=int, default=given.max_chips, help="of a slice (default: 64)")
     parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024, or the config's)")
     parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "fp8"), help="(default: bfloat16, or the config's)")
+    parser.add_argument("--expert-dtype", choices=("bfloat16", "int8"), help="(default: bfloat16, or the config's)")
     parser.add_argument("--skew", type=float, default=given.skew, help="of experts' popularity, 0: even (default: 0.7)")
     parser.add_argument("--top", type=int, default=2, help="splits shown of each slice, the best first (default: 2)")
     parser.add_argument("--json", action="store_true", help="print all candidates as JSON")
@@ -72,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
         given = replace(given, prefill_tokens=case.settings.scheduler.max_step_tokens)
     if case is not None and options.kv_cache_dtype is None:
         given = replace(given, kv_dtype=kv_dtype(case.settings.cache, dtype=WEIGHTS_DTYPE))
+    if case is not None and options.expert_dtype is None:
+        given = replace(given, expert_dtype=case.settings.experts.weight_dtype)
     spec = spec_from_config(case.model if case else read_config(known_model(options.model)))
     own = candidate(spec, split_of(case), traffic=traffic, given=given) if case else None
     found = {
@@ -162,7 +165,8 @@ def _assumptions(options: argparse.Namespace) -> Assumptions:
         if not (value > 0 or (name == "skew" and value == 0)):
             raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
     cache = CacheSettings(kv_dtype=options.kv_cache_dtype or "auto")
-    return Assumptions(kv_dtype=kv_dtype(cache, dtype=WEIGHTS_DTYPE), **named)
+    pages = kv_dtype(cache, dtype=WEIGHTS_DTYPE)
+    return Assumptions(kv_dtype=pages, expert_dtype=options.expert_dtype or "auto", **named)
 
 
 def _as_json(

@@ -65,7 +65,10 @@ class StepTokens:
 def step_cost(
     model: ModelConfig, tokens: StepTokens, *, topology: str, kv_dtype: str = "bfloat16", imbalance: float = 1.0
 ) -> StepCost:
-    """The cost of a step of bfloat16 weights; the hottest rank has `imbalance` times the mean of expert rows."""
+    """The cost of a step of bfloat16 weights, experts as the model has them.
+
+    The hottest rank has `imbalance` times the mean of expert rows.
+    """
     chip, spec, plan = chip_of(topology), model.spec, model.plan
     sizes = StepSizes(topology, tokens.sequences, tokens.context, kv_dtype=kv_dtype)
     work = step_work(model, sizes, prompt_tokens=tokens.prompt)
@@ -101,6 +104,7 @@ def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
         spec.experts.intermediate_size,
         model.experts.num_local_slots,
         tuple(plan.mesh.shape.items()),
+        weight_dtype=model.experts.weight_dtype or "bfloat16",
     )
     core_bytes = usable_bytes(chip.core_vmem, cores=chip.cores_per_device)
     if plan.num_expert_ranks > 1 and not spec.experts.bias and not lacks(sizes, core_bytes=core_bytes):
