@@ -57,7 +57,7 @@ def assert_sound(program: ProgramReport) -> None:
     assert program.copies == [] and program.is_in_place
     assert program.memory.peak <= program.memory.limit
     assert program.kernels["ragged_paged_attention_kernel"] > 0
-    assert program.kernels.keys() & {"grouped_ffn", "ragged-dot-none"}
+    assert program.kernels.keys() & {"grouped_ffn", "ragged-dot-none", "pushed_experts"}
 
 
 def program_of(model: str, topology: str, values: dict, name: str) -> ProgramReport:

@@ -13,16 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.pushed_experts import push_experts
-from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks
+from rayserve_moe.kernels.pushed_sizes import PushSizes
+from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.tools.hlo_report import collectives_of, kernels_of
 from tests.compile.topologies import text_of
 
-NUM_EXPERTS, TOP_K, WIDTH, INNER, LAYERS = 128, 8, 2048, 768, 2
-
-
-def sizes_for(mesh: Mesh, tokens_per_device: int, weight_dtype: str = "bfloat16") -> PushSizes:
-    axes, num_slots = tuple(mesh.shape.items()), NUM_EXPERTS // mesh.devices.size
-    return PushSizes(tokens_per_device, TOP_K, WIDTH, INNER, num_slots, axes, weight_dtype=weight_dtype)
+NUM_EXPERTS, TOP_K, LAYERS = 128, 8, 2
+SMALL, LARGE = (2048, 768), (4096, 1536)
+"""Model width and expert width of Qwen3-30B-A3B and of 235B-A22B."""
 
 
 def mesh_of(topology: str, tensor: int = 1) -> Mesh:
@@ -37,23 +35,31 @@ def push(hidden_TD, slots_TK, gates_TK, *weights, sizes: PushSizes):
 
 
 @pytest.mark.parametrize(
-    ("topology", "tensor", "tokens", "weight_dtype"),
+    ("topology", "tensor", "tokens", "expert", "weight_dtype"),
     [
-        ("v6e:2x4", 1, 32, "bfloat16"),
-        ("v6e:2x4", 1, 32, "int8"),
-        pytest.param("v6e:2x4", 2, 2, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("v6e:2x4", 1, 128, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("v5e:2x4", 1, 16, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("v5e:2x4", 1, 16, "int8", marks=pytest.mark.slow),
-        pytest.param("tpu7x:2x2x1", 1, 32, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("tpu7x:2x2x1", 1, 32, "int8", marks=pytest.mark.slow),
+        ("v6e:2x4", 1, 32, SMALL, "bfloat16"),
+        ("v6e:2x4", 1, 32, SMALL, "int8"),
+        pytest.param("v6e:2x4", 2, 2, SMALL, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v6e:2x4", 1, 128, SMALL, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", 1, 16, SMALL, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", 1, 16, SMALL, "int8", marks=pytest.mark.slow),
+        pytest.param("tpu7x:2x2x1", 1, 32, SMALL, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("tpu7x:2x2x1", 1, 32, SMALL, "int8", marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x2", 1, 16, SMALL, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v5p:2x4x4", 2, 1, LARGE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v5p:2x4x4", 1, 32, LARGE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v5p:2x4x4", 1, 32, LARGE, "int8", marks=pytest.mark.slow),
+        pytest.param("v6e:8x8", 1, 16, LARGE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("tpu7x:2x2x4", 1, 16, LARGE, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens, weight_dtype):
-    """Weights of int8 are read as such, their scales beside them: neither is copied."""
-    mesh = mesh_of(topology, tensor)
-    sizes, parts = sizes_for(mesh, tokens, weight_dtype), PartitionSpec(("data", "tensor"))
-    shapes = [((tokens * sizes.num_ranks, size), dtype) for size, dtype in ((WIDTH, "bfloat16"), (TOP_K, "int32"))]
+def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens, expert, weight_dtype):
+    """Weights of int8 are read as such, scales beside them: neither is copied. Rows of large experts lie in HBM."""
+    mesh, parts, (width, inner) = mesh_of(topology, tensor), PartitionSpec(("data", "tensor")), expert
+    num_slots, axes = NUM_EXPERTS // mesh.devices.size, tuple(mesh.shape.items())
+    knobs = {"weight_dtype": weight_dtype, "num_cores": cores_of(mesh)}
+    sizes = PushSizes(tokens, TOP_K, width, inner, num_slots, axes, **knobs)
+    shapes = [((tokens * sizes.num_ranks, size), dtype) for size, dtype in ((width, "bfloat16"), (TOP_K, "int32"))]
     shapes.append(((tokens * sizes.num_ranks, TOP_K), "float32"))
     shapes += [((LAYERS * NUM_EXPERTS, *shape), dtype) for shape, dtype in sizes.held_weights]
     arguments = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, parts)) for shape in shapes]
@@ -62,10 +68,7 @@ def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens, weig
         compiled = jax.jit(run).lower(*arguments).compile()
     program = text_of(compiled)
     assert kernels_of(program) == {"pushed_experts": 1} and not list(collectives_of(program))
-    assert compiled.memory_analysis().temp_size_in_bytes < jnp.dtype("bfloat16").itemsize * tokens * WIDTH * TOP_K
-
-
-def test_cores_that_share_a_device_are_not_for_it():
-    mesh = mesh_of("v5p:2x2x2")
-    with jax.set_mesh(mesh):
-        assert "of the 0 MiB of a core" in lacks(sizes_for(mesh, 16))
+    rows_in_hbm = sizes.num_cores * sizes.of_core.num_received if sizes.is_streamed else 0
+    own_rows = sizes.num_cores * tokens * TOP_K
+    row_bytes = width * jnp.dtype("bfloat16").itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes < (rows_in_hbm + own_rows) * row_bytes

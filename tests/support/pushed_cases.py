@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.kernels import pushed_experts
+from rayserve_moe.kernels import pushed_experts, pushed_products
 from rayserve_moe.kernels.expert_products import (
     ExpertWeights,
     LayerExperts,
@@ -36,7 +36,7 @@ from rayserve_moe.kernels.expert_products import (
     multiply_in_blocks,
     sum_results,
 )
-from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks
+from rayserve_moe.kernels.pushed_sizes import TILE_ROWS, PushSizes, lacks
 from rayserve_moe.kernels.registry import CPU, KERNELS, Kernels
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import DEVICES
@@ -48,8 +48,10 @@ from tests.support.workload import draw_prompt, request_for
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True)
 SIZES = PushSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
-NUM_SLOTS = SIZES.num_ranks * SIZES.num_slots
-NOWHERE = NUM_SLOTS
+IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
+"""Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
+has two cores, and three slots for them.
+"""
 LONGEST_S = 300.0
 """Of a case; most take less than a tenth."""
 
@@ -82,36 +84,44 @@ def run_cases(*names: str) -> dict[str, Outcome]:
     return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def weights_of(weight_dtype: str) -> ExpertWeights:
+def sizes_of(name: str) -> PushSizes:
+    """The sizes of a case, by what is before its load and after it."""
+    sizes = replace(SIZES, weight_dtype=name.partition(", ")[2] or "bfloat16")
+    if ON_TWO_CORES in name:
+        sizes = replace(sizes, num_slots=3, num_cores=2)
+    return replace(sizes, inner=256, given_block=128) if IN_BLOCKS in name else sizes
+
+
+def weights_of(sizes: PushSizes) -> ExpertWeights:
     """Random experts of two layers of all ranks: [ranks * 2 * slots, ...], rank after rank."""
-    num_slots = 2 * NUM_SLOTS
-    if weight_dtype == "int8":
-        return random_experts(num_slots, SIZES.width, SIZES.inner, seed=6)[0]
-    up, down = (num_slots, SIZES.width, SIZES.inner), (num_slots, SIZES.inner, SIZES.width)
+    num_slots = 2 * sizes.num_ranks * sizes.num_slots
+    if sizes.weight_dtype == "int8":
+        return random_experts(num_slots, sizes.width, sizes.inner, seed=6)[0]
+    up, down = (num_slots, sizes.width, sizes.inner), (num_slots, sizes.inner, sizes.width)
     generator = np.random.default_rng(6)
-    return ExpertWeights(*(jnp.asarray(generator.standard_normal(s) / 8, weight_dtype) for s in (up, up, down)))
+    return ExpertWeights(*(jnp.asarray(generator.standard_normal(s) / 8, sizes.weight_dtype) for s in (up, up, down)))
 
 
-def slots_of(name: str) -> np.ndarray:
+def slots_of(load: str, sizes: PushSizes) -> np.ndarray:
     """Slots of all tokens of all ranks, by what is odd about them."""
-    generator = np.random.default_rng(4)
-    slots = generator.integers(0, NUM_SLOTS, (SIZES.num_ranks * SIZES.num_tokens, SIZES.top_k))
-    match name:
+    generator, nowhere = np.random.default_rng(4), sizes.num_ranks * sizes.num_slots
+    slots = generator.integers(0, nowhere, (sizes.num_ranks * sizes.num_tokens, sizes.top_k))
+    match load:
         case "mostly one slot":
             return np.where(generator.random(slots.shape) < 0.8, 3, slots)
         case "all to one slot":
             return np.full_like(slots, 5)
         case "ranks without tokens or without rows":
-            slots[: 2 * SIZES.num_tokens] = NOWHERE
-            return np.where(slots // SIZES.num_slots == 6, NOWHERE, slots)
+            slots[: 2 * sizes.num_tokens] = nowhere
+            return np.where(slots // sizes.num_slots == 6, nowhere, slots)
         case "nothing at all":
-            return np.full_like(slots, NOWHERE)
+            return np.full_like(slots, nowhere)
     return slots
 
 
-def outcome_of(slots: np.ndarray, *, weight_dtype: str = "bfloat16") -> Outcome:
+def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
     """Push the rows of all tokens to `slots`, with weights of a second layer."""
-    sizes, weights = replace(SIZES, weight_dtype=weight_dtype), weights_of(weight_dtype)
+    weights, interpreter = weights_of(sizes), replace(INTERPRETED, num_cores_or_threads=sizes.num_cores)
     generator = np.random.default_rng(len(slots))
     hidden_TD = jnp.asarray(generator.standard_normal((len(slots), sizes.width)), jnp.bfloat16)
     gates_TK = jnp.asarray(generator.random(slots.shape), jnp.float32)
@@ -119,7 +129,7 @@ def outcome_of(slots: np.ndarray, *, weight_dtype: str = "bfloat16") -> Outcome:
 
     def on_device(hidden_TD, slots_TK, gates_TK, weights):
         of_layer = LayerExperts(weights, sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
-        push = partial(pushed_experts.push_experts, sizes=sizes, interpret=INTERPRETED)
+        push = partial(pushed_experts.push_experts, sizes=sizes, interpret=interpreter)
         return push(hidden_TD, slots_TK, gates_TK, of_layer)
 
     split, (data, tensor) = PartitionSpec(("data", "tensor")), (size for _, size in sizes.axes)
@@ -128,7 +138,7 @@ def outcome_of(slots: np.ndarray, *, weight_dtype: str = "bfloat16") -> Outcome:
     found = np.asarray(run(hidden_TD, slots_TK, gates_TK, weights), np.float32)
     layers = (sizes.num_ranks, 2, sizes.num_slots)
     of_layer = jax.tree.map(lambda w: w.reshape(*layers, *w.shape[1:])[:, 1].reshape(-1, *w.shape[1:]), weights)
-    experts = LayerExperts(of_layer, 0, ProductConfig(NUM_SLOTS, 8.0))
+    experts = LayerExperts(of_layer, 0, ProductConfig(sizes.num_ranks * sizes.num_slots, 8.0))
     expected = sum_results(hidden_TD, slots_TK, gates_TK, experts, multiply=multiply_in_blocks).astype(jnp.bfloat16)
     difference = np.abs(found - np.asarray(expected, np.float32)).max()
     return Outcome(float(difference), float(np.abs(np.asarray(expected, np.float32)).max()), *_faults())
@@ -195,14 +205,16 @@ def two_senders_to_the_same_rows() -> None:
 
 
 def no_wait_for_arrivals() -> None:
-    wait_for, calls = pushed_experts.wait_for, []
+    pushed_products.wait_for = lambda *_: None
 
-    def wrong(*arguments) -> None:
-        calls.append(arguments)
-        if len(calls) > 1:  # the first one that is traced is that of a slot's rows
-            wait_for(*arguments)
 
-    pushed_experts.wait_for = wrong
+def no_wait_for_rows_from_hbm() -> None:
+    pushed_products._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.moved.at[2]).start()
+
+
+def both_cores_as_the_first() -> None:
+    slots_of_core = pushed_experts.slots_of_core
+    pushed_experts.slots_of_core = lambda slots, _, sizes: slots_of_core(slots, jnp.int32(0), sizes)
 
 
 def no_barrier() -> None:
@@ -211,27 +223,29 @@ def no_barrier() -> None:
 
 
 def no_wait_for_weights() -> None:
-    weight_copies, calls = pushed_experts._weight_copies, []
+    weight_copies, calls = pushed_products._weight_copies, []
 
-    def wrong(*arguments) -> list[Any]:
+    def wrong(*arguments, half) -> list[Any]:
         calls.append(arguments)
-        return [] if len(calls) == 2 else weight_copies(*arguments)  # those that are begun first are waited for next
+        # Those that are begun first are waited for next.
+        return [] if len(calls) == 2 else weight_copies(*arguments, half=half)
 
-    pushed_experts._weight_copies = wrong
+    pushed_products._weight_copies = wrong
 
 
 def scales_of_the_next_slot() -> None:
-    weight_copies = pushed_experts._weight_copies
+    weight_copies = pushed_products._weight_copies
 
-    def wrong(refs, index, half) -> list[Any]:
-        return weight_copies(refs, index, half)[:3] + weight_copies(refs, index ^ 1, half)[3:]
+    def wrong(refs, sizes, slot, block, *, half) -> list[Any]:
+        own, next_ones = (weight_copies(refs, sizes, one, block, half=half) for one in (slot, slot ^ 1))
+        return own[:3] + next_ones[3:]
 
-    pushed_experts._weight_copies = wrong
+    pushed_products._weight_copies = wrong
 
 
 def weights_over_those_that_are_multiplied() -> None:
-    weight_copies = pushed_experts._weight_copies
-    pushed_experts._weight_copies = lambda refs, index, half: weight_copies(refs, index, half * 0)
+    weight_copies = pushed_products._weight_copies
+    pushed_products._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
 
 
 WHOLE: dict[str, Callable[[], Outcome]] = {
@@ -246,6 +260,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "weights over those that are multiplied": weights_over_those_that_are_multiplied,
     "no wait for weights, int8": no_wait_for_weights,
     "scales of the next slot, int8": scales_of_the_next_slot,
+    IN_BLOCKS + "no wait for rows from HBM": no_wait_for_rows_from_hbm,
+    ON_TWO_CORES + "both as the first": both_cores_as_the_first,
 }
 
 
@@ -275,9 +291,11 @@ def _run(name: str) -> Outcome:
         return WHOLE[name]()
     if name in FAULTS:
         FAULTS[name]()
-    load, _, weight_dtype = name.partition(", ")
+    sizes = sizes_of(name)
+    if IN_BLOCKS in name:
+        pushed_products.GROUP_ROWS = TILE_ROWS
     try:
-        return outcome_of(slots_of(load), weight_dtype=weight_dtype or "bfloat16")
+        return outcome_of(slots_of(name.partition(", ")[0].split(": ")[-1], sizes), sizes)
     except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
         return Outcome(error=str(error)[:300])
 

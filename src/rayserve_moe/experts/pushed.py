@@ -13,6 +13,7 @@ from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.pushed_sizes import WEIGHT_DTYPES, PushSizes
+from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 
@@ -59,4 +60,5 @@ def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig
         ((DATA, shape[DATA]), (TENSOR, shape[TENSOR])),
         config.activation,
         str(weights.gate_XDF.dtype),
+        cores_of(config.plan.mesh),
     )

@@ -16,7 +16,20 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.pushed_sizes import LANES
+from rayserve_moe.kernels.pushed_sizes import LANES, PushSizes
+
+
+def slots_of_core(slots_TK: jax.Array, core: jax.Array, sizes: PushSizes) -> jax.Array:
+    """The slots of all ranks that a core has to do with, counted without those of other cores; -1 for all others."""
+    slots_TK = jnp.where(slots_TK < sizes.num_ranks * sizes.num_slots, slots_TK, -1)
+    if sizes.num_cores == 1:
+        return slots_TK
+    num_slots = sizes.of_core.num_slots
+    # Whole numbers so small are exact, and so is the floor of what is between them.
+    rank_TK = jnp.floor((slots_TK.astype(jnp.float32) + 0.5) * (1.0 / sizes.num_slots)).astype(jnp.int32)
+    local_TK = slots_TK - rank_TK * sizes.num_slots - core * num_slots
+    is_own_TK = (slots_TK >= 0) & (local_TK >= 0) & (local_TK < num_slots)
+    return jnp.where(is_own_TK, rank_TK * num_slots + local_TK, -1)
 
 
 def count_slots(slots_TK: jax.Array, num_lanes: int) -> jax.Array:

@@ -56,12 +56,13 @@ def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: PushSizes) -> N
 
 
 def meet(sizes: PushSizes, me: jax.Array) -> None:
-    """Wait until all ranks are here, so that what is sent to them from now on arrives in this call."""
+    """Wait until this core is here on all ranks, so that what is sent to them from now on arrives in this call."""
     barrier = pltpu.get_barrier_semaphore()
 
     def signal(k: jax.Array, _: None) -> None:
         device = device_of(jax.lax.rem(me + k, sizes.num_ranks), sizes)
-        pl.semaphore_signal(barrier, 1, device_id=device, device_id_type=pl.DeviceIdType.MESH)
+        core = pl.program_id(0)
+        pl.semaphore_signal(barrier, 1, device_id=device, device_id_type=pl.DeviceIdType.MESH, core_index=core)
 
     jax.lax.fori_loop(1, sizes.num_ranks, signal, None)
     pl.semaphore_wait(barrier, sizes.num_ranks - 1)

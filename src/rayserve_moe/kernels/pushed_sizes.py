@@ -1,12 +1,12 @@
 """What is fixed about a call of the kernel `pushed_experts`, whether it is for that, and the arrays it works on."""
 
 # T tokens   D model width   F expert width   K experts per token   N assignments = T * K   S local slots
-# X layers * S   H halves of a buffer = 2
+# X layers * S   H halves of a buffer = 2   R rows of a group
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ TILE_ROWS, CONVERTED_TOKENS = 64, 16
 """Rows that are multiplied at once; tokens that are converted at once."""
 WEIGHT_DTYPES = ("bfloat16", "int8")
 """What weights may be; those of int8 have scales of their columns."""
-SPARE_BYTES, MOST_BYTES = 8 << 20, 96 << 20
-"""Of the core's memory: what is left for values; the most that the kernel asks for."""
+GROUP_ROWS = 4 * TILE_ROWS
+"""Rows of a slot for which the blocks of a large expert are read once."""
+WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 8 << 20, 96 << 20
+"""Of the core's memory: what weights may take; what is left for values; the most that the kernel asks for."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class PushSizes:
     """Tokens of a device, experts of each, model width, expert width, slots of a rank, and the ranks' mesh axes.
 
     Ranks are counted over `axes`, names with sizes, the last one fastest. Matrices of `weight_dtype` int8 have scales.
+    Of a device's `num_cores` each has its part of the slots. `given_block` takes the place of `widest_block`.
     """
 
     num_tokens: int
@@ -36,6 +39,27 @@ class PushSizes:
     axes: tuple[tuple[str, int], ...]
     activation: str = "silu"
     weight_dtype: str = "bfloat16"
+    num_cores: int = 1
+    given_block: int = 0
+
+    @property
+    def of_core(self) -> PushSizes:
+        """The sizes that a core has; where slots do not divide, the last core has a slot that nothing is sent to."""
+        return replace(self, num_slots=-(-self.num_slots // self.num_cores), num_cores=1)
+
+    @property
+    def block(self) -> int:
+        """The part of the expert width that is read at once: all, or as much of it as fits twice; 0: none does."""
+        return self.given_block or widest_block(self.width, self.inner, jnp.dtype(self.weight_dtype).itemsize)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether experts are read in blocks; the rows of this device's slots then wait in HBM."""
+        return self.block < self.inner
+
+    @property
+    def num_blocks(self) -> int:
+        return self.inner // self.block
 
     @property
     def num_ranks(self) -> int:
@@ -79,41 +103,32 @@ class PushSizes:
         scales = tuple(((1, columns), "float32") for _, columns in (up, up, down))
         return matrices + scales * (self.weight_dtype == "int8")
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of an expert, as they lie in the core's memory."""
-        return sum(
-            max(SUBLANES, rows) * columns * jnp.dtype(dtype).itemsize for (rows, columns), dtype in self.held_weights
-        )
-
-    @property
-    def vmem_bytes(self) -> int:
-        """What a call takes of the core's memory."""
-        rows = self.num_received + 2 * (self.num_rows + 1) + 3 * self.counted_tokens
-        tables = (self.num_ranks * SUBLANES + self.table_rows) * self.num_lanes + self.counted_tokens * LANES
-        return rows * self.width * 2 + 2 * self.expert_bytes + tables * 4 + SPARE_BYTES
-
 
 class Refs(NamedTuple):
     """Operands, result and scratch of the kernel, in its order.
 
     Rows: `tokens` are this device's own, then their sums; `sent` and `home` have a row per assignment, and one more for
-    those that go nowhere; `here` are the rows of this device's slots, then their results. Of `counts` each rank's are
-    one tile; `table` and `places` are read as scalars from their copies. `next_s` has the next slot with rows, from
-    each on. Semaphores: counts that left, counts that came, copies to scalars; rows that left, results that left,
+    those that go nowhere; `here` are the rows of this core's slots, then their results. Of experts in blocks those are
+    in HBM, and `held` and `sums_RD` are a group of them and the sums of their blocks. `own_TK` are the slots of this
+    core alone. Of `counts` each rank's are one tile; `table` and `places` are read as scalars from their copies.
+    `next_s` has the next slot with rows, from each on, `first_s` where the weights of this core's first slot are.
+    Semaphores: counts that left, counts that came, copies to scalars and of groups; rows that left, results that left,
     results that came; weights of each half; rows of each slot that came.
     """
 
     first_1: Any
-    gates_N: Any
+    gates_TK: Any
     hidden_TD: Any
     slots_TK: Any
     weights_X: tuple[Any, ...]
     out_TD: Any
+    here: Any
     tokens: Any
     sent: Any
     home: Any
-    here: Any
+    own_TK: Any
+    held: Any
+    sums_RD: Any
     weights_H: tuple[Any, ...]
     counts: Any
     table: Any
@@ -121,10 +136,28 @@ class Refs(NamedTuple):
     table_s: Any
     places_s: Any
     next_s: Any
+    first_s: Any
     counted: Any
     moved: Any
     weights_in: Any
     arrived_S: Any
+
+
+def block_weights(sizes: PushSizes) -> tuple[tuple[tuple[int, int], str], ...]:
+    """`held_weights` of a block of an expert."""
+    return replace(sizes, inner=sizes.block).held_weights
+
+
+def vmem_bytes(sizes: PushSizes) -> int:
+    """What a core takes of its memory for a call."""
+    # Of a group there are the rows, and sums in float32; tokens and sums of a grid's step are there twice.
+    rows = 3 * GROUP_ROWS if sizes.is_streamed else sizes.of_core.num_received
+    rows += 2 * (sizes.num_rows + 1) + 5 * sizes.counted_tokens
+    num_lanes = sizes.of_core.num_lanes
+    tables = (sizes.num_ranks * SUBLANES + sizes.table_rows) * num_lanes + 4 * sizes.counted_tokens * LANES
+    weights = block_weights(sizes)
+    block_bytes = sum(max(SUBLANES, n) * columns * jnp.dtype(dtype).itemsize for (n, columns), dtype in weights)
+    return rows * sizes.width * 2 + 2 * block_bytes + tables * 4 + SPARE_BYTES
 
 
 def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None = None) -> str:
@@ -137,40 +170,53 @@ def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None =
         return f"rows of {sizes.width} are not whole tiles of {tile}"
     if sizes.inner % LANES:
         return f"an expert width of {sizes.inner} is not whole lanes of {LANES}"
+    if not sizes.block:
+        return f"{LANES} of an expert's width of {sizes.inner} do not fit twice with rows of {sizes.width}"
     if sizes.num_tokens > CONVERTED_TOKENS and sizes.num_tokens % CONVERTED_TOKENS:
         return f"{sizes.num_tokens} tokens are not a multiple of {CONVERTED_TOKENS}"
     if core_bytes is None and not interpret:
         chip = pltpu.get_tpu_info()
-        core_bytes = usable_bytes(chip.vmem_capacity_bytes, cores=chip.num_cores)
-    most = MOST_BYTES if core_bytes is None else core_bytes
-    if sizes.vmem_bytes > most:
-        return f"{sizes.vmem_bytes >> 20} MiB are wanted of the {most >> 20} MiB of a core that a kernel may have"
+        core_bytes = usable_bytes(chip.vmem_capacity_bytes)
+    most, wanted = MOST_BYTES if core_bytes is None else core_bytes, vmem_bytes(sizes)
+    if wanted > most:
+        return f"{wanted >> 20} MiB are wanted of the {most >> 20} MiB of a core that a kernel may have"
     return ""
 
 
-def usable_bytes(vmem_bytes: int, *, cores: int) -> int:
-    """What the kernel may ask for of a core's memory; none where several cores share a device, as it is for one."""
-    return min(MOST_BYTES, vmem_bytes * 3 // 4) if cores == 1 else 0
+def widest_block(width: int, inner: int, itemsize: int) -> int:
+    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does."""
+    most = WEIGHT_BYTES // (2 * 3 * width * itemsize)
+    return max((block for block in range(LANES, inner + 1, LANES) if inner % block == 0 and block <= most), default=0)
+
+
+def usable_bytes(vmem_bytes: int) -> int:
+    """What the kernel may ask for of a core's memory."""
+    return min(MOST_BYTES, vmem_bytes * 3 // 4)
 
 
 def scratch_of(sizes: PushSizes) -> list[Any]:
-    """The scratch of a call, in the order of `Refs`."""
+    """The scratch of a call, in the order of `Refs`; rows in HBM are among its results."""
 
     def rows(number: int) -> Any:
         return pltpu.VMEM((number * sizes.row_words, LANES), jnp.uint32)
 
+    group = GROUP_ROWS if sizes.is_streamed else SUBLANES
     table, places = (sizes.table_rows, sizes.num_lanes), (sizes.counted_tokens, LANES)
     return [
+        *([] if sizes.is_streamed else [rows(sizes.num_received)]),
         rows(sizes.num_tokens),
         rows(sizes.num_rows + 1),
         rows(sizes.num_rows + 1),
-        rows(sizes.num_received),
-        tuple(pltpu.VMEM((2, *shape), jnp.dtype(dtype)) for shape, dtype in sizes.held_weights),
+        pltpu.VMEM((sizes.counted_tokens, sizes.top_k), jnp.int32),
+        rows(group),
+        pltpu.VMEM((group, sizes.width), jnp.float32),
+        tuple(pltpu.VMEM((2, *shape), jnp.dtype(dtype)) for shape, dtype in block_weights(sizes)),
         pltpu.VMEM((sizes.num_ranks, SUBLANES, sizes.num_lanes), jnp.float32),
         pltpu.VMEM(table, jnp.int32),
         pltpu.VMEM(places, jnp.int32),
         pltpu.SMEM(table, jnp.int32),
         pltpu.SMEM(places, jnp.int32),
         pltpu.SMEM((sizes.num_slots + 1,), jnp.int32),
+        pltpu.SMEM((1,), jnp.int32),
         *(pltpu.SemaphoreType.DMA((number,)) for number in (3, 3, 2, sizes.num_slots)),
     ]

@@ -63,6 +63,11 @@ def platform_of(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
 
+def cores_of(mesh: Mesh) -> int:
+    """How many cores each device of a mesh has; what does not say so has one."""
+    return getattr(mesh.devices.flat[0], "num_cores", None) or 1
+
+
 def _by_slice(devices: list[jax.Device], num_slices: int) -> list[jax.Device]:
     """Order by slice, host, and number within the host; slices must be as many as asked for, and of one size.
 

@@ -52,6 +52,8 @@ HANDED_ON = {
 }
 """Opcodes whose result is their first operand, whole or in part, in this or another form."""
 _INDEX = re.compile(r"index=(\d+)")
+_WRAPPED = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")
+"""What a kernel that knows its mesh says of it takes lines of its own."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def read_program(text: str) -> ProgramText:
     """Parse the text of an optimised module. ValueError where there is no entry computation."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
-    for line in text.splitlines():
+    for line in _WRAPPED.sub(r"\1\2\3", text).splitlines():
         header = _COMPUTATION.match(line)
         if header:
             current = header.group(2)

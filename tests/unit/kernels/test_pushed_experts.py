@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.pushed_places import count_slots, places_of, table_rows
-from tests.support.pushed_cases import FAULTS, run_cases
+from rayserve_moe.kernels.pushed_places import count_slots, places_of, slots_of_core, table_rows
+from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks
+from tests.support.pushed_cases import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
 
 ROUNDING = 2**-7
 """Of a result in bfloat16, against the largest one: the kernel rounds as often as the reference."""
@@ -49,6 +52,29 @@ def test_what_ranks_send_lies_apart_and_in_tiles_of_one_slot():
         assert taken == list(range(len(taken))), "no tile is of two slots, and none is left out"
 
 
+def test_every_slot_is_of_one_core_and_cores_count_alike():
+    for num_slots, num_cores in ((3, 2), (4, 2), (5, 1), (1, 2)):
+        sizes = PushSizes(16, 3, 256, 128, num_slots, (("data", RANKS),), num_cores=num_cores)
+        of_core, all_slots = sizes.of_core.num_slots, RANKS * num_slots
+        slots = np.arange(-1, all_slots + 3)[:, None]
+        seen = np.zeros(len(slots), int)
+        for core in range(num_cores):
+            own = np.asarray(slots_of_core(jnp.asarray(slots, jnp.int32), jnp.int32(core), sizes))[:, 0]
+            rank, local = own // of_core, own % of_core + core * of_core
+            assert (rank * num_slots + local)[own >= 0].tolist() == slots[own >= 0, 0].tolist()
+            seen += own >= 0
+        assert (seen == ((slots >= 0) & (slots < all_slots))[:, 0]).all()
+
+
+def test_experts_that_do_not_fit_twice_are_read_in_blocks():
+    sizes = PushSizes(32, 8, 4096, 1536, 4, (("data", 32),), num_cores=2)
+    assert sizes.block == 512 and replace(sizes, weight_dtype="int8").block == 768
+    assert not replace(sizes, width=2048, inner=768).is_streamed
+    # However many rows there may be, they are not in the core's memory.
+    assert not lacks(sizes, core_bytes=48 << 20) and sizes.of_core.num_received * sizes.width * 2 > 48 << 20
+    assert "do not fit twice" in lacks(replace(sizes, width=1 << 16), core_bytes=96 << 20)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["", ", int8"])
 def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
@@ -57,6 +83,23 @@ def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
     for name, found in run_cases(*(name + dtype for name in names)).items():
         assert not (found.error or found.has_races or found.has_rest), (name, found)
         assert found.difference <= ROUNDING * found.largest, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        IN_BLOCKS + "all to one slot, int8",
+        ON_TWO_CORES + "ranks without tokens or without rows",
+        ON_TWO_CORES + IN_BLOCKS + "mostly one slot",
+    ],
+)
+def test_sums_are_the_same_in_blocks_and_over_cores(name):
+    """Of experts that are read in blocks, with more rows than a group has; and of slots that two cores share."""
+    (found,) = run_cases(name).values()
+    assert not (found.error or found.has_races or found.has_rest), found
+    # Each core rounds its sum, and the sum of both is rounded again.
+    assert found.difference <= 2 * ROUNDING * found.largest
 
 
 @pytest.mark.slow

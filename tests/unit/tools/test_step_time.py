@@ -334,6 +334,34 @@ def test_the_kernel_that_pushes_rows_keeps_links_busy_too():
     assert kernel.link_s == pytest.approx(100 * 128 * 2 / V6E.link_bytes)
 
 
+IN_BLOCKS = """\
+HloModule kernels, is_scheduled=true
+
+ENTRY %main (rows: bf16[32,4096], up: bf16[12,4096,1536], down: bf16[12,1536,4096]) -> bf16[2,32,4096] {
+  %rows = bf16[32,4096]{1,0} parameter(0)
+  %up = bf16[12,4096,1536]{2,1,0} parameter(1)
+  %down = bf16[12,1536,4096]{2,1,0} parameter(2)
+  %pushed_experts.3 = (bf16[2,32,4096]{2,1,0}, u32[2,9600,128]{2,1,0}) custom-call(%rows, %up, %up, %down), \
+custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"mesh_axes":"[\\"data\\"]"
+}}, backend_config={"body":"BODY"}
+  ROOT %out = bf16[2,32,4096]{2,1,0} get-tuple-element(%pushed_experts.3), index=0
+}
+"""
+
+
+def test_large_experts_are_read_in_blocks_by_the_cores_that_share_a_device():
+    """What a kernel says of its mesh takes lines of its own, with more of the kernel behind them."""
+    body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()
+    kernel = op_named(
+        read(IN_BLOCKS.replace("BODY", body), {"pushed_experts.3": VISIT}, chip="v5p"), "pushed_experts.3"
+    )
+    assert kernel.idle_factor == 1
+    assert kernel.bundles == 1 + (4 + 100 / 64) * 3 * 2 / 2, "three blocks of 512 each, shared by two cores"
+    # Rows are written and read as they come and as results; the kernel takes 32 and gives two cores' sums of them.
+    assert kernel.hbm_bytes == 4 * 3 * 4096 * 1536 * 2 + (4 * 100 + 3 * 32) * 4096 * 2
+
+
 def test_a_kernel_that_leaves_a_core_idle_counts_double():
     """A schedule is one core's: of a grid that cores share it has half of the steps, and half of the bytes."""
     body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from rayserve_moe.kernels.grouped_ffn import TILE_ROWS, inner_block
+from rayserve_moe.kernels.pushed_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
@@ -117,15 +118,26 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
 
 
 def _pushed_experts(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
-    """Every row goes out and its result back. Tiles: as many as all rows fill, and one more of each used slot."""
+    """Every row goes out and its result back. Tiles: as many as all rows fill, and one more of each used slot.
+
+    Of experts in blocks the weights are read for every group of rows, and the rows lie in HBM: written and read as they
+    come, and again as results.
+    """
     given = [shape for operand in operands for shape in operand.shapes]
     weights = [shape for shape in given if len(shape.dims) == 3]
+    _, width, inner = weights[0].dims
     slot_bytes = sum(math.prod(shape.dims[1:]) * shape.num_bytes / shape.num_elements for shape in weights)
-    shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
+    itemsize = weights[0].num_bytes // weights[0].num_elements
+    out, *here = instruction.shapes
+    shapes = [shape for shape in (*given, out) if shape not in weights and shape.space == HBM]
+    row_bytes = work.expert_rows * out.num_bytes / math.prod(out.dims[:-1])
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
     tiles = work.used_slots + work.expert_rows / PUSHED_TILE_ROWS
-    (out,) = instruction.shapes
-    return KernelWork(num_bytes, (tiles,), 2 * work.expert_rows * out.num_bytes / out.dims[0])
+    if not here:
+        return KernelWork(num_bytes, (tiles,), 2 * row_bytes)
+    blocks = inner // widest_block(width, inner, itemsize)
+    trips = ((work.used_slots + work.expert_rows / GROUP_ROWS) * blocks, tiles * blocks)
+    return KernelWork(num_bytes + 4 * row_bytes, trips, 2 * row_bytes)
 
 
 def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:

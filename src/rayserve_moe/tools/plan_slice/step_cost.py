@@ -26,8 +26,8 @@ from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 
 PUSHED = "pushed"
 LAYER_OPS, SHARED_LAYER_OPS, PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 13, 23, 8, 26, 44, 74, 130
-"""Ops of a layer apart from its exchange, and on chips whose cores share a device, which some kernels are not for; of
-an exchange by a kernel, of one that gathers, of one that sends rows at once and of every chunk of one that sends many;
+"""Ops of a layer apart from its exchange, and apart from one that is no kernel where cores share a device; of an
+exchange by a kernel, of one that gathers, of one that sends rows at once and of every chunk of one that sends many;
 of the rest of a step.
 """
 PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES = 8, 16, 28
@@ -83,7 +83,7 @@ def step_cost(
     moved = work.expert_rows * imbalance * row_bytes * passes * num_layers
     hbm_bytes = work.hbm_bytes - _unseen_bytes(model, tokens, kv_dtype) + (num_chunks - 1) * expert_bytes + moved
     expert_flops = 2 * work.expert_rows / model.experts.num_local_slots * _expert_elements(model, sizes.dtype)
-    layer_ops = LAYER_OPS if chip.cores_per_device == 1 else SHARED_LAYER_OPS
+    layer_ops = LAYER_OPS if chip.cores_per_device == 1 or backend == PUSHED else SHARED_LAYER_OPS
     num_ops = spec.num_layers * (layer_ops + _exchange_ops(backend, num_chunks)) + REST_OPS
     return StepCost(
         (work.flops + (imbalance - 1) * expert_flops) / chip.device_flops,
@@ -105,8 +105,9 @@ def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
         model.experts.num_local_slots,
         tuple(plan.mesh.shape.items()),
         weight_dtype=model.experts.weight_dtype or "bfloat16",
+        num_cores=chip.cores_per_device,
     )
-    core_bytes = usable_bytes(chip.core_vmem, cores=chip.cores_per_device)
+    core_bytes = usable_bytes(chip.core_vmem)
     if plan.num_expert_ranks > 1 and not spec.experts.bias and not lacks(sizes, core_bytes=core_bytes):
         return PUSHED
     return choose_backend(
