@@ -196,6 +196,8 @@ BAD_CHAT = [
     _chat("a tool that must be called", param="tool_choice", tool_choice={"type": MARKER}),
     _chat("tools as an object", param="tools", tools={MARKER: {}}),
     _chat("parallel calls as a number", param="parallel_tool_calls", parallel_tool_calls=1),
+    _chat("an unknown effort", param="reasoning_effort", reasoning_effort=MARKER),
+    _chat("an effort that the template does not know", param="reasoning_effort", reasoning_effort="high"),
     _chat("a JSON answer", param="response_format", response_format={"type": MARKER}),
     _chat("negative max_completion_tokens", param="max_completion_tokens", max_completion_tokens=-5),
 ]  # fmt: skip

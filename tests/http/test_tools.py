@@ -33,7 +33,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content or '') }}"
     "{% if m.reasoning_content %}{{ '(</think>' ~ m.reasoning_content ~ ')' }}{% endif %}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "{{ eos_token }}{% endfor %}{{ 'assistant: ' ~ (script or 'a') }}"
+    "{{ eos_token }}{% endfor %}{{ reasoning_effort or '' }}{{ 'off' if enable_thinking is false }}"
+    "{{ 'assistant: ' ~ (script or 'a') }}"
 )
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
@@ -193,6 +194,21 @@ def test_history_and_tools_reach_the_template(http, scripted):
     assert prompt(tools=None) == prompt(tool_choice="none") == turns
     before, _, rest = prompt().partition(" in <tool_call>")
     assert rest == turns and json.loads(before) == TOOLS
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({"reasoning_effort": "high"}, "</s>highassistant: a"),
+        ({"reasoning_effort": "none"}, "</s>noneoffassistant: a"),
+        ({"reasoning_effort": "low", **on("b")}, "</s>lowassistant: b"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "</s>noneassistant: a"),
+        ({}, "</s>assistant: a"),
+    ],
+)
+def test_the_effort_reaches_the_template(http, scripted, fields, end):
+    ids = ask(http, CHAT, **ASKED, **fields, return_token_ids=True)["prompt_token_ids"]
+    assert scripted.tokenizer.decode(ids, skip_special_tokens=False).endswith(end)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "odd", 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.routes.request_parts import encoded, prompt_ids_of
 from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.serving.schemas.text_tokens import TokenizeBody
-from rayserve_moe.text.chat import ChatTemplateError, ReservedOptionError, encode_chat
+from rayserve_moe.text.chat import ChatTemplateError, ReservedOptionError, encode_chat, template_text
 from rayserve_moe.text.chat_output import ChatOutput
 
 _BYTES_PER_MESSAGE = 64
@@ -38,6 +39,14 @@ async def rendered_ids(state: ApiState, body: ChatBody | TokenizeBody, *, reques
         return await state.admission.run(lambda _: _rendered(state, body), size=size, receive=request.receive)
 
 
+def _options(state: ApiState, body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """What the template is given by name. ApiError 400 for an effort that it does not ask for."""
+    effort = body.reasoning_options if isinstance(body, ChatBody) else {}
+    if effort and not any(name in template_text(state.tokenizer) for name in effort):
+        raise ApiError(400, "the checkpoint's chat template knows no `reasoning_effort`", param="reasoning_effort")
+    return effort | body.template_options
+
+
 def _check_tools(output: ChatOutput) -> None:
     """ApiError 400 where the model would not see tools, or its calls could not be separated from content."""
     if not output.takes_tools:
@@ -60,7 +69,7 @@ def _rendered(state: ApiState, body: ChatBody | TokenizeBody) -> np.ndarray:
         add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=body.opens_answer,
         tools=body.offered_tools if isinstance(body, ChatBody) else None,
-        template_kwargs=body.template_options,
+        template_kwargs=_options(state, body),
     )
     try:
         return np.asarray(encoded(encode, state.card, param="messages"), np.int32)

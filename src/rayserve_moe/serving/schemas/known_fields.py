@@ -109,7 +109,7 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # prompt, template, tools, reasoning
     ("c", "prompt_embeds suffix", ()),
     ("h", "chat_template functions", ()),
-    ("h", "reasoning_effort reasoning thinking task", ()),
+    ("h", "reasoning thinking task", ()),
     ("h", "function_call", ("none", "auto")),
     ("g", "input_embeds session_params", ()),
     ("g", "require_reasoning", (False,)),

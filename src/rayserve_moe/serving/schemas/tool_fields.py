@@ -37,6 +37,15 @@ def _check_choice(value: object) -> str:
     return str(value)
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
+
+
+def _check_effort(value: object) -> str:
+    if value not in EFFORTS:
+        raise fault(f"should be one of {', '.join(EFFORTS)}")
+    return str(value)
+
+
 _FUNCTION = {
     "type": "object",
     "properties": {
@@ -53,6 +62,7 @@ _TOOL = {
 _TOOLS = {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}
 
 ToolList = Annotated[list[dict[str, Any]], PlainValidator(_check_tools), WithJsonSchema(_TOOLS)]
+Effort = Annotated[str, PlainValidator(_check_effort), WithJsonSchema({"enum": list(EFFORTS)})]
 ToolChoice = Annotated[str, PlainValidator(_check_choice), WithJsonSchema({"enum": ["none", "auto"]})]
 
 
@@ -69,6 +79,16 @@ class ToolFields(RequestBody):
     include_reasoning: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    reasoning_effort: Effort | None = None
+
+    @property
+    def reasoning_options(self) -> dict[str, Any]:
+        """What the template is given by name for `reasoning_effort`; none switches thinking off too, as in vLLM."""
+        if self.reasoning_effort is None:
+            return {}
+        return {"reasoning_effort": self.reasoning_effort} | (
+            {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        )
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
