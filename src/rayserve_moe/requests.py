@@ -6,6 +6,7 @@ These are the types that all packages share. Text, HTTP bodies and device arrays
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -112,6 +113,16 @@ class GenerationRequest:
     """Special tokens that stay in the text even where it leaves such out."""
     routed_experts_start: int = stated(0, COUNT, sglang=ROW_START, openai=ROW_START, vllm="routed_experts_prompt_start")
     """First position whose routing is returned, of the prompt or right after it."""
+    speculative: bool = stated(True, FLAG)
+    """Verify drafts where the server does; what is returned does not depend on it."""
+
+
+class DraftCounts(NamedTuple):
+    """Drafts of one choice: how often some were verified, how many those were, and how many of them were right."""
+
+    chains: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,7 +204,7 @@ class ChoiceResult:
     last update. So does `routing`, or, streamed, with every one: then it starts where that of the one before has ended.
     `ranks` go with `logprobs` (see `PromptScores`), `top` too where it was asked for. `weight_versions` are pairs of a
     position and the weights that outputs from there on were sampled under, up to the next pair, for all of the choice
-    so far.
+    so far, and so are `drafts`.
     """
 
     request_id: str = ""
@@ -208,6 +219,7 @@ class ChoiceResult:
     weight_versions: tuple[tuple[int, str], ...] = ()
     ranks: list[int] = field(default_factory=list)
     text: str = ""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def add(self, update: ChoiceResult) -> None:
         """Append the next update of this choice."""
@@ -221,6 +233,7 @@ class ChoiceResult:
         self.prompt_scores = update.prompt_scores or self.prompt_scores
         self.weight_versions = update.weight_versions or self.weight_versions
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        self.drafts = max(self.drafts, update.drafts)
 
 
 def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) -> RoutedExperts | None:

@@ -17,6 +17,7 @@ from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParam
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
+from rayserve_moe.scheduling.verify_rows import samples_that_count
 from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
 
 LONGEST_PROMPT = 60
@@ -42,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches_prefixes=st.booleans(),
         overlaps=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(0,), (0,), (0, 1), (0, 5), (0, 16), (0, 3, 21)]),
+        most_drafts=st.sampled_from([0, 0, 1, 3, 7]),
         seed=st.integers(0, 2**32 - 1),
     )
     def set_up(
@@ -55,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches_prefixes,
         overlaps,
         windows,
+        most_drafts,
         seed,
     ):
         # No pages beyond those that rows see at once: what is cached behind windows has to make way.
@@ -70,10 +73,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
             page_groups=page_groups(windows, num_pages, scheduler=scheduler, cache=cache),
+            verify_rows=num_rows * (1 + most_drafts) // 2,
         )
         self.scheduler = Scheduler(self.limits)
         self.device = ShadowDevice(self.limits)
-        self.overlaps = overlaps
+        self.overlaps, self.most_drafts = overlaps and not most_drafts, most_drafts
+        self.generator = np.random.default_rng(seed)
         self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
         self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT)).astype(np.int32)
         self.seed = seed
@@ -175,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self) -> None:
         num_preemptions = self.scheduler.num_preemptions
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(draft=self._draft if self.most_drafts else None)
         submitted = (schedule, self._run(schedule)) if schedule.plan.num_chunks else None
         is_stuck = submitted is None and self.in_flight is None
         assert not is_stuck or self.scheduler.num_preemptions > num_preemptions, "work is pending, nothing is planned"
@@ -189,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _run(self, schedule: Schedule) -> StepResult:
         plan, limits = schedule.plan, self.limits
         rows, lengths = plan.chunk_rows, plan.chunk_lengths
-        assert len(np.unique(rows)) == plan.num_chunks, "a row has two chunks"
+        assert np.bincount(rows).max() <= 1 + plan.most_drafts, "a row has two chunks"
         assert rows.min() >= 0 and rows.max() < limits.num_rows * limits.num_data_ranks
         assert (np.diff(rows // limits.num_rows) >= 0).all(), "the chunks of a rank stand apart"
         assert lengths.min() >= 1 and lengths.max() <= limits.chunk_tokens and lengths.sum() == plan.num_tokens
@@ -198,17 +203,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (per_rank * PREFILL_BLOCK_TOKENS <= limits.step_tokens).all(), "a rank has more than a step holds"
         assert ((plan.token_ids == LAST_SAMPLED) <= np.repeat(lengths == 1, lengths)).all()
         owners = [self.scheduler.table.sequences[row] for row in rows.tolist()]
-        result = self.device.run(plan, [self.pasts[owner] for owner in owners])
+        samples = np.bincount(rows[plan.chunk_samples] // limits.num_rows)
+        most_singles = limits.num_rows if blocks.any() else max(limits.num_rows, limits.verify_rows)
+        assert samples.max(initial=0) <= most_singles, "a rank has more samples than a step holds"
+        result = self.device.run_drafts(plan, [self.pasts[owner] for owner in owners])
         for owner, start in zip(owners, plan.chunk_starts.tolist(), strict=True):
             if owner.row in plan.sampling.rows and start:
                 assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
                 assert owner.num_to_recompute or owner.num_cached == start
         return result
 
+    def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
+        """What follows, or something else from a random place on."""
+        drafts = {}
+        for row in rows.tolist():
+            owner = self.scheduler.table.sequences[row]
+            drafted = np.array(self.pasts[owner].tokens[owner.num_tokens :][: self.most_drafts], np.int32)
+            drafted[self.generator.integers(0, self.most_drafts + 2) :] = VOCABULARY + 5
+            drafts[row] = drafted
+        return drafts
+
     def _commit(self, step: tuple[Schedule, StepResult] | None) -> None:
         if step is None:
             return
-        rows, ended = self.scheduler.commit(*step)
+        schedule, result = step
+        counts = samples_that_count(self.scheduler.table, schedule, result=result)
+        rows, ended = self.scheduler.commit(schedule, result, counts=counts)
         for row in rows.tolist():
             owner = self.scheduler.table.sequences[row]
             if owner is not None:

@@ -12,7 +12,9 @@ import numpy as np
 
 from rayserve_moe.engine.admission import ending_ids
 from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.proposers import Proposer
 from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
@@ -62,6 +64,8 @@ class Way:
     caches_prefixes: bool = True
     intervene: Intervention | None = None
     eplb: EplbSteps | None = None
+    proposer: Proposer | None = None
+    num_drafts: int = 1
 
 
 def run_together(
@@ -109,6 +113,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         num_data_ranks=num_data_ranks,
         caches_prefixes=way.caches_prefixes,
         page_groups=runner.pool.groups(way.num_pages),
+        verify_rows=max(shape.num_singles for shape in runner.served.shapes),
     )
     capture = RoutingCapture(
         card.routing,
@@ -117,12 +122,16 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         num_data_ranks=num_data_ranks,
         weight_version="0",
     )
+    scheduler, speculation = Scheduler(limits), None
+    if way.proposer is not None:
+        speculation = Speculation(scheduler.table, way.proposer, most_drafts=way.num_drafts, is_fixed=True)
     return StepCycle(
-        Scheduler(limits),
+        scheduler,
         PreparedExecutor(runner, way.num_pages),
         capture=capture if way.with_capture else None,
         overlaps=way.overlaps,
         eplb=way.eplb,
+        speculation=speculation,
     )
 
 

@@ -46,7 +46,9 @@ def new_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> 
     """A runner over `mesh`, data ranks by devices of each; nothing is loaded."""
     found = settings_from({"model_path": path, **values})
     sections = found.model, found.scheduler, found.cache, found.replay, found.experts
-    settings = RunnerSettings(*sections, compile=found.compile, balancing=found.balancing)
+    settings = RunnerSettings(
+        *sections, compile=found.compile, balancing=found.balancing, speculation=found.speculation
+    )
     return HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
 
 

@@ -7,6 +7,7 @@ alone, as those of the real sampler are of these and the past.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -132,6 +133,42 @@ class ShadowDevice:
             for pool in self._pools:
                 pool.stands_for[pool.slots(row, position, position + 1)] = POISON
         return result
+
+    def run_drafts(self, plan: StepPlan, pasts: list[Past]) -> StepResult:
+        """The same where chunks may be drafts: wrong ones overwrite what their slots stand for, and sample anything."""
+        if not plan.most_drafts:
+            return self.run(plan, pasts)
+        is_right = np.ones(plan.num_chunks, np.bool_)
+        last_tokens = np.cumsum(plan.chunk_lengths) - 1
+        for c in range(1, plan.num_chunks):
+            if plan.chunk_rows[c] == plan.chunk_rows[c - 1]:
+                position, past = int(plan.chunk_starts[c]), pasts[c]
+                known = past.tokens[position] if position < len(past.tokens) else None
+                is_right[c] = is_right[c - 1] and plan.token_ids[last_tokens[c]] == known
+        right = replace(
+            plan,
+            chunk_rows=plan.chunk_rows[is_right],
+            chunk_starts=plan.chunk_starts[is_right],
+            chunk_lengths=plan.chunk_lengths[is_right],
+            chunk_samples=plan.chunk_samples[is_right],
+            token_ids=plan.token_ids[np.repeat(is_right, plan.chunk_lengths)],
+        )
+        found = self.run(right, [past for past, keeps in zip(pasts, is_right, strict=True) if keeps])
+        for row, start in zip(plan.chunk_rows[~is_right], plan.chunk_starts[~is_right], strict=True):
+            for pool in self._pools:
+                slots = pool.slots(int(row), int(start), int(start) + 1)
+                assert not np.isin(slots, self._written_now(right, pool)).any(), "a draft writes over another token"
+                pool.stands_for[slots] = POISON
+        keeps = is_right[plan.chunk_samples]
+        ids, logprobs = np.full(len(keeps), VOCABULARY + 7, np.int32), np.zeros(len(keeps), np.float32)
+        ids[keeps], logprobs[keeps] = found.token_ids, found.logprobs
+        ranks = np.ones(len(keeps), np.int32)
+        ranks[keeps] = found.ranks
+        return StepResult(plan.step_id, ids, logprobs, ranks)
+
+    def _written_now(self, plan: StepPlan, pool: _Pool) -> np.ndarray:
+        chunks = zip(plan.chunk_rows.tolist(), plan.chunk_starts.tolist(), plan.chunk_lengths.tolist(), strict=True)
+        return np.concatenate([pool.slots(row, start, start + length) for row, start, length in chunks])
 
     def holds(self, data_rank: int, page_ids: np.ndarray, past: np.ndarray, *, place: int = 0) -> bool:
         """Whether pages of a rank hold the keys and values that `past` stands for, where they are not 0."""

@@ -11,9 +11,11 @@ from rayserve_moe.config.settings import (
     ModelSettings,
     SchedulerSettings,
     SettingsError,
+    SpeculationSettings,
 )
 
 SPARE_REQUESTS = 256
+MOST_VERIFY_ROWS = 256
 
 
 def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
@@ -82,6 +84,15 @@ def transport(cluster: ClusterSettings) -> str:
     if cluster.transport != "auto":
         return cluster.transport
     return "compiled_graph" if cluster.tpu_topology else "sockets"
+
+
+def verify_rows(scheduler: SchedulerSettings, speculation: SpeculationSettings) -> int:
+    """Single tokens of a data rank in the largest step without prompts: all rows with all their drafts, up to a number
+    beyond which drafts gain little; never fewer than rows. 0 without speculation."""
+    if not speculation.most_drafts:
+        return 0
+    rows = scheduler.max_running_requests
+    return max(rows, min(rows * (1 + speculation.most_drafts), MOST_VERIFY_ROWS))
 
 
 def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:

@@ -19,6 +19,7 @@ import yaml
 
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.settings import TPU_PAGE_SIZE, ParallelSettings, Settings, SettingsError
+from rayserve_moe.config.speculation import check_speculation, in_own_terms
 from rayserve_moe.config.topology import check_slices
 
 ENVIRONMENT_KEYS = {
@@ -54,7 +55,7 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
     """
     keys = _keys()
     merged = {key: os.environ[variable] for variable, key in ENVIRONMENT_KEYS.items() if os.environ.get(variable)}
-    merged.update(values)
+    merged = in_own_terms({**merged, **values})
     sections: dict[str, dict[str, Any]] = {}
     given: dict[_Key, str] = {}
     for name, value in merged.items():
@@ -219,6 +220,7 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError("admin_api_key is api_key: give it another value, or leave it empty")
     _check_parallel(settings.parallel)
     _check_selection(settings)
+    check_speculation(settings.speculation, selection=settings.experts.selection)
     check_slices(settings.cluster, settings.parallel)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:

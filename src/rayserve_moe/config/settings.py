@@ -22,6 +22,7 @@ MOST_TOKENS = 1 << 24
 """Of one sequence: beyond any model, and positions times pages stay far below 32 bits."""
 TPU_PAGE_SIZE = 128
 """Tokens per page on a TPU where none are given: a page of a layer is one copy of the attention kernel."""
+MOST_DRAFTS = 7
 _NO_KEY = ""
 
 
@@ -75,6 +76,29 @@ class SchedulerSettings:
     """Plan and submit a step before the tokens of the one before are on the host."""
     decode_batch_sizes: tuple[int, ...] = _number((), (1, 8192), "precompile_bs_paddings")
     """Batch sizes that decode steps are compiled for and padded to; empty derives them from the number of rows."""
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """Tokens that are drafted, and verified several at a time: they change how fast answers are, not what they are."""
+
+    algorithm: str = _choice("off", "NGRAM", "SIBLINGS", key="speculative_algorithm")
+    """`NGRAM` drafts what followed the last tokens of a sequence before, `SIBLINGS` also what did in other answers to
+    its prompt; `off` or null none."""
+    num_steps: int = _number(0, (0, 7), "speculative_num_steps")
+    """Drafts of a sequence in one step at most; 0 is 7. Steps have 0, 1, 3, 5 or 7, as measured times of steps make
+    worth it."""
+    num_draft_tokens: int = _number(0, (0, 8), "speculative_num_draft_tokens")
+    """The same as rows that are verified: `speculative_num_steps` and one more."""
+    shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
+    """Tokens at the end of a sequence that must have stood elsewhere before anything is drafted."""
+    longest_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
+    """Tokens at the end of a sequence that are looked for at most."""
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a sequence in one step at most; 0 without speculation."""
+        return 0 if self.algorithm == "off" else self.num_steps or max(self.num_draft_tokens - 1, 0) or MOST_DRAFTS
 
 
 @dataclass(frozen=True)
@@ -243,6 +267,7 @@ class Settings:
 
     model: ModelSettings = field(default_factory=ModelSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

@@ -48,9 +48,17 @@ class Penalties(NamedTuple):
 
 @jax.named_scope("adjustment")
 def adjust(
-    logits_SV: jax.Array, state: AdjustmentState, *, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart
+    logits_SV: jax.Array,
+    state: AdjustmentState,
+    *,
+    rows_S: jax.Array,
+    penalties: Penalties,
+    part: VocabularyPart,
+    drafted_SK: jax.Array | None = None,
 ) -> jax.Array:
     """Adjusted float32 logits; rows that adjust nothing keep theirs to the last bit.
+
+    `drafted_SK` int32 are tokens that count as outputs of a row besides those it has seen; -1: none.
 
     Biases are added first. Then the repetition penalty divides positive and multiplies negative logits of every word
     seen in prompt or output; frequency is subtracted for each output of a word, presence once for any. Words that are
@@ -58,7 +66,7 @@ def adjust(
     """
     # A loop of one turn or none: unlike a branch, it copies nothing where it does nothing.
     num_turns = jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
-    change = partial(_adjust, state, rows_S, penalties, part)
+    change = partial(_adjust, state, rows_S, penalties, part, drafted_SK)
     return jax.lax.fori_loop(0, num_turns, lambda _, logits_SV: change(logits_SV), logits_SV)
 
 
@@ -84,9 +92,16 @@ def note_known(seen_V: jax.Array, ids_N: jax.Array, *, num_prompt: jax.Array, nu
 
 
 def _adjust(
-    state: AdjustmentState, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart, logits_SV: jax.Array
+    state: AdjustmentState,
+    rows_S: jax.Array,
+    penalties: Penalties,
+    part: VocabularyPart,
+    drafted_SK: jax.Array | None,
+    logits_SV: jax.Array,
 ) -> jax.Array:
     seen_SV = state.seen_RV.at[rows_S].get(mode="clip")
+    for drafted_S in () if drafted_SK is None else drafted_SK.T:
+        seen_SV += part.ids() == drafted_S[:, None]
     added_SV = _bias_of_words(state, rows_S, penalties, part)
     is_withheld_SV = jnp.isneginf(added_SV)
     changed_SV = logits_SV + jnp.where(is_withheld_SV, 0, added_SV)

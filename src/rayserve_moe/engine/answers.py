@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
 from rayserve_moe.requests import (
     ChoiceResult,
+    DraftCounts,
     GenerationRequest,
     ModelCard,
     PromptScores,
@@ -42,6 +43,7 @@ def native_answer(
         "weight_versions": output_versions(request, result),
         "logprob_weight_versions": [list(labelled) for labelled in versions],
     }
+    meta_info |= _native_drafts(result.drafts)
     if return_logprob:
         meta_info |= _native_logprobs(request, result)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
@@ -148,6 +150,22 @@ def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, star
     return {
         "routed_experts": encode_routed_experts(wanted, layout),
         "routed_experts_info": routed_experts_info(wanted, layout),
+    }
+
+
+def _native_drafts(drafts: DraftCounts) -> dict:
+    """What became of drafts, under SGLang's names; nothing where none were verified.
+
+    `spec_accept_length` is how many tokens a verification gave on average.
+    """
+    if not drafts.chains:
+        return {}
+    return {
+        "spec_verify_ct": drafts.chains,
+        "spec_draft_token_num": drafts.drafted,
+        "spec_accept_token_num": drafts.accepted,
+        "spec_accept_rate": drafts.accepted / drafts.drafted,
+        "spec_accept_length": 1 + drafts.accepted / drafts.chains,
     }
 
 

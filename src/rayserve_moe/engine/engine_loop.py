@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
-from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens
+from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens, verify_rows
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
@@ -20,7 +20,9 @@ from rayserve_moe.engine.control import ABORTED, EngineControl
 from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.engine.eplb_steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
+from rayserve_moe.engine.proposers import PROPOSERS
 from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.speculation import DraftTotals, Speculation
 from rayserve_moe.engine.step_cycle import Executor, StepCycle, selection_statistics
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
@@ -144,6 +146,12 @@ class EngineLoop:
             **self.start_report.statistics(),
         }
 
+    @property
+    def drafts(self) -> tuple[str, DraftTotals] | None:
+        """The proposer, and what became of its drafts; None without speculation."""
+        speculation = self._cycle.speculation
+        return None if speculation is None else (speculation.proposer.name, speculation.totals)
+
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
         self._commands.check_open()
@@ -246,6 +254,7 @@ def _step_cycle(
         max_tokens=card.max_model_len,
         num_data_ranks=num_ranks,
         caches_prefixes=cache.enable_prefix_caching,
+        verify_rows=verify_rows(scheduler, settings.speculation),
     )
     capture = None
     if card.returns_routing:
@@ -257,7 +266,13 @@ def _step_cycle(
             weight_version=card.weight_version,
         )
     target = Scheduler(limits, weight_version=card.weight_version)
-    return StepCycle(target, executor, capture=capture, overlaps=scheduler.overlap_steps, eplb=eplb)
+    speculation = None
+    if most_drafts := settings.speculation.most_drafts:
+        proposer = PROPOSERS[settings.speculation.algorithm](settings.speculation)
+        speculation = Speculation(target.table, proposer, most_drafts=most_drafts)
+    return StepCycle(
+        target, executor, capture=capture, overlaps=scheduler.overlap_steps, eplb=eplb, speculation=speculation
+    )
 
 
 def _sequences_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:

@@ -77,7 +77,7 @@ class OutputDispatch:
         return [sequence for sequence in sequences if sequence.finish is None]
 
     def publish(self, rows: np.ndarray, ended: list[Sequence], *, now: float) -> None:
-        """Send the updates that are due: of rows that got a token, and of choices that have ended.
+        """Send the updates that are due: of rows that got a token, once for each, and of choices that have ended.
 
         Choices that a stop string completes end too, before another step is planned.
         """
@@ -115,6 +115,7 @@ class OutputDispatch:
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
         """Rows whose clients want updates and have waited long enough; the first token is due at once."""
         table = self._table
+        rows = _each_once(rows)
         interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(rows))
         due = rows[table.is_incremental[rows] & (now - table.published_at[rows] >= interval)]
         table.published_at[due] = now
@@ -128,6 +129,11 @@ class OutputDispatch:
             del self._requests[request_id]
         complete = sink(updates) or ()
         return [sequence for i in complete if (sequence := sequences[i]).finish is None]
+
+
+def _each_once(rows: np.ndarray) -> np.ndarray:
+    """Rows in their order, those that follow on themselves once."""
+    return rows[np.append(True, rows[1:] != rows[:-1])] if len(rows) else rows
 
 
 def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResult:
@@ -144,6 +150,7 @@ def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResul
         top=top_of(sequence, first, stop=last),
         weight_versions=sequence.weight_versions,
         ranks=sequence.ranks[first:last].tolist(),
+        drafts=sequence.drafts,
     )
 
 
@@ -155,10 +162,11 @@ def _last_update_of(sequence: Sequence) -> ChoiceResult:
 
 
 def note_tokens(metrics: RequestMetrics, table: RowTable, *, rows: np.ndarray, now: float) -> None:
-    """Measure that each of `rows` has got a token: its first one, or one more. `now` is of the monotonic clock."""
+    """Measure that each of `rows` has got a token: its first one, or one more, or several, which share the time since
+    the last. `now` is of the monotonic clock."""
     if not len(rows):
         return
-    gaps = now - table.token_at[rows]
+    gaps = (now - table.token_at[rows]) / np.bincount(rows)[rows]
     table.token_at[rows] = now
     longest = gaps.max()
     if gaps.min() == longest:  # all got one with the step before too, and none is a first one, whose gap is NaN

@@ -36,7 +36,7 @@ class RoutingCapture:
         self._store = RoutingStore(layout, num_slots=num_data_ranks * self._slots_per_rank)
         self._num_data_ranks = num_data_ranks
         self._versions = [weight_version]
-        self._submitted: dict[int, Callable[[np.ndarray], None]] = {}  # by step: stores its rows where they belong
+        self._submitted: dict[int, Callable[..., None]] = {}  # by step: stores its rows where they belong
         self._has_kept = False
 
     @property
@@ -65,11 +65,12 @@ class RoutingCapture:
         under = len(self._versions) - 1
         self._submitted[plan.step_id] = partial(self._store_rows, slots=slots, stamps=stamps, version=under, kept=kept)
 
-    def absorb(self, result: StepResult) -> None:
-        """Store the rows that came with the result of a step. Rows that never come stay missing."""
+    def absorb(self, result: StepResult, *, belongs: np.ndarray | None = None) -> None:
+        """Store the rows that came with the result of a step, of tokens that belong to their sequences, bool [T], where
+        that is given. Rows that never come stay missing."""
         store_rows = self._submitted.pop(result.step_id, None)
         if store_rows is not None and result.routing is not None:
-            store_rows(result.routing)
+            store_rows(result.routing, belongs=slice(None) if belongs is None else belongs)
 
     def retain(self, preemption: Preemption) -> None:
         """Keep with a sequence that lost its pages the rows that its client wants and does not have, and all of its
@@ -103,13 +104,14 @@ class RoutingCapture:
         self,
         rows: np.ndarray,
         *,
+        belongs: np.ndarray | slice,
         slots: np.ndarray,
         stamps: np.ndarray,
         version: int,
         kept: list[tuple[np.ndarray, ...]],
     ) -> None:
         """Store the rows of a step that ran under `version`, then those that were kept, which outrank them."""
-        self._store.write(slots, stamps, rows=rows, versions=version)
+        self._store.write(slots[belongs], stamps[belongs], rows=rows[belongs], versions=version)
         for kept_slots, kept_stamps, kept_rows, versions in kept:
             self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions)
 

@@ -10,11 +10,13 @@ import numpy as np
 
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.verify_rows import samples_that_count, tokens_that_count
 
 NO_ROWS = np.zeros(0, np.int64)
 
@@ -76,7 +78,8 @@ class StepCycle:
     """Drives scheduler, executor and routing capture step by step; knows nothing of clients.
 
     With `overlaps` the devices run a step while the host commits the one before it and plans the next. `eplb` moves and
-    counts experts. While `is_paused` no step is planned. `tally` is the sum over all steps, if they have any.
+    counts experts. While `speculation` is on, every step is committed before the next is planned, which may have
+    drafts. While `is_paused` no step is planned. `tally` is the sum over all steps, if they have any.
     """
 
     def __init__(
@@ -87,9 +90,11 @@ class StepCycle:
         capture: RoutingCapture | None,
         overlaps: bool = True,
         eplb: EplbSteps | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.eplb = eplb
+        self.speculation = speculation
         self.is_paused = False
         self._executor = executor
         self._capture = capture
@@ -97,6 +102,7 @@ class StepCycle:
         self._in_flight: Schedule | None = None
         self._clock = StepClock()
         self.tally: np.ndarray | None = None
+        self._ended_at: float | None = None  # the last run, if work was left
 
     @property
     def has_work(self) -> bool:
@@ -107,17 +113,23 @@ class StepCycle:
 
         The pages of ended sequences are free again, and their `final_routing` is set where it is wanted.
         """
-        started = time.perf_counter()
-        schedule = self.scheduler.schedule(captures_all=self._captures_all)
+        started, speculation = time.perf_counter(), self.speculation
+        tries = speculation is not None and speculation.is_on
+        if tries and self._in_flight is not None:
+            return self.drain()
+        draft = speculation.draft if speculation is not None and tries else None
+        schedule = self.scheduler.schedule(captures_all=self._captures_all, draft=draft)
         if self.eplb is not None:
             schedule = self.eplb.attach(schedule)
         self._retain_preempted()
         if self._capture is not None:
             self._capture.submit(schedule.plan, self.scheduler.table)
         self._clock.schedule_s += time.perf_counter() - started
-        committed = self._exchange(schedule)
-        if self._in_flight is not None and not self._overlaps:
-            return self._exchange(None)
+        finished, committed = self._in_flight, self._exchange(schedule)
+        if self._in_flight is not None and (tries or not self._overlaps):
+            finished, committed = self._in_flight, self._exchange(None)
+        if speculation is not None:
+            self._note_time(speculation, finished, len(committed[0]), started)
         return committed
 
     def drain(self) -> Commit:
@@ -185,19 +197,33 @@ class StepCycle:
         returned = time.perf_counter()
         finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
         self._clock.transport_s += returned - submitted
+        counts = None
+        if finished is not None and result is not None and finished.plan.most_drafts:
+            counts = samples_that_count(self.scheduler.table, finished, result=result)
         if result is not None and self._capture is not None:
-            self._capture.absorb(result)
+            belongs = None if counts is None or finished is None else tokens_that_count(finished, counts)
+            self._capture.absorb(result, belongs=belongs)
         self._retain_finally()
         if finished is None:
             return NO_ROWS, []
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
         if self.eplb is not None:
             self.eplb.absorb(result)
-        rows, ended = self.scheduler.commit(finished, result)
+        if counts is not None and self.speculation is not None:
+            self.speculation.note_drafts(finished, counts)
+        rows, ended = self.scheduler.commit(finished, result, counts=counts)
         for sequence in ended:
             self._release(sequence)
-        self._account(finished, result, time.perf_counter() - returned)
+        self._account(finished, result, len(rows), time.perf_counter() - returned)
         return rows, ended
+
+    def _note_time(self, speculation: Speculation, finished: Schedule | None, num_tokens: int, started: float) -> None:
+        """Note what a step took from one commit to the next; from its start where nothing ran before."""
+        ended_at = time.perf_counter()
+        if finished is not None:
+            since = started if self._ended_at is None else self._ended_at
+            speculation.note_time(finished, num_tokens, seconds=ended_at - since)
+        self._ended_at = ended_at if self.has_work else None
 
     def _release(self, sequence: Sequence) -> Sequence:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""
@@ -205,6 +231,8 @@ class StepCycle:
         if self._capture is not None and sequence.request.return_routed_experts:
             sequence.final_routing = self._gather(sequence)
         self.scheduler.release(sequence)
+        if self.speculation is not None:
+            self.speculation.end(sequence)
         return sequence
 
     def _gather(self, sequence: Sequence) -> RoutedExperts:
@@ -229,11 +257,11 @@ class StepCycle:
         self._retain_preempted()
         self.scheduler.preemptions.clear()
 
-    def _account(self, finished: Schedule, result: StepResult, commit_s: float) -> None:
+    def _account(self, finished: Schedule, result: StepResult, num_sampled: int, commit_s: float) -> None:
         clock = self._clock
         clock.steps += 1
         clock.tokens_computed += finished.plan.num_tokens
-        clock.tokens_sampled += len(finished.sampling_rows)
+        clock.tokens_sampled += num_sampled if finished.plan.most_drafts else len(finished.sampling_rows)
         clock.pack_s += result.pack_s
         clock.device_s += result.device_s
         clock.transport_s -= result.pack_s + result.device_s

@@ -30,11 +30,14 @@ TPU_OF_KIND = {
 }
 
 
-def step_shapes(scheduler: SchedulerSettings, cost: StepCost = SMALL_MODEL) -> tuple[StepShape, ...]:
+def step_shapes(
+    scheduler: SchedulerSettings, cost: StepCost = SMALL_MODEL, *, verify_rows: int = 0
+) -> tuple[StepShape, ...]:
     """All shapes to compile, smallest first: those that are worth it by `cost`.
 
-    Decode-only shapes up to one that holds every row, or as the settings list them; then mixed shapes, which hold every
-    row as a single token beside prefill blocks, up to the step's budget.
+    Decode-only shapes up to one that holds every row, or as the settings list them, and beyond up to `verify_rows` for
+    drafts, each twice the one before at most; then mixed shapes, which hold every row as a single token beside prefill
+    blocks, up to the step's budget.
     """
     rows, block, device = scheduler.max_running_requests, PREFILL_BLOCK_TOKENS, cost.device
     decode_sizes = scheduler.decode_batch_sizes or choose_sizes(
@@ -50,7 +53,8 @@ def step_shapes(scheduler: SchedulerSettings, cost: StepCost = SMALL_MODEL) -> t
         compile_s=device.compile_s,
         horizon_s=device.horizon_s * PREFILL_SHARE,
     )
-    decode = [StepShape(size, 0, block) for size in sorted(set(decode_sizes))]
+    verify_sizes = {verify_rows >> i for i in range(8) if verify_rows >> i > num_singles}
+    decode = [StepShape(size, 0, block) for size in sorted({*decode_sizes, *verify_sizes})]
     return (*decode, *(StepShape(num_singles, size, block) for size in prefill_sizes))
 
 

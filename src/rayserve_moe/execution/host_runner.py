@@ -141,6 +141,7 @@ class HostRunner:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
+        assert plan.most_drafts <= self._settings.speculation.most_drafts, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
             assert self._in_flight is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)

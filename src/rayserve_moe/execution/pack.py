@@ -53,7 +53,7 @@ class Packer:
         self.layouts = {shape: InputLayout(shape, rows_per_rank, num_tables) for shape in shapes}
         decode = [layout for shape, layout in self.layouts.items() if shape.num_blocks == 0]
         self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
-        self._places = np.arange(rows_per_rank)
+        self._places = np.arange(max(shape.num_singles for shape in shapes))
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether the changes of a plan fit beside its tokens; otherwise they have to go ahead of it."""

@@ -18,6 +18,7 @@ from rayserve_moe.config.settings import (
     SchedulerSettings,
     Settings,
     SettingsError,
+    SpeculationSettings,
     UpdateSettings,
 )
 from rayserve_moe.execution.buckets import step_cost, step_shapes
@@ -49,6 +50,7 @@ class RunnerSettings:
     balancing: BalancingSettings = field(default_factory=BalancingSettings)
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
 
 
 def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
@@ -63,6 +65,7 @@ def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
         settings.balancing,
         settings.updates,
         settings.logging,
+        settings.speculation,
     )
 
 
@@ -133,7 +136,11 @@ class ServedModel:
     def step_config(self, num_pages: int) -> StepConfig:
         layer_pages = layer_pages_of(self.pool.windows, self.pool.groups(num_pages))
         return StepConfig(
-            self.config, self.settings.cache.page_size, self.settings.replay.enabled, layer_pages=layer_pages
+            self.config,
+            self.settings.cache.page_size,
+            self.settings.replay.enabled,
+            layer_pages=layer_pages,
+            most_drafts=self.settings.speculation.most_drafts,
         )
 
     def state(self, num_pages: int) -> DeviceState:
@@ -154,7 +161,8 @@ def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSetting
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
-    shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype))
+    verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
+    shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes)
     check_kv_heads(config, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held

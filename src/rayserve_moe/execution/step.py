@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.adjustment import adjust, note_samples
+from rayserve_moe.decoding.drafts import accepted, drafts_of
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.sampling import Sampled, sample
 from rayserve_moe.execution.prompt_scores import score_prompts
@@ -36,12 +37,16 @@ BIAS_AXES: tuple[str | None, ...] = (None, None)
 
 @dataclass(frozen=True)
 class StepConfig:
-    """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`."""
+    """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
+
+    `most_drafts` is that of any `StepPlan`.
+    """
 
     model: ModelConfig
     page_size: int
     capture_routing: bool
     layer_pages: tuple[LayerPages, ...] = ()
+    most_drafts: int = 0
 
 
 def run_step(
@@ -74,7 +79,7 @@ def run_step(
             config=config.model,
         )
         state = replace(state, kv_pages=out.kv_pages)
-        sampled, state = _sampled(logits_AV, state, step, config=config.model)
+        sampled, state = _sampled(logits_AV, state, step, config=config)
         state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
         scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
         tally_N4 = None if out.tally_4 is None else plan.gather_data_ranks(out.tally_4[None], dim=0)
@@ -128,18 +133,26 @@ def step_logits(
 
 
 def _sampled(
-    logits_AV: jax.Array, state: DeviceState, step: DeviceInput, *, config: ModelConfig
+    logits_AV: jax.Array, state: DeviceState, step: DeviceInput, *, config: StepConfig
 ) -> tuple[Sampled, DeviceState]:
-    """Sample for all data ranks, and record of the rows what they have sampled."""
-    plan, part, num_rows = config.plan, words_of(config), len(state.last_tokens_R)
+    """Sample for all data ranks, and record of the rows what they have sampled: of drafts up to the first wrong one."""
+    plan, part, num_rows = config.model.plan, words_of(config.model), len(state.last_tokens_R)
     is_real_S = step.sample_rows_S < num_rows
     rows_S = jnp.where(is_real_S, plan.data_rank() * num_rows + step.sample_rows_S, len(state.seen_RV))
-    rows_A, sampling, penalties = gather_rows((rows_S, step.sampling, step.penalties), plan)
+    given = (rows_S, step.sampling, step.penalties)
+    inputs = (step.batch.token_ids_T[step.sample_places_S],) if config.most_drafts else ()
+    rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
+    drafts = drafts_of(rows_A, sampling.position_S, *inputs, most_drafts=config.most_drafts) if inputs else None
     of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
-    adjusted_AV = adjust(logits_AV, state, **of_rows)
-    sampled = sample(adjusted_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, noise=config.kernels.noise)
-    own_ids_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()]
-    last_tokens_R = state.last_tokens_R.at[step.sample_rows_S].set(own_ids_S, mode="drop")
+    adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
+    noise = config.model.kernels.noise
+    sampled = sample(adjusted_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, noise=noise)
+    own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], step.sample_rows_S
+    if drafts is not None:
+        counts_A, is_last_A = accepted(sampled.ids_S, drafts)
+        of_rows["rows_S"] = jnp.where(counts_A, rows_A, len(state.seen_RV))
+        own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
+    last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
     seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
     return sampled, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
 

@@ -45,7 +45,9 @@ class Schedule:
     scored: tuple[tuple[Sequence, int, int], ...] = ()
 
 
-def build_schedule(step_id: int, steps: list[RankStep], *, table: RowTable, captures_all: bool) -> Schedule:
+def build_schedule(
+    step_id: int, steps: list[RankStep], *, table: RowTable, captures_all: bool, most_drafts: int = 0
+) -> Schedule:
     """Join the parts of all ranks, in their order; the plan wants routing where a sequence of it does, or where
     `captures_all`."""
     whole, *others = steps
@@ -72,6 +74,7 @@ def build_schedule(step_id: int, steps: list[RankStep], *, table: RowTable, capt
         block_work=work,
         wants_top=table.num_wanting_top > 0 and bool(table.num_top[sampling_rows].any()),
         wants_score_top=any(sequence.num_top for sequence, _, _ in scored),
+        most_drafts=most_drafts,
     )
     generations = table.generations[sampling_rows]
     return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), scored)

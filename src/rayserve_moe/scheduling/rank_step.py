@@ -32,7 +32,8 @@ class StepLimits:
 
     `num_rows` sequences, `step_tokens` prompt tokens in all and `chunk_tokens` of one sequence; `num_pages` pages of
     `page_size` tokens; sequences of up to `max_tokens`. Without `caches_prefixes` only the choices of one request
-    share pages. `page_groups` are those of the layers, where there are several or some have a window.
+    share pages. `page_groups` are those of the layers, where there are several or some have a window. A step without
+    prompts holds `verify_rows` single tokens per rank where sequences may have drafts.
     """
 
     num_rows: int
@@ -44,10 +45,13 @@ class StepLimits:
     num_data_ranks: int = 1
     caches_prefixes: bool = True
     page_groups: tuple[PageGroup, ...] = ()
+    verify_rows: int = 0
 
 
 class RankStep:
     """Collects what a rank computes in one step: first `go_on`, then any number of `admit`.
+
+    Where it `defers_decoding`, sequences that decode are left to `add_singles` after that.
 
     Where pages run out, `preempt` is called with the rank's youngest sequence. `rows`, `starts`, `lengths`, `token_ids`
     and `samples` are as in StepPlan, to be joined: one entry for all sequences that decode, and one for each chunk of a
@@ -55,7 +59,14 @@ class RankStep:
     Schedule.
     """
 
-    def __init__(self, rank: DataRank, *, limits: StepLimits, preempt: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        rank: DataRank,
+        *,
+        limits: StepLimits,
+        preempt: Callable[[Sequence], None],
+        defers_decoding: bool = False,
+    ) -> None:
         self.rank = rank
         self.rows: list[np.ndarray] = []
         self.starts: list[np.ndarray] = []
@@ -67,7 +78,7 @@ class RankStep:
         self.pages: list[PageTableChanges] = []
         self.new_sequences: list[Sequence] = []
         self.completed: list[tuple[Sequence, int]] = []
-        self._limits, self._preempt = limits, preempt
+        self._limits, self._preempt, self._defers_decoding = limits, preempt, defers_decoding
         self._budget = limits.step_tokens
 
     @property
@@ -91,12 +102,26 @@ class RankStep:
         rows, starts = self._grow_decoding()
         self._continue_prefill()
         if len(self.rank.running) != num_running:
-            rows, starts = self._active_rows()
-        if len(rows):
+            rows, starts = self.decoding()
+        if len(rows) and not self._defers_decoding:
             table, count = self.rank.table, len(rows)
             lengths, token_ids = table.singles[:, :count]
             self._add(rows, starts, lengths=lengths, token_ids=token_ids, samples=table.all_true[:count])
             table.num_computed[rows] = starts + 1
+
+    def decoding(self) -> tuple[np.ndarray, np.ndarray]:
+        """Decoding rows that still have a token to compute, and its position. One token each: the last."""
+        table, rows = self.rank.table, self.rank.decoding_rows
+        starts = table.num_computed[rows]
+        is_active = starts < table.targets[rows]
+        if np.count_nonzero(is_active) == len(rows):
+            return rows, starts
+        return rows[is_active], starts[is_active]
+
+    def add_singles(self, rows: np.ndarray, starts: np.ndarray, *, token_ids: np.ndarray) -> None:
+        """Add chunks of one token each that sample."""
+        count = len(rows)
+        self._add(rows, starts, lengths=np.ones(count, np.int32), token_ids=token_ids, samples=np.ones(count, np.bool_))
 
     def admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""
@@ -123,10 +148,10 @@ class RankStep:
             group.follow(table.num_computed[of_rank], table.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Give every decoding sequence the page its next token needs; returns what `_active_rows` does."""
+        """Give every decoding sequence the page its next token needs; returns what `decoding` does."""
         rank, table = self.rank, self.rank.table
         while True:
-            rows, starts = self._active_rows()
+            rows, starts = self.decoding()
             is_full = starts >= table.capacities[rows]
             if not np.count_nonzero(is_full):
                 return rows, starts
@@ -134,18 +159,9 @@ class RankStep:
             pages = rank.take_pages(len(short))
             if pages is not None:
                 indices = table.add_pages(short, pages, generations=rank.allocator.generations[pages])
-                self._set_pages(short, indices, page_ids=pages)
+                self.set_pages(short, indices, page_ids=pages)
                 return rows, starts
             self._preempt(rank.running[-1])
-
-    def _active_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Decoding rows that still have a token to compute, and its position. One token each: the last."""
-        table, rows = self.rank.table, self.rank.decoding_rows
-        starts = table.num_computed[rows]
-        is_active = starts < table.targets[rows]
-        if np.count_nonzero(is_active) == len(rows):
-            return rows, starts
-        return rows[is_active], starts[is_active]
 
     def _continue_prefill(self) -> None:
         for sequence in list(self.rank.prefilling):
@@ -198,9 +214,9 @@ class RankStep:
         pages = sequence.pages[first:]
         if len(pages):
             rows = np.full(len(pages), sequence.row)
-            self._set_pages(rows, np.arange(first, first + len(pages)), page_ids=pages.copy())
+            self.set_pages(rows, np.arange(first, first + len(pages)), page_ids=pages.copy())
 
-    def _set_pages(self, rows: np.ndarray, indices: np.ndarray, *, page_ids: np.ndarray) -> None:
+    def set_pages(self, rows: np.ndarray, indices: np.ndarray, *, page_ids: np.ndarray) -> None:
         """Add the pages that stand at `indices` of `rows`, in the tables of all groups of layers."""
         groups = self.rank.groups
         if groups == [None]:

@@ -18,6 +18,7 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, note_weights
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_scores, commit_tokens
+from rayserve_moe.scheduling.verify_rows import Draft, add_decoding
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Preemption:
 
 
 Commit = tuple[np.ndarray, list[Sequence]]
-"""Rows that got a token, and the sequences that ended, which still hold their pages."""
+"""Rows that got a token, once for each, and the sequences that ended, which still hold their pages."""
 
 
 class Scheduler:
@@ -98,19 +99,22 @@ class Scheduler:
             note_weights(sequence, self.weight_version)
         self.waiting.append(leader)
 
-    def schedule(self, *, captures_all: bool = False) -> Schedule:
+    def schedule(self, *, captures_all: bool = False, draft: Draft | None = None) -> Schedule:
         """Plan the next step. Its plan is empty when all that runs is on its way.
 
-        `captures_all` requests the routing of the step even where none of its sequences wants it.
+        `captures_all` requests the routing of the step even where none of its sequences wants it. A step with `draft`
+        follows a committed one, and is committed before the next is planned.
         """
-        num_preemptions = self.num_preemptions
-        steps = [RankStep(rank, limits=self._limits, preempt=self.preempt) for rank in self.ranks]
+        num_preemptions, limits, defers = self.num_preemptions, self._limits, draft is not None
+        steps = [RankStep(rank, limits=limits, preempt=self.preempt, defers_decoding=defers) for rank in self.ranks]
         for step in steps:
             step.go_on()
         if self.num_preemptions == num_preemptions:
             while self._admit_next(steps):
                 pass
-        schedule = build_schedule(self._next_step_id, steps, table=self.table, captures_all=captures_all)
+        most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
+        how = {"captures_all": captures_all, "most_drafts": most}
+        schedule = build_schedule(self._next_step_id, steps, table=self.table, **how)
         self._next_step_id += 1
         for sequence, _ in schedule.completed:
             self.ranks[sequence.data_rank].start_decoding(sequence)
@@ -121,9 +125,9 @@ class Scheduler:
         self._next_step_id += 1
         return StepPlan(self._next_step_id - 1)
 
-    def commit(self, schedule: Schedule, result: StepResult) -> Commit:
-        """Append what a step sampled; tokens of sequences that have left their row since are dropped."""
-        rows, endings = commit_tokens(self.table, schedule, result=result)
+    def commit(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None = None) -> Commit:
+        """Append what a step sampled, where it counts; tokens of sequences that have left their row are dropped."""
+        rows, endings = commit_tokens(self.table, schedule, result=result, counts=counts)
         if schedule.scored:
             ended = {row for row, _ in endings}
             endings += [(row, NOT_FINITE) for row in commit_scores(schedule, result) if row not in ended]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts, TopLogprobs
+from rayserve_moe.requests import DraftCounts, FinishReason, GenerationRequest, RoutedExperts, TopLogprobs
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand, PromptScoring, demand_of
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix
 
@@ -100,6 +100,7 @@ class Sequence:
         self.final_routing: RoutedExperts | None = None
         self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
         self.scoring: PromptScoring | None = None
+        self.drafts = DraftCounts()
         self.counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
         self.token_ids = np.asarray(request.prompt_ids, np.int32)
         self.logprobs = np.zeros(prompt_len, np.float32)

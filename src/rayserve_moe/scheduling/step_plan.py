@@ -8,6 +8,10 @@ A chunk is a run of tokens of one sequence: `chunk_rows[c]` is its row, its toke
 `token_ids`. Where `chunk_samples[c]`, the chunk ends at the last expected token and the next one is sampled. A token
 id of LAST_SAMPLED stands for the token that was sampled last in that row: it may not have left the device yet.
 
+A sequence whose drafts are verified has 1 + n chunks of one token each, next to each other: its last token, then the
+drafts. All of them sample, each as if the drafts before it were sampled tokens; those after the first draft that is
+not what was sampled before it do not count. `most_drafts` is the largest n of a plan.
+
 Rows are numbered over all data-parallel ranks: rank r has the rows `r * rows_per_rank .. (r + 1) * rows_per_rank - 1`.
 The chunks of a rank stand together, ranks in order.
 """
@@ -157,6 +161,7 @@ class StepPlan:
     migration: MigrationPiece | None = None
     wants_expert_counts: bool = False
     takes_staged_weights: bool = False
+    most_drafts: int = 0
 
     @property
     def has_blocks(self) -> bool:

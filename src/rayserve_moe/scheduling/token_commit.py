@@ -16,29 +16,36 @@ NOT_FINITE = FinishReason("error", message="the model produced logits that are n
 
 
 def commit_tokens(
-    table: RowTable, schedule: Schedule, *, result: StepResult
+    table: RowTable, schedule: Schedule, *, result: StepResult, counts: np.ndarray | None = None
 ) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
     """Append each sampled token to its row, unless the row has another owner since the step was planned.
 
-    Returns the rows that got a token, int [N], and the rows whose sequence ends, with the reason. A row whose logits
+    Of the samples only those that `counts` says become tokens, where it is given. Returns the rows that got a token,
+    int [N], several times where they got several, and the rows whose sequence ends, with the reason. A row whose logits
     were not finite gets no token, and ends.
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
     ranks, top = result.ranks, result.top
     endings: list[tuple[int, FinishReason]] = []
     all_finite = np.count_nonzero(ranks) == len(rows)
-    if table.num_departures != schedule.num_departures or not all_finite:
+    if table.num_departures != schedule.num_departures or not all_finite or counts is not None:
         kept = table.generations[rows] == schedule.sampling_generations
+        if counts is not None:
+            kept &= counts
         endings = [(int(row), NOT_FINITE) for row in rows[kept & ~result.finite]]
         kept &= result.finite
         rows, ids, logprobs, ranks = rows[kept], ids[kept], logprobs[kept], ranks[kept]
         top = top and TopLogprobs(top.token_ids[kept], top.logprobs[kept])
     places = table.num_tokens[rows]
+    if counts is not None:
+        places = places + _places_in_runs(rows)
     table.token_ids[rows, places] = ids
     table.logprobs[rows, places] = logprobs
     table.ranks[rows, places] = ranks
     places += 1
     table.num_tokens[rows] = places
+    if counts is not None:
+        _drop_rejected(table, schedule)
     if top is not None:
         _note_top(table, rows, top)
     over = places >= table.limits[rows]
@@ -49,6 +56,21 @@ def commit_tokens(
         reason = FinishReason("stop", matched=int(ids[i])) if is_stop else LENGTH
         endings.append((int(rows[i]), reason))
     return rows, endings
+
+
+def _places_in_runs(rows: np.ndarray) -> np.ndarray:
+    """How far each entry is into its run of equal rows."""
+    places = np.arange(len(rows))
+    begins = np.ones(len(rows), np.bool_)
+    begins[1:] = rows[1:] != rows[:-1]
+    return places - np.maximum.accumulate(np.where(begins, places, 0))
+
+
+def _drop_rejected(table: RowTable, schedule: Schedule) -> None:
+    """After the tokens of a step with drafts: what was computed of the sequences ends before their last token."""
+    rows = schedule.sampling_rows[table.generations[schedule.sampling_rows] == schedule.sampling_generations]
+    drafted = rows[1:][rows[1:] == rows[:-1]]
+    table.num_computed[drafted] = table.num_tokens[drafted] - 1
 
 
 def _note_top(table: RowTable, rows: np.ndarray, top: TopLogprobs) -> None:

@@ -74,6 +74,7 @@ class EngineMetrics(Collector):
         used = 1 - statistics["pages_free"] / max(1.0, statistics["pages_total"])
         yield _gauge("kv_usage_ratio", "KV pages that running choices hold, of all", {(): used}, model)
         yield from self._of_requests(model)
+        yield from self._of_drafts(model)
         yield _counter("http_requests", "answers by route and status", dict(self._answered), model, "route", "status")
 
     def _of_requests(self, model: str) -> Iterator[Metric]:
@@ -93,6 +94,21 @@ class EngineMetrics(Collector):
         prompts, cached = measured.num_prompt_tokens, measured.num_cached_tokens
         yield _counter("prompt_tokens", "tokens of the prompts of ended requests", {(): prompts}, model)
         yield _counter("prompt_tokens_cached", "those that were found cached", {(): cached}, model)
+
+    def _of_drafts(self, model: str) -> Iterator[Metric]:
+        if self._loop.drafts is None:
+            return
+        proposer, totals = self._loop.drafts
+        counters = {
+            "draft_chains": ("times that drafts of a choice were verified", totals.chains),
+            "draft_tokens": ("tokens drafted and verified", totals.drafted),
+            "draft_tokens_accepted": ("those that were right", totals.accepted),
+            "draft_seconds": ("time spent drafting", totals.draft_s),
+        }
+        for name, (meaning, value) in counters.items():
+            yield _counter(name, meaning, {(proposer,): value}, model, "proposer")
+        length = {(proposer,): 1 + totals.accepted / max(1, totals.chains)}
+        yield _gauge("draft_accepted_length", "tokens per verification, on average", length, model, "proposer")
 
 
 class BalancingMetrics(Collector):

@@ -1,0 +1,78 @@
+"""Settings of speculative decoding in the forms that other engines take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayserve_moe.config.settings import SettingsError, SpeculationSettings
+
+ALGORITHM, NUM_STEPS = "speculative_algorithm", "speculative_num_steps"
+NOT_SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK", "UNO")
+"""Algorithms of SGLang that take a draft model."""
+VLLM = "speculative_config"
+KEYS_OF_VLLM = {
+    "num_speculative_tokens": NUM_STEPS,
+    "prompt_lookup_max": "speculative_ngram_max_match_window_size",
+    "prompt_lookup_min": "speculative_ngram_min_match_window_size",
+}
+
+
+def in_own_terms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flat settings with null for `off`, and vLLM's `speculative_config` under SGLang's names. SettingsError for
+    what is not served, and for what is given twice."""
+    flat = dict(values)
+    given = flat.pop(VLLM, None)
+    if given is not None:
+        translated = _from_vllm(given)
+        if twice := sorted(flat.keys() & translated.keys()):
+            raise SettingsError(f"{VLLM} and {twice[0]} are one setting: give it once")
+        flat |= translated
+    if ALGORITHM in flat:
+        flat[ALGORITHM] = _algorithm(flat[ALGORITHM])
+    return flat
+
+
+def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
+    """SettingsError where settings of speculation are at odds with each other or with how experts are selected."""
+    steps, tokens = settings.num_steps, settings.num_draft_tokens
+    if not settings.most_drafts:
+        return
+    if tokens == 1:
+        raise SettingsError("speculative_num_draft_tokens counts the token before the drafts too: 2 or more, or 0")
+    if steps and tokens and tokens != steps + 1:
+        raise SettingsError(
+            f"speculative_num_draft_tokens {tokens} must be speculative_num_steps + 1 = {steps + 1}: drafts are a chain"
+        )
+    if settings.shortest_match > settings.longest_match:
+        raise SettingsError(
+            f"speculative_ngram_min_match_window_size {settings.shortest_match} exceeds "
+            f"speculative_ngram_max_match_window_size {settings.longest_match}"
+        )
+    if selection == "balanced":
+        raise SettingsError(
+            "speculative_algorithm and expert_selection balanced exclude each other: which experts a token gets then "
+            "depends on the other tokens of its step, drafts among them, so that drafts would change what is returned"
+        )
+
+
+def _algorithm(given: Any) -> Any:
+    """The algorithm by its own name."""
+    if given is None:
+        return "off"
+    named = given.upper() if isinstance(given, str) else given
+    if named in NOT_SERVED:
+        raise SettingsError(f"{ALGORITHM} {named} takes a draft model, which is not served yet: take NGRAM or SIBLINGS")
+    return named if named in ("NGRAM", "SIBLINGS") else given
+
+
+def _from_vllm(given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise SettingsError(f"{VLLM} must be a mapping, such as {{method: ngram, num_speculative_tokens: 5}}")
+    rest = dict(given)
+    if (method := rest.pop("method", None)) != "ngram":
+        raise SettingsError(f"{VLLM}: method must be ngram, found {method!r}"[:200])
+    unknown = sorted(map(str, rest.keys() - KEYS_OF_VLLM.keys()))
+    if unknown:
+        raise SettingsError(f"{VLLM}: unknown key {unknown[0]!r}; known: method, {', '.join(KEYS_OF_VLLM)}"[:300])
+    return {ALGORITHM: "NGRAM", **{KEYS_OF_VLLM[key]: value for key, value in rest.items()}}

@@ -1,0 +1,50 @@
+"""Which samples of drafted tokens count: those up to the first draft that is not what was sampled before it.
+
+A sequence whose drafts are verified has several samples next to each other: after its last token, then after each
+draft, as if all drafts before it were its own tokens. The noise of a sample depends on its position alone, so what
+counts is what the sequence would have sampled without drafts.
+"""
+
+# S sampled rows   K most drafts of a row
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Drafts(NamedTuple):
+    """The token that each sample is taken after, int32 [S], and whether that is a draft, bool [S].
+
+    `drafted_SK` int32 are the drafts among its tokens, the last one first; -1: none.
+    """
+
+    ids_S: jax.Array
+    is_draft_S: jax.Array
+    drafted_SK: jax.Array
+
+
+def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
+    """Find the drafts among the tokens `ids_S` that samples are taken after.
+
+    A token is a draft where the sample before it is of the same row and of the position before.
+    """
+    follows_S = (rows_S == jnp.roll(rows_S, 1)) & (positions_S == jnp.roll(positions_S, 1) + 1)
+    is_draft_S = follows_S & (jnp.arange(len(rows_S)) > 0)
+    drafted, reaches_S = [], is_draft_S
+    for back in range(most_drafts):
+        drafted.append(jnp.where(reaches_S, jnp.roll(ids_S, back), -1))
+        reaches_S &= jnp.roll(is_draft_S, back + 1)
+    return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1))
+
+
+def accepted(sampled_S: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
+    """Which samples count, and which are the last of their row that do; both bool [S]."""
+    is_right_S = drafts.ids_S == jnp.roll(sampled_S, 1)
+    counts_S = jnp.ones_like(is_right_S)
+    for _ in range(drafts.drafted_SK.shape[1]):
+        counts_S = ~drafts.is_draft_S | (is_right_S & jnp.roll(counts_S, 1))
+    goes_on_S = jnp.roll(drafts.is_draft_S & counts_S, -1)
+    return counts_S, counts_S & ~goes_on_S

@@ -1,0 +1,105 @@
+"""How many drafts a step should verify: tokens that drafts are likely to gain against measured times of steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from statistics import median
+
+import numpy as np
+
+LADDER = (1, 3, 5, 7)
+"""Drafts of a sequence that steps are planned with, besides none."""
+KEPT_TIMES = 9
+FORGETTING = 0.8
+"""What is left of older outcomes after each verification of a row."""
+PRIOR_TRIALS = 2.0
+
+
+class StepTimes:
+    """Median seconds of recent steps without prompts, by their number of rows rounded to three bits."""
+
+    def __init__(self) -> None:
+        self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        """Note one step."""
+        self._times[_rounded(num_rows)].append(seconds)
+
+    def known(self) -> dict[int, float]:
+        """Median seconds by rounded number of rows, ascending."""
+        return {num_rows: median(self._times[num_rows]) for num_rows in sorted(self._times)}
+
+
+def seconds_of(num_rows: int, known: dict[int, float]) -> float:
+    """Seconds of a step, between its neighbours in `known`, and beyond them as the last two rise; `known` is ascending
+    and not empty."""
+    sizes, times = list(known), list(known.values())
+    at = _rounded(num_rows)
+    if at <= sizes[-1] or len(sizes) == 1:
+        return float(np.interp(at, sizes, times))
+    slope = max(0.0, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]))
+    return times[-1] + slope * (at - sizes[-1])
+
+
+class Acceptance:
+    """How often drafts of each row are right, of those whose predecessors were; a new row has the mean of all."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._right, self._tried = np.zeros(num_rows), np.zeros(num_rows)
+        self._owners = np.full(num_rows, -1, np.int64)
+        self._right_of_all, self._tried_of_all = 0.5 * PRIOR_TRIALS, PRIOR_TRIALS
+
+    def of(self, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
+        """The share of each row, float [N]."""
+        is_new = self._owners[rows] != generations
+        self._right[rows[is_new]] = self._tried[rows[is_new]] = 0.0
+        self._owners[rows] = generations
+        mean = self._right_of_all / self._tried_of_all
+        return (self._right[rows] + PRIOR_TRIALS * mean) / (self._tried[rows] + PRIOR_TRIALS)
+
+    def note(self, rows: np.ndarray, drafted: np.ndarray, *, right: np.ndarray) -> None:
+        """Note of rows how many drafts they had, and how many were right: the first wrong one ends the trial."""
+        tried = right + (right < drafted)
+        self._right[rows] = FORGETTING * self._right[rows] + right
+        self._tried[rows] = FORGETTING * self._tried[rows] + tried
+        self._right_of_all = FORGETTING * self._right_of_all + right.sum()
+        self._tried_of_all = FORGETTING * self._tried_of_all + tried.sum()
+
+    def doubt(self) -> None:
+        """Halve what is known of all rows, towards one in two: what is asked now may be of another kind."""
+        self._right_of_all = 0.5 * (self._right_of_all / self._tried_of_all + 0.5) * PRIOR_TRIALS
+        self._tried_of_all = PRIOR_TRIALS
+        self._owners[:] = -1
+
+
+def choose_drafts(
+    num_rows: int,
+    available: np.ndarray,
+    *,
+    acceptance: np.ndarray,
+    plain: dict[int, float],
+    verifying: dict[int, float],
+) -> int:
+    """Return the number of drafts per sequence, of LADDER or 0, with the most tokens per second.
+
+    `num_rows` sequences decode; those that have drafts have `available` int [N] of them, each right with `acceptance`
+    [N]. `plain` and `verifying` are the known times of steps without and with drafts, `plain` not empty. Times that
+    are not known yet count as those of a plain step: what was never measured is tried.
+    """
+    alone = seconds_of(num_rows, plain)
+    known = {_rounded(num_rows): alone} | verifying
+    known = dict(sorted(known.items()))
+    best, best_rate = 0, num_rows / alone
+    for most in LADDER:
+        counts = np.minimum(available, most)
+        tokens = num_rows + float(np.sum(acceptance * (1 - acceptance**counts) / np.maximum(1 - acceptance, 1e-9)))
+        rate = tokens / seconds_of(num_rows + int(counts.sum()), known)
+        if rate > best_rate:
+            best, best_rate = most, rate
+    return best
+
+
+def _rounded(count: int) -> int:
+    """`count` with three significant bits, upwards."""
+    step = 1 << max(0, count.bit_length() - 3)
+    return -(-count // step) * step

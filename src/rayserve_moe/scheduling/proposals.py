@@ -1,0 +1,54 @@
+"""What may follow a sequence: the tokens that followed the same words elsewhere. Pure functions over token arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+NO_DRAFTS = np.zeros(0, np.int32)
+
+
+def continuation(token_ids: np.ndarray, text: np.ndarray, *, count: int, shortest: int, longest: int) -> np.ndarray:
+    """Return up to `count` tokens that followed in `text` where the end of `token_ids` stood there; all int32 [N].
+
+    The longest end that is found counts, of `longest` tokens at most and `shortest` at least; of several places the
+    last one that as many tokens follow, else the last. `text` may be `token_ids` itself: then the end is not found at
+    the end, and what runs into it continues with what it drafted, as in a loop.
+    """
+    places, matched = _places_of_end(token_ids, text, longest=longest)
+    if not len(places) or matched < shortest:
+        return NO_DRAFTS
+    enough = places[places + count < len(text)]
+    first = int(enough[-1] if len(enough) else places[-1]) + 1
+    found = text[first : first + count]
+    if text is token_ids and len(found):
+        found = np.resize(text[first:], count)
+    return found
+
+
+def best_continuation(
+    token_ids: np.ndarray, texts: Several[np.ndarray], *, count: int, shortest: int, longest: int
+) -> np.ndarray:
+    """Return the continuation by the longest end that is found in any of `texts`, of several the last."""
+    best, longest_match = NO_DRAFTS, 0
+    for text in texts:
+        matched = _places_of_end(token_ids, text, longest=longest)[1]
+        if matched >= max(longest_match, shortest):
+            found = continuation(token_ids, text, count=count, shortest=matched, longest=matched)
+            best, longest_match = (found, matched) if len(found) else (best, longest_match)
+    return best
+
+
+def _places_of_end(token_ids: np.ndarray, text: np.ndarray, *, longest: int) -> tuple[np.ndarray, int]:
+    """Where in `text`, all but its last token, the longest end of `token_ids` that it has ends, and its length."""
+    places, matched = np.flatnonzero(text[:-1] == token_ids[-1]), 1
+    if not len(places):
+        return places, 0
+    while matched < min(longest, len(token_ids)):
+        longer = places[places >= matched]
+        longer = longer[text[longer - matched] == token_ids[-1 - matched]]
+        if not len(longer):
+            break
+        places, matched = longer, matched + 1
+    return places, matched

@@ -1,0 +1,116 @@
+"""Drafts of decoding sequences: their rows in a step, and which of the samples that come back count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
+from rayserve_moe.scheduling.row_table import RowTable
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepResult
+
+Draft = Callable[[np.ndarray], Mapping[int, np.ndarray]]
+"""Given the rows that decode, returns by row the tokens, int32, that may follow those that it knows."""
+
+
+def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> int:
+    """Add to each rank's step the sequences that decode, each with its drafts; returns the most drafts of a sequence.
+
+    There are as many drafts as fit beside all else: into the single tokens and samples of a rank, below the limit of
+    each sequence, and onto pages that it has or that are free. No sequence is preempted for them.
+    """
+    has_prompts = any(not is_single for step in steps for is_single, _ in _chunks(step))
+    most_singles = limits.num_rows if has_prompts else max(limits.num_rows, limits.verify_rows)
+    rows_of_ranks = [step.decoding() for step in steps]
+    drafts = draft(np.concatenate([rows for rows, _ in rows_of_ranks]))
+    most = 0
+    for step, (rows, starts) in zip(steps, rows_of_ranks, strict=True):
+        free = most_singles - len(rows) - sum(is_single or samples for is_single, samples in _chunks(step))
+        counts = np.zeros(len(rows), np.int64)
+        for i in range(len(rows)) if drafts else ():
+            drafted = drafts.get(int(rows[i]), ())
+            room = int(step.rank.table.targets[rows[i]] - starts[i]) - 1
+            wanted = max(0, min(len(drafted), free, room))
+            counts[i] = _grow(step, int(rows[i]), wanted, page_size=limits.page_size)
+            free -= int(counts[i])
+        most = max(most, int(counts.max(initial=0)))
+        _add(step, rows, starts, counts=counts, drafts=drafts)
+    return most
+
+
+def _chunks(step: RankStep) -> Iterator[tuple[bool, bool]]:
+    """Of the chunks of prompts in a step, whether each is a single token, and whether it samples."""
+    for lengths, samples, demand in zip(step.lengths, step.samples, step.demands, strict=True):
+        yield bool(lengths[0] == 1 and demand is None), bool(samples[0])
+
+
+def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
+    """Give a decoding row a page for up to `count` drafts beyond its next token; returns how many lie on pages.
+
+    One page at most: what layers with a window keep is sized for that.
+    """
+    rank, table = step.rank, step.rank.table
+    used, held = int(table.num_computed[row]) + 1, int(table.num_pages[row])
+    missing = min(1, -(-(used + count) // page_size) - held)
+    pages = rank.take_pages(missing) if missing > 0 else None
+    if pages is not None:
+        table.extend(row, pages, generations=rank.allocator.generations[pages])
+        step.set_pages(np.array([row]), np.array([held]), page_ids=pages)
+    return min(count, int(table.capacities[row]) - used)
+
+
+def _add(
+    step: RankStep, rows: np.ndarray, starts: np.ndarray, *, counts: np.ndarray, drafts: Mapping[int, np.ndarray]
+) -> None:
+    """Add the last token of each row, and `counts` drafts after it."""
+    if not len(rows):
+        return
+    lengths = counts + 1
+    first = np.cumsum(lengths) - lengths
+    token_ids = np.full(lengths.sum(), LAST_SAMPLED, np.int32)
+    for i in np.flatnonzero(counts).tolist():
+        token_ids[first[i] + 1 : first[i] + lengths[i]] = drafts[int(rows[i])][: counts[i]]
+    offsets = np.arange(len(token_ids)) - np.repeat(first, lengths)
+    step.add_singles(np.repeat(rows, lengths), np.repeat(starts, lengths) + offsets, token_ids=token_ids)
+    step.rank.table.num_computed[rows] = starts + lengths
+
+
+def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray | None:
+    """Which samples of a step become tokens, bool [S]; None where it has no drafts, and all do.
+
+    After a draft one counts if the one before it does, equals that draft, and does not end the sequence.
+    """
+    plan = schedule.plan
+    if not plan.most_drafts:
+        return None
+    rows, ids = schedule.sampling_rows, result.token_ids
+    is_draft = follows(rows)
+    ends = (table.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
+    is_right = np.zeros(len(rows), np.bool_)
+    is_right[1:] = (plan.token_ids[_last_tokens(plan.chunk_lengths, plan.chunk_samples)][1:] == ids[:-1]) & ~ends[:-1]
+    counts = np.ones(len(rows), np.bool_)
+    for _ in range(plan.most_drafts):
+        counts = ~is_draft | (is_right & np.concatenate([[True], counts[:-1]]))
+    return counts
+
+
+def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:
+    """Which tokens of a plan belong to their sequences, bool [num_tokens]; `counts` is of its samples."""
+    plan = schedule.plan
+    belongs = np.ones(plan.num_tokens, np.bool_)
+    belongs[_last_tokens(plan.chunk_lengths, plan.chunk_samples)] = counts
+    return belongs
+
+
+def follows(rows: np.ndarray) -> np.ndarray:
+    """Which samples are taken after a draft: those of the same row as the one before, bool [S]."""
+    after = np.zeros(len(rows), np.bool_)
+    after[1:] = rows[1:] == rows[:-1]
+    return after
+
+
+def _last_tokens(lengths: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Where in a plan the last tokens of the chunks stand that sample."""
+    return (np.cumsum(lengths) - 1)[samples]

@@ -1,0 +1,272 @@
+"""What drafts change is time: every request comes to what it does without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.engine import step_cycle
+from rayserve_moe.engine.proposers import PROPOSERS
+from rayserve_moe.engine.speculation import Speculation
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.execution import step, step_input
+from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling import verify_rows
+from rayserve_moe.scheduling.sequence import Sequence
+from tests.pipelines.conftest import EngineFactory
+from tests.support.checkpoints import CORE_CONFIG, PAGE_SIZE
+from tests.support.drive import Way, cycle_for, preempt_every, run_on, run_together
+from tests.support.oracle import Oracle
+from tests.support.outcomes import Outcomes, assert_same
+from tests.support.speculating import random_requests
+from tests.support.workload import request_for
+
+ROWS, DRAFTS = 4, 3
+SPECULATES: dict[str, Any] = {
+    "max_running_requests": ROWS,
+    "max_step_tokens": 64,
+    "precompile_bs_paddings": [ROWS],
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_steps": DRAFTS,
+}
+PLAIN = Way(num_rows=ROWS, step_tokens=64, chunk_tokens=64)
+TOLERANCE = 1e-6
+"""Of log-probs, absolute, and again relative: XLA adds up float32 in another order in other compiled shapes."""
+VOCAB_SIZE = CORE_CONFIG.vocab_size
+
+
+@pytest.fixture(scope="session")
+def speculating(engine_with: EngineFactory) -> Engine:
+    return engine_with(**SPECULATES)
+
+
+def assert_unchanged(actual: Outcomes, plain: Outcomes) -> None:
+    """Assert that runs with and without drafts agree."""
+    assert actual.keys() == plain.keys()
+    for key, outcome in actual.items():
+        assert_same(outcome, plain[key], routing=plain[key].routing is not None)
+        np.testing.assert_allclose(outcome.logprobs, plain[key].logprobs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def random_way(generator: np.random.Generator, plain: Outcomes) -> Way:
+    """Some way to schedule, with drafts that are right more or less often."""
+    oracle = Oracle(plain, share=float(generator.choice([0.3, 0.8, 0.95, 1.0])), vocab_size=VOCAB_SIZE)
+    preempts = preempt_every(int(generator.integers(8, 16)), forgets=bool(generator.random() < 0.5))
+    return replace(
+        PLAIN,
+        chunk_tokens=int(generator.choice([7, 64])),
+        num_pages=int(generator.choice([29, 60, 200])),
+        intervene=preempts if generator.random() < 0.5 else None,
+        caches_prefixes=bool(generator.random() < 0.8),
+        proposer=oracle,
+        num_drafts=int(generator.choice([1, DRAFTS])),
+    )
+
+
+def check_mix(engine: Engine, seed: int, *, count: int) -> None:
+    requests, generator = random_requests(seed, count=count), np.random.default_rng(seed)
+    plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
+    way = random_way(generator, plain)
+    assert_unchanged(run_together(engine.runner, engine.card, requests, way=way), plain)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_do_not_show(speculating: Engine, seed: int):
+    check_mix(speculating, seed, count=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_drafts_do_not_show_in_many_mixes(speculating: Engine, seed: int):
+    check_mix(speculating, seed, count=32)
+
+
+@pytest.mark.slow
+@pytest.mark.float32("devices add up parts of sums")
+@pytest.mark.parametrize("backend", ["replicated", "all_to_all"])
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_drafts_do_not_show_over_two_data_ranks(engine_with: EngineFactory, backend, seed):
+    engine = engine_with(**SPECULATES, devices_per_host=4, data_parallel_size=2, expert_backend=backend)
+    check_mix(engine, seed, count=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [5, 7])
+def test_long_drafts_do_not_show_over_small_pages(engine_with: EngineFactory, num_drafts):
+    settings = SPECULATES | {"speculative_num_steps": 7, "page_size": 4, "num_pages": 400}
+    engine = engine_with(**settings)
+    requests = random_requests(num_drafts, count=24)
+    way = replace(PLAIN, page_size=4, num_pages=400)
+    plain = run_together(engine.runner, engine.card, requests, way=way)
+    oracle = Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE)
+    for num_pages in (60, 400):
+        drafting = replace(way, proposer=oracle, num_drafts=num_drafts, num_pages=num_pages)
+        found = run_together(engine.runner, engine.card, requests, way=drafting)
+        assert_unchanged(found, plain)
+
+
+def test_drafts_that_are_right_take_fewer_steps(speculating: Engine):
+    requests = [request_for(np.arange(5, 25), max_new_tokens=24)]
+    plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
+    for share, num_steps in ((1.0, 1 + 6), (0.0, 24)):
+        way = replace(PLAIN, proposer=Oracle(plain, share=share, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS)
+        cycle = cycle_for(speculating.runner, speculating.card, way)
+        assert_unchanged(run_on(cycle, speculating.card, requests), plain)
+        cycle.scheduler.flush()
+        assert cycle.statistics()["steps"] == num_steps
+        assert cycle.statistics()["tokens_sampled"] == 24
+
+
+def test_a_request_that_wants_no_drafts_has_none(speculating: Engine):
+    requests = [replace(request_for(np.arange(5, 25), max_new_tokens=24), speculative=False)]
+    plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
+    way = replace(PLAIN, proposer=Oracle(plain, share=1.0, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS)
+    cycle = cycle_for(speculating.runner, speculating.card, way)
+    run_on(cycle, speculating.card, requests)
+    cycle.scheduler.flush()
+    assert cycle.speculation is not None and cycle.speculation.totals.drafted == 0
+
+
+def test_aborts_leave_the_others_alone(speculating: Engine):
+    requests = random_requests(3, count=16)
+    plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
+    aborted: set[tuple[str, int]] = set()
+
+    def abort(cycle: StepCycle, number: int) -> Iterable[Sequence]:
+        if number % 5 or not cycle.scheduler.running:
+            return ()
+        sequence = cycle.scheduler.running[number % len(cycle.scheduler.running)]
+        aborted.add((sequence.request.request_id, sequence.choice_index))
+        return [cycle.end(sequence, FinishReason("abort"))]
+
+    way = replace(PLAIN, proposer=Oracle(plain, share=0.8, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS, intervene=abort)
+    found = run_together(speculating.runner, speculating.card, requests, way=way)
+    assert aborted
+    for key in aborted:
+        ids = found.pop(key).ids
+        assert ids == plain[key].ids[: len(ids)]
+    assert_unchanged(found, {key: plain[key] for key in found})
+
+
+def answers_of(engine: Engine, **keywords: Any) -> list[dict]:
+    """Answers to a prompt that repeats itself, streamed and at once."""
+    prompt = [*range(5, 17), *range(5, 17), *range(5, 15)]
+    params = {"n": 3, "max_new_tokens": 40, "temperature": 0.0, "sampling_seed": 3, "stop": ["ab", "q"]}
+    asked = {"sampling_params": params, "return_logprob": True, "return_routed_experts": True, **keywords}
+    whole = engine.generate(input_ids=prompt, **asked)
+    pieces = {answer["index"]: answer for answer in engine.generate_stream(input_ids=prompt, **asked)}
+    assert isinstance(whole, list)
+    return [*whole, *(pieces[i] for i in range(3))]
+
+
+@pytest.mark.parametrize("algorithm", list(PROPOSERS))
+def test_answers_are_those_without_drafts(speculating: Engine, algorithm: str):
+    cycle = speculating.loop._cycle
+    proposer = PROPOSERS[algorithm](replace(speculating.runner.served.settings.speculation, shortest_match=1))
+    fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=DRAFTS, is_fixed=True)
+    plain = answers_of(speculating, speculative=False)
+    with patch.object(cycle, "speculation", fixed):
+        drafted = answers_of(speculating)
+    assert fixed.totals.drafted > 0 and (fixed.totals.accepted > 0 or algorithm == "NGRAM")
+    assert any(answer["meta_info"].get("spec_accept_length", 0) >= 1 for answer in drafted)
+    assert not any("spec_" in name for answer in plain for name in answer["meta_info"])
+    varying = ("id", "e2e_latency", "cached_tokens", "routed_experts_info", "output_token_logprobs")
+    for answer, expected in zip(drafted, plain, strict=True):
+        logprobs = [[entry[0] for entry in one["meta_info"]["output_token_logprobs"]] for one in (answer, expected)]
+        np.testing.assert_allclose(*logprobs, rtol=TOLERANCE, atol=TOLERANCE)
+        for one in (answer, expected):
+            one["meta_info"] = {k: v for k, v in one["meta_info"].items() if k not in varying and "spec_" not in k}
+        assert answer == expected
+
+
+def check_store(cycle: StepCycle, _: int) -> None:
+    """The store has no row beyond what a sequence has computed for good."""
+    capture = cycle._capture
+    assert capture is not None
+    for sequence in cycle.scheduler.running:
+        end = len(sequence.pages) * PAGE_SIZE
+        slots, stamps = capture._places(sequence, sequence.num_computed, end)
+        assert not capture._store.read(slots, stamps)[1].any(), "a row of a rejected token is kept"
+
+
+def run_with_drafts(engine: Engine, *, share: float = 0.6) -> None:
+    requests = random_requests(5, count=12)
+    plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
+    oracle = Oracle(plain, share=share, vocab_size=VOCAB_SIZE)
+    way = replace(PLAIN, proposer=oracle, num_drafts=DRAFTS, intervene=check_store)
+    cycle = cycle_for(engine.runner, engine.card, way)
+    try:
+        assert_unchanged(run_on(cycle, engine.card, requests, intervene=check_store), plain)
+    finally:
+        engine.runner.execute(cycle.scheduler.empty_plan())
+
+
+def test_no_row_of_a_rejected_token_is_kept(speculating: Engine):
+    run_with_drafts(speculating)
+
+
+def test_routing_of_rejected_tokens_would_be_seen(speculating: Engine):
+    def keeps_all(schedule: Any, _: np.ndarray) -> np.ndarray:
+        return np.ones(schedule.plan.num_tokens, np.bool_)
+
+    with patch.object(step_cycle, "tokens_that_count", keeps_all), pytest.raises(AssertionError, match="rejected"):
+        run_with_drafts(speculating)
+
+
+def test_one_draft_too_many_would_be_seen(speculating: Engine):
+    true_counts = verify_rows.samples_that_count
+
+    def one_more(table: Any, schedule: Any, *, result: Any) -> np.ndarray | None:
+        counts = true_counts(table, schedule, result=result)
+        if counts is None:
+            return None
+        rejected = np.flatnonzero(~counts)
+        counts[rejected[:1]] = True
+        return counts
+
+    with patch.object(step_cycle, "samples_that_count", one_more), pytest.raises(AssertionError):
+        run_with_drafts(speculating)
+
+
+def _noise_by_step(sampling: Callable[..., Any]) -> Callable[..., Any]:
+    def by_step(state: Any, rows_S: Any, positions_S: Any) -> Any:
+        batch, penalties = sampling(state, rows_S, positions_S)
+        is_same = rows_S[1:] == rows_S[:-1]
+        first = positions_S
+        for _ in range(DRAFTS):
+            first = first.at[1:].set(jnp.where(is_same, first[:-1], first[1:]))
+        return replace(batch, seed_S=batch.seed_S + (positions_S - first).astype(batch.seed_S.dtype)), penalties
+
+    return by_step
+
+
+def _no_drafted_counts(logits_SV: Any, state: Any, **named: Any) -> Any:
+    return _adjust(logits_SV, state, **(named | {"drafted_SK": None}))
+
+
+_adjust = step.adjust
+DEVICE_FAULTS = {
+    "noise by step": (step_input, "_sampling", _noise_by_step(step_input._sampling)),
+    "drafts that penalties do not count": (step, "adjust", _no_drafted_counts),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", list(DEVICE_FAULTS))
+def test_faults_on_the_devices_would_be_seen(core_checkpoint, speculating: Engine, fault: str):
+    requests = random_requests(5, count=12)
+    plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
+    where, name, faulty = DEVICE_FAULTS[fault]
+    kept = {"num_pages": 200, "page_size": PAGE_SIZE, "enable_return_routed_experts": True, "compile_cache": "off"}
+    with patch.object(where, name, faulty), Engine(str(core_checkpoint), **SPECULATES, **kept) as engine:
+        way = replace(PLAIN, proposer=Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS)
+        found = run_together(engine.runner, engine.card, requests, way=way)
+    with pytest.raises(AssertionError):
+        assert_unchanged(found, plain)

@@ -1,0 +1,59 @@
+"""As many drafts as measured times make worth it, and none where they lose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rayserve_moe.engine.draft_choice import Acceptance, StepTimes, choose_drafts, seconds_of
+
+FLAT = {1: 1.0, 64: 1.01}
+STEEP = {1: 1.0, 64: 64.0}
+
+
+def chosen(share: float, times: dict[int, float], *, available: int = 7) -> int:
+    return choose_drafts(1, np.array([available]), acceptance=np.array([share]), plain={1: 1.0}, verifying=times)
+
+
+def test_free_rows_take_all_drafts_and_dear_ones_none():
+    assert chosen(0.9, FLAT) == 7
+    assert chosen(0.9, STEEP) == 0
+    assert chosen(0.01, {1: 1.0, 8: 1.5}) == 0
+
+
+def test_between_them_the_most_tokens_per_second_count():
+    times = {1: 1.0, 8: 2.4}
+    rates = {k: sum(0.8**i for i in range(k + 1)) / (1 + 0.2 * k) for k in (0, 1, 3, 5, 7)}
+    assert chosen(0.8, times) == max(rates, key=rates.__getitem__) == 3
+
+
+def test_what_was_never_measured_is_tried():
+    assert chosen(0.5, {}) == 7
+
+
+def test_no_drafts_are_chosen_where_the_steps_that_try_them_are_slower_than_plain_ones():
+    assert chosen(0.1, {1: 3.0, 8: 3.0}) == 0
+
+
+def test_seconds_are_read_between_measured_sizes_and_beyond_them():
+    known = {4: 1.0, 8: 2.0}
+    assert [seconds_of(n, known) for n in (1, 4, 6, 8, 16)] == [1.0, 1.0, 1.5, 2.0, 4.0]
+
+
+def test_one_slow_step_among_several_does_not_count():
+    times = StepTimes()
+    for seconds in (1.0, 50.0, 1.1, 0.9, 1.0):
+        times.add(3, seconds)
+    assert times.known() == {3: 1.0}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_row_comes_to_its_own_share_and_a_new_owner_starts_from_that_of_all(share: float):
+    acceptance, rows, owner = Acceptance(4), np.array([2]), np.array([1])
+    acceptance.of(rows, owner)
+    for i in range(60):
+        acceptance.note(rows, np.array([1]), right=np.array([int(share * i) != int(share * (i + 1))]))
+    assert acceptance.of(rows, owner)[0] == pytest.approx(share, abs=0.25)
+    assert acceptance.of(rows, owner + 1)[0] == pytest.approx(share, abs=0.25)
+    acceptance.doubt()
+    assert abs(acceptance.of(rows, owner + 2)[0] - 0.5) <= max(abs(share - 0.5), 0.05)

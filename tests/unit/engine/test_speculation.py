@@ -1,0 +1,139 @@
+"""Drafts are tried where they may pay, and rest where they lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.config.settings import SpeculationSettings
+from rayserve_moe.engine.proposers import NgramProposer, SiblingProposer
+from rayserve_moe.engine.speculation import FIRST_REST, FRUITLESS_STEPS, LONGEST_REST, Speculation
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.requests import DraftCounts
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from tests.support.scheduling import choices, one, scheduler
+
+LENGTH, FIRST = 400, 100
+SETTINGS = SpeculationSettings("NGRAM", shortest_match=1)
+
+
+class Counting:
+    """An executor whose sequences count on, one token after the other, and a clock that follows its steps."""
+
+    def __init__(self) -> None:
+        self._result: StepResult | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        before, self._result = self._result, None
+        if plan.num_chunks:
+            stops = (plan.chunk_starts + plan.chunk_lengths)[plan.chunk_samples].astype(np.int32)
+            ones = np.ones(len(stops), np.int32)
+            self._result = StepResult(plan.step_id, FIRST + stops, ones.astype(np.float32), ones)
+        return before
+
+
+@dataclass
+class Knowing:
+    """Drafts what comes next, or always something else."""
+
+    is_right: bool
+    name: str = "knowing"
+
+    def propose(self, sequence: Sequence, count: int) -> np.ndarray:
+        first = FIRST + sequence.num_tokens
+        return np.arange(first, first + count, dtype=np.int32) + (0 if self.is_right else 1)
+
+    def end(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+
+def cycle_with(proposer: object, *, is_fixed: bool = False, num_rows: int = 4) -> StepCycle:
+    target = scheduler(num_rows=num_rows, max_tokens=2 * LENGTH, num_pages=90, page_size=16, verify_rows=8 * num_rows)
+    speculation = Speculation(target.table, proposer, most_drafts=7, is_fixed=is_fixed)
+    return StepCycle(target, Counting(), capture=None, speculation=speculation)
+
+
+def run_all(cycle: StepCycle, *, num_new: int = LENGTH) -> tuple[Sequence, int]:
+    """A sequence, and the turns it took."""
+    sequence = one("a", [0], num_new=num_new)
+    cycle.scheduler.add([sequence])
+    num_turns = 0
+    while cycle.has_work:
+        cycle.run()
+        cycle.scheduler.check_integrity()
+        num_turns += 1
+    assert sequence.token_ids[: sequence.num_tokens].tolist() == [0, *range(FIRST + 1, FIRST + num_new + 1)]
+    return sequence, num_turns
+
+
+def test_right_drafts_give_eight_tokens_a_step_and_wrong_ones_one():
+    sequence, num_turns = run_all(cycle_with(Knowing(True), is_fixed=True))
+    assert num_turns == 1 + -(-(LENGTH - 1) // 8)
+    assert sequence.drafts == DraftCounts(num_turns - 1, LENGTH - 1 - (num_turns - 1), LENGTH - num_turns)
+    sequence, num_turns = run_all(cycle_with(Knowing(False), is_fixed=True))
+    assert num_turns == LENGTH and sequence.drafts.accepted == 0 and sequence.drafts.chains == LENGTH - 2
+
+
+def note_steps(speculation: Speculation, schedule, count: int, *, tokens: int, seconds: float) -> int:
+    """Note so many steps that take so long; returns after how many it was not as it was in the beginning."""
+    was_on = speculation.is_on
+    for i in range(count):
+        speculation.note_time(schedule, tokens, seconds=seconds)
+        if speculation.is_on != was_on:
+            return i + 1
+    return 0
+
+
+def plain_schedule(cycle: StepCycle):
+    """A step in which one sequence decodes."""
+    cycle.scheduler.add([one("b", [0], num_new=LENGTH)])
+    cycle.run()
+    return cycle.scheduler.schedule()
+
+
+def test_a_loss_on_balance_makes_drafts_rest_longer_each_time():
+    cycle = cycle_with(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    assert speculation is not None and not speculation.is_on
+    rest = FIRST_REST
+    assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == rest
+    for _ in range(8):
+        speculation.draft(np.array([0]))
+        assert note_steps(speculation, schedule, 1000, tokens=2, seconds=2.5) > 0
+        rest = min(2 * rest, LONGEST_REST)
+        assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == rest
+
+
+def test_a_gain_keeps_them_on():
+    cycle = cycle_with(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    assert speculation is not None
+    note_steps(speculation, schedule, FIRST_REST, tokens=1, seconds=1.0)
+    assert speculation.is_on
+    assert note_steps(speculation, schedule, 1000, tokens=2, seconds=1.5) == 0
+
+
+def test_steps_without_drafts_end_trying():
+    cycle = cycle_with(NgramProposer(SETTINGS))
+    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    assert speculation is not None
+    note_steps(speculation, schedule, FIRST_REST, tokens=1, seconds=1.0)
+    for _ in range(FRUITLESS_STEPS):
+        assert speculation.is_on and not speculation.draft(np.array([0]))
+        speculation.note_time(schedule, 1, seconds=1.0)
+    assert not speculation.is_on
+
+
+def test_siblings_draft_what_others_have_answered():
+    first, second = choices("r", [1, 2, 3], n=2)
+    first.choices = second.choices = [first, second]
+    proposer = SiblingProposer(SETTINGS)
+    first.token_ids, first.counters[0] = np.array([1, 2, 3, 7, 8, 9], np.int32), 6
+    assert proposer.propose(second, 4).tolist() == [7, 8, 9]
+    proposer.end(first)
+    later = one("later", [1, 2, 3], num_new=5)
+    assert proposer.propose(later, 2).tolist() == [7, 8]
+    other = one("other", [5, 2, 3], num_new=5)
+    assert proposer.propose(other, 2).tolist() == []

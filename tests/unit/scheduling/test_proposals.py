@@ -1,0 +1,51 @@
+"""What followed the same words elsewhere is drafted, by the longest end that is found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayserve_moe.scheduling.proposals import best_continuation, continuation
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30).map(lambda ids: np.array(ids, np.int32))
+
+
+def drafts_by_definition(known: list[int], text: list[int], *, count: int, shortest: int, longest: int) -> list[int]:
+    """Try ends from the longest on, and of the places of the first that is found take the last one."""
+    for length in range(min(longest, len(known)), shortest - 1, -1):
+        end = known[-length:]
+        places = [i for i in range(length, len(text)) if text[i - length : i] == end]
+        if places:
+            enough = [i for i in places if i + count <= len(text)]
+            first = (enough or places)[-1]
+            return text[first : first + count]
+    return []
+
+
+@given(TEXTS, TEXTS, st.integers(1, 7), st.integers(1, 3), st.integers(0, 3))
+def test_drafts_are_those_of_the_definition(known, text, count, shortest, more):
+    how = {"count": count, "shortest": shortest, "longest": shortest + more}
+    assert continuation(known, text, **how).tolist() == drafts_by_definition(known.tolist(), text.tolist(), **how)
+
+
+@given(TEXTS, st.integers(1, 7))
+def test_a_sequence_goes_on_as_it_did(known, count):
+    drafts = continuation(known, known, count=count, shortest=1, longest=4)
+    assert len(drafts) == (count if known[-1] in known[:-1] else 0)
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [([7, 7], [7, 7, 7, 7]), ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]), ([1, 2, 9, 3, 1, 2], [9, 3, 1, 2]), ([1, 2], [])],
+)
+def test_loops_go_on(known, expected):
+    ids = np.array(known, np.int32)
+    assert continuation(ids, ids, count=4, shortest=1, longest=8).tolist() == expected
+
+
+def test_the_longest_match_of_several_texts_counts_and_of_equals_the_last():
+    known, texts = np.array([1, 2, 3]), [np.array(t) for t in ([2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [9, 3, 7])]
+    assert best_continuation(known, texts, count=3, shortest=1, longest=8).tolist() == [6]
+    assert best_continuation(known, texts[:1], count=3, shortest=3, longest=8).tolist() == []
