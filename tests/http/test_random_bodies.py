@@ -51,8 +51,10 @@ def operations(engine):
 @pytest.fixture
 def short_context(engine, monkeypatch):
     monkeypatch.setattr(engine.loop.control, "card", dataclasses.replace(engine.loop.card, max_model_len=CONTEXT))
+    version = engine.loop.card.weight_version
     yield
     engine.loop.control.resume().result()
+    engine.loop.control.rename_weights(version).result()
     assert_idle(engine)
 
 
