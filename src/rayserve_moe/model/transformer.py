@@ -73,10 +73,12 @@ class ForwardOutput(NamedTuple):
 
 
 class _StepInputs(NamedTuple):
-    """What all layers of a step share: tokens, rotary angles, what is derived of single tokens for their attention,
-    the slots of the experts, what routing is forced [M, X, K], and the capacity of slots where that is limited."""
+    """What all layers of a step share: tokens, which of them are none of padding, rotary angles, what is derived of
+    single tokens for their attention, the slots of the experts, what routing is forced [M, X, K], and the capacity of
+    slots where that is limited."""
 
     batch: TokenBatch
+    valid_T: jax.Array
     rotation: Rotation
     singles: DescribedSingles | None
     maps: PlacementArrays | None
@@ -123,7 +125,7 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     singles = _describe_singles(batch, kv_pages, config)
-    inputs = _StepInputs(batch, _rotation(batch, config), singles, maps, forced, capacity)
+    inputs = _StepInputs(batch, batch.valid_T, _rotation(batch, config), singles, maps, forced, capacity)
     captured_runs = []
     for run in _layer_runs(spec):
         visit = partial(_moe_layer if run.is_moe else _dense_layer, params, inputs=inputs, config=config)
@@ -190,7 +192,7 @@ def _moe_layer(
         router_of_layer(_stacked_router(experts, moe_layer)),
         flat,
         layer=moe_layer,
-        valid_T=inputs.batch.valid_T,
+        valid_T=inputs.valid_T,
         config=config.experts,
         maps=inputs.maps,
         forced=_forced_of_layer(inputs, moe_layer),
