@@ -3,7 +3,8 @@
 A step of the kernel's grid takes one slot, and a block of the expert width where an expert is too large to be held
 twice. While a slot is multiplied the weights of the next one that has rows are read; those of slots without rows are
 not read at all. Rows and results stay in the core's memory, so that this is for few rows: what a decode step has.
-Weights of int8 are read as such, converted once per slot, and the products multiplied by the scales of their columns.
+Weights of int8 are read as such, converted on their way into the matrix unit, and the products multiplied by the scales
+of their columns.
 """
 
 # T tokens   D model width   F expert width   B block of F   K experts per token   P assignments = T * K
@@ -42,7 +43,7 @@ def multiply_grouped(
     """
     weights, config = experts.weights, experts.config
     (_, width, inner), num_rows = weights.gate_XDF.shape, _padded(slots_TK.size)
-    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize, row_itemsize=hidden_TD.dtype.itemsize)
+    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize)
     # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
     row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
     vmem_bytes = 0 if not block else MOST_BYTES if interpret else _vmem_bytes()
@@ -59,12 +60,9 @@ def multiply_grouped(
     return results_R.reshape(*slots_TK.shape, *hidden_TD.shape[1:])
 
 
-def inner_block(width: int, inner: int, itemsize: int, *, row_itemsize: int) -> int:
-    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does.
-
-    Beside those of other items than rows, of 8 bits, lie the three that they are converted to.
-    """
-    most = WEIGHT_BYTES // (3 * width * (2 * itemsize + row_itemsize * (itemsize != row_itemsize)))
+def inner_block(width: int, inner: int, itemsize: int) -> int:
+    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does."""
+    most = WEIGHT_BYTES // (3 * width * 2 * itemsize)
     fitting = (block for block in range(LANES, inner + 1, LANES) if inner % block == 0 and block <= most)
     return 0 if width % LANES else max(fitting, default=0)
 
@@ -121,8 +119,6 @@ def _kernel_for(
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
     up, up_scale = (pl.BlockSpec((1, rows, block), of_up) for rows in (width, 1))
     scales = [up_scale, up_scale, pl.BlockSpec((1, 1, width), of_whole)] if has_scales else []
-    is_wide = experts.weights.gate_XDF.dtype == rows_RD.dtype
-    wide = [] if is_wide else [(width, block), (width, block), (block, width)]
     sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
         partial(_multiply_slot, num_blocks=num_blocks, has_scales=has_scales, activate=activate),
@@ -131,7 +127,7 @@ def _kernel_for(
             grid=(num_slots, num_blocks),
             in_specs=[whole, up, up, pl.BlockSpec((1, block, width), of_down), *scales],
             out_specs=whole,
-            scratch_shapes=[sums, *(pltpu.VMEM((1, *shape), rows_RD.dtype) for shape in wide)],
+            scratch_shapes=[sums],
         ),
         out_shape=jax.ShapeDtypeStruct(rows_RD.shape, rows_RD.dtype),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes),
@@ -142,10 +138,9 @@ def _kernel_for(
 
 def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Activation) -> None:
     """One slot and block of the expert width: tile after tile of the slot's rows; rows of others stay as they are."""
-    _, begin_S, _, rows_ref, *held_refs = refs[:7]
+    _, begin_S, _, rows_ref, gate_ref, up_ref, down_ref = refs[:7]
     scale_refs = refs[7:10] if has_scales else (None, None, None)
-    out_ref, sum_ref, *wide_refs = refs[10 if has_scales else 7 :]
-    gate_ref, up_ref, down_ref = wide_refs or held_refs
+    out_ref, sum_ref = refs[10 if has_scales else 7 :]
     slot, part = pl.program_id(0), pl.program_id(1)
     begin, end = begin_S[slot], begin_S[slot + 1]
     first = jax.lax.div(begin, ALIGNED_ROWS) * ALIGNED_ROWS
@@ -168,12 +163,10 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Acti
 
     @pl.when(end > begin)
     def _() -> None:
-        for wide_ref, held_ref in zip(wide_refs, held_refs, strict=False):
-            wide_ref[0] = held_ref[0].astype(wide_ref.dtype)
         jax.lax.fori_loop(0, pl.cdiv(end - first, TILE_ROWS), multiply_tile, None)
 
 
 def _scaled_product(rows_MK: jax.Array, matrix_ref: Any, scale_ref: Any) -> jax.Array:
     """Rows times a matrix, and where there are scales of its columns, times those: float32."""
-    sum_MN = jnp.dot(rows_MK, matrix_ref[0], preferred_element_type=jnp.float32)
+    sum_MN = jnp.dot(rows_MK, matrix_ref[0].astype(rows_MK.dtype), preferred_element_type=jnp.float32)
     return sum_MN if scale_ref is None else sum_MN * scale_ref[0]

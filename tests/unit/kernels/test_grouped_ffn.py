@@ -43,15 +43,15 @@ def test_an_expert_that_is_held_whole(slots):
 @pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
 def test_an_expert_in_parts(slots, monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
-    assert grouped_ffn.inner_block(WIDTH, 256, 4, row_itemsize=4) == 128
+    assert grouped_ffn.inner_block(WIDTH, 256, 4) == 128
     assert largest_difference(slots, experts_of(256, "float32")) < 1e-4
 
 
 def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 0)
     assert largest_difference(SLOTS_OF_TOKENS["any, and elsewhere"], experts_of(128, "float32")) < 1e-4
-    assert grouped_ffn.inner_block(100, 128, 2, row_itemsize=2) == 0
-    assert grouped_ffn.inner_block(128, 100, 2, row_itemsize=2) == 0
+    assert grouped_ffn.inner_block(100, 128, 2) == 0
+    assert grouped_ffn.inner_block(128, 100, 2) == 0
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
@@ -72,9 +72,8 @@ def test_integers_that_are_converted_already_are_scaled_all_the_same():
     np.testing.assert_array_equal(found, wanted)
 
 
-def test_integers_with_what_they_are_converted_to_take_the_place_of_bfloat16():
-    blocks = [grouped_ffn.inner_block(2048, 4096, size, row_itemsize=2) for size in (1, 2)]
-    assert blocks == [1024, 1024]
+def test_integers_are_held_in_half_the_memory_of_bfloat16():
+    assert [grouped_ffn.inner_block(2048, 4096, size) for size in (1, 2)] == [2048, 1024]
 
 
 def multiplied(weights: ExpertWeights, dtype: str) -> np.ndarray:

@@ -110,8 +110,7 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
     _, width, inner = weights[0].dims
     slot_bytes = sum(math.prod(shape.dims[1:]) * shape.num_bytes / shape.num_elements for shape in weights)
     rows = min(work.expert_rows, rows_out.dims[0] / ROUND_SLACK)
-    itemsize, row_itemsize = (shape.num_bytes // shape.num_elements for shape in (weights[0], rows_out))
-    blocks = inner // inner_block(width, inner, itemsize, row_itemsize=row_itemsize)
+    blocks = inner // inner_block(width, inner, weights[0].num_bytes // weights[0].num_elements)
     shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
     return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,))
