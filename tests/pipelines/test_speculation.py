@@ -71,10 +71,15 @@ def random_way(generator: np.random.Generator, plain: Outcomes) -> Way:
 
 
 def check_mix(engine: Engine, seed: int, *, count: int) -> None:
+    """Drafts alone do not show; nor do they beside preemptions and other chunks, which are held to `assert_same`."""
     requests, generator = random_requests(seed, count=count), np.random.default_rng(seed)
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
     way = random_way(generator, plain)
-    assert_unchanged(run_together(engine.runner, engine.card, requests, way=way), plain)
+    drafts_alone = replace(PLAIN, proposer=way.proposer, num_drafts=DRAFTS)
+    assert_unchanged(run_together(engine.runner, engine.card, requests, way=drafts_alone), plain)
+    found = run_together(engine.runner, engine.card, requests, way=way)
+    for key, outcome in plain.items():
+        assert_same(found[key], outcome, routing=outcome.routing is not None)
 
 
 @pytest.mark.parametrize("seed", range(4))

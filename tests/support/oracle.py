@@ -24,7 +24,7 @@ class Oracle:
         key = (sequence.request.request_id, sequence.choice_index)
         first = sequence.num_outputs
         answer = np.asarray(self._known[key].ids[first : first + count], np.int32)
-        generator = np.random.default_rng([self._seed, len(key[0]), sequence.choice_index, first])
+        generator = np.random.default_rng([self._seed, *key[0].encode(), sequence.choice_index, first])
         wrong = (answer + generator.integers(1, self._vocab_size, len(answer))) % self._vocab_size
         return np.where(generator.random(len(answer)) < self._share, answer, wrong).astype(np.int32)
 
