@@ -95,6 +95,8 @@ def test_8_bit_keys_take_half_the_memory_and_an_even_number_of_heads():
     assert 2 * row_bytes[0] == row_bytes[1]
     with pytest.raises(SettingsError, match=r"fp8 takes an even number of KV heads on a device, there are 1: .* 2"):
         lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=4, kv_cache_dtype="fp8"))
+    with pytest.raises(SettingsError, match="fp8 is not for models with sinks, latents or narrow heads on TPUs"):
+        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", kv_cache_dtype="fp8"))
 
 
 def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):

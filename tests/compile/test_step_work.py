@@ -66,5 +66,12 @@ def test_kernels_visit_blocks_of_keys():
     assert blocks.kv_bytes == blocks.num_visits * 512 * KV_BYTES
 
 
+def test_latents_are_read_with_what_fills_their_registers():
+    values = {"max_model_len": 1024, "max_running_requests": 2}
+    model = lay_out(case_of_model("glm-4.7-flash", "v6e:2x4", **values)).config
+    (decode,) = step_work(model, StepSizes("v6e:2x4", 2, 1024)).attention.values()
+    assert decode.kv_bytes == 2 * 1024 * 640 * 2 and decode.num_pages == 2 * 8 and decode.num_visits == 2 * 2
+
+
 def test_devices_that_share_heads_read_less():
     assert work(8, tp=4).hbm_bytes < work(8).hbm_bytes

@@ -11,20 +11,31 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.kernels import attention_reference, paged_attention, paged_sizes
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.paged_stream import PageStream
 from rayserve_moe.kernels.paged_visits import visits_of
+from rayserve_moe.kernels.registry import LATENT_ATTENTION, SINK_ATTENTION
+from tests.support.drive import run_together
+from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.workload import draw_prompt, request_for
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True)
 PAGE, TABLE_WIDTH = 16, 12
@@ -80,6 +91,16 @@ CASES = {
         ((100, 6), (0, 0), (0, 3), (61, 6)), 6, num_kv_heads=2, config=ScoreConfig(window=50), is_tree=True
     ),
 }
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "an engine with sinks, windows and heads of 64": (
+        "gpt-oss-tiny",
+        {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "an engine with latents": ("deepseek-v3-tiny", {"kv_lora_rank": 128}),
+}
+"""Presets, and what is other about them."""
 
 
 def run_cases(*names: str) -> dict[str, Outcome]:
@@ -165,6 +186,32 @@ def outcome_of(case: PagedCase) -> Outcome:
     return Outcome(float(difference), float(np.abs(expected).max()), _has_races())
 
 
+def engine_outcome(name: str) -> Outcome:
+    """Sequences of a model with prompts in chunks and single tokens, next to the same by the reference: log-probs."""
+    preset, more = MODELS[name]
+    model = FAMILY_PRESETS[preset]
+    model = replace(model, config={**model.config, "num_hidden_layers": 2, **more}, scale=0.05)
+    generator = np.random.default_rng(5)
+    requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 40)]
+    settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}
+    paged = partial(paged_attention.attend, interpret=INTERPRETED)
+    paged_attention.cores_of_device = lambda _=None: 1
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
+        for is_paged in (False, True):
+            with ExitStack() as stack:
+                for by_name in (LATENT_ATTENTION, SINK_ATTENTION) if is_paged else ():
+                    attention = partial(by_name["tpu"]["attention"], decode=paged, prefill=paged)
+                    stack.enter_context(patch.dict(by_name, cpu={**by_name["tpu"], "attention": attention}))
+                runner = prepared_runner(path, **settings)
+                assert runner.config.kernels.has_flat_rows == is_paged
+                found.append(run_together(runner, card_of(path), requests, way=WAY))
+    assert all(outcome.ids == found[1][key].ids for key, outcome in found[0].items())
+    differences = [np.abs(np.subtract(each.logprobs, found[1][key].logprobs)).max() for key, each in found[0].items()]
+    return Outcome(float(max(differences)), 1.0, _has_races())
+
+
 def no_wait_for_pages() -> None:
     PageStream.wait = lambda *_: None
 
@@ -210,6 +257,8 @@ def _has_races() -> bool:
 
 
 def _run(name: str) -> Outcome:
+    if name in MODELS:
+        return engine_outcome(name)
     if name in CASES:
         return outcome_of(CASES[name])
     FAULTS[name]()

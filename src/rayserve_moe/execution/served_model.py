@@ -170,10 +170,15 @@ def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSetting
 
 
 def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
-    """SettingsError where a TPU's kernel cannot read 8-bit KV: jax's takes 32 bits at once, K and V of two heads."""
-    plan, is_flat = config.plan, config.kernels.has_flat_rows
+    """SettingsError where a TPU's kernel cannot read 8-bit KV: jax's takes 32 bits at once, K and V of two heads, and
+    for our own the compiler would copy the pool."""
+    plan = config.plan
+    if kv_dtype.startswith("float8") and config.kernels.has_flat_rows:
+        raise SettingsError(
+            "kv_cache_dtype fp8 is not for models with sinks, latents or narrow heads on TPUs: take bfloat16"
+        )
     rows = cache_row(config.spec, tensor_size=plan.tensor_size).shape[0] // plan.tensor_size
-    if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4 and not is_flat:
+    if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:
         raise SettingsError(
             f"kv_cache_dtype fp8 takes an even number of KV heads on a device, there are {rows // 2}: take "
             f"bfloat16, or a larger data_parallel_size than {plan.data_size}"

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, MASKED, BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.flat_rows import gather_heads, layout_of, spread_queries
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.flat_rows import LANES, gather_heads, layout_of, spread_queries
 from rayserve_moe.kernels.paged_sizes import TileShape, blocks_per_call, pages_of_a_block, tile_queries_for
+from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
 from rayserve_moe.kernels.paged_tiles import attend_tile
 from rayserve_moe.kernels.paged_visits import Visits, visits_of
 
@@ -42,16 +43,17 @@ def attend(  # noqa: PLR0913 (the reference's signature)
 ) -> jax.Array:
     """Attend as `attention_reference.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
 
-    Products are of the pool's dtype, of bfloat16 where that has 8 bits. With `ancestors_BQ` (int32, Q at most 32) a
-    block is a tree of drafts behind its sequence: its row j has its key at the place `positions_BQ[:, 0] + j`, which
-    the rows of the block see whose bit j is set, and no other; keys ahead of the block are seen as far as each row's
-    position and `config` let it. The real rows of a block come first. `interpret` (see `pallas_call`) runs it without a
-    TPU. Returns [B, Q, H, v]. ValueError for a pool of other rows.
+    Products are of the pool's dtype. With `ancestors_BQ` (int32, Q at most 32) a block is a tree of drafts behind its
+    sequence: its row j has its key at the place `positions_BQ[:, 0] + j`, seen by the rows of the block whose bit j is
+    set, and no other; keys ahead of the block are seen as far as each row's position and `config` let it. The real rows
+    of a block come first. `interpret` (see `pallas_call`) runs it without a TPU. Returns [B, Q, H, v]. ValueError for a
+    pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
     """
-    _, page_size, row_lanes = kv_pages.shape
+    page_size, row_lanes = kv_pages.shape[1:]
+    if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
+        raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
     layout = layout_of(row_lanes, queries_BQHh.shape[3], latent_width=latent_width)
-    queries_BCQRK = spread_queries(queries_BQHh, layout)
-    queries_BCQRK = queries_BCQRK.astype(kv_pages.dtype if kv_pages.dtype.itemsize > 1 else jnp.bfloat16)
+    queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
     shape = TileShape(
         layout=layout,
         num_cores=cores_of_device(interpret),
@@ -66,7 +68,8 @@ def attend(  # noqa: PLR0913 (the reference's signature)
         has_sinks=sinks_H is not None,
         is_tree=ancestors_BQ is not None,
     )
-    call = partial(_call, sinks=_sinks(sinks_H, shape), interpret=interpret)
+    sinks = [] if sinks_H is None else [_sinks(sinks_H, shape)]
+    call = partial(_call, sinks=sinks, interpret=interpret)
     per_call, parts = blocks_per_call(shape.table_width), []
     for first in range(0, len(queries_BQHh), per_call):
         part = slice(first, min(first + per_call, len(queries_BQHh)))
@@ -104,14 +107,14 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     places: BlockPlaces,
     ancestors_BQ: jax.Array | None,
     *,
-    sinks: jax.Array,
+    sinks: list[jax.Array],
     shape: TileShape,
     interpret: Any,
 ) -> jax.Array:
     """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V]."""
     num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
     num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
-    (table_BP, positions_BQ, visits), trees_BQ = places, ancestors_BQ
+    (table_BP, positions_BQ, visits), trees_BQ, core = places, ancestors_BQ, pl.BlockSpec(memory_space=pltpu.VMEM)
     table_BP, positions_BQ = _for_cores(table_BP, shape.num_cores), _for_cores(positions_BQ, shape.num_cores, fill=-1)
     trees_BQ = positions_BQ if ancestors_BQ is None else _for_cores(ancestors_BQ, shape.num_cores)
     if visits is None:
@@ -128,7 +131,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(shape.num_cores, shape.visits_per_core),
-            in_specs=[_block(lanes, shape), *(pl.BlockSpec(memory_space=m) for m in (pltpu.VMEM, pltpu.HBM))],
+            in_specs=[_block(lanes, shape), *(core for _ in sinks), pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=_block(num_lanes, shape),
             scratch_shapes=_scratch(kv_pages, shape),
         ),
@@ -141,7 +144,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     )(
         *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, trees_BQ)),
         queries_BCMK,
-        sinks,
+        *sinks,
         kv_pages,
     )
     return attended_BCMV[:num_blocks, :, :num_rows].reshape(*queries_BCQRK.shape[:4], num_lanes)
@@ -149,11 +152,11 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
 
 def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
     """Two blocks of the pool, sums and places of a tile's rows, how many blocks are done, and arrivals."""
-    widths = (1, 1, shape.layout.value_lanes)
+    widths = (LANES, LANES, shape.layout.value_lanes)
     return [
         pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
         *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
-        pltpu.VMEM((2, shape.num_rows, 1), jnp.int32),
+        pltpu.VMEM((2, shape.num_rows, LANES), jnp.int32),
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
     ]
@@ -169,13 +172,10 @@ def _block(width: int, shape: TileShape) -> pl.BlockSpec:
     return pl.BlockSpec((1, shape.layout.num_sets, shape.num_rows, width), of_visit)
 
 
-def _sinks(sinks_H: jax.Array | None, shape: TileShape) -> jax.Array:
-    """The largest score that every row of a tile begins with, float32 [C, T, 1]: its head's sink, or none."""
-    num_sets, num_rows = shape.layout.num_sets, shape.num_rows
-    if sinks_H is None:
-        return jnp.full((num_sets, num_rows, 1), MASKED, jnp.float32)
-    sinks_CT = jnp.tile(sinks_H.astype(jnp.float32).reshape(num_sets, -1), (1, shape.tile_queries))
-    return jnp.pad(sinks_CT, ((0, 0), (0, num_rows - sinks_CT.shape[1])))[..., None]
+def _sinks(sinks_H: jax.Array, shape: TileShape) -> jax.Array:
+    """The largest score that every row of a tile begins with, its head's sink: float32 [C, T, 1]."""
+    sinks_CT = jnp.tile(sinks_H.astype(jnp.float32).reshape(shape.layout.num_sets, -1), (1, shape.tile_queries))
+    return jnp.pad(sinks_CT, ((0, 0), (0, shape.num_rows - sinks_CT.shape[1])))[..., None]
 
 
 def _for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:

@@ -11,8 +11,10 @@ from rayserve_moe.kernels.attention_blocks import PAGE_TABLE_BYTES
 from rayserve_moe.kernels.attention_reference import ScoreConfig
 from rayserve_moe.kernels.flat_rows import RowLayout
 
-MOST_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 256, 16
+MOST_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 512, 16
 """Rows of queries of a tile; those that are scored at once; whole registers of 16-bit numbers."""
+SCORES = 32 << 10
+"""Scores that are kept at once: half of what the registers of a core hold."""
 MOST_KEYS, BLOCK_BYTES = 512, 1 << 20
 """Keys of a block, and what they and their values take: what memory delivers in 0.6 us on v6e."""
 
@@ -46,6 +48,11 @@ class TileShape:
     def score_rows(self) -> int:
         """M: all rows, or as many as divide them."""
         return self.num_rows if self.num_rows % SCORE_ROWS else SCORE_ROWS
+
+    @property
+    def sets_at_once(self) -> int:
+        """Sets of heads whose scores registers hold; at least one."""
+        return max(1, SCORES // (self.score_rows * self.num_keys))
 
     @property
     def num_tiles(self) -> int:

@@ -31,6 +31,19 @@ class Scalars(NamedTuple):
     ancestors: Any
 
 
+class Reach(NamedTuple):
+    """What a visit sees: keys from `first` to ahead of `end`, on `num_pages` pages.
+
+    The first key of the first page stands at `begin`, and that page's id at `table`.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    begin: jax.Array
+    table: jax.Array
+    num_pages: jax.Array
+
+
 @dataclass(frozen=True)
 class PageStream:
     """The pool in HBM and two blocks [2, S, X] of the core's memory, with a semaphore each.
@@ -51,25 +64,31 @@ class PageStream:
     def num_keys(self) -> int:
         return self.num_pages * self.page_size
 
-    def num_blocks(self, visit: jax.Array) -> jax.Array:
+    def reach_of(self, visit: jax.Array) -> Reach:
+        """What a visit sees of its sequence."""
+        first, end = self.scalars.first[visit], self.scalars.end[visit]
+        first_page = jax.lax.div(first, self.page_size)
+        table = jax.lax.div(visit, self.num_tiles) * self.table_width + first_page
+        return Reach(first, end, first_page * self.page_size, table, pl.cdiv(end, self.page_size) - first_page)
+
+    def num_blocks(self, reach: Reach) -> jax.Array:
         """How many blocks of keys a visit takes; 0 for padding."""
-        return pl.cdiv(self._pages_of(visit)[1], self.num_pages)
+        return pl.cdiv(reach.num_pages, self.num_pages)
 
-    def first_key(self, visit: jax.Array, block: jax.Array) -> jax.Array:
+    def first_key(self, reach: Reach, block: jax.Array) -> jax.Array:
         """The position of the first key of a block."""
-        return (self._pages_of(visit)[0] + block * self.num_pages) * self.page_size
+        return reach.begin + block * self.num_keys
 
-    def start(self, visit: jax.Array, block: jax.Array, half: jax.Array) -> None:
+    def start(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
         """Ask for the pages of a block."""
-        first_page, num_pages = self._pages_of(visit)
-        table = jax.lax.div(visit, self.num_tiles) * self.table_width + first_page + block * self.num_pages
+        first = block * self.num_pages
 
         def copy(i: jax.Array, carry: None) -> None:
             keys = pl.ds(pl.multiple_of(i * self.page_size, self.page_size), self.page_size)
-            source, target = self.pool.at[self.scalars.pages[table + i]], self.blocks.at[half, keys]
+            source, target = self.pool.at[self.scalars.pages[reach.table + first + i]], self.blocks.at[half, keys]
             pltpu.make_async_copy(source, target, self.arrivals.at[half]).start()
 
-        jax.lax.fori_loop(0, jnp.minimum(num_pages - block * self.num_pages, self.num_pages), copy, None)
+        jax.lax.fori_loop(0, jnp.minimum(reach.num_pages - first, self.num_pages), copy, None)
 
     def start_next(self, visit: jax.Array, end: jax.Array, half: jax.Array) -> None:
         """Ask for the first block of the first visit from `visit` on, ahead of `end`, that has one."""
@@ -77,23 +96,29 @@ class PageStream:
 
         @pl.when(filled < end)
         def _() -> None:
-            self.start(filled, jnp.int32(0), half)
+            self.start(self.reach_of(filled), jnp.int32(0), half)
 
-    def wait(self, visit: jax.Array, block: jax.Array, half: jax.Array) -> None:
+    def wait(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
         """Wait for all pages of a block at once: a semaphore counts bytes."""
-        num_pages = jnp.minimum(self._pages_of(visit)[1] - block * self.num_pages, self.num_pages)
+        num_pages = jnp.minimum(reach.num_pages - block * self.num_pages, self.num_pages)
         arrived = self.blocks.at[half, pl.ds(0, pl.multiple_of(num_pages * self.page_size, self.page_size))]
         pltpu.make_async_copy(arrived, arrived, self.arrivals.at[half]).wait()
 
-    def clear(self, visit: jax.Array, block: jax.Array, half: jax.Array) -> None:
+    def clear(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
         """Set to zero what the pages of a block hold out of the visit's sight: a weight of zero does not silence NaN.
 
         Only the first and the last page of a visit hold such rows, and a block keeps none of another visit's.
         """
-        begin, first, end = self.first_key(visit, block), self.scalars.first[visit], self.scalars.end[visit]
-        pages_end = pl.cdiv(end, self.page_size) * self.page_size
-        self._clear_rows(half, jnp.zeros_like(begin), first - begin)
-        self._clear_rows(half, end - begin, jnp.minimum(pages_end - begin, self.num_keys))
+        begin = self.first_key(reach, block)
+        read = jnp.minimum((reach.num_pages - block * self.num_pages) * self.page_size, self.num_keys)
+
+        @pl.when(begin < reach.first)
+        def _() -> None:
+            self._clear_rows(half, jnp.zeros_like(begin), reach.first - begin)
+
+        @pl.when(reach.end < begin + read)
+        def _() -> None:
+            self._clear_rows(half, reach.end - begin, read)
 
     def _clear_rows(self, half: jax.Array, first: jax.Array, end: jax.Array) -> None:
         """Zero rows from `first` to ahead of `end`, of which one is a multiple of `CLEARED_ROWS`."""
@@ -107,8 +132,3 @@ class PageStream:
             self.blocks[half, keys] = jnp.where(is_out, 0.0, held).astype(self.blocks.dtype)
 
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)
-
-    def _pages_of(self, visit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first page of its sequence that a visit sees, and how many from there on."""
-        first_page = jax.lax.div(self.scalars.first[visit], self.page_size)
-        return first_page, pl.cdiv(self.scalars.end[visit], self.page_size) - first_page

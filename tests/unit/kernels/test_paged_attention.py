@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.flat_rows import flat_kv, flat_width, gather_heads, layout_of, spread_queries
+from rayserve_moe.kernels.paged_attention import attend
 from rayserve_moe.kernels.paged_sizes import MOST_ROWS, tile_queries_for
 from rayserve_moe.kernels.paged_visits import visits_of
-from tests.support.paged_cases import CASES, FAULTS, run_cases
+from tests.support.paged_cases import CASES, FAULTS, MODELS, run_cases
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
@@ -41,6 +42,11 @@ def test_rows_that_do_not_fit_are_refused():
         layout_of(640, 128)
     with pytest.raises(ValueError, match="latents of 100 of 192 elements do not lie in rows of 256"):
         layout_of(256, 192, latent_width=100)
+    with pytest.raises(ValueError, match="2 query heads of 32 do not divide by the KV heads that fill registers"):
+        spread_queries(jnp.zeros((1, 1, 2, 32)), layout_of(256, 32))
+    table, positions = jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(ValueError, match="a pool of float32 in pages of 8 keys"):
+        attend(jnp.zeros((1, 1, 2, 128)), jnp.zeros((9, 8, 256)), BlockPlaces(table, positions))
 
 
 @pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=7)])
@@ -71,6 +77,13 @@ def test_it_is_the_reference_with_every_knob_and_the_definition_of_a_tree():
     for name, found in run_cases(*CASES).items():
         bound = ROUNDING * found.largest if CASES[name].dtype == "bfloat16" else SUMS_IN_FLOAT32
         assert found.difference <= bound < found.largest and not found.has_races, name
+
+
+@pytest.mark.slow
+def test_an_engine_gives_the_log_probs_of_the_reference():
+    """Of a model with sinks and windows and of one with latents, for prompts in chunks and single tokens."""
+    for name, found in run_cases(*MODELS).items():
+        assert found.difference <= SUMS_IN_FLOAT32 and not found.has_races, name
 
 
 @pytest.mark.slow

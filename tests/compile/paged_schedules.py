@@ -1,0 +1,110 @@
+"""Bundles that our own paged attention takes per block of keys and values, by libtpu's schedules, and their baseline.
+
+    python -m tests.compile.paged_schedules [CHIP ...]
+
+writes the baseline of chips, or of all of them, anew: after a change that is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.kernels.attention_reference import BlockPlaces
+from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
+from rayserve_moe.kernels.paged_attention import attend
+from rayserve_moe.kernels.paged_sizes import pages_of_a_block
+from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
+from rayserve_moe.tools.estimate.bundles import read_schedule
+from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.estimate.dump import DumpFolder, dump_environment
+from tests.compile.topologies import compile_for
+
+BASELINE = Path(__file__).with_name("paged_schedules.json")
+PAGE, PAGES, BLOCKS = 128, 32, 16
+MODELS = {
+    "gpt-oss, 64 heads": (64, 8, 64, 0),
+    "latents, 128 heads": (128, 1, 576, 512),
+    "latents, 16 heads": (16, 1, 576, 512),
+    "Qwen3, 32 heads of 128": (32, 4, 128, 0),
+}
+"""Query heads, KV heads, head width, latent width."""
+QUERIES = {"single tokens": 1, "blocks of 32": 32}
+
+
+def lanes_of(model: str) -> int:
+    """Elements of a row of the pool."""
+    _, num_kv, width, latent_width = MODELS[model]
+    return latent_lanes(width) if latent_width else flat_width(num_kv, width)
+
+
+def memory_bundles(chip: str, model: str) -> float:
+    """Bundles of one core's share of memory time: of a block of bfloat16 keys and values."""
+    figures, row_bytes = CHIPS[chip], 2 * lanes_of(model)
+    num_bytes = pages_of_a_block(PAGE, row_bytes, PAGES) * PAGE * row_bytes
+    return num_bytes / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
+
+
+def compile_all(chip: str, folder: Path) -> dict[str, int]:
+    """Compile every case for a chip; bundles of the loop over blocks of keys, its inner loops over rows as they run.
+
+    Copies of pages and clearing, loops of a few bundles, count once.
+    """
+    set_environment_defaults(COMPILER_ENVIRONMENT | dump_environment(folder))
+    use_host_alone()
+    dump, found = DumpFolder(folder), {}
+    for model, (heads, _, width, latent_width) in MODELS.items():
+        for name, num_queries in QUERIES.items():
+            queries = jax.ShapeDtypeStruct((BLOCKS, num_queries, heads, width), jnp.bfloat16)
+            pool = jax.ShapeDtypeStruct((2 * BLOCKS * PAGES, PAGE, lanes_of(model)), jnp.bfloat16)
+            table, positions = (jax.ShapeDtypeStruct((BLOCKS, n), np.int32) for n in (PAGES, num_queries))
+
+            def run(queries, pool, *places, latent_width=latent_width):
+                return attend(queries, pool, BlockPlaces(*places), latent_width=latent_width)
+
+            compile_for(chip.removeprefix("tpu"), run, queries, pool, table, positions)
+            (text,) = (text for op, text in dump.take().items() if op.startswith("paged_attention"))
+            loops = read_schedule(text).loops
+            block = max((loop for loop in loops if loop.trips is None), key=lambda loop: loop.last - loop.first)
+            inner = [loop for loop in loops if block.holds(loop) and loop.trips]
+            more = sum((loop.trips - 1) * (loop.last - loop.first + 1) for loop in inner)
+            found[f"{model}, {name}"] = block.last - block.first + 1 + more
+    return found
+
+
+def bundles_of(chip: str) -> dict[str, int]:
+    """Compile in a process of its own, which loads libtpu anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.compile.paged_schedules", "--into", folder, chip]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def baseline() -> dict[str, dict[str, int]]:
+    """The committed figures by chip."""
+    return json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
+
+
+def main() -> None:
+    """Write the baseline of the named chips, or of all."""
+    if sys.argv[1:2] == ["--into"]:
+        sys.stdout.write(json.dumps(compile_all(sys.argv[3], Path(sys.argv[2]))))
+        return
+    known = baseline()
+    for chip in sys.argv[1:] or CHIPS:
+        known[chip] = bundles_of(chip)
+        BASELINE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
