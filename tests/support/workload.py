@@ -51,10 +51,11 @@ def mixed_workload() -> list[GenerationRequest]:
 
 
 def engine_arguments(request: GenerationRequest) -> dict:
-    """The same request as keyword arguments of `Engine.generate`."""
+    """The same request as keyword arguments of `Engine.generate`, which refuses an empty list of allowed ids."""
+    sampling = asdict(request.sampling)
     return {
         "input_ids": request.prompt_ids.tolist(),
-        "sampling_params": asdict(request.sampling),
+        "sampling_params": {name: value for name, value in sampling.items() if name != "allowed_token_ids" or value},
         "return_routed_experts": request.return_routed_experts,
         "return_logprob": True,
     }
