@@ -18,6 +18,8 @@ def engine(core_checkpoint):
         max_model_len=288,
         num_pages=32,
         enable_eplb=True,
+        speculative_algorithm="NGRAM",
+        speculative_num_steps=1,
     ) as engine:
         yield engine
 
