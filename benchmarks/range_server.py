@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 SENT_AT_ONCE = 1 << 18
+HELD_S = 600.0
 
 
 @dataclass
@@ -51,13 +52,15 @@ class Sent:
 class RangeServer:
     """Serves a folder on a port of 127.0.0.1 while its context lasts. `rate` is bytes per second of one connection.
 
-    `paths` maps patterns of paths to what they stand for below the folder; `answers` are bodies by their paths, and
-    `headers` those of all answers.
+    Answers begin once as many as `holds_until` have been asked for at once, or after `HELD_S`. `paths` maps patterns of
+    paths to what they stand for below the folder; `answers` are bodies by their paths, and `headers` those of all
+    answers.
     """
 
     def __init__(self, folder: Path, *, rate: float = 0.0, paths: dict[str, str] | None = None) -> None:
         self.folder, self.rate, self.paths = folder, rate, paths or {}
-        self.sent, self.faults, self.changing = Sent(), Faults(), threading.Lock()
+        self.sent, self.faults, self.changing = Sent(), Faults(), threading.Condition()
+        self.holds_until = 0
         self.answers: dict[str, bytes] = {}
         self.headers: dict[str, str] = {}
         self._server = _Quiet(("127.0.0.1", 0), type("Bound", (_Answering,), {"served": self}))
@@ -165,6 +168,8 @@ class _Answering(BaseHTTPRequestHandler):
         with served.changing:
             served.sent.at_once += 1
             served.sent.most_at_once = max(served.sent.most_at_once, served.sent.at_once)
+            served.changing.notify_all()
+            served.changing.wait_for(lambda: served.sent.most_at_once >= served.holds_until, timeout=HELD_S)
         try:
             with file.open("rb") as content:
                 content.seek(start)

@@ -315,6 +315,7 @@ def test_a_plan_that_comes_too_late_changes_nothing(replica: Replica, load: Load
     load.until(was_refused, asks_every_s=1.0)
 
 
+@pytest.mark.slow
 def test_a_balancer_that_fails_changes_nothing(replica: Replica, load: Load) -> None:
     num_refused = replica.num_refused("failed")
     replica.is_balanced_by(Failing)

@@ -113,6 +113,7 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
     assert_nothing_was_compiled(group[0])
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_use_the_weights_keeps_all_from_changing(
     group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_host_that_cannot_make_sense_of_a_file_is_not_lost(
         assert_same(complete(loop, Tokenizer(checkpoint)), answers[checkpoint])
 
 
+@pytest.mark.slow
 def test_a_host_that_reads_too_slowly_is_not_waited_for(
     group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
 ) -> None:

@@ -63,7 +63,11 @@ def refuse(*_: object) -> None:
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\n\nbuffers")
 
 
-@pytest.mark.parametrize("path", ON_TPU, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem.endswith("v6e8") else pytest.mark.slow) for path in ON_TPU],
+    ids=lambda path: path.stem,
+)
 def test_the_gate_takes_every_program_and_setting_of_a_config(path, monkeypatch):
     monkeypatch.setattr(program_report, "optimized", refuse)
     case = case_of_config(path, num_layers=2)

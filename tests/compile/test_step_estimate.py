@@ -86,6 +86,7 @@ def test_a_process_that_has_loaded_libtpu_is_told_so(tmp_path, capsys, monkeypat
     assert "libtpu wrote no schedules" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_estimate_is_printed_with_the_ops_of_a_layer():
     few = ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "2", "--batch", "16"]
     command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *few, "--programs", "decode_16"]

@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 
 from rayserve_moe.decoding.drafts import accepted, drafts_of
 
-MOST = 3
+MOST, MOST_CHAINS = 3, 6
+NUM_SAMPLES = MOST_CHAINS * (MOST + 1) + 2
 
 
-@given(st.lists(st.tuples(st.integers(0, MOST), st.lists(st.booleans(), min_size=MOST, max_size=MOST)), max_size=6))
+CHAINS = st.tuples(st.integers(0, MOST), st.lists(st.booleans(), min_size=MOST, max_size=MOST))
+
+
+@given(st.lists(CHAINS, max_size=MOST_CHAINS))
 def test_what_counts_is_a_prefix_of_every_chain(chains):
     rows, positions, ids, sampled, counts, is_last, drafted = [], [], [], [], [], [], []
     for row, (num_drafts, is_right) in enumerate(chains):
@@ -25,10 +29,10 @@ def test_what_counts_is_a_prefix_of_every_chain(chains):
         is_last += [i == num_right for i in range(num_drafts + 1)]
         chain = ids[-num_drafts:] if num_drafts else []
         drafted += [[*reversed(chain[:i]), *[-1] * (MOST - i)] for i in range(num_drafts + 1)]
-    found = drafts_of(
-        np.array([*rows, 99, 99]), np.array([*positions, 1, 1], np.uint32), np.array([*ids, 0, 0]), most_drafts=MOST
-    )
-    found_counts, found_last = accepted(np.array([*sampled, 0, 0]), found)
-    assert np.asarray(found_counts).tolist() == [*counts, True, True]
-    assert np.asarray(found_last).tolist() == [*is_last, True, True]
-    assert np.asarray(found.drafted_SK).tolist() == [*drafted, *[[-1] * MOST] * 2]
+    padding = NUM_SAMPLES - len(rows)
+    zeros, places = [0] * padding, np.array([*positions, *[1] * padding], np.uint32)
+    found = drafts_of(np.array([*rows, *[99] * padding]), places, np.array([*ids, *zeros]), most_drafts=MOST)
+    found_counts, found_last = accepted(np.array([*sampled, *zeros]), found)
+    assert np.asarray(found_counts).tolist() == [*counts, *[True] * padding]
+    assert np.asarray(found_last).tolist() == [*is_last, *[True] * padding]
+    assert np.asarray(found.drafted_SK).tolist() == [*drafted, *[[-1] * MOST] * padding]
