@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -57,28 +58,19 @@ def project_rows(
     rotation: Rotation,
     config: AttentionConfig,
     stacked: StackedWeights | None = None,
+    rows_of: Callable[[jax.Array, jax.Array], jax.Array] = kv_rows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, heads, h], and keys and values as the pool has them, [T, 2 * KV heads, h] (see `kv_pool.kv_rows`).
+    """Queries [T, heads, h], and keys and values as the pool has them: by `kv_pool.kv_rows` [T, 2 * KV heads, h].
 
     `stacked` are the same weights as part of those of all layers, for kernels that read a layer where it lies.
     """
     del stacked
     queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
-    return queries, kv_rows(keys, values)
+    return queries, rows_of(keys, values)
 
 
-def project_flat_rows(
-    normed_TD: jax.Array,
-    weights: Mapping[str, jax.Array],
-    *,
-    rotation: Rotation,
-    config: AttentionConfig,
-    stacked: StackedWeights | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, heads, h], and keys and values as a pool of flat rows has them, [T, X] (see `flat_rows.flat_kv`)."""
-    del stacked
-    queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
-    return queries, flat_kv(keys, values)
+project_flat_rows = partial(project_rows, rows_of=flat_kv)
+"""With keys and values as a pool of flat rows has them, [T, X] (see `flat_rows.flat_kv`)."""
 
 
 def _norm_queries_and_keys(
