@@ -11,6 +11,7 @@ import pytest
 
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_by_ragged_dot
 from rayserve_moe.kernels.grouped_ffn import multiply_grouped
+from rayserve_moe.kernels.narrow_weights import NARROW, scale_rows
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import compile_for, text_of
 
@@ -18,12 +19,23 @@ SLOTS, WIDTH, INNER = 16, 2048, 768
 
 
 def kernels_for(
-    chip: str, product, num_tokens: int, *, width: int = WIDTH, inner: int = INNER, dtype=jnp.bfloat16
+    chip: str,
+    product,
+    num_tokens: int,
+    *,
+    width: int = WIDTH,
+    inner: int = INNER,
+    dtype=jnp.bfloat16,
+    in_blocks: bool = False,
 ) -> Counter[str]:
     """The kernels that six choices of each of `num_tokens` are multiplied by."""
     up = jax.ShapeDtypeStruct((SLOTS, width, inner), dtype)
-    scale = jax.ShapeDtypeStruct((SLOTS, 1, inner), jnp.float32)
-    scales = (scale, scale, jax.ShapeDtypeStruct((SLOTS, 1, width), jnp.float32)) if dtype == jnp.int8 else ()
+    rows = [scale_rows(size) if in_blocks else 1 for size in (width, inner)]
+    scale, of_down = (
+        jax.ShapeDtypeStruct((SLOTS, count, size), jnp.float32)
+        for count, size in zip(rows, (inner, width), strict=True)
+    )
+    scales = (scale, scale, of_down) if dtype in NARROW else ()
     shapes = (
         jax.ShapeDtypeStruct((num_tokens, width), jnp.bfloat16),
         jax.ShapeDtypeStruct((num_tokens, 6), np.int32),
@@ -63,15 +75,18 @@ def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "inner"), [("v6e", INNER), ("v6e", 4096), ("v5e", INNER), ("7x", INNER)])
-def test_int8_is_multiplied_by_the_same_kernel(chip, inner):
+@pytest.mark.parametrize(("dtype", "in_blocks"), [("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
+def test_8_bits_are_multiplied_by_the_same_kernel(chip, inner, dtype, in_blocks):
     """Held whole and in parts."""
-    found = kernels_for(chip, multiply_grouped, 16, inner=inner, dtype=jnp.int8)
+    found = kernels_for(chip, multiply_grouped, 16, inner=inner, dtype=jnp.dtype(dtype), in_blocks=in_blocks)
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
 
 
 @pytest.mark.slow
-def test_many_rows_of_int8_are_multiplied_by_the_compilers_kernel():
-    assert kernels_for("v6e", multiply_grouped, 1024, dtype=jnp.int8)["ragged-dot-none"] == 3
+@pytest.mark.parametrize(("dtype", "in_blocks"), [("int8", False), ("float8_e4m3fn", True)])
+def test_many_rows_of_8_bits_are_multiplied_by_the_compilers_kernel(dtype, in_blocks):
+    found = kernels_for("v6e", multiply_grouped, 1024, dtype=jnp.dtype(dtype), in_blocks=in_blocks)
+    assert found["ragged-dot-none"] == 3
 
 
 @pytest.mark.parametrize(("chip", "num_tokens"), [("v6e", 1024), ("v5p", 16)])

@@ -36,13 +36,14 @@ from rayserve_moe.kernels.expert_products import (
     multiply_in_blocks,
     sum_results,
 )
+from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.pushed_sizes import TILE_ROWS, PushSizes, lacks
 from rayserve_moe.kernels.registry import CPU, KERNELS, Kernels
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import DEVICES
 from tests.support.drive import run_together
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of
-from tests.support.int8 import random_experts
+from tests.support.narrow import random_experts
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
@@ -86,7 +87,8 @@ def run_cases(*names: str) -> dict[str, Outcome]:
 
 def sizes_of(name: str) -> PushSizes:
     """The sizes of a case, by what is before its load and after it."""
-    sizes = replace(SIZES, weight_dtype=name.partition(", ")[2] or "bfloat16")
+    dtype, _, in_blocks = name.partition(", ")[2].partition(" ")
+    sizes = replace(SIZES, weight_dtype=dtype or "bfloat16", in_blocks=bool(in_blocks))
     if ON_TWO_CORES in name:
         sizes = replace(sizes, num_slots=3, num_cores=2)
     return replace(sizes, inner=256, given_block=128) if IN_BLOCKS in name else sizes
@@ -95,8 +97,9 @@ def sizes_of(name: str) -> PushSizes:
 def weights_of(sizes: PushSizes) -> ExpertWeights:
     """Random experts of two layers of all ranks: [ranks * 2 * slots, ...], rank after rank."""
     num_slots = 2 * sizes.num_ranks * sizes.num_slots
-    if sizes.weight_dtype == "int8":
-        return random_experts(num_slots, sizes.width, sizes.inner, seed=6)[0]
+    if sizes.weight_dtype in NARROW:
+        form = {"dtype": sizes.weight_dtype, "has_blocks": sizes.in_blocks}
+        return random_experts(num_slots, sizes.width, sizes.inner, seed=6, **form)[0]
     up, down = (num_slots, sizes.width, sizes.inner), (num_slots, sizes.inner, sizes.width)
     generator = np.random.default_rng(6)
     return ExpertWeights(*(jnp.asarray(generator.standard_normal(s) / 8, sizes.weight_dtype) for s in (up, up, down)))

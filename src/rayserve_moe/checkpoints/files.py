@@ -45,6 +45,8 @@ from rayserve_moe.config.given_files import (
 )
 
 CONFIG_FILE = "config.json"
+NAMES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}
+"""What files call dtypes of 8 bits."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -94,6 +96,21 @@ class CheckpointFiles:
                 f"{entry.file}: tensor {name} has dtype {entry.dtype} (readable: {', '.join(DTYPES)})"
             )
         return self._read_stored(name, index)
+
+    def read_scales(
+        self, name: str, region: tuple[tuple[int, int], ...], *, dtype: str, block: int
+    ) -> np.ndarray | None:
+        """What a region, `[from, to)` of rows and of columns, of a decoded matrix was multiplied by.
+
+        Float32 [rows, blocks of columns]; None where its file does not hold `dtype` in squares of `block`.
+        """
+        found = self.quantized.get(name)
+        if found is None or found.block != (block, block) or NAMES[dtype] != self.stored[found.parts[0]].dtype:
+            return None
+        (first, last), columns = region
+        rows = np.arange(first, last) // block
+        scales = self._read_stored(found.parts[1], (slice(int(rows[0]), int(rows[-1]) + 1),)).astype(np.float32)
+        return scales[rows - rows[0], columns[0] // block : -(-columns[1] // block)]
 
     def _read_stored(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         entry = self.stored[name]

@@ -8,7 +8,7 @@ filled part by part on all cores. Parts of a remote checkpoint are read ahead, m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -31,7 +31,9 @@ from rayserve_moe.checkpoints.pieces import (
     fill_all,
     opened_pieces,
 )
+from rayserve_moe.checkpoints.staged import StagedParameter, on_devices
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
+from rayserve_moe.kernels.narrow_weights import scale_rows
 from rayserve_moe.model.param_spec import ParamSpec
 
 PART_BYTES = 16 << 20
@@ -54,19 +56,6 @@ class WeightSource:
     ignored: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class StagedParameter:
-    """A parameter in host memory: its shards for the devices of this host."""
-
-    spec: ParamSpec
-    sharding: jax.sharding.Sharding
-    shards: tuple[tuple[np.ndarray, list[jax.Device]], ...]
-
-    def on_devices(self) -> jax.Array:
-        """Copy it to its devices."""
-        return _on_devices(self.spec, self.sharding, shards=self.shards)
-
-
 def load_parameters(
     source: WeightSource,
     tree: SpecTree,
@@ -77,12 +66,13 @@ def load_parameters(
 ) -> dict[str, Any]:
     """Verify the checkpoint, then build one jax.Array per ParamSpec in a tree of the same keys.
 
-    Arrays have the spec's shape and dtype and the sharding that `sharding_of` returns for it. In a multi-process run
-    every process calls this with the same arguments and reads its own part. With `in_host_memory` leaves are
-    StagedParameters. Parameters of dtype int8 are quantised part by part, and their scales found with them, whose specs
-    come behind theirs in the tree. `num_threads` fill shards, one per core where it is 0. CheckpointError as in
-    `names.verify`, for values that are not finite, and for files that change meanwhile; ValueError where the source's
-    `expert_of_slot` does not fit the tree's layers, slots and experts.
+    Arrays have the spec's shape and dtype and the sharding that `sharding_of` returns for it. In a multi-process
+    run every process calls this with the same arguments and reads its own part. With `in_host_memory` leaves are
+    StagedParameters. Parameters of a dtype of 8 bits are quantised part by part, and their scales found with them,
+    whose specs come behind theirs in the tree; what files hold in the same dtype and blocks keeps its bytes and
+    scales. `num_threads` fill shards, one per core where it is 0. CheckpointError as in `names.verify`, for values
+    that are not finite, and for files that change meanwhile; ValueError where the source's `expert_of_slot` does
+    not fit the tree's layers, slots and experts.
     """
     for _, spec in walk(tree):
         if spec.num_experts:
@@ -99,7 +89,7 @@ def load_parameters(
             shards = found if spec.is_scale else _shards(source, spec, sharding, pieces=pieces, scales=scales)
             if in_host_memory:
                 return StagedParameter(spec, sharding, tuple(shards))
-            return _on_devices(spec, sharding, shards=shards)
+            return on_devices(spec, sharding, shards=shards)
 
         loaded = _mapped(load, tree)
     source.files.check_unchanged()
@@ -161,22 +151,12 @@ def _shards(
 
 def _read_dtype(spec: ParamSpec) -> np.dtype:
     """What pieces are kept in until they are held: what is quantised, as files have it."""
-    return np.dtype(np.float32) if spec.dtype == "int8" else jax.numpy.dtype(spec.dtype)
+    return np.dtype(np.float32) if spec.is_quantized else jax.numpy.dtype(spec.dtype)
 
 
-def _scale_region(region: Region) -> Region:
+def _scale_region(spec: ParamSpec, region: Region) -> Region:
     """Where the scales of a region of a matrix lie among all of its scales."""
-    return (*region[:-2], (0, 1), region[-1])
-
-
-def _on_devices(
-    spec: ParamSpec, sharding: jax.sharding.Sharding, *, shards: Iterable[tuple[np.ndarray, list[jax.Device]]]
-) -> jax.Array:
-    held: list[jax.Array] = []
-    for values, devices in shards:
-        # Wait for the copies, so that the next region is read only when this one is off the host.
-        held += jax.block_until_ready([jax.device_put(values, device) for device in devices])
-    return jax.make_array_from_single_device_arrays(spec.shape, sharding, held, dtype=jax.numpy.dtype(spec.dtype))
+    return (*region[:-2], (0, scale_rows(spec.shape[-2]) if spec.scale_block else 1), region[-1])
 
 
 def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
@@ -201,16 +181,19 @@ def read_region(
     takes those of a quantised block, which has all rows of its matrices.
     """
     reader = reader or PieceReader(source.files, _wanted(source, spec, region), dtype=_read_dtype(spec))
-    blocks = [np.zeros([stop - start for start, stop in region], jax.numpy.dtype(spec.dtype))]
-    if spec.dtype == "int8":
-        blocks.append(np.zeros([stop - start for start, stop in _scale_region(region)], np.float32))
+    dtype = jax.numpy.dtype(spec.dtype)
+    # Numbers of 8 bits are filled in as their bits: numpy copies those of dtypes of its own alone without the lock.
+    blocks = [np.zeros([stop - start for start, stop in region], np.int8 if spec.is_quantized else dtype)]
+    if spec.is_quantized:
+        of_scales = _scale_region(spec, region)
+        blocks.append(np.zeros([stop - start for start, stop in of_scales], np.float32))
         if scales is not None:
-            scales[spec.role, _scale_region(region)] = blocks[1]
+            scales[spec.role, of_scales] = blocks[1]
 
     def fill(part: Region) -> None:
         place = [slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, region, strict=True)]
-        of_scales = (*place[:-2], slice(None), place[-1])
-        within = [block[tuple(at)] for block, at in zip(blocks, (place, of_scales), strict=False)]
+        at_scales = (*place[:-2], slice(None), place[-1])
+        within = [block[tuple(at)] for block, at in zip(blocks, (place, at_scales), strict=False)]
         _fill(source, spec, within, part=part, reader=reader)
 
     parts = _parts(source, spec, region)
@@ -219,7 +202,7 @@ def read_region(
             fill(part)
     else:
         fill_all(pool, parts, fill=fill)
-    return LAYOUTS[spec.layout](blocks[0])
+    return LAYOUTS[spec.layout](blocks[0]).view(dtype)
 
 
 def _fill(
@@ -240,7 +223,23 @@ def _fill(
         if not is_finite(held if scales else values[place + within]):
             raise CheckpointError(f"{source.files.directory}: tensor {piece[0]} holds values that are not finite")
         if scales:
-            values[place + within], scales[0][(*place, 0, within[-1])] = quantize_columns(held)
+            given = _scales_in_files(source, spec, piece)
+            found = quantize_columns(
+                held, spec.dtype, block=spec.scale_block, scales_ZO=None if given is None else given[:, columns]
+            )
+            values[place + within] = found.values_IO
+            scales[0][(*place, slice(0, len(found.scales_ZO)), within[-1])] = found.scales_ZO
+
+
+def _scales_in_files(source: WeightSource, spec: ParamSpec, piece: Piece) -> np.ndarray | None:
+    """What a piece in the same dtype and blocks was multiplied by when it was decoded: [Z, columns of the piece].
+
+    None where the file has none, or other ones: then the values are quantised anew.
+    """
+    if not spec.scale_block or not spec.transposed:
+        return None
+    scales = source.files.read_scales(*piece, dtype=spec.dtype, block=spec.scale_block)
+    return None if scales is None else scales.T
 
 
 def _parts(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Region]:
@@ -250,11 +249,13 @@ def _parts(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Re
     if len(within) > 1:
         name = tensor_name(spec, (0,) * len(stacked), rules=source.rules)
         # What is quantised is cut between columns, so that each of them has all of its rows.
-        rows_last = spec.dtype == "int8" or (source.files.row_dim(name) == -1) != spec.transposed
+        rows_last = spec.is_quantized or (source.files.row_dim(name) == -1) != spec.transposed
         row_dim = len(within) - 1 if rows_last else 0
     start, stop = within[row_dim]
     row_bytes = 4 * math.prod(spec.file_shape[spec.num_leading_dims :]) // max(1, _file_rows(spec, row_dim))
     num_rows = max(1, PART_BYTES // max(1, row_bytes))
+    if spec.scale_block:  # whole blocks
+        num_rows = -(-num_rows // spec.scale_block) * spec.scale_block
     for index in product(*(range(*bounds) for bounds in stacked)):
         for first in range(start, stop, num_rows):
             rows = first, min(first + num_rows, stop)

@@ -48,6 +48,8 @@ class QuantizedTensor:
     decode: Callable[[ReadStored, Bounds], np.ndarray]
     row_dim: int = -2
     """The dimension whose parts lie one after the other in the file."""
+    block: tuple[int, int] = (0, 0)
+    """Rows and columns that share a scale, of a matrix whose parts are bytes of its shape and such scales."""
 
     def read(self, read: ReadStored, index: tuple[slice, ...]) -> np.ndarray:
         """Decode `tensor[index]`: one slice per leading dimension, without steps."""
@@ -165,7 +167,7 @@ def _bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tup
     shape = _shape_of(name, stored, tuple(VALUES_OF), 2)
     table, block = VALUES_OF[stored[name].dtype], _block_of(shape, scale, stored, blocks)
     return name, QuantizedTensor(
-        shape, (name, scale), partial(_decode_bytes, parts=(name, scale), table=table, block=block)
+        shape, (name, scale), partial(_decode_bytes, parts=(name, scale), table=table, block=block), block=block
     )
 
 

@@ -112,8 +112,8 @@ def compute_dtype(setting: str, *, platform: str, checkpoint_dtype: str) -> str:
 def expert_dtype(experts: ExpertSettings, *, dtype: str) -> str:
     """Resolve `expert_dtype` for a model that is computed in `dtype`. SettingsError where that is not held."""
     if experts.weight_dtype == "bfloat16" and dtype != "bfloat16":
-        raise SettingsError(f"expert_dtype bfloat16: the model is computed in {dtype}; take auto, or int8")
-    return dtype if experts.weight_dtype == "auto" else experts.weight_dtype
+        raise SettingsError(f"expert_dtype bfloat16: the model is computed in {dtype}; take auto, int8 or fp8")
+    return {"auto": dtype, "fp8": "float8_e4m3fn"}.get(experts.weight_dtype, experts.weight_dtype)
 
 
 def kv_dtype(cache: CacheSettings, *, dtype: str) -> str:

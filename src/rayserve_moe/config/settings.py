@@ -150,9 +150,10 @@ class ExpertSettings:
     backend: str = _choice("auto", "local", "replicated", "all_to_all", "fused", "pushed", key="expert_backend")
     """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all`, `fused` and `pushed` are fixed
     choices. `pushed` is one kernel of TPUs for few tokens, and `all_to_all` for steps that it cannot do."""
-    weight_dtype: str = _choice("auto", "bfloat16", "int8", key="expert_dtype")
-    """What the matrices of experts are kept in: `auto` is what the model is computed in, `int8` a byte per weight and a
-    float32 scale per output channel, quantised while weights are read, at the start and at every update."""
+    weight_dtype: str = _choice("auto", "bfloat16", "int8", "fp8", key="expert_dtype")
+    """What the matrices of experts are kept in: `auto` is what the model is computed in, whatever files hold; `int8`
+    and `fp8` (e4m3) a byte per weight and a float32 scale per output channel, quantised while weights are read, at the
+    start and at every update. A checkpoint of the same 8 bits in 128 x 128 blocks keeps its bytes and scales."""
     num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
     """Expert slots per layer beyond one per expert, which hold replicas of busy experts; lowered until slots divide."""
     dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")

@@ -34,6 +34,8 @@ SPARE_SHARE = 1.25
 """Free memory of a device over the bytes of its weights, from which on it holds the new ones beside the old."""
 MOST_STUCK = 4
 """Readings that were given up and still run, as on a disk that does not answer; beyond that none is begun."""
+OF_FILES = ("checkpoint_dtype", "block_dtype")
+"""Of a ModelSpec: how its files hold weights, which may be another way than those that serve."""
 GIVEN_UP = "reading was given up"
 
 
@@ -128,7 +130,7 @@ def _put(ready: Any, serving: Any) -> Any:
 
 def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
     """CheckpointError names what differs; weights of another dtype are converted."""
-    fields = (field.name for field in dataclasses.fields(ModelSpec) if field.name != "checkpoint_dtype")
+    fields = (field.name for field in dataclasses.fields(ModelSpec) if field.name not in OF_FILES)
     differing = [name for name in fields if getattr(found, name) != getattr(served, name)]
     if differing:
         raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)} differ")

@@ -20,7 +20,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.registry import KERNELS, Kernels
 from rayserve_moe.model.attention import kernels_for
-from rayserve_moe.model.expert_parameters import INT8
+from rayserve_moe.model.expert_parameters import QUANTIZED
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
@@ -59,7 +59,7 @@ def model_config(
         selection=selection,
         capacity_scope=experts.capacity_scope,
         activation=spec.experts.activation,
-        weight_dtype=INT8 if experts.weight_dtype == INT8 else "",
+        weight_dtype=QUANTIZED.get(experts.weight_dtype, ""),
     )
     return ModelConfig(spec, config)
 

@@ -16,8 +16,8 @@ class ExpertConfig:
     A layer has `num_redundant` expert slots more than experts. `backend` names how tokens and experts meet (`auto`: by
     the number of tokens), `slot_choice` which of an expert's slots a token takes. `selection` is `topk`,
     `replicas_only` or `balanced`; where slots have limited capacity, `capacity_scope` says which tokens compete (see
-    `balanced_layer`). `activation` is one of `expert_products.ACTIVATIONS`. `weight_dtype` is `int8` where the matrices
-    of experts are quantised; empty: they are as all weights.
+    `balanced_layer`). `activation` is one of `expert_products.ACTIVATIONS`. `weight_dtype` is `int8` or
+    `float8_e4m3fn` where the matrices of experts are quantised; empty: they are as all weights.
     """
 
     router: RouterSpec

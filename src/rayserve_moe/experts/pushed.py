@@ -12,6 +12,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.narrow_weights import in_blocks
 from rayserve_moe.kernels.pushed_sizes import WEIGHT_DTYPES, PushSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
@@ -41,7 +42,7 @@ def why_not_pushed(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertC
     """Why a step cannot push its rows by the kernel; empty where it can."""
     if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype not in WEIGHT_DTYPES:
         dtypes = f"tokens are {hidden_TD.dtype} and weights {weights.gate_XDF.dtype}"
-        return f"{dtypes}, the kernel is for bfloat16, and for weights of int8"
+        return f"{dtypes}, the kernel is for bfloat16, and for weights of 8 bits"
     if weights.gate_bias_XF is not None:
         return "the kernel is for experts without biases"
     if config.plan.num_slices > 1:
@@ -61,4 +62,5 @@ def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig
         config.activation,
         str(weights.gate_XDF.dtype),
         cores_of(config.plan.mesh),
+        in_blocks=in_blocks(weights.gate_scale_XZF),
     )

@@ -7,6 +7,7 @@ Q], and results have the same form.
 """
 
 # T tokens   D model width   F expert width   K experts per token   P assignments = T * K   S local slots   X layers * S
+# Z blocks of rows of a matrix that have scales of their own
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
 from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
 
 
 class ExpertWeights(NamedTuple):
     """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D], and their biases if any.
 
-    Matrices in int8 have float32 scales of their columns, [X, 1, F] and [X, 1, D]: products are multiplied by them.
+    Matrices in 8 bits have float32 scales of their columns, [X, 1, F] and [X, 1, D]: products are multiplied by them.
+    With more rows, [X, Z, F], they are those of blocks of rows, which are scaled before (`narrow_weights`).
     """
 
     gate_XDF: jax.Array
@@ -34,9 +37,9 @@ class ExpertWeights(NamedTuple):
     gate_bias_XF: jax.Array | None = None
     up_bias_XF: jax.Array | None = None
     down_bias_XD: jax.Array | None = None
-    gate_scale_X1F: jax.Array | None = None
-    up_scale_X1F: jax.Array | None = None
-    down_scale_X1D: jax.Array | None = None
+    gate_scale_XZF: jax.Array | None = None
+    up_scale_XZF: jax.Array | None = None
+    down_scale_XZD: jax.Array | None = None
 
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -179,16 +182,20 @@ def sum_results(
 
 
 def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
-    """The experts of a layer with what they have in int8 converted, in a copy of their own; others as they are."""
-    weights, first, size = experts.weights, experts.first_slot, experts.config.num_slots
-    if weights.gate_XDF.dtype != jnp.int8:
+    """The experts of a layer with what they have in 8 bits converted, in a copy of their own; others as they are.
+
+    Those in blocks are scaled as well, and have no scales any more.
+    """
+    first, size = experts.first_slot, experts.config.num_slots
+    if experts.weights.gate_XDF.dtype not in NARROW:
         return experts
-
-    def own(array: jax.Array) -> jax.Array:
-        held = jax.lax.dynamic_slice_in_dim(array, first, size)
-        return held.astype(dtype) if array.dtype == jnp.int8 else held
-
-    return LayerExperts(jax.tree.map(own, weights), 0, experts.config)
+    own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, size), experts.weights)
+    scales = own[6:]
+    if in_blocks(own.gate_scale_XZF):
+        matrices = (dequantized(matrix, scale, dtype) for matrix, scale in zip(own[:3], scales, strict=True))
+        return LayerExperts(ExpertWeights(*matrices, *own[3:6]), 0, experts.config)
+    matrices = (matrix.astype(dtype) for matrix in own[:3])
+    return LayerExperts(ExpertWeights(*matrices, *own[3:]), 0, experts.config)
 
 
 def product_rows(num_rows: int) -> int:
@@ -208,8 +215,11 @@ def _count_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, 
 
 def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activate: Activation) -> jax.Array:
     def multiply(rows: jax.Array, product: _Product) -> jax.Array:
-        out = jnp.matmul(rows, product.matrices[index].astype(rows.dtype), preferred_element_type=jnp.float32)
-        out = out if product.scales is None else out * product.scales[index]
+        matrix, scales = product.matrices[index], None if product.scales is None else product.scales[index]
+        if scales is not None and in_blocks(scales):
+            matrix, scales = dequantized(matrix, scales, rows.dtype), None
+        out = jnp.matmul(rows, matrix.astype(rows.dtype), preferred_element_type=jnp.float32)
+        out = out if scales is None else out * scales
         return out if product.bias is None else out + product.bias[index]
 
     gate_up, down = _products(weights)
@@ -227,9 +237,9 @@ class _Product(NamedTuple):
 
 def _products(weights: ExpertWeights) -> tuple[tuple[_Product, _Product], _Product]:
     """Those of gate and up, and that of down."""
-    gate = _Product(weights.gate_XDF, weights.gate_scale_X1F, weights.gate_bias_XF)
-    up = _Product(weights.up_XDF, weights.up_scale_X1F, weights.up_bias_XF)
-    return (gate, up), _Product(weights.down_XFD, weights.down_scale_X1D, weights.down_bias_XD)
+    gate = _Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF)
+    up = _Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)
+    return (gate, up), _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD)
 
 
 def _block_rows(mean: float) -> int:

@@ -3,12 +3,12 @@
 A step of the kernel's grid takes one slot, and a block of the expert width where an expert is too large to be held
 twice. While a slot is multiplied the weights of the next one that has rows are read; those of slots without rows are
 not read at all. Rows and results stay in the core's memory, so that this is for few rows: what a decode step has.
-Weights of int8 are read as such, converted on their way into the matrix unit, and the products multiplied by the scales
-of their columns.
+Weights of 8 bits are read as such, converted on their way into the matrix unit, and the products multiplied by the
+scales of their columns; where blocks of rows have scales, weights are multiplied by those as they are converted.
 """
 
 # T tokens   D model width   F expert width   B block of F   K experts per token   P assignments = T * K
-# S local slots   X layers * S   R rows with padding   M rows of a tile
+# S local slots   X layers * S   R rows with padding   M rows of a tile   Z blocks of rows with scales of their own
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.expert_products import ACTIVATIONS, Activation, LayerExperts, multiply_by_ragged_dot
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_matrix, in_blocks
 from rayserve_moe.kernels.slot_order import order_by_slot, take
 
 BlockPlace = tuple[jax.Array | int, ...]
@@ -96,7 +97,7 @@ def _kernel_for(
     """The kernel for rows and experts of these shapes."""
     (num_rows, width), num_slots = rows_RD.shape, experts.config.num_slots
     num_blocks = experts.weights.gate_XDF.shape[2] // block
-    has_scales, activate = experts.weights.gate_scale_X1F is not None, ACTIVATIONS[experts.config.activation]
+    activate, given = ACTIVATIONS[experts.config.activation], [s for s in experts.weights[6:] if s is not None]
 
     def held_block(step: jax.Array, part: jax.Array, first_1: jax.Array, held_S: jax.Array) -> BlockPlace:
         """Slot and block of a step's weights: a slot without rows has the first block of the next, or the last one."""
@@ -117,11 +118,12 @@ def _kernel_for(
         return held_block(step, part, first_1, held_S)[0], 0, 0
 
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
-    up, up_scale = (pl.BlockSpec((1, rows, block), of_up) for rows in (width, 1))
-    scales = [up_scale, up_scale, pl.BlockSpec((1, 1, width), of_whole)] if has_scales else []
+    up = pl.BlockSpec((1, width, block), of_up)
+    of_scales = ((block, of_up), (block, of_up), (width, of_whole))
+    scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in zip(given, of_scales, strict=False)]
     sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
-        partial(_multiply_slot, num_blocks=num_blocks, has_scales=has_scales, activate=activate),
+        partial(_multiply_slot, num_blocks=num_blocks, has_scales=bool(given), activate=activate),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_slots, num_blocks),
@@ -149,10 +151,10 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Acti
         at = pl.multiple_of(first + i * TILE_ROWS, ALIGNED_ROWS)
         tile = pl.ds(at, TILE_ROWS)
         rows_MD = rows_ref[tile, :]
-        gate_MB = _scaled_product(rows_MD, gate_ref, scale_refs[0])
-        up_MB = _scaled_product(rows_MD, up_ref, scale_refs[1])
+        gate_MB = _scaled_product(rows_MD, gate_ref[0], scale_refs[0])
+        up_MB = _scaled_product(rows_MD, up_ref[0], scale_refs[1])
         inner_MB = activate(gate_MB, up_MB).astype(rows_MD.dtype)
-        sum_MD = _scaled_product(inner_MB, down_ref, scale_refs[2])
+        sum_MD = _scaled_product(inner_MB, down_ref[0], scale_refs[2], part)
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
         is_own_M1 = (place_M1 >= begin) & (place_M1 < end)
         if num_blocks > 1:
@@ -166,7 +168,14 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Acti
         jax.lax.fori_loop(0, pl.cdiv(end - first, TILE_ROWS), multiply_tile, None)
 
 
-def _scaled_product(rows_MK: jax.Array, matrix_ref: Any, scale_ref: Any) -> jax.Array:
-    """Rows times a matrix, and where there are scales of its columns, times those: float32."""
-    sum_MN = jnp.dot(rows_MK, matrix_ref[0].astype(rows_MK.dtype), preferred_element_type=jnp.float32)
-    return sum_MN if scale_ref is None else sum_MN * scale_ref[0]
+def _scaled_product(rows_MK: jax.Array, matrix_KN: jax.Array, scale_ref: Any, part: jax.Array | int = 0) -> jax.Array:
+    """Rows times a matrix, and where there are scales of its columns, times those: float32.
+
+    A matrix in blocks is the given part of all that the scales are of.
+    """
+    first = part * (matrix_KN.shape[0] // SCALE_BLOCK)
+    has_blocks = scale_ref is not None and in_blocks(scale_ref)
+    row_of = (lambda i: scale_ref[0, pl.ds(first + i, 1), :]) if has_blocks else None
+    matrix_KN = held_matrix(matrix_KN, row_of, rows_MK.dtype)
+    sum_MN = jnp.dot(rows_MK, matrix_KN, preferred_element_type=jnp.float32)
+    return sum_MN if scale_ref is None or has_blocks else sum_MN * scale_ref[0]

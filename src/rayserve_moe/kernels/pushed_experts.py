@@ -5,8 +5,8 @@
 While a slot is multiplied the weights of the next one that has rows are read, and rows and results of others are on
 their way. Nothing but weights is read from HBM where an expert fits into the core's memory twice: it holds all rows of
 all ranks. Of larger ones what comes lies in HBM, and is multiplied in groups (`pushed_products`). No row is ever left
-out, and a device's own lie in the core's memory: this is for few tokens, what a decode step has. Weights of int8 are
-read as such, converted on their way into the matrix unit, and products multiplied by the scales of their columns.
+out, and a device's own lie in the core's memory: this is for few tokens, what a decode step has. Weights of 8 bits
+are read as such, converted on their way into the matrix unit, and scaled, they or the products (`narrow_weights`).
 
 Where two cores share a device, each has half of its slots, memory and semaphores of its own, and exchanges rows with
 the same core of the other devices: each pair of a rank and a core is a rank to the code, of those of its core.

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.expert_products import ACTIVATIONS
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_matrix, in_blocks
 from rayserve_moe.kernels.pushed_rows import as_words, halves, rows_at, wait_for
 from rayserve_moe.kernels.pushed_sizes import GROUP_ROWS, LANES, TILE_ROWS, PushSizes, Refs
 
@@ -125,7 +126,7 @@ def _multiply_tile(
     rows_MD = jnp.concatenate([column.astype(jnp.bfloat16) for column in columns], axis=1)
     gate_MB, up_MB = (_product(rows_MD, refs, place, half) for place in (0, 1))
     inner_MB = ACTIVATIONS[sizes.activation](gate_MB, up_MB).astype(jnp.bfloat16)
-    result_MD = _product(inner_MB, refs, 2, half)
+    result_MD = _product(inner_MB, refs, 2, half, block)
 
     def place(result_MD: jax.Array) -> None:
         words_MW = as_words(result_MD.astype(jnp.bfloat16).astype(jnp.float32))
@@ -141,8 +142,12 @@ def _multiply_tile(
     pl.when(block == sizes.num_blocks - 1)(partial(place, sums_MD))
 
 
-def _product(rows_MK: jax.Array, refs: Refs, place: int, half: jax.Array) -> jax.Array:
+def _product(rows_MK: jax.Array, refs: Refs, place: int, half: jax.Array, block: jax.Array | None = None) -> jax.Array:
     """Rows times a matrix that is held, and times the scales of its columns if any: float32."""
-    matrix_KN = refs.weights_H[place][half].astype(rows_MK.dtype)
+    matrix_KN, scales = refs.weights_H[place][half], refs.weights_H[place + 3] if len(refs.weights_H) > 3 else None
+    first = 0 if block is None else block * (matrix_KN.shape[0] // SCALE_BLOCK)
+    has_blocks = scales is not None and in_blocks(scales)
+    row_of = (lambda i: scales[half, pl.ds(first + i, 1), :]) if has_blocks else None
+    matrix_KN = held_matrix(matrix_KN, row_of, rows_MK.dtype)
     sum_MN = jnp.dot(rows_MK, matrix_KN, preferred_element_type=jnp.float32)
-    return sum_MN * refs.weights_H[place + 3][half] if len(refs.weights_H) > 3 else sum_MN
+    return sum_MN if scales is None or has_blocks else sum_MN * scales[half]

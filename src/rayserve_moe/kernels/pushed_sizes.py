@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.narrow_weights import NARROW, scale_rows
+
 LANES, SUBLANES = 128, 8
 TILE_ROWS, CONVERTED_TOKENS = 64, 16
 """Rows that are multiplied at once; tokens that are converted at once."""
-WEIGHT_DTYPES = ("bfloat16", "int8")
-"""What weights may be; those of int8 have scales of their columns."""
+WEIGHT_DTYPES = ("bfloat16", *NARROW)
+"""What weights may be; those of 8 bits have scales."""
 GROUP_ROWS = 4 * TILE_ROWS
 """Rows of a slot for which the blocks of a large expert are read once."""
 WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 8 << 20, 96 << 20
@@ -27,7 +29,8 @@ WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 8 << 20, 96 << 20
 class PushSizes:
     """Tokens of a device, experts of each, model width, expert width, slots of a rank, and the ranks' mesh axes.
 
-    Ranks are counted over `axes`, names with sizes, the last one fastest. Matrices of `weight_dtype` int8 have scales.
+    Ranks are counted over `axes`, names with sizes, the last one fastest. Matrices of a `weight_dtype` of 8 bits have
+    scales of their columns, or where they are `in_blocks` of blocks of their rows.
     Of a device's `num_cores` each has its part of the slots. `given_block` takes the place of `widest_block`.
     """
 
@@ -41,6 +44,7 @@ class PushSizes:
     weight_dtype: str = "bfloat16"
     num_cores: int = 1
     given_block: int = 0
+    in_blocks: bool = False
 
     @property
     def of_core(self) -> PushSizes:
@@ -97,11 +101,12 @@ class PushSizes:
 
     @property
     def held_weights(self) -> tuple[tuple[tuple[int, int], str], ...]:
-        """Shapes and dtypes of what belongs to an expert: gate, up and down, then where these are int8 their scales."""
+        """Shapes and dtypes of what belongs to an expert: gate, up and down, then their scales where they have some."""
         up, down = (self.width, self.inner), (self.inner, self.width)
         matrices = tuple((shape, self.weight_dtype) for shape in (up, up, down))
-        scales = tuple(((1, columns), "float32") for _, columns in (up, up, down))
-        return matrices + scales * (self.weight_dtype == "int8")
+        rows = (scale_rows(shape[0]) if self.in_blocks else 1 for shape in (up, up, down))
+        scales = tuple(((count, shape[1]), "float32") for count, shape in zip(rows, (up, up, down), strict=True))
+        return matrices + scales * (self.weight_dtype in NARROW)
 
 
 class Refs(NamedTuple):
@@ -144,8 +149,8 @@ class Refs(NamedTuple):
 
 
 def block_weights(sizes: PushSizes) -> tuple[tuple[tuple[int, int], str], ...]:
-    """`held_weights` of a block of an expert."""
-    return replace(sizes, inner=sizes.block).held_weights
+    """`held_weights` of a block of an expert; of the scales of down all, which are read by whole tiles alone."""
+    return (*replace(sizes, inner=sizes.block).held_weights[:5], *sizes.held_weights[5:])
 
 
 def vmem_bytes(sizes: PushSizes) -> int:

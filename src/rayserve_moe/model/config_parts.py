@@ -6,10 +6,12 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
 from rayserve_moe.model.config_rope import rope_of, score_scale_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
 from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RouterSpec, UnsupportedModelError
 
+BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -26,7 +28,26 @@ def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int
         "tie_embeddings": flag_of(config, "tie_word_embeddings", tied),
         "max_position_embeddings": integer_of(config, "max_position_embeddings", max_positions),
         "checkpoint_dtype": _dtype_of(config),
+        "block_dtype": _block_dtype_of(config),
     }
+
+
+def _block_dtype_of(config: Mapping[str, Any]) -> str:
+    """The 8-bit dtype that `quantization_config` says weights are stored in by 128 x 128 blocks; empty: none.
+
+    Of block fp8 and compressed-tensors; whether the files hold that is found when they are opened.
+    """
+    settings = config.get("quantization_config")
+    settings = settings if isinstance(settings, Mapping) else {}
+    if settings.get("quant_method") == "fp8":
+        return "float8_e4m3fn" if settings.get("weight_block_size") == BLOCK else ""
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("strategy") == "block" and weights.get("num_bits") == 8:
+            name = {"float": "float8_e4m3fn", "int": "int8"}.get(str(weights.get("type")), "")
+            return name if weights.get("block_structure") == BLOCK else ""
+    return ""
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:

@@ -1,20 +1,23 @@
 """The parameters of what comes after attention in a layer: routers, expert slots, shared experts, dense MLPs."""
 
 # M MoE layers   N dense layers   D model width   E experts   P expert slots   F expert width   I dense width
-# S width of a shared expert
+# S width of a shared expert   Z blocks of rows that have scales of their own
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
 
 Columns = tuple[int, int, int]
 """`repeat_width`, `period` and `start` of a ParamSpec."""
-INT8 = "int8"
-SCALE_OF = {"gate_MPDF": "gate_scale_MP1F", "up_MPDF": "up_scale_MP1F", "down_MPFD": "down_scale_MP1D"}
-"""The scales of matrices in int8: one dimension more than they need, since TPUs lay out few rows as eight."""
+QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
+"""Dtypes of the matrices of experts that have scales, by what the setting `expert_dtype` calls them."""
+SCALE_OF = {"gate_MPDF": "gate_scale_MPZF", "up_MPDF": "up_scale_MPZF", "down_MPFD": "down_scale_MPZD"}
+"""The scales of matrices in 8 bits, of each column, or of its blocks of rows, whose number is a multiple of eight:
+TPUs lay out few rows as eight, but for a single one."""
 
 
 def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
@@ -39,7 +42,8 @@ def slot_specs(
 ) -> dict[str, ParamSpec]:
     """The arrays of which every expert slot has its own part: all that moves with an expert.
 
-    Matrices of `expert_dtype` int8 have float32 scales of their columns, behind them in the tree.
+    Matrices of an `expert_dtype` of 8 bits have float32 scales of their columns, behind them in the tree. Where files
+    hold that dtype in blocks of 128 x 128 (`ModelSpec.block_dtype`), scales are those of the blocks, for each column.
     """
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
     width, inner, layout = spec.hidden_size, spec.experts.intermediate_size, spec.experts.layout
@@ -70,15 +74,17 @@ def slot_specs(
         specs["gate_bias_MPF"] = stack("expert_gate_bias", (inner,), ("expert_inner",), gate)
         specs["up_bias_MPF"] = stack("expert_up_bias", (inner,), ("expert_inner",), up)
         specs["down_bias_MPD"] = stack("expert_down_bias", (width,), ("model",))
-    return _quantized(specs) if expert_dtype == INT8 else specs
+    is_quantized = expert_dtype in QUANTIZED.values()
+    return _quantized(specs, expert_dtype, in_blocks=spec.block_dtype == expert_dtype) if is_quantized else specs
 
 
-def _quantized(specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """The matrices in int8, and the scales of their columns."""
+def _quantized(specs: dict[str, ParamSpec], dtype: str, *, in_blocks: bool) -> dict[str, ParamSpec]:
+    """The matrices in 8 bits, and the scales of their columns."""
     scales = {}
     for name, scale in SCALE_OF.items():
-        matrix = specs[name] = replace(specs[name], dtype=INT8)
-        shape, axes = (*matrix.shape[:2], 1, matrix.shape[3]), (*matrix.axes[:2], None, matrix.axes[3])
+        matrix = specs[name] = replace(specs[name], dtype=dtype, scale_block=SCALE_BLOCK * in_blocks)
+        num_scales = scale_rows(matrix.shape[2]) if in_blocks else 1
+        shape, axes = (*matrix.shape[:2], num_scales, matrix.shape[3]), (*matrix.axes[:2], None, matrix.axes[3])
         scales[scale] = replace(matrix, shape=shape, axes=axes, dtype="float32", is_scale=True)
     return specs | scales
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+LARGEST_OF = {"int8": 127, "float8_e4m3fn": 448}
+"""Dtypes that parameters are quantised to while they are read, with the largest number that is used of each."""
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -27,8 +30,9 @@ class ParamSpec:
 
     The last `num_padding` entries of `padded_axis` are zeros that no file holds, so that it divides over the devices,
     and into what kernels multiply at once.
-    A parameter of dtype `int8` is quantised while it is read, and `is_scale` marks the float32 scales of the columns of
-    one, held as [1, columns] and found with it: they have the same role and no tensor of their own.
+    A parameter of a dtype of 8 bits is quantised while it is read, and `is_scale` marks the float32 scales of
+    the columns of one, held as [1, columns] and found with it: they have the same role and no tensor of their own. With
+    a `scale_block` each square of so many rows and columns has a scale: [blocks of rows, columns].
     `initial` is `normal` or `ones`, for synthetic checkpoints. `layout` says how a device's share lies in memory
     (`kernels.cpu_native.layout.LAYOUTS`).
     """
@@ -53,6 +57,11 @@ class ParamSpec:
     file_row: bool = False
     column_dim: int = -1
     is_scale: bool = False
+    scale_block: int = 0
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype in LARGEST_OF
 
     @property
     def num_stacked_dims(self) -> int:

@@ -33,7 +33,7 @@ def parameter_specs(
 ) -> dict[str, dict[str, ParamSpec]]:
     """State all parameters of `spec` in compute dtype `dtype` (the router and its biases stay float32).
 
-    `expert_dtype` is that of the matrices of experts where it is another: int8, with float32 scales of their columns.
+    `expert_dtype` is that of the matrices of experts where it is another: of 8 bits, with float32 scales.
     `tensor_size` is the number of devices that share the heads: it decides how often KV heads are repeated.
     `num_devices` are all of them: they share the vocabulary, which is padded until it divides. A layer has
     `num_redundant` expert slots more than experts.

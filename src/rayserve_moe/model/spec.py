@@ -116,7 +116,8 @@ class ModelSpec:
     """One decoder-only MoE language model. Widths are in elements; layer ids count all hidden layers.
 
     The embedding is multiplied by `embedding_multiplier`, what a layer adds to the hidden state by
-    `residual_multiplier`, and logits are divided by `logits_divisor`.
+    `residual_multiplier`, and logits are divided by `logits_divisor`. `block_dtype` is the 8-bit dtype whose 128 x 128
+    blocks have scales in the files; empty: none has.
     Building one raises UnsupportedModelError for a knob whose value is not computed.
     """
 
@@ -137,6 +138,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    block_dtype: str = ""
 
     def __post_init__(self) -> None:
         _refuse_what_is_not_computed(self.family, self)

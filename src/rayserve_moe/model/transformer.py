@@ -33,7 +33,7 @@ from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_par
 EXPERT_ARRAYS = (
     *("gate_MPDF", "up_MPDF", "down_MPFD"),
     *("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD"),
-    *("gate_scale_MP1F", "up_scale_MP1F", "down_scale_MP1D"),
+    *("gate_scale_MPZF", "up_scale_MPZF", "down_scale_MPZD"),
 )
 """In the order of `ExpertWeights`."""
 

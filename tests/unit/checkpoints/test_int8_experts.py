@@ -25,7 +25,7 @@ from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from tests.support.fused import FUSED_RULES, LAYOUTS, fused, fused_family
-from tests.support.int8 import by_hand
+from tests.support.narrow import by_hand
 
 FOUR = jax.make_mesh((4,), ("ranks",), devices=jax.devices()[:4])
 MATRICES = arrays(
@@ -79,7 +79,7 @@ def test_a_column_is_quantised_by_itself(values, column):
     column %= values.shape[1]
     both, alone = quantize_columns(values), quantize_columns(values[:, column : column + 1])
     np.testing.assert_array_equal(both.values_IO[:, [column]], alone.values_IO)
-    assert both.scales_O[column] == alone.scales_O[0]
+    assert both.scales_ZO[0, column] == alone.scales_ZO[0, 0]
 
 
 def test_what_is_quantised_stays_as_it_is():
@@ -90,7 +90,7 @@ def test_what_is_quantised_stays_as_it_is():
     np.testing.assert_array_equal(again, integers)
     np.testing.assert_allclose(scales_again, scales, rtol=2e-7)
     assert (np.abs(integers.astype(int)).max(axis=0) == 127).all()
-    assert not quantize_columns(np.zeros((3, 2), ml_dtypes.bfloat16)).scales_O.any()
+    assert not quantize_columns(np.zeros((3, 2), ml_dtypes.bfloat16)).scales_ZO.any()
 
 
 @pytest.mark.parametrize("sharding_of", [on_one, over_experts])

@@ -186,12 +186,15 @@ EXPERT, OUT = jnp.ones((1, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64),
 MATRICES = EXPERT, EXPERT, EXPERT.reshape(1, 32, 64)
 BIASES = EXPERT[:, 0], EXPERT[:, 1], EXPERT[:, :2].reshape(1, 64)
 INTEGERS = tuple(matrix.astype(jnp.int8) for matrix in MATRICES)
+E4M3 = tuple(matrix.astype(jnp.float8_e4m3fn) for matrix in MATRICES)
 SCALES = tuple(bias.astype(jnp.float32)[:, None] for bias in BIASES)
+BLOCKS = tuple(jnp.tile(scale, (1, 8, 1)) for scale in SCALES)
 NO_SCALES = (NUMBERS[0, :0],) * 3
 ATTRIBUTES = {
     "norm": {"eps": np.float32(1e-6)},
     "experts": {"num_slots": np.int64(1), "activation": "silu"},
     "int8experts": {"num_slots": np.int64(1), "activation": "silu"},
+    "fp8experts": {"num_slots": np.int64(1), "activation": "silu"},
     "scores": {"score": "softmax"},
     "rotation": {"factor": np.float32(1)},
 }
@@ -217,6 +220,10 @@ ATTRIBUTES = {
         ("experts", (ROWS, SLOTS, NUMBERS[:, :1], *MATRICES, *BIASES, *SCALES, jnp.int32(0)), OUT),
         ("int8experts", (ROWS, SLOTS, NUMBERS[:, :1], *INTEGERS, *BIASES, *NO_SCALES, jnp.int32(0)), OUT),
         ("int8experts", (ROWS, SLOTS, NUMBERS[:, :1], *INTEGERS, *BIASES, *SCALES[::-1], jnp.int32(0)), OUT),
+        ("fp8experts", (ROWS, SLOTS, NUMBERS[:, :1], *E4M3, *BIASES, *NO_SCALES, jnp.int32(0)), OUT),
+        ("fp8experts", (ROWS, SLOTS, NUMBERS[:, :1], *INTEGERS, *BIASES, *SCALES, jnp.int32(0)), OUT),
+        ("fp8experts", (ROWS, SLOTS, NUMBERS[:, :1], *E4M3, *BIASES, BLOCKS[0], *SCALES[1:], jnp.int32(0)), OUT),
+        ("fp8experts", (ROWS, SLOTS, NUMBERS[:, :1], *E4M3, *BIASES, *(b[:, :0] for b in BLOCKS), jnp.int32(0)), OUT),
         *(
             ("experts", (ROWS, SLOTS, NUMBERS[:, :1], *MATRICES, *biases, *NO_SCALES, jnp.int32(0)), OUT)
             for biases in permutations(BIASES)
@@ -231,7 +238,13 @@ def test_arrays_that_do_not_fit_each_other_are_refused(kernel, arguments, out):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "matrices", "scales"), [("experts", MATRICES, NO_SCALES), ("int8experts", INTEGERS, SCALES)]
+    ("kernel", "matrices", "scales"),
+    [
+        ("experts", MATRICES, NO_SCALES),
+        ("int8experts", INTEGERS, SCALES),
+        ("fp8experts", E4M3, SCALES),
+        ("fp8experts", E4M3, BLOCKS),
+    ],
 )
 def test_arrays_that_fit_each_other_are_taken(kernel, matrices, scales):
     arguments = (ROWS, SLOTS, NUMBERS[:, :1], *matrices, *BIASES, *scales, jnp.int32(0))

@@ -8,7 +8,7 @@ import pytest
 
 from rayserve_moe.kernels import grouped_ffn
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
-from tests.support.int8 import random_experts
+from tests.support.narrow import random_experts
 
 SLOTS, WIDTH = 4, 128
 SLOTS_OF_TOKENS = {
@@ -56,10 +56,14 @@ def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_expert_in_int8_has_the_bits_of_the_numbers_that_it_stands_for(dtype, num_parts, monkeypatch):
+@pytest.mark.parametrize(("narrow", "has_blocks"), [("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
+def test_an_expert_in_8_bits_has_the_bits_of_the_numbers_that_it_stands_for(
+    narrow, has_blocks, dtype, num_parts, monkeypatch
+):
     """With scales that are powers of two; held whole, or in parts of 128 columns."""
     monkeypatch.setattr(grouped_ffn, "inner_block", lambda *_, **__: 256 // num_parts)
-    quantized, plain = random_experts(2 * SLOTS, WIDTH, 256, seed=1, powers_of_two=True)
+    form = {"dtype": narrow, "has_blocks": has_blocks}
+    quantized, plain = random_experts(2 * SLOTS, WIDTH, 256, seed=1, powers_of_two=True, **form)
     found, wanted = (multiplied(weights, dtype) for weights in (quantized, plain))
     np.testing.assert_array_equal(found, wanted)
     assert np.abs(found).max() > 0.1
@@ -80,7 +84,7 @@ def multiplied(weights: ExpertWeights, dtype: str) -> np.ndarray:
     """Rows of the second layer that are here, by the kernel."""
     slots = SLOTS_OF_TOKENS["any, and elsewhere"]
     hidden = jnp.asarray(np.random.default_rng(7).standard_normal((len(slots), WIDTH)), dtype)
-    matrices = (array.astype(dtype) if array.dtype != jnp.int8 else array for array in weights[:3])
+    matrices = (array if array.dtype.itemsize == 1 else array.astype(dtype) for array in weights[:3])
     experts = LayerExperts(
         ExpertWeights(*matrices, *weights[3:]), jnp.asarray(SLOTS, jnp.int32), ProductConfig(SLOTS, 8.0)
     )

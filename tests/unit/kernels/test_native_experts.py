@@ -17,7 +17,8 @@ from rayserve_moe.kernels.expert_products import (
     ProductConfig,
     multiply_in_blocks,
 )
-from tests.support.int8 import random_experts
+from rayserve_moe.kernels.narrow_weights import NARROW
+from tests.support.narrow import random_experts
 from tests.support.native import need_native_kernels
 
 TOKENS, WIDTH, INNER, SLOTS, TOP_K = 9, 64, 96, 5, 2
@@ -142,14 +143,17 @@ def test_the_factor_of_a_rotation_multiplies_cosine_and_sine():
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
-def test_experts_in_int8_have_the_bits_of_the_numbers_that_they_stand_for(num_tokens):
-    """With scales that are powers of two, whose products are exact in both: of a few rows, and of many."""
+@pytest.mark.parametrize("has_blocks", [False, True])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_experts_in_8_bits_have_the_bits_of_the_numbers_that_they_stand_for(dtype, has_blocks, num_tokens):
+    """Of a few rows, and of many. Columns with scales that are powers of two, whose products are exact in both."""
     generator = np.random.default_rng(num_tokens)
-    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=7, powers_of_two=True)
+    form = {"powers_of_two": not has_blocks, "dtype": dtype, "has_blocks": has_blocks}
+    quantized, plain = random_experts(2 * SLOTS, 3 * WIDTH, INNER + 64, seed=7, **form)
     plain = ExpertWeights(*(pack(array.astype(jnp.bfloat16)) for array in plain[:3]))
-    hidden = draw(generator, num_tokens, WIDTH)
+    hidden = draw(generator, num_tokens, 3 * WIDTH)
     slots = jnp.asarray(generator.integers(0, SLOTS, (num_tokens, TOP_K)), jnp.int32)
-    biases = [draw(generator, 2 * SLOTS, size) for size in (INNER, INNER, WIDTH)]
+    biases = [draw(generator, 2 * SLOTS, size) for size in (INNER + 64, INNER + 64, 3 * WIDTH)]
     for added in ({}, dict(zip(("gate_bias_XF", "up_bias_XF", "down_bias_XD"), biases, strict=True))):
         both = (each._replace(**added) for each in (packed(quantized), plain))
         found, wanted = (calls.expert_results(hidden, slots, experts_of(each, "silu")) for each in both)
@@ -157,9 +161,10 @@ def test_experts_in_int8_have_the_bits_of_the_numbers_that_they_stand_for(num_to
         assert np.abs(wide(found)).max() > 0.1
 
 
-def test_any_scales_are_those_of_the_blocks():
+@pytest.mark.parametrize("dtype", NARROW)
+def test_any_scales_are_those_of_the_blocks(dtype):
     generator = np.random.default_rng(8)
-    quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=8)
+    quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=8, dtype=dtype)
     hidden, slots = draw(generator, TOKENS, WIDTH), jnp.asarray(generator.integers(0, SLOTS, (TOKENS, 2)), jnp.int32)
     found = wide(calls.expert_results(hidden, slots, experts_of(packed(quantized), "silu")))
     wanted = wide(multiply_in_blocks(hidden, slots, experts_of(quantized, "silu")))
@@ -168,8 +173,8 @@ def test_any_scales_are_those_of_the_blocks():
 
 def test_integers_without_scales_are_refused():
     quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=9)
-    experts = experts_of(packed(quantized)._replace(up_scale_X1F=jnp.zeros((0, 1, INNER))), "silu")
-    with pytest.raises(Exception, match=r"columns of integers have scales|weights are no experts"):
+    experts = experts_of(packed(quantized)._replace(up_scale_XZF=jnp.zeros((0, 1, INNER))), "silu")
+    with pytest.raises(Exception, match=r"columns of 8 bits have scales|weights are no experts"):
         jax.block_until_ready(calls.expert_results(jnp.ones((2, WIDTH), jnp.bfloat16), jnp.zeros((2, 1), int), experts))
 
 

@@ -90,6 +90,8 @@ def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
     "name",
     [
         IN_BLOCKS + "all to one slot, int8",
+        "mostly one slot, float8_e4m3fn",
+        IN_BLOCKS + "mostly one slot, float8_e4m3fn in blocks",
         ON_TWO_CORES + "ranks without tokens or without rows",
         ON_TWO_CORES + IN_BLOCKS + "mostly one slot",
     ],

@@ -12,6 +12,7 @@ using Bf16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
 using S8 = ffi::Buffer<ffi::S8>;
+using F8 = ffi::AnyBuffer;  // XLA has no type of C++ for buffers of e4m3
 using U32 = ffi::Buffer<ffi::U32>;
 
 namespace {

@@ -22,9 +22,21 @@ from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, Pr
 from rayserve_moe.kernels.layers import Rotation
 
 PREFIX = "rayserve_moe_"
-NAMES = ("Attention", "Latent", "Experts", "Int8Experts", "Product", "Norm", "Scores", "Rotation", "Noise")
+NAMES = (
+    "Attention",
+    "Latent",
+    "Experts",
+    "Int8Experts",
+    "Fp8Experts",
+    "Product",
+    "Norm",
+    "Scores",
+    "Rotation",
+    "Noise",
+)
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
+KERNEL_OF = {"bfloat16": "experts", "int8": "int8experts", "float8_e4m3fn": "fp8experts"}
 PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
 NORMS = (("q_norm_L", "H"), ("k_norm_L", "G"))
 EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD")
@@ -87,19 +99,18 @@ def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
 def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """`expert_products.sum_results`, each token's results added in the order of its slots: float32 [T, D].
 
-    Weights, of bfloat16 or int8, are packed; biases and scales are not. Inner rows and the result of each assignment
+    Weights, of bfloat16 or 8 bits, are packed; biases and scales are not. Inner rows and the result of each assignment
     are rounded to bfloat16.
     """
     weights, config = experts.weights, experts.config
     (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
     sizes = [(width, inner), (width, inner), (inner, width), (inner,), (inner,), (width,)]
-    sizes += [(1, inner), (1, inner), (1, width)]
     assert all(
-        array is None or array.shape == (num_all_slots, *size) for array, size in zip(weights, sizes, strict=True)
+        array is None or array.shape == (num_all_slots, *size) for array, size in zip(weights, sizes, strict=False)
     ), f"weights are no experts of tokens {hidden_TD.shape}"
     assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"slots {slots_TK.shape}"
-    name = "experts" if weights.gate_scale_X1F is None else "int8experts"
-    call = jax.ffi.ffi_call(f"{PREFIX}{name}", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
+    kernel = KERNEL_OF[str(weights.gate_XDF.dtype)]
+    call = jax.ffi.ffi_call(f"{PREFIX}{kernel}", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(experts.first_slot, jnp.int32)
     arrays = (_or_empty(array, hidden_TD.dtype) for array in weights[:6])
     scales = (_or_empty(array, jnp.float32) for array in weights[6:])

@@ -47,22 +47,46 @@ struct ExpertArrays {
   const float* gates;    // [T, K]
   const Weight *gate, *up, *down;  // packed, [slots, D, F], [slots, D, F], [slots, F, D], from this layer's first slot on
   const bf16 *gate_bias, *up_bias, *down_bias;  // [slots, F], [slots, F], [slots, D]; null: none
-  const float *gate_scale, *up_scale, *down_scale;  // the same shapes: of the columns of int8; null: none
+  const float *gate_scale, *up_scale, *down_scale;  // [slots, blocks, F], ..., of numbers of 8 bits; null: none
   float* out;            // [T, D]
+  int64_t up_blocks = 1, down_blocks = 1;  // scales of a column: one, or more than its blocks of rows
 };
+
+// Scales of a matrix of `blocks` per column: one is for sums, several are for the weights.
+struct ColumnScales {
+  const float* of_slot;
+  int64_t blocks, columns;
+
+  ColumnScales(const float* scales, int64_t slot, int64_t blocks, int64_t columns)
+      : of_slot(scales ? scales + slot * blocks * columns : nullptr), blocks(blocks), columns(columns) {}
+  const float* of_sums(int64_t column) const { return of_slot && blocks == 1 ? of_slot + column : nullptr; }
+  BlockScales of_weights(int64_t column) const {
+    return of_slot && blocks > 1 ? BlockScales{of_slot + column, columns} : BlockScales{};
+  }
+};
+
+// Rows times panels of weights of any kind.
+template <int Panels, class Weight, class Done>
+inline void multiply_panels(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
+                            const Weight* const (&panels)[Panels], const BlockScales (&scales)[Panels], Done&& done) {
+  if constexpr (sizeof(Weight) == 1) multiply_by_any(left, stride, num_rows, depth, panels, done, scales);
+  else multiply_by_any(left, stride, num_rows, depth, panels, done);
+}
 
 // What a panel of sums is multiplied by, and what is added to it then; null: nothing.
 struct Affine {
   const float* scale;
   const bf16* bias;
+  float unit;  // of the scale
 
-  Affine(const float* scales, const bf16* biases, int64_t column)
-      : scale(scales ? scales + column : nullptr), bias(biases ? biases + column : nullptr) {}
+  Affine(const float* scales, const bf16* biases, int64_t column, float unit)
+      : scale(scales), bias(biases ? biases + column : nullptr), unit(unit) {}
 
   Pair operator()(Pair value) const {
     if (scale) {
-      value.low = _mm512_mul_ps(value.low, _mm512_loadu_ps(scale));
-      value.high = _mm512_mul_ps(value.high, _mm512_loadu_ps(scale + 16));
+      const __m512 of_unit = _mm512_set1_ps(unit);
+      value.low = _mm512_mul_ps(value.low, _mm512_mul_ps(_mm512_loadu_ps(scale), of_unit));
+      value.high = _mm512_mul_ps(value.high, _mm512_mul_ps(_mm512_loadu_ps(scale + 16), of_unit));
     }
     if (!bias) return value;
     return {_mm512_add_ps(value.low, wide(bias)), _mm512_add_ps(value.high, wide(bias + 16))};
@@ -120,18 +144,20 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
   const int64_t num_panels = shapes.inner / kPanel;
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
-    const int64_t offset = (grouped.slots[group] * shapes.inner + column) * shapes.width;
-    const Weight* panels[2] = {arrays.gate + offset, arrays.up + offset};
-    const int64_t of_column = grouped.slots[group] * shapes.inner + column;
-    const Affine of_gate(arrays.gate_scale, arrays.gate_bias, of_column);
-    const Affine of_up(arrays.up_scale, arrays.up_bias, of_column);
-    multiply_rows(rows.first + begin * rows.stride, rows.stride, grouped.begins[group + 1] - begin, shapes.width, panels,
-                  [&](int64_t r, const Pair(&both)[2]) {
-                    bf16* target = inner + (begin + r) * shapes.inner + column;
-                    const Pair gate = of_gate(both[0]), up = of_up(both[1]);
-                    store(target, activate(shapes.activation, gate.low, up.low));
-                    store(target + 16, activate(shapes.activation, gate.high, up.high));
-                  });
+    const int64_t slot = grouped.slots[group], of_column = slot * shapes.inner + column;
+    const Weight* panels[2] = {arrays.gate + of_column * shapes.width, arrays.up + of_column * shapes.width};
+    const ColumnScales gate_scales(arrays.gate_scale, slot, arrays.up_blocks, shapes.inner);
+    const ColumnScales up_scales(arrays.up_scale, slot, arrays.up_blocks, shapes.inner);
+    const Affine of_gate(gate_scales.of_sums(column), arrays.gate_bias, of_column, kUnit<Weight>);
+    const Affine of_up(up_scales.of_sums(column), arrays.up_bias, of_column, kUnit<Weight>);
+    const BlockScales scales[2] = {gate_scales.of_weights(column), up_scales.of_weights(column)};
+    multiply_panels(rows.first + begin * rows.stride, rows.stride, grouped.begins[group + 1] - begin, shapes.width,
+                    panels, scales, [&](int64_t r, const Pair(&both)[2]) {
+                      bf16* target = inner + (begin + r) * shapes.inner + column;
+                      const Pair gate = of_gate(both[0]), up = of_up(both[1]);
+                      store(target, activate(shapes.activation, gate.low, up.low));
+                      store(target + 16, activate(shapes.activation, gate.high, up.high));
+                    });
   });
 }
 
@@ -143,15 +169,17 @@ inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, co
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
     const int64_t of_column = grouped.slots[group] * shapes.width + column;
-    const Affine of_down(arrays.down_scale, arrays.down_bias, of_column);
+    const ColumnScales of_matrix(arrays.down_scale, grouped.slots[group], arrays.down_blocks, shapes.width);
+    const Affine of_down(of_matrix.of_sums(column), arrays.down_bias, of_column, kUnit<Weight>);
     const Weight* panels[1] = {arrays.down + of_column * shapes.inner};
-    multiply_rows(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
-                  [&](int64_t r, const Pair(&result)[1]) {
-                    bf16* target = results + grouped.picks[begin + r] * shapes.width + column;
-                    const Pair sum = of_down(result[0]);
-                    store(target, sum.low);
-                    store(target + 16, sum.high);
-                  });
+    const BlockScales scales[1] = {of_matrix.of_weights(column)};
+    multiply_panels(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
+                    scales, [&](int64_t r, const Pair(&result)[1]) {
+                      bf16* target = results + grouped.picks[begin + r] * shapes.width + column;
+                      const Pair sum = of_down(result[0]);
+                      store(target, sum.low);
+                      store(target + 16, sum.high);
+                    });
   });
 }
 

@@ -1,6 +1,6 @@
 """Which shapes the native CPU kernels take, and how weights lie for them.
 
-[K, N] lies as panels of 32 columns, in each the pairs of neighbouring k, those of int8 by halves of the columns;
+[K, N] lies as panels of 32 columns, in each the pairs of neighbouring k, those of 8 bits by halves of the columns;
 `products.h` says why. A packed array keeps
 its shape, so code that moves, shards or counts weights by their leading dimensions is not concerned.
 """
@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
+
 PANEL = 32
 """Columns of a packed matrix that lie together."""
-DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}",)
+DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}", f"-DNATIVE_SCALE_BLOCK={SCALE_BLOCK}")
 """The same for the compiler."""
 
 

@@ -5,8 +5,9 @@
 // steps over k = 0, 2, 4, ..., so it has the same bits however many rows are multiplied together. Where the processor
 // has tiles (amx.h), all that `multiply_rows` computes is computed by them, one row too: they round sums otherwise.
 //
-// Matrices of int8 are multiplied as the bfloat16 numbers that their integers are, and have the same bits. Their pairs of
-// 32 columns lie as [2][2][16]: of each half of the columns the first numbers, then the second ones.
+// Matrices of int8 or e4m3 are multiplied as the bfloat16 numbers that their own are, and have the same bits. Their pairs
+// of 32 columns lie as [2][2][16]: of each half of the columns the first numbers, then the second ones. What has a scale
+// for each block of rows is scaled and rounded to bfloat16 once, and has the bits of a matrix that was held as such.
 #pragma once
 
 #include <immintrin.h>
@@ -58,17 +59,59 @@ inline Lanes lanes(const bf16* pairs) {
   return {(__m512bh)_mm512_loadu_si512(pairs), (__m512bh)_mm512_loadu_si512(pairs + 32)};
 }
 
-// Float32 of small integers: the upper halves are all that they have, and are bfloat16.
-inline __m512i wide_bits(const int8_t* source) {
+struct Fp8 {  // e4m3: 1 bit of sign, 4 of exponent, 3 of mantissa
+  int8_t bits;
+};
+
+// What the numbers of 8 bits are that `wide` gives, in parts of it: a power of two, that scales are multiplied by.
+template <class Weight>
+constexpr float kUnit = 1.0f;
+template <>
+constexpr float kUnit<Fp8> = 256.0f;
+
+// Float32 of 16 numbers of 8 bits: their upper halves are all that they have, and are bfloat16.
+inline __m512 wide(const int8_t* source) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
-  return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
-inline __m512bh joined(const int8_t* pairs) {
-  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(wide_bits(pairs), 16), wide_bits(pairs + 16));
+// Their bits are those of float16 of a 256th, whose exponent has one more: subnormal numbers are such as well.
+inline __m512 wide(const Fp8* source) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+  return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(int16_t(0xBFFF))));
 }
 
-inline Lanes lanes(const int8_t* pairs) { return {joined(pairs), joined(pairs + 32)}; }
+template <class Weight>
+inline __m512bh joined(const Weight* pairs) {
+  const __m512i first = _mm512_castps_si512(wide(pairs)), second = _mm512_castps_si512(wide(pairs + 16));
+  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(first, 16), second);
+}
+
+template <class Weight>
+inline Lanes lanes(const Weight* pairs) {
+  return {joined(pairs), joined(pairs + 32)};
+}
+
+// The same, each column times its scale.
+template <class Weight>
+inline __m512bh joined(const Weight* pairs, const float* scale) {
+  const __m512 by = _mm512_mul_ps(_mm512_loadu_ps(scale), _mm512_set1_ps(kUnit<Weight>));
+  const __m512 first = rounded(_mm512_mul_ps(wide(pairs), by)), second = rounded(_mm512_mul_ps(wide(pairs + 16), by));
+  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first), 16), _mm512_castps_si512(second));
+}
+
+template <class Weight>
+inline Lanes lanes(const Weight* pairs, const float* scales) {
+  return {joined(pairs, scales), joined(pairs + 32, scales + 16)};
+}
+
+// Scales of blocks of `kScaleBlock` rows of a panel, the first ones of block i at first + i * stride; null: there are none.
+struct BlockScales {
+  const float* first = nullptr;
+  int64_t stride = 0;
+};
+constexpr int64_t kScaleBlock = NATIVE_SCALE_BLOCK;
 
 // e to the `x`, to about one unit in the last place; NaN stays NaN. Cody and Waite's reduction, Cephes' polynomial.
 inline __m512 exponential(__m512 x) {
@@ -170,11 +213,24 @@ inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, in
   }
 }
 
-// Integers are widened once where several rows, or tiles, take them; otherwise between reading and multiplying them.
-template <int Panels, class Done>
+// A panel of numbers of 8 bits as one of bfloat16.
+template <class Weight>
+inline void widen(const Weight* panel, int64_t depth, const BlockScales& scales, bf16* copy) {
+  for (int64_t k = 0; k < depth; k += 2) {
+    const Weight* from = panel + k * kPanel;
+    const Lanes pairs = scales.first ? lanes(from, scales.first + k / kScaleBlock * scales.stride) : lanes(from);
+    _mm512_store_si512(copy + k * kPanel, (__m512i)pairs.low);
+    _mm512_store_si512(copy + (k + 1) * kPanel, (__m512i)pairs.high);
+  }
+}
+
+// Numbers of 8 bits are widened once where several rows, or tiles, take them, and where their blocks have scales;
+// otherwise between reading and multiplying them.
+template <int Panels, class Weight, class Done>
 inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
-                          const int8_t* const (&panels)[Panels], Done&& done, TileScope* tiles) {
-  if (!tiles && num_rows <= kMostRows / Panels) {
+                          const Weight* const (&panels)[Panels], const BlockScales (&scales)[Panels], Done&& done,
+                          TileScope* tiles) {
+  if (!tiles && !scales[0].first && num_rows <= kMostRows / Panels) {
     multiply<Panels>(0, num_rows, depth, panels, [&](int64_t r) { return left + r * stride; }, done);
     return;
   }
@@ -182,23 +238,25 @@ inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, in
   bf16* copy = copies.sized(Panels * depth * kPanel);
   const bf16* wide[Panels];
   for (int p = 0; p < Panels; ++p) {
-    for (int64_t i = 0; i < depth * kPanel; i += 2 * kPanel) {
-      const Lanes pairs = lanes(panels[p] + i);
-      _mm512_store_si512(copy + p * depth * kPanel + i, (__m512i)pairs.low);
-      _mm512_store_si512(copy + p * depth * kPanel + i + kPanel, (__m512i)pairs.high);
-    }
+    widen(panels[p], depth, scales[p], copy + p * depth * kPanel);
     wide[p] = copy + p * depth * kPanel;
   }
   multiply_rows<Panels>(left, stride, num_rows, depth, wide, done, tiles);
 }
 
-// By the tiles that the processor has.
-template <int Panels, class Weight, class Done>
-inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
-                          const Weight* const (&panels)[Panels], Done&& done) {
+// By the tiles that the processor has; `scales` are of numbers of 8 bits alone.
+template <int Panels, class Weight, class... Scales, class Done>
+inline void multiply_by_any(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
+                            const Weight* const (&panels)[Panels], Done&& done, const Scales&... scales) {
   std::optional<TileScope> tiles;
   if (has_tiles) tiles.emplace();
-  multiply_rows<Panels>(left, stride, num_rows, depth, panels, done, tiles ? &*tiles : nullptr);
+  multiply_rows<Panels>(left, stride, num_rows, depth, panels, scales..., done, tiles ? &*tiles : nullptr);
+}
+
+template <int Panels, class Done>
+inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
+                          const bf16* const (&panels)[Panels], Done&& done) {
+  multiply_by_any(left, stride, num_rows, depth, panels, done);
 }
 
 // One panel of a plain product: rows of `left` [rows, depth] times a panel.

@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-chips", type=int, default=given.max_chips, help="of a slice (default: 64)")
     parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024, or the config's)")
     parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "fp8"), help="(default: bfloat16, or the config's)")
-    parser.add_argument("--expert-dtype", choices=("bfloat16", "int8"), help="(default: bfloat16, or the config's)")
+    parser.add_argument(
+        "--expert-dtype", choices=("bfloat16", "int8", "fp8"), help="(default: bfloat16, or the config's)"
+    )
     parser.add_argument("--skew", type=float, default=given.skew, help="of experts' popularity, 0: even (default: 0.7)")
     parser.add_argument("--top", type=int, default=2, help="splits shown of each slice, the best first (default: 2)")
     parser.add_argument("--json", action="store_true", help="print all candidates as JSON")

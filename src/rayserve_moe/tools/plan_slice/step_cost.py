@@ -106,6 +106,7 @@ def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
         tuple(plan.mesh.shape.items()),
         weight_dtype=model.experts.weight_dtype or "bfloat16",
         num_cores=chip.cores_per_device,
+        in_blocks=bool(model.experts.weight_dtype) and spec.block_dtype == model.experts.weight_dtype,
     )
     core_bytes = usable_bytes(chip.core_vmem)
     if plan.num_expert_ranks > 1 and not spec.experts.bias and not lacks(sizes, core_bytes=core_bytes):

@@ -118,22 +118,39 @@ void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner
   c.compare("sums of experts", found, expected, 0x1p-8);
 }
 
-// Integers with scales that are powers of two, and the bfloat16 numbers that they stand for: the same bits.
-void int8_experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner, int64_t slots) {
+double value_of(int8_t number) { return number; }
+
+double value_of(native::Fp8 number) {
+  const int exponent = number.bits >> 3 & 15, mantissa = number.bits & 7;
+  const double magnitude = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  return number.bits < 0 ? -magnitude : magnitude;
+}
+
+void draw_one(Case& c, int8_t& number) { number = int8_t(c.below(255) - 127); }
+
+void draw_one(Case& c, native::Fp8& number) { number.bits = int8_t(c.below(127) | c.below(2) << 7); }
+
+// Numbers of 8 bits with scales that are powers of two, and the bfloat16 numbers that they stand for: the same bits.
+template <class Weight>
+void narrow_experts(Case c, bool has_blocks, int64_t tokens, int64_t top_k, int64_t width, int64_t inner, int64_t slots) {
   const int64_t size = width * inner, picks = tokens * top_k;
   const Numbers hidden = c.draw(tokens * width);
-  std::vector<int8_t> integers[3];
+  std::vector<Weight> integers[3];
+  int64_t blocks[3];
   std::vector<float> scales[3];
   Numbers stand[3];
   for (int i = 0; i < 3; ++i) {
     const int64_t depth = i == 2 ? inner : width, columns = i == 2 ? width : inner;
+    const int64_t rows = has_blocks ? native::kScaleBlock : depth;
+    blocks[i] = has_blocks ? (depth + rows - 1) / rows + 1 : 1;
     for (int64_t s = 0; s < slots; ++s) {
-      std::vector<int8_t> one(size);
+      std::vector<Weight> one(size);
       Numbers wide(size);
-      for (int64_t n = 0; n < columns; ++n) scales[i].push_back(std::ldexp(1.0f, -6 - c.below(4)));
+      for (int64_t n = 0; n < blocks[i] * columns; ++n) scales[i].push_back(std::ldexp(1.0f, -6 - c.below(4)));
       for (int64_t j = 0; j < size; ++j) {
-        one[j] = int8_t(c.below(255) - 127);
-        wide[j] = rounded(one[j] * double(scales[i][s * columns + j % columns]));
+        draw_one(c, one[j]);
+        const float scale = scales[i][(s * blocks[i] + j / columns / rows) * columns + j % columns];
+        wide[j] = rounded(value_of(one[j]) * double(scale));
       }
       const auto lying = packed(one, depth, columns);
       const auto wide_lying = packed(wide, depth, columns);
@@ -146,14 +163,15 @@ void int8_experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t 
   std::vector<float> gates(picks, 0.5f), found(tokens * width), wanted(found);
   for (int32_t& each : slot_of) each = c.below(int(slots) + 1);
   const native::ExpertShapes shapes{tokens, top_k, width, inner, slots, native::Activation::kSilu};
-  native::expert_sums(shapes, native::ExpertArrays<int8_t>{hidden.data(), slot_of.data(), gates.data(),
+  native::expert_sums(shapes, native::ExpertArrays<Weight>{hidden.data(), slot_of.data(), gates.data(),
                                                            integers[0].data(), integers[1].data(), integers[2].data(),
                                                            nullptr, nullptr, nullptr, scales[0].data(),
-                                                           scales[1].data(), scales[2].data(), found.data()});
+                                                           scales[1].data(), scales[2].data(), found.data(), blocks[0],
+                                                           blocks[2]});
   native::expert_sums(shapes, native::ExpertArrays<bf16>{hidden.data(), slot_of.data(), gates.data(), stand[0].data(),
                                                          stand[1].data(), stand[2].data(), nullptr, nullptr, nullptr,
                                                          nullptr, nullptr, nullptr, wanted.data()});
-  c.compare("sums of experts in int8", found, Exact(wanted.begin(), wanted.end()), 0);
+  c.compare("sums of experts in 8 bits", found, Exact(wanted.begin(), wanted.end()), 0);
 }
 
 }  // namespace
@@ -182,7 +200,15 @@ int main(int, char** arguments) {
       for (int64_t slots : {1, 3, 16})
         for (int64_t inner : {32, 96}) {
           cases.push_back([=](int i) { experts({"experts", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
-          cases.push_back([=](int i) { int8_experts({"int8", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
+          for (bool has_blocks : {false, true}) {
+            const int64_t width = has_blocks ? 160 : 64;
+            cases.push_back([=](int i) {
+              narrow_experts<int8_t>({"int8", i, std::mt19937(i)}, has_blocks, tokens, top_k, width, inner, slots);
+            });
+            cases.push_back([=](int i) {
+              narrow_experts<native::Fp8>({"fp8", i, std::mt19937(i)}, has_blocks, tokens, top_k, width, inner, slots);
+            });
+          }
         }
   for (int64_t head_width : {32, 64, 160, 2, 24, 80})
     for (auto heads : {std::pair{1, 1}, {2, 1}, {6, 2}, {3, 3}, {14, 2}})

@@ -1,11 +1,13 @@
-"""Products with experts in int8 are those with the numbers that they stand for."""
+"""Products with experts in 8 bits are those with the numbers that they stand for."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from rayserve_moe.kernels.expert_products import (
     ExpertWeights,
@@ -15,30 +17,39 @@ from rayserve_moe.kernels.expert_products import (
     multiply_in_blocks,
     take_scales,
 )
-from tests.support.int8 import random_experts
+from rayserve_moe.kernels.narrow_weights import NARROW, bfloat16_of_fp8
+from tests.support.narrow import random_experts
 
 COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}
 KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
-WIDTH, INNER, SLOTS, TOP_K = 32, 64, 4, 2
+FORM = pytest.mark.parametrize(
+    "form",
+    [{"dtype": dtype, "has_blocks": has} for dtype in NARROW for has in (False, True)],
+    ids=lambda form: str([*form.values()]),
+)
+WIDTH, INNER, SLOTS, TOP_K = 160, 136, 4, 2
 
 
 def product(kernel, weights: ExpertWeights, dtype: str, *, num_tokens: int = 9) -> np.ndarray:
-    """Of the second of two layers, whose results lie here."""
+    """Of the second of two layers, whose results lie here; of plain weights the kernel has that layer's alone."""
     generator = np.random.default_rng(num_tokens)
     hidden = jnp.asarray(generator.standard_normal((num_tokens, WIDTH)), dtype)
     slots = generator.integers(0, SLOTS + 1, (num_tokens, TOP_K)).astype(np.int32)
-    config = ProductConfig(SLOTS, num_tokens * TOP_K / SLOTS)
-    found = kernel(hidden, jnp.asarray(slots), LayerExperts(weights, jnp.asarray(SLOTS), config))
+    config, first = ProductConfig(SLOTS, num_tokens * TOP_K / SLOTS), SLOTS
+    if weights.gate_scale_XZF is None:
+        weights, first = jax.tree.map(lambda array: array[SLOTS:], weights), 0
+    found = kernel(hidden, jnp.asarray(slots), LayerExperts(weights, jnp.asarray(first), config))
     assert found.dtype == dtype
     return np.asarray(found, np.float32)[slots < SLOTS]
 
 
 @KERNEL
+@FORM
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_scales_that_are_powers_of_two_leave_every_bit(kernel, dtype, num_tokens):
-    """Integers up to 127 and such multiples of them are exact in both dtypes, and rounding commutes with the scale."""
-    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=1, powers_of_two=True)
+def test_scales_that_are_powers_of_two_leave_every_bit(kernel, form, dtype, num_tokens):
+    """Such multiples of numbers of 8 bits are exact in both dtypes, and rounding commutes with the scale."""
+    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=1, powers_of_two=True, **form)
     plain = jax.tree.map(lambda array: array.astype(dtype), plain)
     found, wanted = (product(kernel, each, dtype, num_tokens=num_tokens) for each in (quantized, plain))
     np.testing.assert_array_equal(found, wanted)
@@ -46,10 +57,35 @@ def test_scales_that_are_powers_of_two_leave_every_bit(kernel, dtype, num_tokens
 
 
 @KERNEL
-def test_any_scales_are_within_the_rounding_of_float32(kernel):
-    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=2)
+@FORM
+def test_any_scales_are_within_the_rounding_of_float32(kernel, form):
+    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=2, **form)
     found, wanted = (product(kernel, each, "float32") for each in (quantized, plain))
     np.testing.assert_allclose(found, wanted, atol=4e-6 * np.abs(wanted).max())
+
+
+@KERNEL
+@pytest.mark.parametrize("dtype", NARROW)
+def test_blocks_have_the_bits_of_what_they_stand_for_in_bfloat16(kernel, dtype):
+    """With any scales: numbers are rounded as those of a matrix are that is read as bfloat16."""
+    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=5, dtype=dtype, has_blocks=True)
+    plain = jax.tree.map(lambda array: array.astype("bfloat16"), plain)
+    np.testing.assert_array_equal(*(product(kernel, each, "bfloat16") for each in (quantized, plain)))
+
+
+def test_the_kernels_conversion_of_e4m3_is_exact_for_every_number():
+    """Subnormal ones and both zeros too."""
+    bits = np.arange(256, dtype=np.uint8)
+    bits[[0x7F, 0xFF]] = 0
+    numbers = jnp.asarray(np.tile(bits, (32, 1)).view(ml_dtypes.float8_e4m3fn))
+
+    def convert(given_ref, out_ref) -> None:
+        out_ref[...] = bfloat16_of_fp8(given_ref[...])
+
+    shape = jax.ShapeDtypeStruct(numbers.shape, jnp.bfloat16)
+    found = pl.pallas_call(convert, out_shape=shape, interpret=True)(numbers)
+    np.testing.assert_array_equal(found, numbers.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.signbit(np.asarray(found, np.float32)), np.asarray(numbers).view(np.uint8) >= 128)
 
 
 def test_scales_of_rows_have_every_bit():
@@ -72,7 +108,7 @@ def test_biases_are_not_scaled(kernel):
 
 
 @KERNEL
-@pytest.mark.parametrize("name", ["gate_scale_X1F", "up_scale_X1F", "down_scale_X1D"])
+@pytest.mark.parametrize("name", ["gate_scale_XZF", "up_scale_XZF", "down_scale_XZD"])
 def test_every_scale_shows(kernel, name):
     quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=4)
     doubled = quantized._replace(**{name: 2 * getattr(quantized, name)})

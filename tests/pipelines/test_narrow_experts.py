@@ -15,7 +15,7 @@ from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.model.expert_parameters import slot_specs
 from tests.support.drive import Way, run_alone, run_together
-from tests.support.int8 import dequantized
+from tests.support.narrow import dequantized, stored_in_blocks
 from tests.support.outcomes import Outcomes, assert_all_same, assert_identical
 from tests.support.placements import random_placement
 from tests.support.runners import TWO_SHAPES, WAY, card_of, new_runner, prepared_runner
@@ -31,52 +31,89 @@ def runner_with(path: Path, **settings) -> HostRunner:
     return prepared_runner(path, **TWO_SHAPES, enable_return_routed_experts=True, **settings)
 
 
-@pytest.fixture(scope="module")
-def narrow(core_checkpoint: Path, kernel_settings: dict[str, str]) -> HostRunner:
-    return runner_with(core_checkpoint, expert_dtype="int8", **kernel_settings)
+FORMS = ["int8", pytest.param("fp8", marks=pytest.mark.slow), "fp8 in blocks"]
+"""What `expert_dtype` is; in blocks: of a checkpoint whose experts are stored so."""
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def expected(narrow: HostRunner, core_checkpoint: Path) -> Outcomes:
-    return run_alone(narrow, card_of(core_checkpoint), mixed_workload(), way=WAY)
+def checkpoint(form: str, core_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    in_blocks = "blocks" in form
+    return (
+        stored_in_blocks(core_checkpoint, tmp_path_factory.mktemp("core") / "blocks") if in_blocks else core_checkpoint
+    )
+
+
+@pytest.fixture(scope="module")
+def settings(form: str, kernel_settings: dict[str, str]) -> dict[str, str]:
+    return {"expert_dtype": form.split()[0], **kernel_settings}
+
+
+@pytest.fixture(scope="module")
+def narrow(checkpoint: Path, settings: dict[str, str]) -> HostRunner:
+    return runner_with(checkpoint, **settings)
+
+
+@pytest.fixture(scope="module")
+def expected(narrow: HostRunner, checkpoint: Path) -> Outcomes:
+    return run_alone(narrow, card_of(checkpoint), mixed_workload(), way=WAY)
 
 
 def slot_arrays(runner: HostRunner) -> dict[str, np.ndarray]:
-    names = slot_specs(runner.config.spec, expert_dtype="int8")
+    config = runner.config
+    names = slot_specs(config.spec, expert_dtype=config.experts.weight_dtype)
+    assert sum("scale" in name for name in names) == 3
     return {name: np.asarray(runner.weights.params["experts"][name]) for name in names}
 
 
 @pytest.mark.parametrize("way", [Way(16, 32, 7), Way(3, 32, 32, caches_prefixes=False)], ids=str)
-def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, core_checkpoint):
-    assert_all_same(run_together(narrow, card_of(core_checkpoint), mixed_workload(), way=way), expected)
+def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, checkpoint):
+    assert_all_same(run_together(narrow, card_of(checkpoint), mixed_workload(), way=way), expected)
 
 
 @FLOAT32
-def test_they_are_an_unquantised_model_of_the_numbers_that_they_stand_for(narrow, expected, core_checkpoint, tmp_path):
+def test_they_are_an_unquantised_model_of_the_numbers_that_they_stand_for(
+    form, narrow, expected, core_checkpoint, checkpoint, tmp_path
+):
     """In float32 a product times its scale and a product with scaled numbers differ by rounding alone."""
-    plain = runner_with(dequantized(core_checkpoint, tmp_path / "model"))
-    assert_all_same(run_alone(plain, card_of(core_checkpoint), mixed_workload(), way=WAY), expected)
+    in_blocks = "blocks" in form
+    plain = runner_with(checkpoint if in_blocks else dequantized(checkpoint, tmp_path / "model", form))
+    of_plain = run_alone(plain, card_of(checkpoint), mixed_workload(), way=WAY)
+    (assert_identical if in_blocks else assert_all_same)(of_plain, expected)
     rounded = runner_with(core_checkpoint)
     other = run_alone(rounded, card_of(core_checkpoint), mixed_workload(), way=WAY)
     assert any(other[key].logprobs != outcome.logprobs for key, outcome in expected.items()), "quantising shows"
 
 
+@pytest.mark.slow
+def test_blocks_have_the_bits_of_what_native_kernels_hold_in_bfloat16(form, narrow, expected, checkpoint, settings):
+    if "blocks" not in form or narrow.config.kernels.name != "cpu_native":
+        pytest.skip("blocks by native kernels alone")
+    plain = runner_with(checkpoint, **{**settings, "expert_dtype": "auto"})
+    assert_identical(run_alone(plain, card_of(checkpoint), mixed_workload(), way=WAY), expected)
+
+
 @FLOAT32
-def test_they_take_a_quarter_of_float32_and_the_pool_gets_the_rest(core_checkpoint, narrow):
+def test_they_take_a_quarter_of_float32_and_the_pool_gets_the_rest(checkpoint, narrow):
     """Weights per device, as staging counts them, and what waits for a swap."""
-    wide = new_runner(core_checkpoint, **TWO_SHAPES)
+    wide = new_runner(checkpoint, **TWO_SHAPES)
     arrays = slot_arrays(narrow)
     num_scales = sum(array.size for array in arrays.values() if array.dtype == np.float32)
-    num_weights = sum(array.size for array in arrays.values() if array.dtype == np.int8)
+    num_weights = sum(array.size for array in arrays.values() if array.dtype.itemsize == 1)
     freed = wide.staged.bytes_per_device - narrow.staged.bytes_per_device
     assert freed == 3 * num_weights - 4 * num_scales > 0
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(narrow.weights.params)) == narrow.staged.bytes_per_device
 
 
 @pytest.mark.parametrize("spare", [1 << 60, 0])
-def test_an_update_to_the_same_weights_leaves_every_bit(narrow, core_checkpoint, other_checkpoint, spare):
+def test_an_update_to_the_same_weights_leaves_every_bit(narrow, checkpoint, other_checkpoint, spare):
+    """After one to others, which are quantised as those are that are served."""
     before = slot_arrays(narrow)
-    for path, is_same in ((other_checkpoint, False), (core_checkpoint, True)):
+    for path, is_same in ((other_checkpoint, False), (checkpoint, True)):
         narrow.staged.read(str(path), spare=spare)
         narrow.weights = narrow.staged.take(narrow.weights)
         after = slot_arrays(narrow)
@@ -96,12 +133,12 @@ def test_an_update_to_the_same_weights_leaves_every_bit(narrow, core_checkpoint,
     ],
 )
 def test_scales_move_with_their_slots_and_no_answer_changes(
-    mesh, backend, narrow, expected, core_checkpoint, kernel_settings
+    mesh, backend, narrow, expected, checkpoint, settings, kernel_settings
 ):
     """Over devices answers are those of one device; while experts move they are the same bits."""
-    moving = {"expert_backend": backend, "expert_dtype": "int8", **MOVING, **kernel_settings}
-    runner = runner_with(core_checkpoint, mesh=mesh, **moving)
-    card, by_expert = card_of(core_checkpoint), slot_arrays(narrow)
+    moving = {"expert_backend": backend, **settings, **MOVING}
+    runner = runner_with(checkpoint, mesh=mesh, **moving)
+    card, by_expert = card_of(checkpoint), slot_arrays(narrow)
     before = run_together(runner, card, mixed_workload(), way=WAY)
     if not kernel_settings:  # float32: devices add up parts of sums
         assert_all_same(before, expected)
@@ -121,5 +158,5 @@ def test_scales_move_with_their_slots_and_no_answer_changes(
 def test_settings_that_are_not_held_are_refused(core_checkpoint):
     with pytest.raises(SettingsError, match="expert_dtype bfloat16: the model is computed in float32"):
         new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="bfloat16")
-    with pytest.raises(SettingsError, match=r"expert_dtype.*fp8"):
-        new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="fp8")
+    with pytest.raises(SettingsError, match=r"expert_dtype.*int4"):
+        new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="int4")
