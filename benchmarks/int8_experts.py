@@ -1,99 +1,117 @@
-"""What experts in int8 change of what the calculator says: KL of its tokens, other sets of experts, right answers.
+"""What experts in 8 bits change of what a model says: KL of its tokens, other sets of experts, right answers.
 
-    python -m benchmarks.int8_experts [--problems 100]
+    python -m benchmarks.int8_experts [--problems 100] [--sequences 8] [--out FILE.json]
 
-Held-out problems with their answers, every token after those before it, computed by XLA on one CPU device. All is held
-to float32 with float32 experts: the model in bfloat16, and experts in int8 beneath either.
+Of the calculator held-out problems with their answers, of a random model of 972 M parameters random tokens; every token
+after those before it, computed by XLA on one CPU device. All is held to the same model in bfloat16. Scales are those of
+columns, or of squares of 128, as a checkpoint holds them; a matrix of the calculator is less than one such square.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from benchmarks.markdown import markdown_table
+from benchmarks.conditions import RESULTS, checkpoint_of, note, save
+from benchmarks.narrow_table import narrow_experts as as_table
+from benchmarks.workloads import FIRST_PLAIN_ID
 from examples.calculator.accuracy import TASKS
-from examples.calculator.problems import Problem, held_out_problems
+from examples.calculator.problems import held_out_problems
 from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.logits import prompt_outputs_of
+from tests.support.narrow import stored_in_blocks
 from tests.support.runners import new_runner
 
-CALCULATOR = TRAINED["calculator"]
-WAYS: dict[str, dict[str, str]] = {
-    "float32": {"dtype": "float32"},
-    "float32, experts int8": {"dtype": "float32", "expert_dtype": "int8"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "bfloat16, experts int8": {"dtype": "bfloat16", "expert_dtype": "int8"},
+CALCULATOR, RANDOM = TRAINED["calculator"], "mid"
+LONGEST = 64
+BFLOAT16 = {"dtype": "bfloat16"}
+WAYS: dict[str, tuple[dict[str, str], str]] = {
+    "float32": ({"dtype": "float32"}, ""),
+    "int8, a scale per column": (BFLOAT16 | {"expert_dtype": "int8"}, ""),
+    "int8, a scale per 128 x 128": (BFLOAT16 | {"expert_dtype": "int8"}, "int8"),
+    "fp8, a scale per column": (BFLOAT16 | {"expert_dtype": "fp8"}, ""),
+    "fp8, a scale per 128 x 128": (BFLOAT16 | {"expert_dtype": "fp8"}, "float8_e4m3fn"),
 }
-LONGEST = 32
+"""Settings, and the dtype of 8 bits that the checkpoint holds experts in, by squares; empty: its own."""
+
+Sequence = tuple[list[int], int]
+"""Tokens, and how many of the last ones are an answer that may be right."""
+Outputs = tuple[np.ndarray, np.ndarray, bool]
 
 
-def outputs_of(problems: list[Problem], way: Mapping[str, str]) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-    """Of each problem: log-probs [T, V], sets of experts [M, T, K], and whether its answer is what is likeliest."""
-    runner, tokenizer = new_runner(CALCULATOR, cpu_kernels="off", num_pages=16, **way), Tokenizer(CALCULATOR)
-    runner.load()
-    compute = prompt_outputs_of(runner, longest=LONGEST)
-    for problem in problems:
+def problems_of(num_problems: int) -> list[Sequence]:
+    """Problems of each task with their answers, at most so many."""
+    tokenizer, found = Tokenizer(CALCULATOR), []
+    for problem in (each for task in TASKS for each in held_out_problems(task, limit=num_problems)):
         ids = tokenizer.encode(problem.prompt + problem.answers[0])
-        logits_TV, experts_MTK = compute(ids)
-        num_answer = len(ids) - len(tokenizer.encode(problem.prompt))
-        is_right = (logits_TV[:-1].argmax(-1) == ids[1:])[-num_answer:].all()
-        yield np.asarray(jax.nn.log_softmax(logits_TV, axis=-1)), np.sort(experts_MTK, axis=-1), bool(is_right)
-
-
-def measure(num_problems: int) -> dict[str, dict[str, float]]:
-    """By way: mean and largest KL to float32 in nats, shares of other likeliest tokens and sets, and of right answers.
-
-    `num_problems` of each task, at most.
-    """
-    problems = [problem for task in TASKS for problem in held_out_problems(task, limit=num_problems)]
-    exact, found = list(outputs_of(problems, WAYS["float32"])), {}
-    for name, way in WAYS.items():
-        pairs = list(zip(exact, outputs_of(problems, way), strict=True))
-        kl = np.concatenate([(np.exp(one[0]) * (one[0] - other[0])).sum(-1) for one, other in pairs])
-        tokens = np.concatenate([one[0].argmax(-1) != other[0].argmax(-1) for one, other in pairs])
-        sets = np.concatenate([(one[1] != other[1]).any(-1).reshape(-1) for one, other in pairs])
-        found[name] = {
-            "mean_kl": float(kl.mean()),
-            "largest_kl": float(kl.max()),
-            "other_tokens": float(tokens.mean()),
-            "other_sets": float(sets.mean()),
-            "right": float(np.mean([other[2] for _, other in pairs])),
-            "tokens": len(kl),
-            "token_layers": len(sets),
-        }
+        found.append((ids, len(ids) - len(tokenizer.encode(problem.prompt))))
     return found
 
 
-def as_table(found: Mapping[str, Mapping[str, float]]) -> str:
-    """A row for each way."""
-    titles = [
-        "computed in",
-        "mean KL",
-        "largest KL",
-        "other likeliest tokens",
-        "other sets of experts",
-        "right answers",
-    ]
-    rows = [
-        [name, f"{of['mean_kl']:.1e}", f"{of['largest_kl']:.1e}", *(f"{of[key]:.2%}" for key in SHARES)]
-        for name, of in found.items()
-    ]
-    return markdown_table(titles, rows)
+def outputs_of(path: Path, sequences: list[Sequence], settings: dict[str, str]) -> Iterator[Outputs]:
+    """Of each sequence: log-probs [T, V], sets of experts [M, T, K], and whether its answer is what is likeliest."""
+    runner = new_runner(path, cpu_kernels="off", num_pages=16, **settings)
+    runner.load()
+    compute = prompt_outputs_of(runner, longest=max(len(ids) for ids, _ in sequences))
+    for ids, num_answer in sequences:
+        logits_TV, experts_MTK = compute(ids)
+        is_right = (logits_TV[:-1].argmax(-1) == ids[1:])[len(ids) - 1 - num_answer :].all()
+        yield np.asarray(jax.nn.log_softmax(logits_TV, axis=-1)), np.sort(experts_MTK, axis=-1), bool(is_right)
 
 
-SHARES = ("other_tokens", "other_sets", "right")
+def measure(path: Path, sequences: list[Sequence]) -> dict[str, dict[str, float]]:
+    """By way: mean and largest KL from bfloat16 in nats, shares of other likeliest tokens and sets, right answers."""
+    exact, found = list(outputs_of(path, sequences, BFLOAT16)), {}
+    found["bfloat16"] = _next_to(exact, iter(exact))
+    for name, (settings, stored) in WAYS.items():
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = stored_in_blocks(path, folder / "model", stored) if stored else path
+            found[name] = _next_to(exact, outputs_of(model, sequences, settings))
+        note(f"{name}: mean KL {found[name]['mean_kl']:.1e}")
+    return found
+
+
+def _next_to(exact: list[Outputs], others: Iterator[Outputs]) -> dict[str, float]:
+    kl, tokens, sets, right = [], [], [], []
+    for (log_probs, experts, _), (other_probs, other_experts, is_right) in zip(exact, others, strict=True):
+        kl.append((np.exp(log_probs) * (log_probs - other_probs)).sum(-1))
+        tokens.append(log_probs.argmax(-1) != other_probs.argmax(-1))
+        sets.append((experts != other_experts).any(-1).reshape(-1))
+        right.append(is_right)
+    all_kl, all_sets = np.concatenate(kl), np.concatenate(sets)
+    return {
+        "mean_kl": float(all_kl.mean()),
+        "largest_kl": float(all_kl.max()),
+        "other_tokens": float(np.concatenate(tokens).mean()),
+        "other_sets": float(all_sets.mean()),
+        "right": float(np.mean(right)),
+        "tokens": len(all_kl),
+        "token_layers": len(all_sets),
+    }
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measure, write the result file, print its tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=100, help="of each task (default: 100)")
-    print(as_table(measure(parser.parse_args().problems)))
+    parser.add_argument("--sequences", type=int, default=8, help=f"of {LONGEST} random tokens (default: 8; 0: none)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "narrow_experts.json")
+    chosen = parser.parse_args()
+    found = {"calculator": measure(CALCULATOR, problems_of(chosen.problems))}
+    if chosen.sequences:
+        generator = np.random.default_rng(0)
+        ids = generator.integers(FIRST_PLAIN_ID, 16384, (chosen.sequences, LONGEST))
+        found["random, 972 M"] = measure(checkpoint_of(RANDOM), [(row, 0) for row in ids.tolist()])
+    save({"narrow_experts": found}, chosen.out)
+    print(as_table(found))
 
 
 if __name__ == "__main__":

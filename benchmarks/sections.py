@@ -26,6 +26,7 @@ from benchmarks.figures import (
 from benchmarks.house_table import house
 from benchmarks.loading_table import loading
 from benchmarks.markdown import markdown_table
+from benchmarks.narrow_table import narrow_experts
 from benchmarks.peers.tables import expert_reading, peers
 from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
@@ -313,6 +314,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "expert_reading": expert_reading,
     "calculator": calculator,
     "bfloat16_routing": bfloat16_routing,
+    "narrow_experts": narrow_experts,
     "house": house,
     "loading": loading,
 }
