@@ -7,13 +7,17 @@ What devices exchange is a few numbers per row; logits stay where they were comp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.layers import masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
+Masses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`layers.masses_of`, or a kernel in its place."""
 LOWEST_LOGPROB = -9999.0
 """Reported for tokens that are less likely still, or cannot be sampled at all."""
 NO_ID = 2**31 - 1
@@ -37,7 +41,9 @@ class TopTokens(NamedTuple):
 
 
 @jax.named_scope("log_probs")
-def log_probs_of(logits_SV: jax.Array, temperature_S: jax.Array, *, part: VocabularyPart) -> LogProbs:
+def log_probs_of(
+    logits_SV: jax.Array, temperature_S: jax.Array, *, part: VocabularyPart, masses: Masses = masses_of
+) -> LogProbs:
     """log_softmax(logits / temperature) by one exchange; what comes of rows that are not finite is meaningless.
 
     Relative to the best logit, no temperature is small enough to overflow what comes out.
@@ -46,9 +52,9 @@ def log_probs_of(logits_SV: jax.Array, temperature_S: jax.Array, *, part: Vocabu
     best_here_S, id_here_S = best_of(logits_SV, part.ids())
     # A part may be nothing but padding.
     best_here_S = jnp.maximum(best_here_S, jnp.finfo(jnp.float32).min)
-    here_SV = (logits_SV - best_here_S[:, None]) / temperature_S[:, None]
+    mass_here_S = masses(logits_SV, best_here_S, temperature_S)
     finite_S = jnp.all(of_word, axis=-1).astype(jnp.int32)
-    best_PS, id_PS, mass_PS, finite_PS = part.gather(best_here_S, id_here_S, jnp.exp(here_SV).sum(-1), finite_S)
+    best_PS, id_PS, mass_PS, finite_PS = part.gather(best_here_S, id_here_S, mass_here_S, finite_S)
     best_S, id_S = best_of(best_PS.T, id_PS.T)
     mass_S = jnp.sum(mass_PS * jnp.exp((best_PS - best_S) / temperature_S), axis=0)
     log_mass_S = jnp.log(mass_S)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.decoding.log_probs import TopTokens, best_of, likeliest, log_probs_of, ranks_of
+from rayserve_moe.decoding.log_probs import Masses, TopTokens, best_of, likeliest, log_probs_of, ranks_of
 from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
-from rayserve_moe.kernels.layers import gumbel_noise
+from rayserve_moe.kernels.layers import gumbel_noise, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 Noise = Callable[..., jax.Array]
@@ -64,7 +64,13 @@ class _Drawn(NamedTuple):
 
 @jax.named_scope("sampling")
 def sample(
-    logits_SV: jax.Array, rows: SamplingBatch, *, part: VocabularyPart, most_top: int, noise: Noise = gumbel_noise
+    logits_SV: jax.Array,
+    rows: SamplingBatch,
+    *,
+    part: VocabularyPart,
+    most_top: int,
+    noise: Noise = gumbel_noise,
+    masses: Masses = masses_of,
 ) -> Sampled:
     """Sample one token per row from float32 logits of the words of each device; the same on all devices.
 
@@ -75,7 +81,7 @@ def sample(
     tokens of the same distribution, of all rows as many as any row wants, up to `most_top`, and int32 ranks.
     """
     greedy_S = rows.temperature_S <= 0.0
-    found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part)
+    found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
     best = _Drawn(found.best_S, found.largest_S, jnp.ones_like(found.best_S))
     draw = partial(_draw, found.logprobs_SV, rows, noise, part)
     drawn = jax.lax.cond(jnp.all(greedy_S), lambda: best, draw)

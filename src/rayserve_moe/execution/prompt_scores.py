@@ -58,7 +58,7 @@ def score_prompts(
     def score_group(hidden_YD: jax.Array, targets_W: jax.Array, wants_top_W: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids_W = jnp.maximum(targets_W, 0)
         logits_WV = logits_of(params, hidden_YD, config=config)
-        logprobs_WV = log_probs_of(logits_WV, jnp.ones(len(ids_W)), part=part).logprobs_SV
+        logprobs_WV = log_probs_of(logits_WV, jnp.ones(len(ids_W)), part=part, masses=config.kernels.masses).logprobs_SV
         num_wanted = num_top * jnp.any(wants_top_W & (targets_W >= 0)).astype(jnp.int32)
         top = likeliest(logprobs_WV, num_wanted=num_wanted, most_top=num_top, part=part)
         own_W = log_prob_of(logprobs_WV, ids_W, part=part)

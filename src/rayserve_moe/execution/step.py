@@ -145,8 +145,8 @@ def _sampled(
     drafts = drafts_of(rows_A, sampling.position_S, *inputs, most_drafts=config.most_drafts) if inputs else None
     of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
     adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
-    noise = config.model.kernels.noise
-    sampled = sample(adjusted_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, noise=noise)
+    kernels = {"noise": config.model.kernels.noise, "masses": config.model.kernels.masses}
+    sampled = sample(adjusted_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
     own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], step.sample_rows_S
     if drafts is not None:
         counts_A, is_last_A = accepted(sampled.ids_S, drafts)

@@ -58,6 +58,11 @@ def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
     return table_VD[ids_T]
 
 
+def masses_of(logits_SV: jax.Array, best_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
+    """The sum over words of exp((logit - best) / temperature) of each row, float32 [S]."""
+    return jnp.exp((logits_SV - best_S[:, None]) / temperature_S[:, None]).sum(-1)
+
+
 def gumbel_noise(
     seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
 ) -> jax.Array:

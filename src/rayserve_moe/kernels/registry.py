@@ -51,7 +51,7 @@ class Kernels:
     `expert_results`: `expert_products.multiply_in_blocks`. `expert_sums`: `expert_products.sum_results` with its
     product bound. `pushed_sums`: `pushed_experts.push_experts`, which computes what `expert_sums` does over all ranks,
     for sizes of which `push_lacks` says nothing. `mlp`: `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`:
-    `layers.take_rows` of a table that is also the head. `noise`: `layers.gumbel_noise`.
+    `layers.take_rows` of a table that is also the head. `masses`: `layers.masses_of`. `noise`: `layers.gumbel_noise`.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
     the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are
@@ -73,6 +73,7 @@ class Kernels:
     mlp: Kernel
     head: Kernel
     tied_rows: Kernel
+    masses: Kernel
     noise: Kernel
     pushed_sums: Kernel = push_experts
     push_lacks: Callable[[PushSizes], str] = no_push
@@ -101,6 +102,7 @@ CPU = Kernels(
     mlp=layers.gated_mlp,
     head=layers.head_logits,
     tied_rows=layers.take_rows,
+    masses=layers.masses_of,
     noise=layers.gumbel_noise,
     pool_dtypes=kv_pool.BITS,
 )
@@ -132,6 +134,7 @@ CPU_NATIVE = Kernels(
     mlp=calls.gated_mlp,
     head=calls.head_logits,
     tied_rows=take_columns,
+    masses=calls.masses_of,
     noise=calls.gumbel_noise,
     layouts=calls.LAYOUT_OF,
     multiples=calls.MULTIPLES,

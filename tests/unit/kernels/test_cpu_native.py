@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns, take_columns
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
-from rayserve_moe.kernels.layers import gumbel_noise, rms_norm, rotation_of
+from rayserve_moe.kernels.layers import gumbel_noise, masses_of, rms_norm, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 from tests.support.native import need_native_kernels
@@ -98,6 +98,18 @@ def test_angles_are_those_of_jax_position_by_position():
         np.testing.assert_allclose(ours, theirs, atol=5e-5)
     alone = calls.rotation_of(positions[3:4], FREQUENCIES)
     np.testing.assert_array_equal(alone[1][0], found[1][3])
+
+
+@pytest.mark.parametrize("size", [1, 16, 1000, 2051])
+def test_masses_are_those_of_jax_whatever_other_rows_there_are(size):
+    generator = np.random.default_rng(size)
+    logits = jnp.asarray(4 * generator.standard_normal((9, size)), jnp.float32).at[5].set(jnp.nan)
+    best, temperature = logits.max(axis=1), jnp.asarray(generator.uniform(0.1, 2, 9), jnp.float32)
+    found = np.asarray(calls.masses_of(logits, best, temperature))
+    np.testing.assert_allclose(found, masses_of(logits, best, temperature), rtol=2e-6)
+    for count in (1, 2, 4):
+        few = calls.masses_of(logits[-count:], best[-count:], temperature[-count:])
+        np.testing.assert_array_equal(few, found[-count:])
 
 
 @pytest.mark.parametrize("size", [1, 16, 1000, 2051])
@@ -211,6 +223,9 @@ ATTRIBUTES = {
         ("norm", (ROWS, VECTOR[:32]), jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)),
         ("norm", (VECTOR, VECTOR), jax.ShapeDtypeStruct((64,), jnp.bfloat16)),
         ("rotation", (SLOTS[:, 0], NUMBERS[0, :8]), (OUT, OUT)),
+        ("masses", (NUMBERS, NUMBERS[0], NUMBERS[0]), jax.ShapeDtypeStruct((2,), jnp.float32)),
+        ("masses", (NUMBERS, NUMBERS[:, 0], NUMBERS[0, :1]), jax.ShapeDtypeStruct((2,), jnp.float32)),
+        ("masses", (NUMBERS[0], NUMBERS[:, 0], NUMBERS[:, 0]), jax.ShapeDtypeStruct((2,), jnp.float32)),
         ("noise", (WORDS, WORDS, WORDS[:1], jnp.int32(0)), OUT),
         ("noise", (WORDS[:1], WORDS[:1], WORDS[:1], jnp.int32(0)), OUT),
         ("noise", (WORDS, WORDS, WORDS, jnp.zeros(1, jnp.int32)), OUT),

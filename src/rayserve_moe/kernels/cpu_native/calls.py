@@ -32,6 +32,7 @@ NAMES = (
     "Norm",
     "Scores",
     "Rotation",
+    "Masses",
     "Noise",
 )
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
@@ -74,6 +75,12 @@ def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: floa
     shape = jax.ShapeDtypeStruct((len(positions_T), len(frequencies)), jnp.float32)
     call = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))
     return Rotation(*call(positions_T, frequencies, factor=np.float32(factor)))
+
+
+def masses_of(logits_SV: jax.Array, best_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
+    """`layers.masses_of`, added up in one order whatever the number of rows."""
+    call = jax.ffi.ffi_call(f"{PREFIX}masses", jax.ShapeDtypeStruct(best_S.shape, jnp.float32))
+    return call(logits_SV, best_S, temperature_S)
 
 
 def gumbel_noise(

@@ -1,6 +1,8 @@
 // The calls that XLA makes: buffers and attributes checked, then handed to the kernels.
 #include <algorithm>
+#include <numeric>
 #include <string_view>
+#include <vector>
 
 #include "attention.h"
 #include "buffers.h"
@@ -11,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t kNoisePiece = 1024;  // words of a row that a thread takes together
+constexpr int64_t kWordsPiece = 1024;  // words of a row that a thread takes together
 
 // Scales of a norm of each head, or of all `width` elements together; false where they fit neither.
 bool is_norm(Bf16& scale, int64_t num_layers, int64_t head_width, int64_t width) {
@@ -179,24 +181,40 @@ ffi::Error Rotation(S32 positions, F32 frequencies, float factor, ffi::ResultBuf
   return ffi::Error::Success();
 }
 
+// Sums of exp((logit - best) / temperature) over the words of each row: of pieces of fixed size, in their order.
+ffi::Error Masses(F32 logits, F32 best, F32 temperatures, ffi::ResultBuffer<ffi::F32> out) {
+  if (!have_dims(2, logits)) return wrong("masses are of rows of words");
+  const int64_t rows = size_of(logits, 0), words = size_of(logits, 1), pieces = (words + kWordsPiece - 1) / kWordsPiece;
+  if (!is(best, {rows}) || !is(temperatures, {rows}) || !is(*out, {rows})) return wrong("masses have other numbers of rows");
+  std::vector<float> sums(rows * pieces);
+  native::for_each(rows * pieces, [&](int64_t item) {
+    const int64_t row = item / pieces, begin = item % pieces * kWordsPiece, end = std::min(begin + kWordsPiece, words);
+    sums[item] = native::mass_of(logits.typed_data() + row * words, begin, end, best.typed_data()[row], temperatures.typed_data()[row]);
+  });
+  for (int64_t row = 0; row < rows; ++row)
+    out->typed_data()[row] = float(std::accumulate(&sums[row * pieces], &sums[row * pieces] + pieces, 0.0));
+  return ffi::Error::Success();
+}
+
 // Noise [rows, words] of samples, words from `first` on: as `gumbel_noise` of `kernels/layers.py`.
 ffi::Error Noise(U32 seeds, U32 choices, U32 positions, S32 first, ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(1, seeds) || !have_dims(0, first) || !have_dims(2, *out)) return wrong("noise has rows of words");
-  const int64_t rows = size_of(seeds, 0), words = size_of(*out, 1), pieces = (words + kNoisePiece - 1) / kNoisePiece;
+  const int64_t rows = size_of(seeds, 0), words = size_of(*out, 1), pieces = (words + kWordsPiece - 1) / kWordsPiece;
   if (!is(choices, {rows}) || !is(positions, {rows}) || size_of(*out, 0) != rows)
     return wrong("noise has other numbers of rows");
   native::for_each(rows * pieces, [&](int64_t item) {
-    const int64_t row = item / pieces, begin = item % pieces * kNoisePiece;
+    const int64_t row = item / pieces, begin = item % pieces * kWordsPiece;
     uint32_t key[2] = {0, seeds.typed_data()[row]};
     native::fold_in(key, choices.typed_data()[row]);
     native::fold_in(key, positions.typed_data()[row]);
-    native::gumbel(key, *first.typed_data(), begin, std::min(begin + kNoisePiece, words), out->typed_data() + row * words);
+    native::gumbel(key, *first.typed_data(), begin, std::min(begin + kWordsPiece, words), out->typed_data() + row * words);
   });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses, ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<F32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise,
                               ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,

@@ -66,6 +66,18 @@ inline void softmax_row(float* out, int64_t experts) {
   }
 }
 
+// The sum of exp((logit - best) / temperature) over the words begin .. end - 1.
+inline float mass_of(const float* logits, int64_t begin, int64_t end, float best, float temperature) {
+  const __m512 top = _mm512_set1_ps(best), divisor = _mm512_set1_ps(temperature);
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t word = begin; word < end; word += 16) {
+    const __mmask16 lanes = lanes_of(word, end);
+    const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + word), top);
+    total = _mm512_mask_add_ps(total, lanes, total, exponential(_mm512_div_ps(below, divisor)));
+  }
+  return _mm512_reduce_add_ps(total);
+}
+
 struct Router {
   const float* matrix;  // [width, experts]
   const float* bias;    // [experts]; null: none
