@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rayserve_moe.config.settings import SpeculationSettings
-from rayserve_moe.scheduling.proposals import best_continuation, continuation
+from rayserve_moe.scheduling.proposals import continuation
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.token_index import TokenIndex
 
 MOST_PROMPTS = 256
 MOST_ANSWERS = 64
@@ -48,35 +49,63 @@ class NgramProposer:
         """Nothing is kept."""
 
 
+class _Group(NamedTuple):
+    """The answers to a prompt, and its sequences that run."""
+
+    index: TokenIndex
+    running: set[Sequence]
+
+
 class SiblingProposer:
-    """Drafts from other answers to the same prompt, running or finished, else from the sequence itself."""
+    """Drafts from other answers to the same prompt, running or finished, else from the sequence itself.
+
+    While sequences of a prompt run, its answers are indexed.
+    """
 
     name = "siblings"
 
     def __init__(self, settings: SpeculationSettings) -> None:
         self._lengths = {"shortest": settings.shortest_match, "longest": settings.longest_match}
-        self._longest = settings.longest_match
         self._finished: OrderedDict[Hashable, deque[np.ndarray]] = OrderedDict()
+        self._groups: dict[Hashable, _Group] = {}
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """The continuation of its longest end that stands in another answer, else of the one that stood before."""
+        """The continuation of its longest end that stands in an answer, else of the one that stands in its prompt."""
+        index = self._group(_prompt_of(sequence), sequence).index
+        index.extend(sequence, self._answer(sequence))
+        if len(found := index.continuation(sequence, count)):
+            return found
         known = sequence.token_ids[: sequence.num_tokens]
-        running = (self._answer(other) for other in sequence.choices if other is not sequence and other.finish is None)
-        texts = [*self._finished.get(_prompt_of(sequence), ()), *running]
-        found = best_continuation(known, texts, count=count, **self._lengths)
-        return found if len(found) else continuation(known, known, count=count, **self._lengths)
+        return continuation(known, known, count=count, **self._lengths)
 
     def end(self, sequence: Sequence) -> None:
-        """Keep its answer for those that come after it."""
-        answers = self._finished.setdefault(_prompt_of(sequence), deque(maxlen=MOST_ANSWERS))
-        answers.append(self._answer(sequence).copy())
-        self._finished.move_to_end(_prompt_of(sequence))
-        while len(self._finished) > MOST_PROMPTS:
-            self._finished.popitem(last=False)
+        """Keep its answer for those that come after it, unless it failed."""
+        prompt = _prompt_of(sequence)
+        if group := self._groups.get(prompt):
+            group.running.discard(sequence)
+            if not group.running:
+                del self._groups[prompt]
+        if sequence.finish is None or sequence.finish.kind != "error":
+            answers = self._finished.setdefault(prompt, deque(maxlen=MOST_ANSWERS))
+            answers.append(self._answer(sequence).copy())
+            self._finished.move_to_end(prompt)
+            while len(self._finished) > MOST_PROMPTS:
+                self._finished.popitem(last=False)
+
+    def _group(self, prompt: Hashable, sequence: Sequence) -> _Group:
+        """The group of a prompt, with `sequence`; made anew where it has become too large."""
+        group = self._groups.get(prompt)
+        if group is None or len(group.index) > 2 * MOST_ANSWERS + len(group.running):
+            group = _Group(TokenIndex(**self._lengths), group.running if group else set())
+            for place, answer in enumerate(self._finished.get(prompt, ())):
+                group.index.extend(place, answer, is_whole=True)
+            self._groups[prompt] = group
+        group.running.add(sequence)
+        return group
 
     def _answer(self, sequence: Sequence) -> np.ndarray:
         """The outputs of a sequence, after as much of its prompt as an end can reach into."""
-        first = max(0, sequence.num_prompt_tokens - self._longest)
+        first = max(0, sequence.num_prompt_tokens - self._lengths["longest"])
         return sequence.token_ids[first : sequence.num_tokens]
 
 

@@ -109,8 +109,7 @@ class Speculation:
 
     def end(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
-        if sequence.finish is not None and sequence.finish.kind != "error":
-            self.proposer.end(sequence)
+        self.proposer.end(sequence)
 
     def _chosen(self, num_rows: int, found: Mapping[int, np.ndarray]) -> int:
         if not found:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
-
 import numpy as np
 
 NO_DRAFTS = np.zeros(0, np.int32)
@@ -25,19 +23,6 @@ def continuation(token_ids: np.ndarray, text: np.ndarray, *, count: int, shortes
     if text is token_ids and len(found):
         found = np.resize(text[first:], count)
     return found
-
-
-def best_continuation(
-    token_ids: np.ndarray, texts: Several[np.ndarray], *, count: int, shortest: int, longest: int
-) -> np.ndarray:
-    """Return the continuation by the longest end that is found in any of `texts`, of several the last."""
-    best, longest_match = NO_DRAFTS, 0
-    for text in texts:
-        matched = _places_of_end(token_ids, text, longest=longest)[1]
-        if matched >= max(longest_match, shortest):
-            found = continuation(token_ids, text, count=count, shortest=matched, longest=matched)
-            best, longest_match = (found, matched) if len(found) else (best, longest_match)
-    return best
 
 
 def _places_of_end(token_ids: np.ndarray, text: np.ndarray, *, longest: int) -> tuple[np.ndarray, int]:

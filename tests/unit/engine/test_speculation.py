@@ -10,7 +10,7 @@ from rayserve_moe.config.settings import SpeculationSettings
 from rayserve_moe.engine.proposers import NgramProposer, SiblingProposer
 from rayserve_moe.engine.speculation import FIRST_REST, FRUITLESS_STEPS, LONGEST_REST, Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.requests import DraftCounts
+from rayserve_moe.requests import DraftCounts, FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.scheduling import choices, one, scheduler
@@ -131,9 +131,24 @@ def test_siblings_draft_what_others_have_answered():
     first.choices = second.choices = [first, second]
     proposer = SiblingProposer(SETTINGS)
     first.token_ids, first.counters[0] = np.array([1, 2, 3, 7, 8, 9], np.int32), 6
+    assert proposer.propose(first, 4).tolist() == []
     assert proposer.propose(second, 4).tolist() == [7, 8, 9]
+    first.token_ids, first.counters[0] = np.append(first.token_ids, np.int32(4)), 7
+    proposer.propose(first, 4)
+    assert proposer.propose(second, 4).tolist() == [7, 8, 9, 4]
     proposer.end(first)
     later = one("later", [1, 2, 3], num_new=5)
     assert proposer.propose(later, 2).tolist() == [7, 8]
     other = one("other", [5, 2, 3], num_new=5)
     assert proposer.propose(other, 2).tolist() == []
+
+
+def test_an_answer_that_failed_is_no_draft_and_what_has_ended_takes_no_memory():
+    proposer, finish = SiblingProposer(SETTINGS), FinishReason("error")
+    sequence = one("failed", [1, 2, 3], num_new=5)
+    sequence.token_ids, sequence.counters[0] = np.array([1, 2, 3, 7, 8], np.int32), 5
+    proposer.propose(sequence, 4)
+    sequence.finish = finish
+    proposer.end(sequence)
+    assert not proposer._groups and not proposer._finished
+    assert proposer.propose(one("later", [1, 2, 3], num_new=5), 4).tolist() == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.scheduling.proposals import best_continuation, continuation
+from rayserve_moe.scheduling.proposals import continuation
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30).map(lambda ids: np.array(ids, np.int32))
 
@@ -43,9 +43,3 @@ def test_a_sequence_goes_on_as_it_did(known, count):
 def test_loops_go_on(known, expected):
     ids = np.array(known, np.int32)
     assert continuation(ids, ids, count=4, shortest=1, longest=8).tolist() == expected
-
-
-def test_the_longest_match_of_several_texts_counts_and_of_equals_the_last():
-    known, texts = np.array([1, 2, 3]), [np.array(t) for t in ([2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [9, 3, 7])]
-    assert best_continuation(known, texts, count=3, shortest=1, longest=8).tolist() == [6]
-    assert best_continuation(known, texts[:1], count=3, shortest=3, longest=8).tolist() == []
