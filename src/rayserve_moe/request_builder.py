@@ -85,6 +85,8 @@ def build_request(
     options["return_routed_experts"] = (
         options.get("return_routed_experts", card.returns_routing) or options["stream_routed_experts"]
     )
+    if dialect == SGLANG:  # where higher values come first
+        options["priority"] = -options.get("priority", 0)
     options["num_top_logprobs"], scored_from = _SCORES[dialect](given, len(prompt_ids))
     waits = dialect == OPENAI and scored_from is not None
     return GenerationRequest(
@@ -92,7 +94,7 @@ def build_request(
         prompt_ids,
         sampling,
         **options,
-        incremental=(is_streamed and not waits) or bool(sampling.stop),
+        incremental=(is_streamed and not waits) or sampling.is_watched,
         score_prompt_from=scored_from,
         forced_routing=forced,
     )

@@ -162,3 +162,42 @@ COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
 SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: (int(seed) ^ (int(seed) >> 32)) & 0xFFFFFFFF)
 """All 64 bits count, folded to the 32 that the sampler takes; seeds of 0 to 2**32 - 1 stay themselves."""
+
+
+class Repetition(NamedTuple):
+    """A pattern of `least_size` to `most_size` tokens that the output ends with `count` times in a row."""
+
+    most_size: int
+    least_size: int
+    count: int
+
+
+def _read_repetition(value: object) -> Repetition | None:
+    """vLLM's object; one whose `max_pattern_size` is 0 detects nothing."""
+    if isinstance(value, Repetition):
+        return value
+    names = ("max_pattern_size", "min_pattern_size", "min_count")
+    if not isinstance(value, Mapping) or not set(value) <= set(names):
+        raise ValueError(f"should be an object of {', '.join(names)}")
+    most, least, count = (COUNT.read(value.get(name) or 0) for name in names)
+    if not (most or least or count):
+        return None
+    if not (1 <= most <= _MOST_PATTERN_TOKENS and least <= most and count >= LEAST_REPEATS):
+        raise ValueError(
+            f"should have a `max_pattern_size` in [1, {_MOST_PATTERN_TOKENS}], no larger `min_pattern_size`, "
+            f"and a `min_count` of at least {LEAST_REPEATS}"
+        )
+    return Repetition(most, max(1, least), count)
+
+
+LEAST_REPEATS = 2
+_MOST_PATTERN_TOKENS = 1024
+_SIZE = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
+REPETITION = Values(
+    {
+        "type": "object",
+        "properties": dict.fromkeys(("max_pattern_size", "min_pattern_size", "min_count"), _SIZE),
+        "additionalProperties": False,
+    },
+    _read_repetition,
+)

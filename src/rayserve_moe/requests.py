@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rayserve_moe.model_card import ModelCard as ModelCard
+from rayserve_moe.model_card import RoutingLayout as RoutingLayout
 from rayserve_moe.request_fields import (
     COUNT,
     FLAG,
     INT32_MAX,
     MAX_LOGIT_BIASES,
     MAX_TOP_LOGPROBS,
+    REPETITION,
     SEED,
     biases,
     number,
@@ -84,6 +87,15 @@ class SamplingParams(SharedSampling):
     """Tokens before any stop string may end a choice."""
     no_stop_trim: bool = stated(False, FLAG, vllm=None)
     """Text is that of all tokens, the rest of the one with the stop string included."""
+    stop_regex: tuple[str, ...] = stated((), one_or_several(text(256, shortest=1), 32), vllm=None)
+    """Patterns (RE2) whose first match ends a choice, as stop strings do."""
+    repetition_detection: tuple[int, ...] | None = stated(None, REPETITION, sglang=None)
+    """A `Repetition`: a pattern of tokens that ends a choice once it stands there so often."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether something above the engine may end a choice."""
+        return bool(self.stop or self.stop_regex or self.repetition_detection)
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,8 @@ class GenerationRequest:
     """Special tokens that stay in the text even where it leaves such out."""
     routed_experts_start: int = stated(0, COUNT, sglang=ROW_START, openai=ROW_START, vllm="routed_experts_prompt_start")
     """First position whose routing is returned, of the prompt or right after it."""
+    priority: int = stated(0, whole(-INT32_MAX, INT32_MAX))
+    """Requests that wait are admitted in rising order of it."""
     speculative: bool = stated(True, FLAG)
     """Verify drafts where the server does; what is returned does not depend on it."""
 
@@ -127,7 +141,8 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a choice ended: `stop` (matched id or string), `length`, `abort`, or `error` (with its message)."""
+    """Why a choice ended: `stop` (matched id, string or pattern), `length`, `repetition`, `abort`, or `error` (with its
+    message)."""
 
     kind: str
     matched: int | str | None = None
@@ -135,26 +150,6 @@ class FinishReason:
 
 
 LENGTH = FinishReason("length")
-
-
-@dataclass(frozen=True)
-class RoutingLayout:
-    """What a routing row of this model looks like: layers that route, experts, assignments per token."""
-
-    num_hidden_layers: int
-    layer_ids: tuple[int, ...]
-    num_experts: int
-    top_k: int
-
-    @property
-    def row_shape(self) -> tuple[int, int]:
-        """Shape of one stored row: MoE layers only, by assignments."""
-        return len(self.layer_ids), self.top_k
-
-    @property
-    def dtype(self) -> np.dtype:
-        """uint8 up to 256 experts, uint16 above."""
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 
 @dataclass(frozen=True)
@@ -282,19 +277,3 @@ class RequestError(ValueError):
 
 class WeightsRefusedError(ValueError):
     """A checkpoint whose weights cannot take the place of those that serve. The message does not tell where it lies."""
-
-
-@dataclass(frozen=True)
-class ModelCard:
-    """What the layers above the engine need to know of the model being served."""
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    routing: RoutingLayout
-    returns_routing: bool
-    weight_version: str = "0"
-    path: str = ""
-    metadata: dict[str, str] = field(default_factory=dict)
-    takes_forced_routing: bool = True

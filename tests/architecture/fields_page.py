@@ -42,6 +42,19 @@ many more.
 
 Options of `/pause`, `/abort_requests`, `/flush_cache`, `/reset_prefix_cache` and `/update_weight_version` may stand in
 the query as well, and those of the query count.
+
+Where one name means two things, the route decides, as its own system does:
+
+| name | `/generate` (SGLang) | `/v1/*`, `/inference/v1/*` (vLLM) |
+|---|---|---|
+| `priority` | larger values first | smaller values first |
+| `min_new_tokens`, `min_tokens` | hold back ids alone | hold back ids, strings, patterns |
+| `top_logprobs_num`, `top_logprobs` | the likeliest tokens | the sampled token, then the likeliest |
+| `max_new_tokens`, `max_tokens` left out | 128 | 16; in chats, what the context holds |
+
+Requests that wait are admitted in the order of their priority; those that run are not preempted for it. `stop_regex` is
+matched by RE2, in time linear in the text: there are no references back and no look-around. A pattern that is trimmed
+from the text holds back the text of a stream until it ends.
 """
 
 

@@ -41,7 +41,7 @@ THIRD_PARTIES = {
     "balancing": {"numpy"},
     "scheduling": {"numpy"},
     "replay": {"numpy", "pybase64", "zstandard"},
-    "text": {"numpy", "transformers", "tokenizers", "jinja2"},
+    "text": {"numpy", "transformers", "tokenizers", "jinja2", "pyarrow"},
     "engine": {"numpy"},
     "parallel": {"numpy", "jax"},
     "kernels": {"numpy", "jax"},

@@ -5,7 +5,8 @@ Both the HTTP routes and the in-process engine build their answers here, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
@@ -29,8 +30,12 @@ def native_answer(
     card: ModelCard,
     e2e_latency_s: float,
     return_logprob: bool = False,
+    token_text: Callable[[int], str] | None = None,
 ) -> dict:
-    """Return the `/generate` object of one choice without routing; while it runs, `finish_reason` is None."""
+    """Return the `/generate` object of one choice without routing; while it runs, `finish_reason` is None.
+
+    `token_text` gives the third member of the entries of log-probs, None without it.
+    """
     versions = weight_version_ranges(request, result)
     meta_info = {
         "id": request.request_id,
@@ -45,7 +50,7 @@ def native_answer(
     }
     meta_info |= _native_drafts(result.drafts)
     if return_logprob:
-        meta_info |= _native_logprobs(request, result)
+        meta_info |= _native_logprobs(request, result, token_text or _no_text)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
 
 
@@ -176,30 +181,35 @@ def _last_version(result: ChoiceResult, ranges: tuple[tuple[int, int, str], ...]
     return result.weight_versions[-1][1] if result.weight_versions else otherwise
 
 
-def _native_logprobs(request: GenerationRequest, result: ChoiceResult) -> dict:
-    """Entries [log-prob, token id, None] of the output, and of the prompt once they are known.
+def _no_text(_: int) -> None:
+    return None
+
+
+def _native_logprobs(request: GenerationRequest, result: ChoiceResult, token_text: Callable[[int], str | None]) -> dict:
+    """Entries [log-prob, token id, text or None] of the output, and of the prompt once they are known.
 
     Those of the prompt begin at `score_prompt_from`, if any are asked for; nothing comes before the first one, so that
     it has no log-prob.
     """
-    fields: dict = {"output_token_logprobs": _entries(zip(result.logprobs, result.token_ids, strict=True))}
+    entries = partial(_entries, token_text)
+    fields: dict = {"output_token_logprobs": entries(zip(result.logprobs, result.token_ids, strict=True))}
     scores, start = result.prompt_scores, request.score_prompt_from
     if start is None:
         fields["input_token_logprobs"] = []
     elif scores is not None or result.finish is not None:
         known = [] if scores is None else scores.logprobs.tolist()
         prompt_ids = request.prompt_ids[start:].tolist()
-        fields["input_token_logprobs"] = _entries(zip([None, *known], prompt_ids, strict=False))
+        fields["input_token_logprobs"] = entries(zip([None, *known], prompt_ids, strict=False))
     if request.num_top_logprobs:
-        fields["output_top_logprobs"] = [] if result.top is None else list(map(_entries, likeliest(result.top)))
+        fields["output_top_logprobs"] = [] if result.top is None else list(map(entries, likeliest(result.top)))
     if request.num_top_logprobs and "input_token_logprobs" in fields:
         tops = [] if scores is None or scores.top is None else likeliest(scores.top)
-        fields["input_top_logprobs"] = [] if start is None else [None, *map(_entries, tops)]
+        fields["input_top_logprobs"] = [] if start is None else [None, *map(entries, tops)]
     return fields
 
 
-def _entries(pairs: Iterable[tuple[float | None, int]]) -> list[list]:
-    return [[logprob, token_id, None] for logprob, token_id in pairs]
+def _entries(token_text: Callable[[int], str | None], pairs: Iterable[tuple[float | None, int]]) -> list[list]:
+    return [[logprob, token_id, token_text(token_id)] for logprob, token_id in pairs]
 
 
 def _native_finish_reason(result: ChoiceResult) -> dict | None:

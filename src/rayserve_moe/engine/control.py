@@ -70,6 +70,7 @@ class EngineControl:
         self._cycle, self._executor, self._outputs, self._commands = cycle, executor, outputs, commands
         self._updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._mode: str | None = None
+        self._held: list[list[Sequence]] | None = None
         self.num_updates = 0
         self.card = card
 
@@ -86,6 +87,22 @@ class EngineControl:
         if mode not in PAUSE_MODES:
             raise RequestError(f"`mode` must be one of {', '.join(PAUSE_MODES)}", "mode")
         return self._commands.call(partial(self._pause, mode))
+
+    def admit(self, choices: list[Sequence]) -> None:
+        """Queue the choices of a new request, in the engine thread; or keep them until the next pause or its end."""
+        if self._held is None:
+            self._cycle.scheduler.add(choices)
+        else:
+            self._held.append(choices)
+
+    def hold_new(self) -> Future[None]:
+        """Let no request begin until a pause begins or ends: those that run come to their end."""
+        return self._commands.call(partial(self._hold_new, True))
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for the next pause, or for its end."""
+        return len([choices for choices in self._held or () if choices[0].finish is None])
 
     def resume(self) -> Future[None]:
         """End a pause, if there is one."""
@@ -131,9 +148,18 @@ class EngineControl:
         if mode == "retract":
             self._cycle.retract()
         self._mode = mode
+        self._hold_new(False)
 
     def _resume(self) -> None:
         self._cycle.is_paused, self._mode = False, None
+        self._hold_new(False)
+
+    def _hold_new(self, is_on: bool) -> None:
+        held, self._held = self._held or [], None
+        for choices in held:
+            if choices[0].finish is None:
+                self.admit(choices)
+        self._held = [] if is_on else None
 
     def _rename(self, weight_version: str, aborts_requests: bool) -> None:
         self._drain()

@@ -103,7 +103,7 @@ class EngineLoop:
                 raise RequestError("a request with this id is running", "rid")
             sequences = _sequences_of(request, self.card)
             self._outputs.add(sequences, sink)
-            self._commands.post(lambda: self._cycle.scheduler.add(sequences))
+            self._commands.post(lambda: self.control.admit(sequences))
         return sequences
 
     def abort(self, choices: Iterable[Sequence]) -> None:

@@ -30,7 +30,7 @@ class GenerationStream:
             for _ in range(request.sampling.n)
         ]
         self._num_unfinished = request.sampling.n
-        self._finds_stops = bool(request.sampling.stop)
+        self._finds_stops = request.sampling.is_watched
         self._arrived: deque[ChoiceResult] = deque()
         self._ready = threading.Event()
         self._notify: Callable[[], None] = self._ready.set
@@ -76,7 +76,7 @@ class GenerationStream:
             completed = [
                 update.choice_index
                 for update in updates
-                if update.finish is None and self._texts[update.choice_index].matched is not None
+                if update.finish is None and self._texts[update.choice_index].ending is not None
             ]
         self._arrived.extend(updates)
         self._notify()

@@ -35,6 +35,7 @@ class SamplingParams(SharedSampling):
     allowed_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    repetition_detection: Mapping[str, int] | None = None
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None

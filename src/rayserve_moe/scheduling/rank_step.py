@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Queued
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -245,15 +246,24 @@ class RankStep:
         self.has_demands |= demand is not None
 
 
+def queue_by_priority(waiting: deque[Sequence], sequence: Sequence) -> None:
+    """Queue a sequence behind those of its priority, and of smaller ones."""
+    priority = sequence.request.priority
+    num_behind = sum(1 for _ in takewhile(lambda other: other.request.priority > priority, reversed(waiting)))
+    waiting.insert(len(waiting) - num_behind, sequence)
+
+
 def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequence], int]) -> int:
     """Return the index in `waiting` (not empty) of the sequence to admit next.
 
-    It is the first of those with the most cached tokens (longest prefix match, as in SGLang). To prevent starvation the
-    front is admitted once it was passed over MAX_PASSED_OVER times, or when it was preempted.
+    It is the first of those with the most cached tokens (longest prefix match, as in SGLang), of the priority of the
+    front. To prevent starvation the front is admitted once it was passed over MAX_PASSED_OVER times, or when it was
+    preempted.
     """
     front = waiting[0]
     if len(waiting) == 1 or front.num_to_recompute or front.num_passed_over >= MAX_PASSED_OVER:
         return 0
-    candidates = list(islice(waiting, CANDIDATES))
+    priority = front.request.priority
+    candidates = list(takewhile(lambda s: s.request.priority == priority, islice(waiting, CANDIDATES)))
     cached = [cached_tokens(sequence) for sequence in candidates]
     return cached.index(max(cached))

@@ -13,7 +13,7 @@ from rayserve_moe.requests import LENGTH, FinishReason, GenerationRequest
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
-from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit
+from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, note_weights
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
@@ -97,7 +97,7 @@ class Scheduler:
             sequence.namespace = self._namespace(request)
             sequence.scoring = scoring
             note_weights(sequence, self.weight_version)
-        self.waiting.append(leader)
+        queue_by_priority(self.waiting, leader)
 
     def schedule(self, *, captures_all: bool = False, draft: Draft | None = None) -> Schedule:
         """Plan the next step. Its plan is empty when all that runs is on its way.

@@ -7,8 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+from rayserve_moe.request_fields import Repetition
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams, TopLogprobs
+from rayserve_moe.text.repetitions import RepetitionDetector
+from rayserve_moe.text.stop_patterns import PatternScanner
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+REPEATED = FinishReason("repetition")
 
 
 class StopStringScanner:
@@ -101,15 +106,24 @@ class ChoiceText:
         skips = sampling.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips, kept_ids=kept_ids)
         keeps = "rest" if sampling.no_stop_trim else "stop" if sampling.include_stop_str_in_output else None
-        self._scanner = StopStringScanner(sampling.stop, keeps=keeps) if sampling.stop else None
+        self._scanner: StopStringScanner | PatternScanner | None = None
+        if sampling.stop_regex:
+            self._scanner = PatternScanner(sampling.stop_regex, sampling.stop, keeps=keeps)
+        elif sampling.stop:
+            self._scanner = StopStringScanner(sampling.stop, keeps=keeps)
+        wanted = sampling.repetition_detection
+        self._repetition = None if wanted is None else RepetitionDetector(Repetition(*wanted))
+        self._has_repeated = False
         self._keeps_stops, self._stops_after = keeps is not None, sampling.stop_strings_after
         self._num_prompt_tokens = num_prompt_tokens
         self._num_kept = 0
 
     @property
-    def matched(self) -> str | None:
-        """The stop string that was found; the engine may still be generating."""
-        return None if self._scanner is None else self._scanner.matched
+    def ending(self) -> FinishReason | None:
+        """How the text has ended it, if it has; the engine may still be generating."""
+        if self._scanner is not None and self._scanner.matched is not None:
+            return FinishReason("stop", matched=self._scanner.matched)
+        return REPEATED if self._has_repeated else None
 
     def feed(self, update: ChoiceResult) -> ChoiceResult:
         """Add the text to an update of the engine, cut it at the first stop string, and return it.
@@ -122,30 +136,39 @@ class ChoiceText:
         self._num_kept += num_kept
         if update.finish is not None:
             update.text += self._end_text()
-        if self.matched is not None:
+        if self.ending is not None:
             self._cut(update, num_kept)
         return update
 
     def _take(self, update: ChoiceResult) -> tuple[str, int]:
-        """Add the update's tokens up to a stop string; return their text and how many were kept."""
-        if self.matched is not None:
+        """Add the update's tokens up to what ends the text; return their text and how many were kept."""
+        if self.ending is not None:
             return "", 0
         drops_last = _ends_at_token(update.finish) and not self._keeps_stops
         silent = len(update.token_ids) - drops_last
-        if self._scanner is None:
+        if self._scanner is None and self._repetition is None:
             return self._detokenizer.extend(update.token_ids[:silent]), len(update.token_ids)
         pieces: list[str] = []
         for position, token_id in enumerate(update.token_ids[:silent]):
-            may_end = self._num_kept + position >= self._stops_after
-            pieces.append(self._scanner.push(self._detokenizer.push(token_id), may_end=may_end))
-            if self._scanner.matched is not None:
+            pieces.append(self._take_token(token_id, may_end=self._num_kept + position >= self._stops_after))
+            if self.ending is not None:
                 return "".join(pieces), position + 1
         return "".join(pieces), len(update.token_ids)
 
+    def _take_token(self, token_id: int, *, may_end: bool) -> str:
+        piece = self._detokenizer.push(token_id)
+        if self._scanner is not None:
+            piece = self._scanner.push(piece, may_end=may_end)
+        if self.ending is None and self._repetition is not None and self._repetition.push(token_id) and may_end:
+            self._has_repeated = True
+            piece += self._rest()
+        return piece
+
     def _end_text(self) -> str:
-        """Release the unfinished character and the held text, unless a stop string has ended it all."""
-        if self.matched is not None:
-            return ""
+        """Release the unfinished character and the held text, unless it has ended before."""
+        return "" if self.ending is not None else self._rest()
+
+    def _rest(self) -> str:
         rest = self._detokenizer.flush()
         if self._scanner is None:
             return rest
@@ -160,7 +183,7 @@ class ChoiceText:
         if update.routing is not None:
             update.routing = _until(update.routing, self._num_prompt_tokens + self._num_kept - 1)
         if update.finish is not None and update.finish.kind != "error":
-            update.finish = FinishReason("stop", matched=self.matched)
+            update.finish = self.ending
 
 
 def _until(routing: RoutedExperts, end: int) -> RoutedExperts:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
-from rayserve_moe.scheduling.rank_step import CANDIDATES, MAX_PASSED_OVER, next_to_admit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayserve_moe.scheduling.rank_step import CANDIDATES, MAX_PASSED_OVER, next_to_admit, queue_by_priority
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.scheduling import Turns, one, scheduler
 
@@ -62,3 +66,23 @@ def test_a_stream_of_cached_prompts_starves_nobody():
         assert num_passing < 5 * MAX_PASSED_OVER, "it waits for ever"
     assert patient.num_passed_over == MAX_PASSED_OVER, "it did let others go first"
     turns.finish()
+
+
+def of_priority(name: str, priority: int) -> Sequence:
+    sequence = one(name, 3)
+    sequence.request = replace(sequence.request, priority=priority)
+    return sequence
+
+
+@given(priorities=st.lists(st.integers(-2, 2), max_size=12))
+def test_who_waits_stands_by_priority_then_in_order_of_arrival(priorities: list[int]):
+    waiting: deque[Sequence] = deque()
+    for number, priority in enumerate(priorities):
+        queue_by_priority(waiting, of_priority(f"r{number}", priority))
+    order = [int(sequence.request.request_id[1:]) for sequence in waiting]
+    assert order == sorted(range(len(priorities)), key=lambda number: priorities[number])
+
+
+def test_a_cached_prompt_does_not_overtake_a_smaller_priority():
+    waiting = deque([of_priority("a", 0), of_priority("b", 0), of_priority("c", 1)])
+    assert place(waiting, dict(zip(waiting, (0, 8, 64), strict=True))) == 1

@@ -169,7 +169,7 @@ def test_a_match_is_known_from_its_last_token_on_and_later_tokens_are_ignored(to
     matched, deltas = [], []
     for update in [*updates, ChoiceResult("r", 0, finish=LENGTH)]:
         deltas.append(choice.feed(update))
-        matched.append(choice.matched is not None)
+        matched.append(choice.ending is not None)
     num_before = len("one STOP") - 1
     assert matched == [False] * num_before + [True] * (len(deltas) - num_before)
     assert _ids(deltas) == ids[: len("one STOP")] and _text(deltas) == "one "

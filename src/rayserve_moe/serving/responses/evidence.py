@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rayserve_moe.engine.answers import native_answer, output_versions, prompt_logprobs_of
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
+from rayserve_moe.serving.responses.logprobs import echoed_text
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -39,7 +40,11 @@ class EvidenceWriter:
         """Return the fields beside the choices."""
         if not isinstance(self._body, ChatBody):
             return {}
-        return self._of_prompt(self._streams.request_of_choice[0], results[0], is_first=is_first)
+        request = self._streams.request_of_choice[0]
+        fields = self._of_prompt(request, results[0], is_first=is_first)
+        if self._body.return_prompt_text and is_first:
+            fields["prompt_text"] = echoed_text(self._tokenizer, request.prompt_ids.tolist())
+        return fields
 
     def meta_info(self, choice: int, result: ChoiceResult) -> dict:
         """Return `meta_info` as `/generate` has it, without routing; empty where it is not asked for."""

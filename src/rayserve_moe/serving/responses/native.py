@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayserve_moe.engine.answers import native_answer
-from rayserve_moe.requests import ChoiceResult, ModelCard
+from rayserve_moe.requests import ChoiceResult
+from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.schemas.native import GenerateBody
@@ -14,9 +15,12 @@ from rayserve_moe.serving.schemas.native import GenerateBody
 class NativeWriter:
     """Writes the answer to one request: an object per choice, in a list for a batch or several choices."""
 
-    def __init__(self, card: ModelCard, body: GenerateBody, *, streams: RequestStreams, routing: RoutingWriter) -> None:
+    def __init__(self, state: ApiState, body: GenerateBody, *, streams: RequestStreams, routing: RoutingWriter) -> None:
         self.routing = routing
-        self._card, self._body, self._streams = card, body, streams
+        self._card, self._body, self._streams = state.card, body, streams
+        self._token_text = state.tokenizer.token_text if body.return_text_in_logprobs else None
+        ids = list(dict.fromkeys(request.request_id for request in streams.request_of_choice))
+        self._scored = {request_id: body.of_prompt(place)["return_logprob"] for place, request_id in enumerate(ids)}
         self._as_list = body.batch.is_batch or len(streams.request_of_choice) > 1
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict | list:
@@ -37,12 +41,14 @@ class NativeWriter:
         """No event follows the last choice."""
 
     def _answer(self, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> dict:
+        request = self._streams.request_of_choice[choice]
         answer = native_answer(
-            self._streams.request_of_choice[choice],
+            request,
             so_far,
             card=self._card,
             e2e_latency_s=self._streams.elapsed_s[choice],
-            return_logprob=self._body.return_logprob,
+            return_logprob=self._scored[request.request_id],
+            token_text=self._token_text,
         )
         answer["meta_info"] |= self.routing.sglang_fields(choice, delta)
         if self._body.return_prompt_token_ids:

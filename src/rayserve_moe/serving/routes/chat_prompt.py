@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.routes.request_parts import encoded, prompt_ids_of
+from rayserve_moe.serving.routes.request_parts import encoded, prompt_ids_of, truncation_of
 from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.serving.schemas.text_tokens import TokenizeBody
 from rayserve_moe.text.chat import ChatTemplateError, ReservedOptionError, encode_chat, template_text
@@ -24,7 +24,8 @@ async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.n
     if body.offered_tools:
         _check_tools(state.chat_output)
     if body.input_ids is not None:
-        (ids,) = await prompt_ids_of(state, [body.input_ids], param="input_ids", request=request)
+        cut = truncation_of(state, body)
+        (ids,) = await prompt_ids_of(state, [body.input_ids], param="input_ids", request=request, truncation=cut)
         return ids
     return await rendered_ids(state, body, request=request)
 
@@ -72,7 +73,8 @@ def _rendered(state: ApiState, body: ChatBody | TokenizeBody) -> np.ndarray:
         template_kwargs=_options(state, body),
     )
     try:
-        return np.asarray(encoded(encode, state.card, param="messages"), np.int32)
+        cut = truncation_of(state, body) if isinstance(body, ChatBody) else None
+        return np.asarray(encoded(encode, state.card, param="messages", truncation=cut), np.int32)
     except ReservedOptionError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from error
     except ChatTemplateError as error:

@@ -46,7 +46,7 @@ def native_router(state: ApiState) -> APIRouter:
             shares_prompt_rows=container is not None,
             request_of_choice=streams.request_of_choice,
         )
-        writer = NativeWriter(state.card, body, streams=streams, routing=routing)
+        writer = NativeWriter(state, body, streams=streams, routing=routing)
         return await respond(state, request, streams=streams, writer=writer, stream=body.stream, container=container)
 
     return router
@@ -56,12 +56,10 @@ async def _requests(state: ApiState, body: GenerateBody, http_request: Request) 
     prompts = await prompt_ids_of(state, body.batch.prompts, param=body.prompt_name, request=http_request)
     forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=body.batch.is_batch)
     sampling = body.sampling_params if len(body.sampling_params) > 1 else body.sampling_params * len(prompts)
-    given = dict(body)
+    given = [body.of_prompt(place) | dict(params) for place, params in enumerate(sampling)]
     return [
-        build_request(
-            prompt_ids, {**given, **dict(params)}, dialect=SGLANG, card=state.card, request_id=request_id, forced=rows
-        )
-        for request_id, prompt_ids, params, rows in zip(_request_ids(body), prompts, sampling, forced, strict=True)
+        build_request(prompt_ids, each, dialect=SGLANG, card=state.card, request_id=request_id, forced=rows)
+        for request_id, prompt_ids, each, rows in zip(_request_ids(body), prompts, given, forced, strict=True)
     ]
 
 

@@ -22,7 +22,7 @@ from rayserve_moe.serving.responses.chat_parts import asked_parts
 from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.request_streams import open_streams
 from rayserve_moe.serving.routes.chat_prompt import chat_ids
-from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of
+from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_of
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 
 _CHAT_NAMES = {"prompt": "messages"}
@@ -38,7 +38,12 @@ def openai_router(state: ApiState) -> APIRouter:
         body = await read_body(request, CompletionBody, admission=state.admission)
         check_model(state, body.model)
         prompts = await prompt_ids_of(
-            state, body.prompt, param="prompt", request=request, add_special_tokens=body.add_special_tokens
+            state,
+            body.prompt,
+            param="prompt",
+            request=request,
+            add_special_tokens=body.add_special_tokens,
+            truncation=truncation_of(state, body),
         )
         return await _answer(state, request, body=body, prompts=prompts)
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from rayserve_moe.requests import ModelCard, RoutedExperts
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.admission import INLINE_BYTES
+from rayserve_moe.serving.schemas.openai import OpenAIGeneration
 from rayserve_moe.serving.schemas.prompt_types import Prompt
 from rayserve_moe.text.tokenizer import TextTooLongError
 
@@ -31,11 +32,45 @@ def check_model(state: ApiState, model: str | None) -> None:
         )
 
 
+class Truncation(NamedTuple):
+    """How many tokens of a prompt are kept, and whether those are the last ones."""
+
+    num_tokens: int
+    keeps_end: bool
+
+    def cut(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return what is kept of a prompt."""
+        return ids[max(0, len(ids) - self.num_tokens) :] if self.keeps_end else ids[: self.num_tokens]
+
+
+def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
+    """What a body says of long prompts. -1 keeps as much as leaves a token of output, where any is wanted.
+
+    ApiError 400 for more tokens than the context has.
+    """
+    num_tokens, longest = body.truncate_prompt_tokens, state.card.max_model_len
+    if num_tokens is None:
+        return None
+    if num_tokens == 0 or num_tokens > longest:
+        sentence = f"`truncate_prompt_tokens` should be -1, or lie in [1, {longest}], the context"
+        raise ApiError(400, sentence, param="truncate_prompt_tokens")
+    if num_tokens < 0:
+        num_tokens = max(1, longest - (dict(body)["max_tokens"] != 0))
+    side = body.truncation_side or state.tokenizer.backing.truncation_side
+    return Truncation(num_tokens, side == "left")
+
+
 async def prompt_ids_of(
-    state: ApiState, prompts: Sequence[Prompt], *, param: str, request: Request, add_special_tokens: bool = True
+    state: ApiState,
+    prompts: Sequence[Prompt],
+    *,
+    param: str,
+    request: Request,
+    add_special_tokens: bool = True,
+    truncation: Truncation | None = None,
 ) -> list[np.ndarray]:
     """Turn prompts into int32 ids, on a thread where they are texts or many. ApiError for one beyond the context."""
-    encode = partial(_encode_all, state, prompts, param, add_special_tokens)
+    encode = partial(_encode_all, state, prompts, param, add_special_tokens, truncation)
     size = sum(len(prompt) if isinstance(prompt, str) else _BYTES_PER_ID * len(prompt) for prompt in prompts)
     if size <= INLINE_BYTES and not any(isinstance(prompt, str) for prompt in prompts):
         return encode(threading.Event())
@@ -44,22 +79,35 @@ async def prompt_ids_of(
 
 
 def _encode_all(
-    state: ApiState, prompts: Sequence[Prompt], param: str, adds_special: bool, is_cancelled: threading.Event
+    state: ApiState,
+    prompts: Sequence[Prompt],
+    param: str,
+    adds_special: bool,
+    truncation: Truncation | None,
+    is_cancelled: threading.Event,
 ) -> list[np.ndarray]:
     card, all_ids = state.card, []
     encode = partial(state.tokenizer.encode, add_special_tokens=adds_special)
     for prompt in prompts:
         if is_cancelled.is_set():
             break
-        ids = encoded(partial(encode, prompt), card, param=param) if isinstance(prompt, str) else prompt
+        ids: Sequence[int] = prompt if isinstance(prompt, list) else []
+        if isinstance(prompt, str):
+            ids = encoded(partial(encode, prompt), card, param=param, truncation=truncation)
+        elif truncation is not None:
+            ids = truncation.cut(prompt)
         if len(ids) > card.max_model_len:
             raise _too_long(card, param)
         all_ids.append(np.asarray(ids, np.int32))
     return all_ids
 
 
-def encoded(encode: Callable[..., list[int]], card: ModelCard, *, param: str) -> list[int]:
+def encoded(
+    encode: Callable[..., list[int]], card: ModelCard, *, param: str, truncation: Truncation | None = None
+) -> Sequence[int]:
     """Encode a text. ApiError for one longer than the context, without encoding it where its length suffices."""
+    if truncation is not None:
+        return truncation.cut(encode())
     try:
         return encode(max_tokens=card.max_model_len)
     except TextTooLongError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body, read_options
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
-from rayserve_moe.serving.responses.streaming import json_answer
+from rayserve_moe.serving.responses.streaming import json_answer, while_connected
 from rayserve_moe.serving.routes.control import check_admin, update_answer
 from rayserve_moe.serving.routes.unsupported import BY_COLLECTIVE
 from rayserve_moe.serving.schemas.control import (
@@ -25,7 +26,8 @@ from rayserve_moe.serving.schemas.control import (
 )
 
 _AT_ONCE = "weights change between two steps, once all of them are there: nothing is to be begun or ended"
-_MODES = {"abort": "abort", "keep": "in_place"}
+_MODES = {"abort": "abort", "keep": "in_place", "wait": "in_place"}
+_POLL_S = 0.02
 
 
 def trainer_control_router(state: ApiState) -> APIRouter:
@@ -52,13 +54,15 @@ def trainer_control_router(state: ApiState) -> APIRouter:
 
 
 def _add_pauses(router: APIRouter, state: ApiState) -> None:
-    @router.post("/pause", **takes(PauseOptions, 501, *COMMAND))
+    @router.post("/pause", **takes(PauseOptions, *COMMAND))
     async def pause(request: Request) -> Response:
         options = await read_options(request, PauseOptions, admission=state.admission)
-        if options.mode not in _MODES:
-            raise ApiError(501, "pause with mode `keep` or `abort`: this server does not wait for requests to end")
+        if options.wait_for_inflight_requests and options.mode == "abort":
+            options.mode = "wait"
+        if options.mode == "wait" and not state.loop.control.is_paused:
+            await while_connected(request.receive, _until_all_ended(state))
         await asyncio.wrap_future(state.loop.control.pause(_MODES[options.mode]))
-        if options.mode == "abort" and options.clear_cache:
+        if options.mode != "keep" and options.clear_cache:
             await asyncio.wrap_future(state.loop.control.flush())
         return json_answer({"status": "paused"})
 
@@ -84,6 +88,18 @@ def _add_pauses(router: APIRouter, state: ApiState) -> None:
     async def areal_continue_generation() -> Response:
         await asyncio.wrap_future(state.loop.control.resume())
         return json_answer({"success": True, "message": "generation goes on"})
+
+
+async def _until_all_ended(state: ApiState) -> None:
+    """Wait until every request has ended that there is now; later ones do not begin. Undone where it is cut short."""
+    control = state.loop.control
+    await asyncio.wrap_future(control.hold_new())
+    with contextlib.ExitStack() as undo:
+        undo.callback(control.resume)
+        while state.loop.statistics()["requests_live"] > control.num_held:
+            state.loop.check_health()
+            await asyncio.sleep(_POLL_S)
+        undo.pop_all()
 
 
 def _add_weight_routes(router: APIRouter, state: ApiState) -> None:

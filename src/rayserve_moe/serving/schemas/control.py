@@ -39,10 +39,13 @@ class PauseBody(RequestBody):
 
 
 class PauseOptions(RequestBody):
-    """Options of `/pause`: requests end, or stay as they are. A pause that ends all flushes the prefix cache too."""
+    """Options of `/pause`: requests end, stay as they are, or are waited for. A pause that leaves none flushes the
+    prefix cache too.
+    """
 
     mode: Literal["abort", "keep", "wait"] = "abort"
     clear_cache: bool = True
+    wait_for_inflight_requests: bool = False
 
 
 class ResetOptions(RequestBody):

@@ -63,9 +63,9 @@ _ACCEPTED = (
     ("c h", "prompt_cache_retention prediction return_token_offsets guided_decoding_backend"),
     ("c h", "guided_whitespace_pattern"),
     ("c h gs is", "spaces_between_special_tokens length_penalty early_stopping"),
-    ("c h is", "truncation_side"),
+    ("is", "truncation_side"),
     ("c h g gs is", "stream_interval"),
-    ("c h g i", "priority session_id conversation_id routing_key data_parallel_rank routed_dp_rank custom_labels"),
+    ("c h g i", "session_id conversation_id routing_key data_parallel_rank routed_dp_rank custom_labels"),
     ("g", "return_bytes no_logs log_metrics background received_time"),
     ("c h g", "return_flat_raw_top_logprobs_b64 return_flat_raw_output_top_logprobs_b64"),
     ("i", "token_offsets mm_payload return_mm_kwargs"),
@@ -79,8 +79,8 @@ _ACCEPTED = (
 
 _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # length, stopping, text
-    ("c h gs", "stop_regex", ()),
-    ("c h is", "thinking_token_budget repetition_detection truncate_prompt_tokens", ()),
+    ("c h is", "thinking_token_budget", ()),
+    ("is", "truncate_prompt_tokens", ()),
     ("g gs", "max_thinking_tokens", ()),
     ("i", "output_mode", ("tokens",)),
     # distribution
@@ -100,10 +100,10 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("is", "prompt_logprob_token_ids", ()),
     ("is", "flat_logprobs", (False,)),
     ("g", "token_ids_logprob", ()),
-    ("g", "return_text_in_logprobs return_entropy return_indexer_topk", (False,)),
+    ("g", "return_entropy return_indexer_topk", (False,)),
     ("h g", "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_sampling_mask", (False,)),
     ("h g", "sampling_logprobs_mode", ("selected",)),
-    ("h", "return_input_ids_in_sglext return_output_ids_in_sglext return_prompt_text", (False,)),
+    ("h", "return_input_ids_in_sglext return_output_ids_in_sglext", (False,)),
     ("c h", "return_cached_tokens_details return_spec_tokens_details", (False,)),
     ("c h g", "return_hidden_states", (False,)),
     # prompt, template, tools, reasoning
@@ -136,7 +136,6 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("g", "num_items_assigned", (0,)),
     ("i", "features content_parts", ()),
     # control
-    ("vLLM-pause", "wait_for_inflight_requests", (False,)),
     ("tokenize", "chat_template tools return_offsets", ()),
     ("tokenize", "mm_processor_kwargs media_io_kwargs", ()),
     ("update", "is_async keep_pause", (False,)),

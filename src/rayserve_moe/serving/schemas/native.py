@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from rayserve_moe.request_fields import SGLANG
+from rayserve_moe.request_fields import FLAG, INT32_MAX, MAX_TOP_LOGPROBS, SGLANG, Values, text, whole
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
     LONGEST_RID,
@@ -34,6 +34,34 @@ def _as_list(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
+class Each(list):
+    """One value per prompt of a batch."""
+
+
+def _reader(values: Values) -> PlainValidator:
+    """Read one value for all prompts, or a list with one for each."""
+
+    def read(value: object) -> Any:
+        if not isinstance(value, list):
+            return values.read(value)
+        if len(value) > MAX_PROMPTS:
+            raise fault(f"should hold at most {MAX_PROMPTS} entries")
+        return Each(map(values.read, value))
+
+    return PlainValidator(read)
+
+
+def _schema(values: Values) -> WithJsonSchema:
+    several = {"type": "array", "items": values.schema, "maxItems": MAX_PROMPTS}
+    return WithJsonSchema({"anyOf": [dict(values.schema), several]})
+
+
+_START, _COUNT, _SALT = whole(-1, INT32_MAX), whole(0, MAX_TOP_LOGPROBS), text(256)
+Flags = Annotated[Any, _reader(FLAG), _schema(FLAG)]
+Starts = Annotated[Any, _reader(_START), _schema(_START)]
+Counts = Annotated[Any, _reader(_COUNT), _schema(_COUNT)]
+Salts = Annotated[Any, _reader(_SALT), _schema(_SALT)]
+
 _RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": LONGEST_RID}
 _RIDS_SCHEMA = {"type": "array", "items": _RID_SCHEMA, "maxItems": MAX_PROMPTS, "uniqueItems": True}
 
@@ -60,8 +88,8 @@ OneOrMoreSamplings = Annotated[
 class GenerateBody(RoutingFields):
     """One prompt or a batch, as text or as token ids; `sampling_params` holds one object, or one per prompt.
 
-    With `return_logprob` true, `logprob_start_len` p asks for those of the prompt from position p on; -1 for the
-    output's alone.
+    What is asked of log-probs, and the salt, may be lists with one value per prompt. With `return_logprob` true,
+    `logprob_start_len` p asks for those of the prompt from position p on; -1 for the output's alone.
     """
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
@@ -69,8 +97,11 @@ class GenerateBody(RoutingFields):
     text: TextBatch | None = None
     input_ids: IdsBatch | None = None
     sampling_params: OneOrMoreSamplings = Field(default_factory=lambda: [NativeSampling()])
-    return_logprob: bool = False
-    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
+    return_logprob: Flags = False
+    logprob_start_len: Starts = -1
+    top_logprobs_num: Counts = 0
+    cache_salt: Salts = ""
+    return_text_in_logprobs: bool = False
     routed_experts_format: RoutingFormat = "sglang"
     rid: Rids = None
     return_prompt_token_ids: bool = False
@@ -84,6 +115,9 @@ class GenerateBody(RoutingFields):
             raise fault("`sampling_params` should hold one object per prompt")
         if isinstance(self.rid, list) and len(self.rid) != num_prompts:
             raise fault("`rid` should hold one id per prompt")
+        for name, value in self:
+            if isinstance(value, Each) and len(value) != num_prompts:
+                raise fault(f"`{name}` should hold one value per prompt")
         return self
 
     @property
@@ -92,6 +126,10 @@ class GenerateBody(RoutingFields):
         given = self.text or self.input_ids
         assert given is not None, "checked when the body was read"
         return given
+
+    def of_prompt(self, place: int) -> dict[str, Any]:
+        """Return the values of all fields for one prompt."""
+        return {name: value[place] if isinstance(value, Each) else value for name, value in self}
 
     @property
     def prompt_name(self) -> str:

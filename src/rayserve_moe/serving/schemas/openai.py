@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from rayserve_moe.request_fields import OPENAI
+from rayserve_moe.request_fields import INT32_MAX, OPENAI
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
     MaxTokens,
@@ -91,6 +91,8 @@ class OpenAIGeneration(StreamedBody):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_weight_versions: bool = False
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     @model_validator(mode="after")
     def _whole_answers_score_prompts(self) -> Self:
@@ -134,6 +136,7 @@ class ChatBody(OpenAIGeneration, TemplateFields, ToolFields):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: NumTopLogprobs = 0
+    return_prompt_text: bool = False
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False
 
