@@ -9,7 +9,7 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
-from tests.cluster.test_hosts import OverTransport, assert_same, complete, running, transport_to, two_hosts
+from tests.cluster.test_hosts import OverTransport, assert_same, complete, running, starting_hosts, transport_to
 from tests.support.family_cases import FAMILY_CASES, FamilyCase, write_family
 
 CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if not case.variant]
@@ -21,8 +21,8 @@ def test_two_hosts_answer_as_one_process_for_a_family(case: FamilyCase, raylets:
     path = write_family(case, tmp_path / case.name, seed=0)
     with Engine(str(path), **SETTINGS) as engine:
         card, wanted = engine.card, complete(engine.loop, engine.tokenizer)
-    with (
-        two_hosts(path) as (executor, num_pages),
-        running(OverTransport(transport_to(executor, "sockets"), num_pages), card) as loop,
-    ):
-        assert_same(complete(loop, Tokenizer(path)), wanted)
+    with starting_hosts(path) as executor:
+        started = executor.start()
+        workers = OverTransport(transport_to(executor, "sockets"), started.num_pages, page_groups=started.page_groups)
+        with running(workers, card) as loop:
+            assert_same(complete(loop, Tokenizer(path)), wanted)

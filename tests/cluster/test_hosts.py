@@ -42,8 +42,8 @@ SAMPLING = [
 class OverTransport:
     """An executor over workers that are already running, with a transport (or a whole group) of one's choice."""
 
-    def __init__(self, transport: StepTransport, num_pages: int, **spread: int) -> None:
-        self.transport, self._report = transport, StartReport(num_pages, **spread)
+    def __init__(self, transport: StepTransport, num_pages: int, **reported: Any) -> None:
+        self.transport, self._report = transport, StartReport(num_pages, **reported)
 
     def start(self) -> StartReport:
         return self._report
