@@ -1,4 +1,4 @@
-"""A checkpoint and an engine for each case, made once."""
+"""A checkpoint and an engine for each case, made once; after the run, how near the families came."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
 from rayserve_moe import Engine
 from tests.parity.cases import CASES, ParityCase, make_checkpoint
+
+FIGURES = {
+    "logit difference": max,
+    "greedy ids": sum,
+    "routing rows at ties": sum,
+    "routing rows": sum,
+    "knobs turned": sum,
+    "least move of a knob": min,
+}
+"""What tests over families record, and what one figure of all their models is."""
 
 SLOW = [pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in CASES[1:]]
 
@@ -36,3 +47,12 @@ def engine(checkpoint: Path) -> Iterator[Engine]:
         precompile_bs_paddings=[1, 8],
     ) as running:
         yield running
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """State over how many models the families were compared, and how near they came."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    recorded = [pair for report in reports if report.when == "call" for pair in report.user_properties]
+    for name, over in FIGURES.items():
+        if values := [value for recorded_name, value in recorded if recorded_name == name]:
+            terminalreporter.write_line(f"{name}: {over(values):g} ({over.__name__} of {len(values)} tests)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,9 @@ def knobs_of(spec: ModelSpec) -> dict[str, ModelSpec]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_knob_of_a_family_moves_its_logits(case: FamilyCase, tmp_path: Path):
+def test_every_knob_of_a_family_moves_its_logits(
+    case: FamilyCase, tmp_path: Path, record_property: Callable[[str, object], None]
+):
     runner = new_runner(live.reference_model(case).save(tmp_path), dtype="float32", num_pages=NUM_PAGES)
     runner.load()
     ids = np.random.default_rng(case.variant).integers(3, case.config["vocab_size"], LENGTH).tolist()
@@ -92,4 +94,6 @@ def test_every_knob_of_a_family_moves_its_logits(case: FamilyCase, tmp_path: Pat
         path: float(np.abs(prompt_logits_of(runner, longest=LENGTH, spec=spec)(ids) - plain).max())
         for path, spec in knobs_of(runner.config.spec).items()
     }
+    record_property("knobs turned", len(moved))
+    record_property("least move of a knob", min(moved.values()))
     assert {path: change for path, change in moved.items() if change <= MOVED} == {}
