@@ -16,6 +16,9 @@ TITLES = {
     "i": "`POST /inference/v1/generate`, `/skyrl/v1/generate`",
     "is": "`sampling_params` of `/inference/v1/generate`",
     "so": "`stream_options`",
+    "m": "`POST /v1/messages`",
+    "mc": "`POST /v1/messages/count_tokens`",
+    "r": "`POST /v1/responses`",
     "abort": "`POST /abort_request`",
     "abort-ids": "`POST /abort_requests`, `/inference/v1/abort_requests`",
     "pause": "`POST /pause_generation`",
@@ -30,9 +33,10 @@ TITLES = {
 _OFF = ", ".join(f"`{json.dumps(value)}`" for value in NOTHING)
 INTRODUCTION = f"""# Request fields
 
-Written from `src/rayserve_moe/serving/schemas/known_fields.py`. Every field that vLLM, SGLang or OpenAI define for a
-body stands here. *Computed* fields have their effect. *Accepted* ones change nothing in the answer. *Refused* ones
-would change it and are not computed: they are answered 400 by name, unless their value switches them off
+Written from `src/rayserve_moe/serving/schemas/known_fields.py`, and served to programs at `GET /v1/fields`. Every field
+that vLLM, SGLang or OpenAI define for a body stands here. *Computed* fields have their effect. *Accepted* ones change
+nothing in the answer. *Refused* ones would change it and are not computed: they are answered 400 by name, unless their
+value switches them off
 ({_OFF}, and what stands in brackets).
 
 Any field may be null, which is the same as not given. A name that is not in the list of `sampling_params` or

@@ -72,3 +72,14 @@ def test_a_stream_brings_routing_with_its_last_chunk(client: openai.OpenAI) -> N
     assert with_routing[0].model_extra["meta_info"] == whole.choices[0].model_extra["meta_info"] | {
         "routed_experts_info": with_routing[0].model_extra["meta_info"]["routed_experts_info"]
     }
+
+
+def test_responses_whole_streamed_and_continued(client: openai.OpenAI) -> None:
+    asked = {"model": "m", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    final = events[-1].response
+    assert final.output_text == text == whole.output_text and final.usage is not None
+    after = client.responses.create(**asked | {"input": "And?"}, previous_response_id=whole.id)
+    assert after.usage is not None and after.usage.input_tokens > final.usage.input_tokens

@@ -16,7 +16,7 @@ ROUTES = {
         "/health", "/health_generate", "/metrics", "/v1/loads", "/v1/models", "/v1/models/{name}", "/model_info",
         "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version", "/flush_cache",
         "/experts", "/experts/state", "/ping", "/ready", "/liveness", "/load", "/version", "/weight_info",
-        "/get_world_size", "/is_paused", "/is_sleeping",
+        "/get_world_size", "/is_paused", "/is_sleeping", "/v1/fields", "/v1/responses/{response_id}",
     },
     "post": {
         COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",
@@ -24,8 +24,9 @@ ROUTES = {
         "/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/pause", "/resume", "/abort_requests",
         "/inference/v1/abort_requests", "/update_weights", "/update_weight_version", "/begin_weight_update",
         "/end_weight_update", "/areal_update_weights", "/areal_pause_generation", "/areal_continue_generation",
-        *REASONS,
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", *REASONS,
     },
+    "delete": {"/v1/responses/{response_id}"},
 }  # fmt: skip
 GOOD = [
     (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "logit_bias": {"5": 1.5}, "stop": ["a"], "echo": True}),
@@ -34,6 +35,8 @@ GOOD = [
     (GENERATE, {"text": ["x", "y"], "sampling_params": {"max_new_tokens": 1}}),
     (GENERATE, {"input_ids": [5], "sampling_params": [{"max_new_tokens": 1, "stop": "a"}], "rid": "one"}),
     ("/tokenize", {"prompt": "x", "return_token_strs": True}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 1, "metadata": {"a": "b"}}),
     ("/detokenize", {"tokens": [5]}),
     (TOKENS, {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "routed_experts_format": "npy"}),
 ]

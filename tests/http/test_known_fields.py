@@ -14,6 +14,7 @@ from rayserve_moe.serving.middleware.json_body import taken_fields
 from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields
 from tests.architecture.fields_page import PAGE, page
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
+from tests.http.peer_fields import RECORDED
 from tests.http.test_bad_inputs import check_error
 
 ROUTES = {
@@ -149,6 +150,27 @@ def test_an_unknown_name_is_logged_once(http, caplog):
     assert [record.getMessage() for record in caplog.records if "wobble" in record.getMessage()] == [
         "ignoring request field 'wobble', which is not known"
     ]
+
+
+@pytest.mark.parametrize(
+    ("system", "key"),
+    [(system, key) for system, objects in json.loads(RECORDED.read_text(encoding="utf-8")).items() for key in objects],
+)
+def test_every_field_of_other_systems_is_known(system, key):
+    """Their request models, read as text (`tests/http/peer_fields.py`): none unknown here, so that none is ignored."""
+    names = json.loads(RECORDED.read_text(encoding="utf-8"))[system][key]
+    assert len(names) > 1 and not set(names) - set(known_fields(key).names)
+
+
+def test_the_table_is_served(http):
+    told = http.get("/v1/fields").json()
+    described = http.get("/openapi.json").json()["paths"]
+    assert len(told["objects"]) == len(OBJECTS)
+    for each in told["objects"]:
+        assert all(path in described for path in each["routes"])
+    (sampling,) = [each for each in told["objects"] if each["routes"] == ["/generate"] and each["object"] != "body"]
+    assert sampling["fields"]["temperature"] == {"standing": "computed"}
+    assert sampling["fields"]["beam_width"] == {"standing": "refused", "also_switched_off_by": [1]}
 
 
 def test_the_page_of_fields_is_the_table():

@@ -12,6 +12,7 @@ from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
+from rayserve_moe.serving.response_store import ResponseStore
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class ApiState:
     server: ServerSettings = field(default_factory=ServerSettings)
     encoding: ThreadPoolExecutor = field(default_factory=_ENCODING_THREADS)
     started_at: float = field(default_factory=time.time)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     traffic: Traffic = field(default_factory=Traffic)
     admission: Admission = field(init=False)
 

@@ -11,10 +11,13 @@ from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.routes.control import control_router
+from rayserve_moe.serving.routes.fields import fields_router
+from rayserve_moe.serving.routes.messages import messages_router
 from rayserve_moe.serving.routes.models import model_router, package_version
 from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
 from rayserve_moe.serving.routes.probes import probe_router
+from rayserve_moe.serving.routes.responses import responses_router
 from rayserve_moe.serving.routes.statistics import statistics_router
 from rayserve_moe.serving.routes.text_tokens import text_tokens_router
 from rayserve_moe.serving.routes.tokens import token_router
@@ -30,13 +33,15 @@ from rayserve_moe.serving.schemas.control import (
     WeightDirBody,
     WeightNameBody,
 )
+from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.serving.schemas.responses import ResponsesBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody
 
-GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody)
-TEXT = (TokenizeBody, DetokenizeBody)
+GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody, MessagesBody, ResponsesBody)
+TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (AbortBody, AbortIdsBody, PauseBody, PauseOptions, ResetOptions)
 WEIGHTS = (UpdateWeightsBody, WeightDirBody, WeightNameBody)
 BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS)
@@ -57,11 +62,12 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(guard_edge, server=state.server)
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most used come first.
-    for router in (native_router, openai_router, token_router):
+    for router in (native_router, openai_router, token_router, messages_router, responses_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
     others = (control_router, trainer_control_router, model_router, statistics_router, probe_router, text_tokens_router)
     for router in others:
         app.include_router(router(state))
+    app.include_router(fields_router())
     app.include_router(unsupported_router())
     publish(app, BODIES)
     return app

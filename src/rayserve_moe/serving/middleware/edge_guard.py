@@ -40,6 +40,9 @@ _DISCARDED_BODIES = 4
 BODY_TIMEOUT_S = 120.0
 """For a body to arrive: until then it counts against the open requests that Serve allows."""
 
+_ANTHROPIC = "/v1/messages"
+"""Its clients send their key in a header of its own."""
+
 
 def has_admin_key(server: ServerSettings, authorization: str) -> bool:
     """Whether a request may change what concerns all clients, by its header; always where no such key is set."""
@@ -68,7 +71,10 @@ def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = 
         REQUEST_ID.set(request_id_from(headers.get(b"x-request-id", b"")))
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         length = headers.get(b"content-length", b"")
-        if not _is_allowed(server, path, headers.get(b"authorization", b"")):
+        key = headers.get(b"authorization", b"")
+        if not key and path.startswith(_ANTHROPIC):
+            key = b"Bearer " + headers.get(b"x-api-key", b"")
+        if not _is_allowed(server, path, key):
             await refused_key().response()(scope, receive, send)
         elif length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
             await _discard(receive, max_bytes, body_timeout_s)

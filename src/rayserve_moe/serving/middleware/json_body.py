@@ -17,6 +17,7 @@ from rayserve_moe.serving.middleware.admission import INLINE_BYTES, Admission
 from rayserve_moe.serving.middleware.ignored_fields import note_ignored
 from rayserve_moe.serving.middleware.json_pieces import JsonFault, parse_in_pieces
 from rayserve_moe.serving.schemas.known_fields import FIELDS, NOTHING, KnownFields
+from rayserve_moe.serving.schemas.openai import ChatBody
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -98,6 +99,12 @@ def validate(schema: type[Schema], fields: dict) -> Schema:
         sentence = _SUBJECT.sub("", fault["msg"]).replace(" after validation", "")
         sentence = {"required": "is required"}.get(sentence, sentence)
         raise ApiError(400, f"`{param}` {sentence}" if param else sentence, param=param) from error
+
+
+def chat_from(fields: dict[str, Any]) -> ChatBody:
+    """Read the fields of a chat that another dialect has been translated to."""
+    taken, _ = taken_fields(fields, FIELDS[ChatBody])
+    return validate(ChatBody, taken)
 
 
 def taken_fields(fields: dict[str, Any], known: KnownFields) -> tuple[dict[str, Any], list[str]]:

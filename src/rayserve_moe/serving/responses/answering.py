@@ -47,8 +47,8 @@ class Writer(Protocol):
         """Return the events of one choice from its new output, perhaps none; `so_far` holds no routing."""
         ...
 
-    def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
-        """Return the event after the last choice's, if there is one."""
+    def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
+        """Return the events after the last choice's, if there are such."""
         ...
 
 
@@ -94,6 +94,11 @@ async def respond(
         streams.close()
 
 
+def typed_events(state: ApiState, *, streams: RequestStreams, writer: Writer) -> Response:
+    """Return events that are named after their types."""
+    return EventStream(_events(state, streams, writer), streams.close, has_types=True)
+
+
 async def _events(state: ApiState, streams: RequestStreams, writer: Writer) -> AsyncGenerator[bytes, None]:
     results = [ChoiceResult() for _ in streams.request_of_choice]
     pending: dict[int, ChoiceResult] = {}
@@ -107,9 +112,8 @@ async def _events(state: ApiState, streams: RequestStreams, writer: Writer) -> A
                 events = partial(_written, writer, choice, results[choice], delta)
                 for event in await built(state, events, size=size_of([delta])):
                     yield event
-    closing = writer.closing(results)
-    if closing is not None:
-        yield to_json(closing)
+    for event in writer.closing(results):
+        yield to_json(event)
 
 
 def _written(writer: Writer, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> list[bytes]:

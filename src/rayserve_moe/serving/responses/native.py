@@ -37,8 +37,9 @@ class NativeWriter:
         answer = self._answer(choice, so_far, delta)
         return [{**answer, "index": choice} if self._as_list else answer]
 
-    def closing(self, results: Sequence[ChoiceResult]) -> None:
+    def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
         """No event follows the last choice."""
+        return []
 
     def _answer(self, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> dict:
         request = self._streams.request_of_choice[choice]

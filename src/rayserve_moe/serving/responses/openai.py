@@ -89,11 +89,11 @@ class OpenAIWriter:
                 event["usage"] = usage_of([request], [so_far]) if options.usage_in_events else None
         return events
 
-    def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
+    def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
         """Return the event that counts tokens, if it was asked for."""
         if not (options := self._body.stream_options) or not options.include_usage:
-            return None
-        return {**self._event([]), "usage": usage_of(self._request_of_choice, results)}
+            return []
+        return [{**self._event([]), "usage": usage_of(self._request_of_choice, results)}]
 
     def _event(self, choices: list[dict]) -> dict:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"

@@ -59,7 +59,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, one JSON object each (in bytes), then `[DONE]`.
+    """Server-sent events, one JSON object each (in bytes), then `[DONE]`; without it where events are named by type.
 
     An error becomes an event of its own. `close` is always called: after the last event, and when the client
     disconnects, even before the first.
@@ -67,9 +67,11 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], *, has_types: bool = False
+    ) -> None:
         self._close = close
-        self._lines = _event_lines(events)
+        self._lines = _event_lines(events, has_types)
         super().__init__(self._lines, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,15 +84,23 @@ class EventStream(StreamingResponse):
             await self._lines.aclose()
 
 
-async def _event_lines(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _event_lines(events: AsyncGenerator[bytes, None], has_types: bool) -> AsyncGenerator[bytes, None]:
+    line = typed_line if has_types else event_line
     try:
         async for event in events:
-            yield event_line(event)
+            yield line(event)
     except (ApiError, EngineStoppedError) as error:
-        yield event_line(to_json(as_api_error(error).body()))
+        told = as_api_error(error).body()
+        yield line(to_json({"type": "error", **told["error"], **told} if has_types else told))
     finally:
         await events.aclose()
-    yield event_line(b"[DONE]")
+    if not has_types:
+        yield event_line(b"[DONE]")
+
+
+def typed_line(json_text: bytes) -> bytes:
+    """Return the event of an object whose first field is its type, named after that."""
+    return b"event: " + json_text.split(b'"', 4)[3] + b"\n" + event_line(json_text)
 
 
 def event_line(json_text: bytes) -> bytes:

@@ -56,11 +56,11 @@ class TokenWriter:
             event["usage"] = usage_of([self._request_of_choice[choice]], [so_far])
         return [event]
 
-    def closing(self, results: Sequence[ChoiceResult]) -> dict | None:
+    def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
         """Return the event that counts tokens, if it was asked for."""
         if not (options := self._body.stream_options) or not options.include_usage:
-            return None
-        return {**self._answer([]), "usage": usage_of(self._request_of_choice, results)}
+            return []
+        return [{**self._answer([]), "usage": usage_of(self._request_of_choice, results)}]
 
     def _answer(self, choices: list[dict]) -> dict:
         """Move the rows of a prompt, which all choices share, from the choice to the answer."""

@@ -20,7 +20,7 @@ from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond
 from rayserve_moe.serving.responses.chat_parts import asked_parts
 from rayserve_moe.serving.responses.openai import OpenAIWriter
-from rayserve_moe.serving.responses.request_streams import open_streams
+from rayserve_moe.serving.responses.request_streams import RequestStreams, open_streams
 from rayserve_moe.serving.routes.chat_prompt import chat_ids
 from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_of
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
@@ -60,12 +60,19 @@ def openai_router(state: ApiState) -> APIRouter:
 async def _answer(
     state: ApiState, http_request: Request, *, body: CompletionBody | ChatBody, prompts: Sequence[np.ndarray]
 ) -> Response:
+    streams, writer = await opened(state, body, prompts=prompts)
+    return await respond(state, http_request, streams=streams, writer=writer, stream=body.stream)
+
+
+async def opened(
+    state: ApiState, body: CompletionBody | ChatBody, *, prompts: Sequence[np.ndarray]
+) -> tuple[RequestStreams, OpenAIWriter]:
+    """Submit what a body asks for; returns its streams and the writer of its answer."""
     prefix, names = ("chatcmpl", _CHAT_NAMES) if isinstance(body, ChatBody) else ("cmpl", _COMPLETION_NAMES)
     answer_id = body.rid or f"{prefix}-{uuid.uuid4().hex}"
     requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
     streams = await open_streams(state, requests, param_names=names)
-    writer = OpenAIWriter(state, body, answer_id=answer_id, streams=streams)
-    return await respond(state, http_request, streams=streams, writer=writer, stream=body.stream)
+    return streams, OpenAIWriter(state, body, answer_id=answer_id, streams=streams)
 
 
 async def _requests(

@@ -23,8 +23,10 @@ from rayserve_moe.serving.schemas.control import (
     WeightDirBody,
     WeightNameBody,
 )
+from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody, StreamOptions
+from rayserve_moe.serving.schemas.responses import ResponsesBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
 
@@ -39,6 +41,9 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "i": TokenBody,
     "is": TokenSampling,
     "so": StreamOptions,
+    "m": MessagesBody,
+    "mc": CountTokensBody,
+    "r": ResponsesBody,
     "abort": AbortBody,
     "abort-ids": AbortIdsBody,
     "pause": PauseBody,
@@ -51,6 +56,38 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "detokenize": DetokenizeBody,
 }
 
+_PLAIN = {
+    "c": "/v1/completions",
+    "h": "/v1/chat/completions",
+    "g": "/generate",
+    "i": "/inference/v1/generate /skyrl/v1/generate",
+    "m": "/v1/messages",
+    "mc": "/v1/messages/count_tokens",
+    "r": "/v1/responses",
+    "abort": "/abort_request",
+    "abort-ids": "/abort_requests /inference/v1/abort_requests",
+    "pause": "/pause_generation",
+    "vLLM-pause": "/pause",
+    "reset": "/flush_cache /reset_prefix_cache",
+    "update": "/update_weights_from_disk /areal_update_weights",
+    "directory": "/update_weights",
+    "version": "/update_weight_version",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+}
+_NESTED = {
+    "gs": ("/generate", "sampling_params"),
+    "is": ("/inference/v1/generate /skyrl/v1/generate", "sampling_params"),
+    "so": ("/v1/completions /v1/chat/completions /inference/v1/generate /skyrl/v1/generate", "stream_options"),
+}
+PLACES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
+    {
+        key: (tuple(paths.split()), place)
+        for key, (paths, place) in ({key: (paths, "body") for key, paths in _PLAIN.items()} | _NESTED).items()
+    }
+)
+"""Routes that take each of OBJECTS, and where it stands in their bodies."""
+
 _OTHER_NAMES = (
     ("c h", {"request_id": "rid", "extra_key": "cache_salt"}),
     ("c h", {"routed_experts_prompt_start": "routed_experts_start_len"}),
@@ -61,7 +98,7 @@ _OTHER_NAMES = (
 _ACCEPTED = (
     ("c h", "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options"),
     ("c h", "prompt_cache_retention prediction return_token_offsets guided_decoding_backend"),
-    ("c h", "guided_whitespace_pattern"),
+    ("c h", "guided_whitespace_pattern mm_payload return_mm_kwargs"),
     ("c h gs is", "spaces_between_special_tokens length_penalty early_stopping"),
     ("is", "truncation_side"),
     ("c h g gs is", "stream_interval"),
@@ -71,6 +108,9 @@ _ACCEPTED = (
     ("i", "token_offsets mm_payload return_mm_kwargs"),
     ("is", "output_kind detokenize skip_reading_prefix_cache skip_clone output_text_buffer_length"),
     ("so", "include_obfuscation"),
+    ("m mc", "metadata service_tier cache_control inference_geo speed mm_payload return_mm_kwargs"),
+    ("r", "service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"),
+    ("r", "stream_options mm_payload return_mm_kwargs session_id"),
     ("directory", "update_info reset_prefix_cache"),
     ("reset", "reset_external timeout timeout_s empty_cache"),
     ("version", "weight_label"),
@@ -135,6 +175,18 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("g", "need_wait_for_mm_inputs ebnf_full_assistant", (False,)),
     ("g", "num_items_assigned", (0,)),
     ("i", "features content_parts", ()),
+    # other systems' routes
+    ("m mc", "container context_management mcp_servers kv_transfer_params ec_transfer_params", ()),
+    ("m mc", "mm_processor_kwargs media_io_kwargs cache_salt", ()),
+    ("m mc", "priority", (0,)),
+    ("m mc", "vllm_xargs", ()),
+    ("m mc r", "watermarking", (False,)),
+    ("r", "background", (False,)),
+    ("r", "truncation", ("disabled",)),
+    ("r", "conversation context_management max_tool_calls prompt moderation", ()),
+    ("r", "mm_processor_kwargs media_io_kwargs vllm_xargs previous_input_messages", ()),
+    ("r", "enable_response_messages", (False,)),
+    ("r", "kv_transfer_params ec_transfer_params thinking_token_budget repetition_detection", ()),
     # control
     ("tokenize", "chat_template tools return_offsets", ()),
     ("tokenize", "mm_processor_kwargs media_io_kwargs", ()),

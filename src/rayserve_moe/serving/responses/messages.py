@@ -1,0 +1,137 @@
+"""Answers of `/v1/messages` in Anthropic's form, from those of a chat."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.serving.responses.openai import OpenAIWriter, usage_of
+from rayserve_moe.serving.responses.routing import RoutingWriter
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_EMPTY = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+
+
+class MessagesWriter:
+    """Writes one message: blocks of thinking, text and tool use, whole or as events that build them up."""
+
+    def __init__(self, chat: OpenAIWriter, request: GenerationRequest, *, model: str) -> None:
+        self._chat, self._request = chat, request
+        self._has_begun, self._block, self._num_blocks = False, "", 0
+        self._message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._stop: dict[str, Any] = {}
+
+    @property
+    def routing(self) -> RoutingWriter:
+        """The chat's."""
+        return self._chat.routing
+
+    def whole(self, results: Sequence[ChoiceResult]) -> dict:
+        """Return the message."""
+        answer = self._chat.whole(results)
+        (choice,) = answer["choices"]
+        content = list(_blocks_of(choice["message"]))
+        return {**self._message, "content": content, **_stop_of(choice), "usage": _usage(answer["usage"])}
+
+    def defers(self, delta: ChoiceResult) -> bool:
+        """No event waits."""
+        return False
+
+    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
+        """Return the events of new output."""
+        events: list[dict] = []
+        for chunk in self._chat.chunks(choice, so_far, delta=delta):
+            for part in chunk["choices"]:
+                events += self._events_of(part)
+        if not self._has_begun:
+            self._has_begun = True
+            events.insert(0, self._opening())
+        return events
+
+    def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
+        """Return the events after the last block's last delta."""
+        usage = _usage(usage_of([self._request], results))
+        changed = {"type": "message_delta", "delta": self._stop, "usage": usage}
+        return [*self._closed(), changed, {"type": "message_stop"}]
+
+    def _opening(self) -> dict:
+        started = {**self._message, "content": [], "stop_reason": None, "stop_sequence": None}
+        usage = {"input_tokens": len(self._request.prompt_ids), "output_tokens": 0}
+        return {"type": "message_start", "message": {**started, "usage": usage}}
+
+    def _events_of(self, choice: dict) -> Iterator[dict]:
+        delta = choice["delta"]
+        if thought := delta.get("reasoning"):
+            yield from self._opened("thinking", _EMPTY["thinking"])
+            yield self._delta({"type": "thinking_delta", "thinking": thought})
+        if text := delta.get("content"):
+            yield from self._opened("text", _EMPTY["text"])
+            yield self._delta({"type": "text_delta", "text": text})
+        for call in delta.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                yield from self._closed()
+                block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+                yield from self._opened("tool_use", block)
+            if function.get("arguments"):
+                yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+        if choice.get("finish_reason"):
+            self._stop = _stop_of(choice)
+
+    def _opened(self, kind: str, block: dict) -> Iterator[dict]:
+        if self._block != kind:
+            yield from self._closed()
+            self._block = kind
+            yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+
+    def _closed(self) -> Iterator[dict]:
+        if not self._block:
+            return
+        if self._block == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": _signature()})
+        yield {"type": "content_block_stop", "index": self._num_blocks}
+        self._block, self._num_blocks = "", self._num_blocks + 1
+
+    def _delta(self, delta: dict) -> dict:
+        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+
+
+def _blocks_of(message: dict) -> Iterator[dict]:
+    if thought := message.get("reasoning"):
+        yield {"type": "thinking", "thinking": thought, "signature": _signature()}
+    if message["content"]:
+        yield {"type": "text", "text": message["content"]}
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _object(function["arguments"])}
+
+
+def _object(arguments: str) -> dict:
+    read = json.loads(arguments or "{}")
+    return read if isinstance(read, dict) else {"arguments": read}
+
+
+def _signature() -> str:
+    """Clients demand one; it proves nothing here."""
+    return uuid.uuid4().hex
+
+
+def _stop_of(choice: dict) -> dict[str, Any]:
+    matched = choice["stop_reason"] if choice["finish_reason"] == "stop" else None
+    reason = "stop_sequence" if isinstance(matched, str) else _REASONS.get(choice["finish_reason"], "end_turn")
+    return {"stop_reason": reason, "stop_sequence": matched if isinstance(matched, str) else None}
+
+
+def _usage(usage: dict) -> dict[str, int]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }

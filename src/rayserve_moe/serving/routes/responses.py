@@ -1,0 +1,70 @@
+"""`/v1/responses`: OpenAI's newer dialect, over the chats of this server; responses are kept in bounded memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.json_body import chat_from, read_body
+from rayserve_moe.serving.openapi import answers, generates
+from rayserve_moe.serving.response_store import StoredResponse
+from rayserve_moe.serving.responses.answering import respond, typed_events
+from rayserve_moe.serving.responses.responses import ResponsesWriter
+from rayserve_moe.serving.responses.streaming import json_answer
+from rayserve_moe.serving.routes.chat_prompt import chat_ids
+from rayserve_moe.serving.routes.openai import opened
+from rayserve_moe.serving.routes.request_parts import check_model
+from rayserve_moe.serving.schemas.responses import ResponsesBody, chat_fields, messages_of
+
+_ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
+
+
+def responses_router(state: ApiState) -> APIRouter:
+    """Return the routes over one engine."""
+    router = APIRouter()
+
+    @router.post("/v1/responses", **generates(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        body = await read_body(request, ResponsesBody, admission=state.admission)
+        check_model(state, body.model)
+        earlier = () if (before := body.previous_response_id) is None else _stored(state, before).messages
+        messages = [*earlier, *messages_of(body.input)]
+        chat = chat_from(chat_fields(body, messages))
+        prompt_ids = await chat_ids(state, chat, request=request)
+        streams, inner = await opened(state, chat, prompts=[prompt_ids])
+
+        def keep(answer: dict[str, Any]) -> None:
+            state.responses.put(answer, [*messages, *messages_of(answer["output"] or "")])
+
+        (choice,) = streams.request_of_choice
+        writer = ResponsesWriter(inner, choice, body=body, model=state.card.name, keep=keep)
+        if body.stream:
+            return typed_events(state, streams=streams, writer=writer)
+        return await respond(state, request, streams=streams, writer=writer, stream=False)
+
+    @router.get("/v1/responses/{response_id}", **answers(404), openapi_extra=_ID)
+    async def response(request: Request) -> Response:
+        return json_answer(_stored(state, request.path_params["response_id"]).answer)
+
+    @router.delete("/v1/responses/{response_id}", **answers(404), openapi_extra=_ID)
+    async def forget(request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        _stored(state, response_id)
+        state.responses.drop(response_id)
+        return json_answer({"id": response_id, "object": "response", "deleted": True})
+
+    return router
+
+
+def _stored(state: ApiState, response_id: str) -> StoredResponse:
+    """ApiError 404 for a response that was not stored, or had to make way for others."""
+    found = state.responses.get(response_id)
+    if found is None:
+        message = "no such response is stored: it may have made way for later ones"
+        raise ApiError(404, message, param="previous_response_id", code="response_not_found")
+    return found

@@ -1,0 +1,154 @@
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic's), and what they say as fields of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.schemas.field_types import MaxTokens, RequestBody
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
+
+
+class CountTokensBody(RequestBody):
+    """What a prompt consists of: messages, what the system says, and tools. `thinking` is on, off or the template's."""
+
+    model: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    system: Annotated[Any, Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]})] = None
+    tools: Blocks = Field(default_factory=list)
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """A prompt, and how the answer is sampled."""
+
+    max_tokens: MaxTokens
+    stop_sequences: list[str] = Field(default_factory=list)
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def chat_fields(body: CountTokensBody) -> dict[str, Any]:
+    """Return the same request as fields of `/v1/chat/completions`. ApiError 400 for a block that is no text or tool."""
+    messages = [{"role": "system", "content": text}] if (text := _system_text(body.system)) else []
+    for place, message in enumerate(body.messages):
+        messages += _messages_of(message, f"messages.{place}")
+    fields: dict[str, Any] = {"messages": messages, "model": body.model, **_tools(body), **_thinking(body)}
+    config = body.output_config or {}
+    fields |= {"reasoning_effort": config.get("effort"), "response_format": _format(config.get("format"))}
+    if isinstance(body, MessagesBody):
+        fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
+        fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def text_of_blocks(value: Any, param: str) -> str:
+    """Join the text of a string, or of blocks of type text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    blocks = value if isinstance(value, list) else [value]
+    return "\n".join(_text(block, param) for block in blocks)
+
+
+def _system_text(system: Any) -> str:
+    return text_of_blocks(system, "system")
+
+
+def _text(block: Any, param: str) -> str:
+    if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise ApiError(400, f"`{param}` should hold text: other kinds of blocks are not supported here", param=param)
+    return block["text"]
+
+
+def _messages_of(message: dict[str, Any], param: str) -> Iterator[dict[str, Any]]:
+    """One message of theirs as messages of a chat: results of tools come before what the user says beside them."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(400, f"`{param}.role` should be user, assistant or system", param=f"{param}.role")
+    if isinstance(content, str) or role == "system":
+        yield {"role": role, "content": text_of_blocks(content, f"{param}.content")}
+        return
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise ApiError(400, f"`{param}.content` should be a string or a list of blocks", param=f"{param}.content")
+    if role == "assistant":
+        yield _assistant(content, f"{param}.content")
+        return
+    for block in content:
+        if block.get("type") == "tool_result":
+            text = text_of_blocks(block.get("content"), f"{param}.content")
+            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text}
+    texts = [_text(block, f"{param}.content") for block in content if block.get("type") != "tool_result"]
+    if texts:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _assistant(blocks: Sequence[dict[str, Any]], param: str) -> dict[str, Any]:
+    spoken, calls, thoughts = [], [], []
+    for block in blocks:
+        match block.get("type"):
+            case "tool_use":
+                if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
+                    raise ApiError(400, f"`{param}`: a tool_use has a name, and an object as input", param=param)
+                arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+                function = {"name": block["name"], "arguments": arguments}
+                calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                continue
+            case _:
+                spoken.append(_text(block, param))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(spoken) or ("" if not calls else None)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _tools(body: CountTokensBody) -> dict[str, Any]:
+    if not body.tools:
+        return {}
+    tools = []
+    for tool in body.tools:
+        if tool.get("type") not in (None, "custom"):
+            raise ApiError(400, "`tools`: only tools with an `input_schema` are supported", param="tools")
+        names = {"name": "name", "description": "description", "input_schema": "parameters"}
+        function = {name: tool[theirs] for theirs, name in names.items() if tool.get(theirs) is not None}
+        tools.append({"type": "function", "function": function})
+    choice = body.tool_choice or {}
+    kind, name = choice.get("type", "auto"), choice.get("name")
+    if kind == "tool" and isinstance(name, str):
+        chosen: Any = {"type": "function", "function": {"name": name}}
+    elif kind in _TOOL_CHOICES:
+        chosen = _TOOL_CHOICES[kind]
+    else:
+        raise ApiError(400, "`tool_choice.type` should be auto, any, tool or none", param="tool_choice")
+    return {"tools": tools, "tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+
+
+def _thinking(body: CountTokensBody) -> dict[str, Any]:
+    """Thinking is switched by the template's option; a budget is a limit of its own."""
+    thinking = body.thinking or {}
+    kind = thinking.get("type", "adaptive")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise ApiError(400, "`thinking.type` should be enabled, disabled or adaptive", param="thinking")
+    given: dict[str, Any] = {"thinking_token_budget": thinking.get("budget_tokens")} if kind == "enabled" else {}
+    switch = {} if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
+    options = switch | (body.chat_template_kwargs or {})
+    return {**given, "chat_template_kwargs": options} if options else given
+
+
+def _format(wanted: Any) -> Any:
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.get("schema")}}

@@ -1,0 +1,160 @@
+"""Body of `/v1/responses` (OpenAI's), and what it says as fields of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, RequestBody, RequestId
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_CHAT_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "chat_template_kwargs"),
+    *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "include_reasoning"),
+)
+"""Fields that mean the same in a chat."""
+
+
+class ResponsesBody(RequestBody):
+    """Input, a string or items, and how the response is sampled. Sampling fields are checked as those of a chat are."""
+
+    input: Annotated[Any, Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]})]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    previous_response_id: RequestId | None = None
+    store: bool = True
+    stream: bool = False
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    top_logprobs: NumTopLogprobs = 0
+    include: list[str] = Field(default_factory=list)
+    request_id: RequestId | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    seed: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
+    logit_bias: Any = None
+    cache_salt: Any = None
+    priority: Any = None
+    chat_template_kwargs: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+    structured_outputs: Any = None
+    include_reasoning: Any = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probs go with the text."""
+        return bool(self.top_logprobs) or LOGPROBS in self.include
+
+
+def chat_fields(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the same request as fields of a chat over `messages`. ApiError 400 for what has no place there."""
+    if set(body.include) - set(_INCLUDED):
+        raise ApiError(400, f"`include` can hold {', '.join(_INCLUDED)} and nothing else here", param="include")
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    fields = {name: getattr(body, name) for name in _CHAT_NAMES}
+    fields |= {"messages": [*system, *messages], "max_tokens": body.max_output_tokens, "stream": body.stream}
+    fields |= {"model": body.model, "reasoning_effort": (body.reasoning or {}).get("effort")}
+    fields |= {"logprobs": body.has_logprobs, "top_logprobs": body.top_logprobs, "rid": body.request_id}
+    fields |= {"response_format": _format((body.text or {}).get("format")), **_tools(body)}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat that input items stand for. Calls that follow one another are one message's."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
+        raise ApiError(400, "`input` should be a string or a list of items", param="input")
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate(given):
+        for message in _messages_of_item(item, f"input.{place}"):
+            last = messages[-1] if messages else {}
+            if message["role"] == last.get("role") == "assistant" and (message.keys() | last.keys()) & _JOINED:
+                messages[-1] = _joined(last, message)
+            else:
+                messages.append(message)
+    return messages
+
+
+_JOINED = {"tool_calls", "reasoning_content"}
+
+
+def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
+    content = "\n".join(filter(None, (one.get("content"), other.get("content")))) or None
+    return {**one, **other, "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, Any]]:
+    match item.get("type", "message"):
+        case "message":
+            yield {"role": item.get("role"), "content": _text_of(item.get("content"), param)}
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not all(isinstance(value, str) for value in function.values()):
+                raise ApiError(400, f"`{param}`: a call has a name, and arguments as a string", param=param)
+            call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+            yield {"role": "assistant", "content": None, "tool_calls": [call]}
+        case "function_call_output":
+            text = _text_of(item.get("output"), param)
+            yield {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
+        case "reasoning":
+            text = "\n".join(str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, dict))
+            if text:
+                yield {"role": "assistant", "content": None, "reasoning_content": text}
+        case _:
+            raise ApiError(400, f"`{param}`: items of this type are not supported here", param=param)
+
+
+def _text_of(content: Any, param: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ApiError(400, f"`{param}` should hold text: other parts are not supported here", param=param)
+    return "\n".join(part["text"] for part in parts)
+
+
+def _tools(body: ResponsesBody) -> dict[str, Any]:
+    if not body.tools:
+        return {}
+    if not all(tool.get("type") == "function" for tool in body.tools):
+        raise ApiError(400, "`tools`: only tools of type function are supported", param="tools")
+    names = ("name", "description", "parameters", "strict")
+    tools = [
+        {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        for tool in body.tools
+    ]
+    choice = body.tool_choice
+    if isinstance(choice, dict):
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
+
+
+def _format(wanted: Any) -> Any:
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {k: v for k, v in wanted.items() if k != "type"}}

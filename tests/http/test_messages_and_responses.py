@@ -1,0 +1,256 @@
+"""Anthropic's `/v1/messages` and OpenAI's `/v1/responses`: what a chat answers, in other forms, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.serving.response_store import ResponseStore
+from tests.http.asking import CHAT, ask
+from tests.http.conftest import assert_idle, served
+from tests.http.test_bad_inputs import check_error
+from tests.http.test_tools import MODEL, SCRIPTS, SPECIAL, TEMPLATE, TOOLS, USER
+from tests.support.engines import SERVED
+from tests.support.scripted import write_scripted
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+THEIR_TOOLS = [{"name": name, "input_schema": {"type": "object", "properties": {}}} for name in "fg"]
+FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+ANTHROPIC = {"model": MODEL, "messages": USER, "max_tokens": 30, "temperature": 0, "tools": THEIR_TOOLS}
+ASKED = {"model": MODEL, "input": "hi", "max_output_tokens": 30, "temperature": 0, "tools": FLAT_TOOLS}
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    path = write_scripted(tmp_path_factory.mktemp("checkpoints") / MODEL, SCRIPTS, template=TEMPLATE, special=SPECIAL)
+    with Engine(model_path=str(path), **SERVED) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def scripted_url(scripted):
+    with served(scripted) as url:
+        yield url
+
+
+@pytest.fixture
+def http(scripted_url, scripted):
+    with httpx.Client(base_url=scripted_url, timeout=600) as client:
+        yield client
+    assert_idle(scripted)
+
+
+@pytest.fixture
+def client(scripted_url, scripted):
+    with openai.OpenAI(base_url=f"{scripted_url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+    assert_idle(scripted)
+
+
+def typed_events(http, path, **body):
+    """Post a body with `stream`; returns its events, each named after its type."""
+    answer = http.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def without(value, *names):
+    """The value without these fields at any depth."""
+    if isinstance(value, list):
+        return [without(each, *names) for each in value]
+    if isinstance(value, dict):
+        return {name: without(each, *names) for name, each in value.items() if name not in names}
+    return value
+
+
+def test_a_message_has_thinking_text_and_tool_use(http):
+    told = ask(http, MESSAGES, **ANTHROPIC)
+    thinking, text, *calls = told["content"]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", "I need f.") and thinking["signature"]
+    assert text == {"type": "text", "text": "Let me see."}
+    assert [(call["type"], call["name"], call["input"]) for call in calls] == [
+        ("tool_use", "f", {"n": 5, "s": "é <b>"}),
+        ("tool_use", "g", {}),
+    ]
+    assert (told["type"], told["role"], told["stop_reason"]) == ("message", "assistant", "tool_use")
+    assert told["usage"]["output_tokens"] > 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_streamed_message_is_the_whole_one(http, script):
+    body = ANTHROPIC | {"system": "", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    whole = ask(http, MESSAGES, **body)
+    events = typed_events(http, MESSAGES, **body)
+    assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
+        *("message_start", "message_delta", "message_stop")
+    ]
+    message, is_open = events[0]["message"], False
+    assert message["type"] == "message" and message["role"] == "assistant"
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert not is_open and event["index"] == len(message["content"])
+            message["content"].append(event["content_block"] | {"json": ""})
+            is_open = True
+        elif event["type"] == "content_block_stop":
+            assert event["index"] == len(message["content"]) - 1
+            is_open = False
+        else:
+            (_, kind), (name, value) = event["delta"].items()
+            block = message["content"][event["index"]]
+            name = "json" if kind == "input_json_delta" else name
+            block[name] = block.get(name, "") + value
+    for block in message["content"]:
+        spoken = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(spoken)
+    message |= events[-2]["delta"]
+    assert not is_open and events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert without(message, "id", "signature", "usage") == without(whole, "id", "signature", "usage")
+
+
+def test_tokens_are_counted_as_the_chat_counts_them(http):
+    counted = ask(http, f"{MESSAGES}/count_tokens", model=MODEL, messages=USER, tools=THEIR_TOOLS)
+    assert counted == {"input_tokens": ask(http, CHAT, messages=USER, tools=TOOLS)["usage"]["prompt_tokens"]}
+
+
+def test_history_reaches_the_template(http):
+    history = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "why", "signature": "x"},
+                {"type": "text", "text": "so"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "7"}]},
+    ]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat = [
+        {"role": "system", "content": "be"},
+        history[0],
+        {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+    ]
+    wanted = ask(http, "/tokenize", messages=chat)["count"]
+    assert ask(http, f"{MESSAGES}/count_tokens", messages=history, system="be") == {"input_tokens": wanted}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "why"}], "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "7"},
+    ]
+    told = ask(http, RESPONSES, input=items, instructions="be", max_output_tokens=1)
+    assert told["usage"]["input_tokens"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (MESSAGES, {"max_tokens": None}, "max_tokens"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "text"),
+        (MESSAGES, {"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        (MESSAGES, {"messages": [{"role": "user", "content": 7}]}, "content"),
+        (MESSAGES, {"tool_choice": {"type": "some"}}, "tool_choice"),
+        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools"),
+        (MESSAGES, {"thinking": {"type": "sometimes"}}, "thinking"),
+        (MESSAGES, {"temperature": 3}, "temperature"),
+        (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": [{"type": "computer_call"}]}, "input"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
+        (RESPONSES, {"background": True}, "background"),
+        (RESPONSES, {"include": ["file_search_call.results"]}, "include"),
+        (RESPONSES, {"truncation": "auto"}, "truncation"),
+        (RESPONSES, {"top_p": "x"}, "top_p"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(http, path, fields, named):
+    body = (ANTHROPIC if path == MESSAGES else ASKED) | fields
+    assert named in check_error(http.post(path, json=body), 400)["message"]
+
+
+def test_a_response_has_items_in_order(http):
+    told = ask(http, RESPONSES, **ASKED, metadata={"a": "b"})
+    reasoning, message, *calls = told["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "I need f."}]
+    assert message["content"] == [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
+    assert [(call["name"], call["arguments"]) for call in calls] == [("f", '{"n": 5, "s": "é <b>"}'), ("g", "{}")]
+    assert told["status"] == "completed" and told["metadata"] == {"a": "b"}
+    cut = ask(http, RESPONSES, **ASKED | {"max_output_tokens": 3})
+    assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_events_build_up_the_response(http, script):
+    body = ASKED | {"chat_template_kwargs": {"script": script}, "include": ["message.output_text.logprobs"]}
+    events = typed_events(http, RESPONSES, **body)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    response = events[-1]["response"]
+    assert without(response, "id", "created_at", "call_id", "usage") == without(
+        ask(http, RESPONSES, **body), *("id", "created_at", "call_id", "usage")
+    )
+    open_items, texts = [], {}
+    for event in events[2:-1]:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(open_items) and event["item"]["status"] == "in_progress"
+            open_items.append(event["item"]["id"])
+        elif kind.endswith(".delta"):
+            assert event["item_id"] == open_items[-1]
+            texts[event["item_id"]] = texts.get(event["item_id"], "") + event["delta"]
+        elif kind == "output_item.done":
+            item = event["item"]
+            spoken = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert texts.get(item["id"], "") == spoken
+            assert without(item, "logprobs") == without(response["output"][event["output_index"]], "logprobs")
+
+
+def test_a_response_continues_another(http, client):
+    first = client.responses.create(model=MODEL, input="hi", temperature=0, max_output_tokens=9)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    second = client.responses.create(
+        model=MODEL, input="more", previous_response_id=first.id, temperature=0, max_output_tokens=2
+    )
+    message = {"role": "assistant", "content": first.output_text}
+    if reasoning := [part.text for item in first.output if item.type == "reasoning" for part in item.content]:
+        message["reasoning_content"] = reasoning[0]
+    history = [USER[0], message, {"role": "user", "content": "more"}]
+    assert second.usage.input_tokens == ask(http, "/tokenize", messages=history)["count"]
+    client.responses.delete(first.id)
+    body = {"input": "x", "previous_response_id": first.id}
+    assert check_error(http.post(RESPONSES, json=body), 404)["param"] == "previous_response_id"
+    unkept = client.responses.create(model=MODEL, input="x", max_output_tokens=1, store=False)
+    assert check_error(http.get(f"{RESPONSES}/{unkept.id}"), 404)
+
+
+def test_the_openai_package_reads_the_stream(client):
+    with client.responses.stream(model=MODEL, input="hi", temperature=0, max_output_tokens=30) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert "response.output_text.delta" in kinds and kinds[-1] == "response.completed"
+    assert final.output_text.startswith("Let me see.")
+
+
+def test_stored_responses_take_bounded_memory():
+    store = ResponseStore(most_bytes=400)
+    for number in range(9):
+        store.put({"id": str(number), "text": "x" * 50}, [{"role": "user", "content": "y" * 20}])
+    assert store.get("8") is not None and store.get("0") is None
+    kept = [store.get(str(number)) for number in range(9)]
+    assert sum(found.num_bytes for found in kept if found) <= 400 and sum(map(bool, kept)) >= 2
+    store.put({"id": "large", "text": "x" * 500}, [])
+    assert store.get("large") is None
