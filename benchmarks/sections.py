@@ -27,7 +27,7 @@ from benchmarks.house_table import house
 from benchmarks.loading_table import loading
 from benchmarks.markdown import markdown_table
 from benchmarks.narrow_table import narrow_experts
-from benchmarks.peers.tables import expert_reading, peers
+from benchmarks.peers.tables import expert_reading, narrow_kl, peers
 from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.routing_table import bfloat16_routing
@@ -312,6 +312,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "balanced_selection": balanced_selection,
     "peers": peers,
     "expert_reading": expert_reading,
+    "narrow_kl": narrow_kl,
     "calculator": calculator,
     "bfloat16_routing": bfloat16_routing,
     "narrow_experts": narrow_experts,

@@ -49,7 +49,9 @@ def main() -> None:
                     flush=True,
                 )
                 for line in sys.stdin:
-                    print(json.dumps(generate(port, json.loads(line))), flush=True)
+                    request = json.loads(line)
+                    run = next_log_probs if "num_log_probs" in request else generate
+                    print(json.dumps(run(port, request)), flush=True)
             finally:
                 server.terminate()
 
@@ -106,13 +108,30 @@ def generate(port: int, request: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started, "output_ids": [ids for choices in found for ids in choices]}
 
 
+def next_log_probs(port: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of the token after each prompt: `num_log_probs` of them, by id."""
+    count = request["num_log_probs"]
+    body = {"n_predict": 1, "n_probs": count, "temperature": 0.0, "cache_prompt": False, "ignore_eos": False}
+    rows = []
+    for prompt in request["prompts"]:
+        (choice,) = ask(port, {**body, "prompt": prompt})
+        found = {each["id"]: each["logprob"] for each in choice["completion_probabilities"][0]["top_logprobs"]}
+        rows.append([found[word] for word in range(count)])
+    return {"log_probs": rows}
+
+
 def complete(port: int, body: dict[str, Any]) -> list[list[int]]:
     """Complete one prompt; returns the output ids of every choice."""
+    return [choice["tokens"] for choice in ask(port, body)]
+
+
+def ask(port: int, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Complete one prompt; returns the answer of every choice."""
     connection = http.client.HTTPConnection(HOST, port, timeout=600)
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
     answer = json.loads(connection.getresponse().read())
     connection.close()
-    return [choice["tokens"] for choice in (answer if isinstance(answer, list) else [answer])]
+    return answer if isinstance(answer, list) else [answer]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ A JSON line asks for a run, a JSON line answers:
 
     {"prompts": [[id, ...], ...], "num_new_tokens": 8, "n": 1, "seed": 0}  ->  {"seconds": 1.2, "output_ids": [[id]]}
 
-The first line out says what is running. A run may add `first_token_s`.
+The first line out says what is running. A run may add `first_token_s`. llama.cpp also tells log-probs of next tokens:
+
+    {"prompts": [[id, ...], ...], "num_log_probs": 16384}  ->  {"log_probs": [[...], ...]}
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
 
 from benchmarks.engine_runs import check_complete
 from benchmarks.workloads import Workload
@@ -47,16 +51,23 @@ class PeerProcess:
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Let it generate, and check that it did all of the work; returns the run and the ids of every choice."""
         request = {"prompts": prompts, "num_new_tokens": workload.num_new_tokens, "n": workload.n, "seed": seed}
+        answer = self._ask(request)
+        output_ids = answer.pop("output_ids")
+        check_complete(sum(map(len, output_ids)), workload)
+        return answer, output_ids
+
+    def log_probs(self, prompts: list[list[int]], *, vocab_size: int) -> np.ndarray:
+        """Log-probs of all words after each prompt, float64 [prompts, words]; of a peer that tells them."""
+        return np.array(self._ask({"prompts": prompts, "num_log_probs": vocab_size})["log_probs"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         self._signal(signal.SIGCONT)
         try:
             self._child.stdin.write(json.dumps(request) + "\n")
             self._child.stdin.flush()
-            answer = self._read()
+            return self._read()
         finally:
             self._signal(signal.SIGSTOP)
-        output_ids = answer.pop("output_ids")
-        check_complete(sum(map(len, output_ids)), workload)
-        return answer, output_ids
 
     def _read(self) -> dict[str, Any]:
         line = self._child.stdout.readline()

@@ -66,6 +66,16 @@ def expert_reading(measured: Mapping[str, Any]) -> str:
     return markdown_table(["streams", "MB a step", "ms a step", "GB/s", f"of the machine's {machine}"], rows)
 
 
+def narrow_kl(measured: Mapping[str, Any]) -> str:
+    """KL between sides and dtypes, of tokens after random ones."""
+    rows = [
+        [name, f"{of['mean']:.1e}", f"{of['largest']:.1e}", f"{of['other']:.1%}"]
+        for name, of in measured["compared"].items()
+    ]
+    title = f"{measured['size']}, {measured['tokens']} tokens"
+    return markdown_table([title, "mean KL", "largest KL", "other likeliest tokens"], rows)
+
+
 def peers_chart(measured: Mapping[str, Any]) -> dict[str, Chart]:
     """Output tokens a second of 1 and 16 streams on every side, under the line that bandwidth draws."""
     workloads = {name: each for name, each in measured["workloads"].items() if name in DECODING}

@@ -183,6 +183,7 @@ def every_section() -> dict:
         "bfloat16_routing": {
             "families": {"mixtral": {"token_layers": 8192, "differing": dict.fromkeys(PAIRS.values(), 0.0625)}}
         },
+        "narrow_kl": {"size": "mid", "tokens": 8, "compared": {"ours": {"mean": 0.25, "largest": 1.0, "other": 0.5}}},
         "narrow_experts": {
             "calculator": {"fp8": dict.fromkeys(
                 ("mean_kl", "largest_kl", "other_tokens", "other_sets", "right", "tokens", "token_layers"), 0.03125
@@ -302,6 +303,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("calculator", "| 2.00 (2.00-2.00) | 7                        | 3 "),
         ("bfloat16_routing", "6.25%"),
         ("narrow_experts", "3.12%"),
+        ("narrow_kl", "2.5e-01"),
         ("house", "27 (13)"),
         ("loading", "1.25 (1.25-1.25)"),
     ],
