@@ -3,8 +3,8 @@
     python -m benchmarks.peers.narrow_kl [--size mid] [--sequences 4] [--tokens 32] [--peers DIR] [--out FILE.json]
 
 Each side is held to itself in bfloat16, over all words of the vocabulary, after every prefix of random sequences; how
-far the two sides are from each other in bfloat16 stands beside it. llama.cpp's server is asked for log-probs of one token
-after each prefix. It has all matrices in Q8_0, attention's and the head's too; ours are those of experts alone.
+far the two sides are from each other in bfloat16 stands beside it. llama.cpp's server is asked for log-probs of one
+token after each prefix. It has all matrices in Q8_0, attention's and the head's too; ours are those of experts alone.
 """
 
 from __future__ import annotations
