@@ -70,11 +70,11 @@ def random_experts(
 
 
 def _random_numbers(generator: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """All numbers that a dtype of 8 bits has, subnormal ones too, but for its NaNs and for -128."""
+    """All numbers that weights of 8 bits are, subnormal ones too: no NaNs, no zero with a sign, and not -128."""
     if dtype == "int8":
         return generator.integers(-127, 128, shape).astype(np.int8)
     magnitudes = generator.integers(0, 0x7F, shape) | generator.integers(0, 2, shape) << 7
-    return magnitudes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    return np.where(magnitudes == 0x80, 0, magnitudes).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
 
 
 def blocks_by_hand(values_OI: np.ndarray, dtype: str = "float8_e4m3fn") -> tuple[np.ndarray, np.ndarray]:

@@ -61,7 +61,8 @@ def _largest(values_IO: np.ndarray, block: int) -> np.ndarray:
 def _fp8_bits(values: np.ndarray) -> np.ndarray:
     """The bits of float32 values of at most 448 in e4m3, rounded to nearest, ties to even, as int8.
 
-    By integer operations, as in `casting`: a cast of ml_dtypes holds the interpreter lock.
+    Zeros have no sign: TPUs before tpu7x have a NaN in the place of one with a sign (`kernels.narrow_weights`). By
+    integer operations, as in `casting`: a cast of ml_dtypes holds the interpreter lock.
     """
     bits = values.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
@@ -73,5 +74,5 @@ def _fp8_bits(values: np.ndarray) -> np.ndarray:
     small = magnitude.view(np.float32) < np.float32(2.0**-6)
     if small.any():
         code[small] = np.rint(magnitude.view(np.float32)[small] / FP8_STEP).astype(np.uint32)
-    code |= (bits >> 24) & np.uint32(0x80)
+    code |= ((bits >> 24) & np.uint32(0x80)) * (code > 0)
     return code.astype(np.uint8).view(np.int8)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.expert_products import ACTIVATIONS, Activation, LayerExperts, multiply_by_ragged_dot
-from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_matrix, in_blocks
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
 from rayserve_moe.kernels.slot_order import order_by_slot, take
 
 BlockPlace = tuple[jax.Array | int, ...]
@@ -141,7 +141,7 @@ def _kernel_for(
 def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Activation) -> None:
     """One slot and block of the expert width: tile after tile of the slot's rows; rows of others stay as they are."""
     _, begin_S, _, rows_ref, gate_ref, up_ref, down_ref = refs[:7]
-    scale_refs = refs[7:10] if has_scales else (None, None, None)
+    scale_refs = [ref.at[0] for ref in refs[7:10]] if has_scales else [None] * 3
     out_ref, sum_ref = refs[10 if has_scales else 7 :]
     slot, part = pl.program_id(0), pl.program_id(1)
     begin, end = begin_S[slot], begin_S[slot + 1]
@@ -151,10 +151,11 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Acti
         at = pl.multiple_of(first + i * TILE_ROWS, ALIGNED_ROWS)
         tile = pl.ds(at, TILE_ROWS)
         rows_MD = rows_ref[tile, :]
-        gate_MB = _scaled_product(rows_MD, gate_ref[0], scale_refs[0])
-        up_MB = _scaled_product(rows_MD, up_ref[0], scale_refs[1])
+        gate_MB = held_product(rows_MD, gate_ref[0], scale_refs[0])
+        up_MB = held_product(rows_MD, up_ref[0], scale_refs[1])
         inner_MB = activate(gate_MB, up_MB).astype(rows_MD.dtype)
-        sum_MD = _scaled_product(inner_MB, down_ref[0], scale_refs[2], part)
+        first_block = part * (down_ref.shape[1] // SCALE_BLOCK)
+        sum_MD = held_product(inner_MB, down_ref[0], scale_refs[2], first=first_block)
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
         is_own_M1 = (place_M1 >= begin) & (place_M1 < end)
         if num_blocks > 1:
@@ -166,16 +167,3 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Acti
     @pl.when(end > begin)
     def _() -> None:
         jax.lax.fori_loop(0, pl.cdiv(end - first, TILE_ROWS), multiply_tile, None)
-
-
-def _scaled_product(rows_MK: jax.Array, matrix_KN: jax.Array, scale_ref: Any, part: jax.Array | int = 0) -> jax.Array:
-    """Rows times a matrix, and where there are scales of its columns, times those: float32.
-
-    A matrix in blocks is the given part of all that the scales are of.
-    """
-    first = part * (matrix_KN.shape[0] // SCALE_BLOCK)
-    has_blocks = scale_ref is not None and in_blocks(scale_ref)
-    row_of = (lambda i: scale_ref[0, pl.ds(first + i, 1), :]) if has_blocks else None
-    matrix_KN = held_matrix(matrix_KN, row_of, rows_MK.dtype)
-    sum_MN = jnp.dot(rows_MK, matrix_KN, preferred_element_type=jnp.float32)
-    return sum_MN if scale_ref is None or has_blocks else sum_MN * scale_ref[0]

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.expert_products import ACTIVATIONS
-from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_matrix, in_blocks
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
 from rayserve_moe.kernels.pushed_rows import as_words, halves, rows_at, wait_for
 from rayserve_moe.kernels.pushed_sizes import GROUP_ROWS, LANES, TILE_ROWS, PushSizes, Refs
 
@@ -144,10 +144,6 @@ def _multiply_tile(
 
 def _product(rows_MK: jax.Array, refs: Refs, place: int, half: jax.Array, block: jax.Array | None = None) -> jax.Array:
     """Rows times a matrix that is held, and times the scales of its columns if any: float32."""
-    matrix_KN, scales = refs.weights_H[place][half], refs.weights_H[place + 3] if len(refs.weights_H) > 3 else None
+    matrix_KN, scales = refs.weights_H[place][half], refs.weights_H[3:]
     first = 0 if block is None else block * (matrix_KN.shape[0] // SCALE_BLOCK)
-    has_blocks = scales is not None and in_blocks(scales)
-    row_of = (lambda i: scales[half, pl.ds(first + i, 1), :]) if has_blocks else None
-    matrix_KN = held_matrix(matrix_KN, row_of, rows_MK.dtype)
-    sum_MN = jnp.dot(rows_MK, matrix_KN, preferred_element_type=jnp.float32)
-    return sum_MN if scales is None or has_blocks else sum_MN * scales[half]
+    return held_product(rows_MK, matrix_KN, scales[place].at[half] if scales else None, first=first)

@@ -17,7 +17,7 @@ from rayserve_moe.kernels.expert_products import (
     multiply_in_blocks,
     take_scales,
 )
-from rayserve_moe.kernels.narrow_weights import NARROW, bfloat16_of_fp8
+from rayserve_moe.kernels.narrow_weights import NARROW, held_product
 from tests.support.narrow import random_experts
 
 COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}
@@ -74,18 +74,19 @@ def test_blocks_have_the_bits_of_what_they_stand_for_in_bfloat16(kernel, dtype):
 
 
 def test_the_kernels_conversion_of_e4m3_is_exact_for_every_number():
-    """Subnormal ones and both zeros too."""
+    """Subnormal ones too, by the product with a matrix that leaves them as they are."""
     bits = np.arange(256, dtype=np.uint8)
-    bits[[0x7F, 0xFF]] = 0
-    numbers = jnp.asarray(np.tile(bits, (32, 1)).view(ml_dtypes.float8_e4m3fn))
+    bits[[0x7F, 0x80, 0xFF]] = 0
+    numbers = jnp.asarray(np.tile(bits, (128, 1)).view(ml_dtypes.float8_e4m3fn))
 
-    def convert(given_ref, out_ref) -> None:
-        out_ref[...] = bfloat16_of_fp8(given_ref[...])
+    def multiply(rows_ref, matrix_ref, scale_ref, out_ref) -> None:
+        out_ref[...] = held_product(rows_ref[...], matrix_ref[...], scale_ref)
 
-    shape = jax.ShapeDtypeStruct(numbers.shape, jnp.bfloat16)
-    found = pl.pallas_call(convert, out_shape=shape, interpret=True)(numbers)
-    np.testing.assert_array_equal(found, numbers.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(np.signbit(np.asarray(found, np.float32)), np.asarray(numbers).view(np.uint8) >= 128)
+    for num_scales in (1, 8):
+        given = jnp.eye(128, dtype=jnp.bfloat16), numbers, jnp.ones((num_scales, 256))
+        shape = jax.ShapeDtypeStruct(numbers.shape, jnp.float32)
+        found = pl.pallas_call(multiply, out_shape=shape, interpret=True)(*given)
+        np.testing.assert_array_equal(found, numbers.astype(jnp.float32))
 
 
 def test_scales_of_rows_have_every_bit():

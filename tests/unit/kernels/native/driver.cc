@@ -200,15 +200,9 @@ int main(int, char** arguments) {
       for (int64_t slots : {1, 3, 16})
         for (int64_t inner : {32, 96}) {
           cases.push_back([=](int i) { experts({"experts", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
-          for (bool has_blocks : {false, true}) {
-            const int64_t width = has_blocks ? 160 : 64;
-            cases.push_back([=](int i) {
-              narrow_experts<int8_t>({"int8", i, std::mt19937(i)}, has_blocks, tokens, top_k, width, inner, slots);
-            });
-            cases.push_back([=](int i) {
-              narrow_experts<native::Fp8>({"fp8", i, std::mt19937(i)}, has_blocks, tokens, top_k, width, inner, slots);
-            });
-          }
+          cases.push_back([=](int i) {
+            narrow_experts<int8_t>({"int8", i, std::mt19937(i)}, false, tokens, top_k, 64, inner, slots);
+          });
         }
   for (int64_t head_width : {32, 64, 160, 2, 24, 80})
     for (auto heads : {std::pair{1, 1}, {2, 1}, {6, 2}, {3, 3}, {14, 2}})
@@ -227,6 +221,19 @@ int main(int, char** arguments) {
                            {blocks[0], blocks[1], blocks[2], widths[0], widths[1], widths[2], widths[3], widths[4],
                             widths[5], widths[6], page_size, i % 2 == 0, i % 3 == 0});
         });
+  for (int64_t tokens : {0, 1, 7, 40})
+    for (int64_t slots : {1, 3})
+      for (int64_t inner : {32, 160}) {
+        cases.push_back([=](int i) {
+          narrow_experts<native::Fp8>({"fp8", i, std::mt19937(i)}, false, tokens, 2, 64, inner, slots);
+        });
+        cases.push_back([=](int i) {
+          narrow_experts<native::Fp8>({"fp8 in blocks", i, std::mt19937(i)}, true, tokens, 2, 160, inner, slots);
+        });
+        cases.push_back([=](int i) {
+          narrow_experts<int8_t>({"int8 in blocks", i, std::mt19937(i)}, true, tokens, 2, 160, inner, slots);
+        });
+      }
   std::vector<int> chosen;
   for (int i = 0; i < int(cases.size()); ++i)
     if (i < num_cheap || i % stride == 0) chosen.push_back(i);

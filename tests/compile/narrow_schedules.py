@@ -1,0 +1,103 @@
+"""Bundles that the grouped kernel takes for experts in 8 bits, by libtpu's schedules, and their baseline.
+
+    python -m tests.compile.narrow_schedules [CHIP ...]
+
+writes the baseline of chips, or of all of them, anew: after a change that is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.grouped_ffn import multiply_grouped
+from rayserve_moe.kernels.narrow_weights import scale_rows
+from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
+from rayserve_moe.tools.estimate.bundles import read_schedule
+from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.estimate.dump import DumpFolder, dump_environment
+from tests.compile.topologies import compile_for
+
+BASELINE = Path(__file__).with_name("narrow_schedules.json")
+KINDS = {
+    "bfloat16": ("bfloat16", False),
+    "int8": ("int8", False),
+    "int8 in blocks": ("int8", True),
+    "fp8": ("float8_e4m3fn", False),
+    "fp8 in blocks": ("float8_e4m3fn", True),
+}
+SLOTS, WIDTH, INNER = 16, 2048, 768
+"""Of Qwen3-30B-A3B on eight devices."""
+ONE_CORE = ("v5e", "v6e", "tpu7x")
+"""Chips that the kernel is for: one core to a device."""
+
+
+def memory_bundles(chip: str) -> float:
+    """Bundles that an expert in 8 bits takes on its way from HBM."""
+    figures = CHIPS[chip]
+    return 3 * WIDTH * INNER / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
+
+
+def shapes_of(kind: str) -> list[jax.ShapeDtypeStruct]:
+    """Tokens, slots, matrices and scales."""
+    dtype, in_blocks = KINDS[kind]
+    matrices = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
+    given = [((16, WIDTH), "bfloat16"), ((16, 6), "int32"), *(((SLOTS, *size), dtype) for size in matrices)]
+    scales = [((SLOTS, scale_rows(rows) if in_blocks else 1, size), "float32") for rows, size in matrices]
+    return [jax.ShapeDtypeStruct(size, jnp.dtype(name)) for size, name in given + scales * (dtype != "bfloat16")]
+
+
+def compile_all(chip: str, folder: Path) -> dict[str, int]:
+    """Compile every kind for a chip; bundles of a slot with a tile of rows: of the longest loop, or of all."""
+    set_environment_defaults(COMPILER_ENVIRONMENT | dump_environment(folder))
+    use_host_alone()
+    dump, found = DumpFolder(folder), {}
+    for kind in KINDS:
+
+        def run(rows, slots, *weights):
+            held = ExpertWeights(*weights[:3], None, None, None, *weights[3:])
+            return multiply_grouped(rows, slots, LayerExperts(held, np.int32(0), ProductConfig(SLOTS, 8.0)))
+
+        compile_for(chip.removeprefix("tpu"), run, *shapes_of(kind))
+        (text,) = (text for op, text in dump.take().items() if op.startswith("grouped_ffn"))
+        found[kind] = max(loop.last - loop.first + 1 for loop in read_schedule(text).loops)
+    return found
+
+
+def bundles_of(chip: str) -> dict[str, int]:
+    """Compile in a process of its own, which loads libtpu anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.compile.narrow_schedules", "--into", folder, chip]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def baseline() -> dict[str, dict[str, int]]:
+    """The committed figures by chip."""
+    return json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
+
+
+def main() -> None:
+    """Write the baseline of the named chips, or of all."""
+    if sys.argv[1:2] == ["--into"]:
+        sys.stdout.write(json.dumps(compile_all(sys.argv[3], Path(sys.argv[2]))))
+        return
+    known = baseline()
+    for chip in sys.argv[1:] or ONE_CORE:
+        known[chip] = bundles_of(chip)
+        BASELINE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
