@@ -73,5 +73,24 @@ def test_latents_are_read_with_what_fills_their_registers():
     assert decode.kv_bytes == 2 * 1024 * 640 * 2 and decode.num_pages == 2 * 8 and decode.num_visits == 2 * 2
 
 
+def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():
+    """Single tokens, of which there is an odd number, and prompts in blocks of 32, which see half of theirs."""
+    values = {"max_model_len": 1024, "max_running_requests": 3}
+    model = lay_out(case_of_model("qwen3-30b-a3b", "v5p:2x2x1", **values)).config
+    found = step_work(model, StepSizes("v5p:2x2x1", 3, 1024), prompt_tokens=2048).attention
+    assert set(found) == {4, 2048 // 32}
+    assert found[4].num_visits == 3 * 2 and found[4].num_pages == 3 * 8
+    prompt = found[2048 // 32]
+    assert prompt.num_visits == 2 * (16 * 1 + 16 * 2), "512 keys a block"
+    assert prompt.kv_bytes == prompt.num_pages * 128 * KV_BYTES
+
+
+def test_8_bit_keys_stay_with_a_kernel_that_takes_them():
+    values = {"max_model_len": 1024, "max_running_requests": 2}
+    for more, is_flat in (({}, True), ({"kv_cache_dtype": "fp8"}, False), ({"page_size": 8}, False)):
+        case = case_of_model("qwen3-30b-a3b", "v5p:2x2x1", **values, **more)
+        assert lay_out(case).config.kernels.has_flat_rows == is_flat
+
+
 def test_devices_that_share_heads_read_less():
     assert work(8, tp=4).hbm_bytes < work(8).hbm_bytes

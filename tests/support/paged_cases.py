@@ -32,7 +32,7 @@ from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, S
 from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.paged_stream import PageStream
 from rayserve_moe.kernels.paged_visits import visits_of
-from rayserve_moe.kernels.registry import LATENT_ATTENTION, SINK_ATTENTION
+from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION
 from tests.support.drive import run_together
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
@@ -77,6 +77,9 @@ CASES = {
     "single tokens": SINGLES,
     "padding first, heads of 128, sinks, in bfloat16": PagedCase(
         ((0, 0), (0, 0), (40, 1), (127, 1)), 1, num_kv_heads=2, width=128, has_sinks=True, dtype="bfloat16"
+    ),
+    "heads of 128, described, an odd number on two cores": PagedCase(
+        ((70, 1), (0, 0), (5, 1), (0, 0), (191, 1)), 1, num_kv_heads=2, width=128, is_described=True, num_cores=2
     ),
     "one KV head of 64, described": PagedCase(
         ((70, 1), (0, 0), (5, 1)), 1, num_heads=4, num_kv_heads=1, config=ScoreConfig(window=33), is_described=True
@@ -201,7 +204,7 @@ def engine_outcome(name: str) -> Outcome:
         path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
         for is_paged in (False, True):
             with ExitStack() as stack:
-                for by_name in (LATENT_ATTENTION, SINK_ATTENTION) if is_paged else ():
+                for by_name in (LATENT_ATTENTION, FLAT_ATTENTION) if is_paged else ():
                     attention = partial(by_name["tpu"]["attention"], decode=paged, prefill=paged)
                     stack.enter_context(patch.dict(by_name, cpu={**by_name["tpu"], "attention": attention}))
                 runner = prepared_runner(path, **settings)

@@ -30,6 +30,7 @@ from rayserve_moe.execution.step import StepConfig
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepShape
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
+from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
 from rayserve_moe.model.kv_cache import cache_row, layer_pages_of, windows_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig
@@ -159,7 +160,8 @@ class ServedModel:
 def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings) -> ServedModel:
     """Lay a model out on a mesh. SettingsError or UnsupportedModelError where they do not go together."""
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
-    config = model_config(spec, plan, experts=settings.experts, kernels=kernels)
+    may_be_flat = settings.cache.kv_dtype != "fp8" and settings.cache.page_size % CLEARED_ROWS == 0
+    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, may_be_flat=may_be_flat)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)

@@ -26,17 +26,23 @@ from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig, Parameters
-from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.parallel.mesh import cores_of, platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
 
 
 def model_config(
-    spec: ModelSpec, plan: ParallelPlan, *, experts: ExpertSettings, kernels: Kernels | None = None
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    experts: ExpertSettings,
+    kernels: Kernels | None = None,
+    may_be_flat: bool = True,
 ) -> ModelConfig:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
     UnsupportedModelError an attention that the kernels lack.
 
-    Without `kernels`, with those of the platform.
+    Without `kernels`, with those of the platform. Where cores share a device the pool's rows are flat, unless
+    `may_be_flat` is false: for keys and values of 8 bits, or pages that our own attention does not take.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
     """
     _check_divisible(spec, plan)
@@ -51,7 +57,9 @@ def model_config(
     selection = _selection(experts, num_redundant=num_redundant)
     config = ExpertConfig(
         spec.router,
-        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)]),
+        kernels_for(
+            spec, kernels or KERNELS[platform_of(plan.mesh)], prefers_flat=may_be_flat and cores_of(plan.mesh) > 1
+        ),
         plan,
         num_redundant=num_redundant,
         backend=experts.backend,

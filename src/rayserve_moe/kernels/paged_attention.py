@@ -56,7 +56,7 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
     shape = TileShape(
         layout=layout,
-        num_cores=cores_of_device(interpret),
+        num_cores=1,
         num_blocks=0,
         num_queries=queries_BQHh.shape[1],
         tile_queries=tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3]),
@@ -76,7 +76,7 @@ def attend(  # noqa: PLR0913 (the reference's signature)
         visits = places.described and places.described[len(parts)]
         of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits)
         trees_BQ = None if ancestors_BQ is None else ancestors_BQ[part]
-        of_part = replace(shape, num_blocks=part.stop - first)
+        of_part = replace(shape, num_blocks=part.stop - first, num_cores=cores_for(part.stop - first, interpret))
         parts.append(call(queries_BCQRK[part], kv_pages, of_call, trees_BQ, shape=of_part))
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     return gather_heads(attended_BCQRV, layout, width=latent_width or layout.head_dim).astype(queries_BQHh.dtype)
@@ -89,11 +89,16 @@ def describe_singles(
     del page_size
     per_call = blocks_per_call(table_width)
     calls = [positions_U[first : first + per_call, None] for first in range(0, len(positions_U), per_call)]
-    calls = [_for_cores(call_U1, cores_of_device(), fill=-1) for call_U1 in calls]
+    calls = [_for_cores(call_U1, cores_for(len(call_U1)), fill=-1) for call_U1 in calls]
     return {
         window: tuple(visits_of(call_U1, ScoreConfig(window), tile_queries=1) for call_U1 in calls)
         for window in set(windows)
     }
+
+
+def cores_for(num_blocks: int, interpret: Any = False) -> int:
+    """Cores that share so many blocks: no more than there are, for one would have padding alone."""
+    return min(num_blocks, cores_of_device(interpret))
 
 
 def cores_of_device(interpret: Any = False) -> int:

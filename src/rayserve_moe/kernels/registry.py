@@ -22,7 +22,6 @@ from rayserve_moe.kernels import (
     paged_attention,
 )
 from rayserve_moe.kernels.add_norm import add_and_norm
-from rayserve_moe.kernels.attention_heads import project_flat_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
@@ -152,10 +151,11 @@ LATENT_ATTENTION: dict[str, Mapping[str, Any]] = {
     "tpu": {"attention": partial(attend_latent_layer, **_PAGED, rows_of=flat_latents), **_FLAT},
 }
 """What takes the place of fields where a model's attention is latent, by the name of the table."""
-SINK_ATTENTION: dict[str, Mapping[str, Any]] = {
-    "tpu": {"attention": partial(attend_layer, **_PAGED, project=project_flat_rows), **_FLAT}
+FLAT_ATTENTION: dict[str, Mapping[str, Any]] = {
+    "tpu": {"attention": partial(attend_layer, **_PAGED, project=partial(project_rows_at_once, is_flat=True)), **_FLAT}
 }
-"""What takes the place of fields where a model has sinks, or heads that are no whole registers of a TPU."""
+"""What takes the place of fields where a model has sinks, or heads that are no whole registers of a TPU, or where two
+cores share a device: they share the work of the kernel of our own."""
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
 """By name; the one that has the name of a platform is the platform's own."""

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.add_norm import row_of
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
 from rayserve_moe.kernels.layers import Rotation, project
 
 HEAD_WIDTH = 128
@@ -26,16 +26,18 @@ MOST_ELEMENTS = 1 << 20
 """Elements of all heads of all tokens that the kernel takes: they lie in the core's memory several times."""
 
 
-def project_rows_at_once(
+def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword)
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     *,
     rotation: Rotation,
     config: AttentionConfig,
     stacked: StackedWeights | None = None,
+    is_flat: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `project_rows`, and by it where the kernel does not know a knob of the model or tokens are many.
+    """As `project_rows`, and by it where the kernel does not know a knob of the model or tokens are many; as
+    `project_flat_rows` where the pool's rows are flat.
 
     It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias. `interpret` (see
     `pallas_call`) runs it without a TPU.
@@ -47,7 +49,8 @@ def project_rows_at_once(
     has_bias = any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG"))
     is_small = num_tokens * num_elements <= MOST_ELEMENTS
     if not is_plain or has_bias or not is_small or 2 * rotation.cos.shape[1] != HEAD_WIDTH:
-        return project_rows(normed_TD, weights, rotation=rotation, config=config)
+        by_parts = project_flat_rows if is_flat else project_rows
+        return by_parts(normed_TD, weights, rotation=rotation, config=config)
     cos_Tr, sin_Tr = rotation
     queries_TH, keys_TG, values_TG = (project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG"))
     all_weights, layer = stacked or ({name: weights[name][None] for name in ("q_norm_Lh", "k_norm_Lh")}, 0)
@@ -55,20 +58,21 @@ def project_rows_at_once(
     cos_Th, sin_Th = (jnp.concatenate(pair, axis=1) for pair in ((cos_Tr, cos_Tr), (-sin_Tr, sin_Tr)))
     num_heads, num_kv = queries_TH.shape[1] // HEAD_WIDTH, keys_TG.shape[1] // HEAD_WIDTH
     shapes = [(num_tokens * heads, HEAD_WIDTH) for heads in (num_heads, 2 * num_kv)]
+    given = [shapes[0], (num_tokens, 2 * num_kv * HEAD_WIDTH) if is_flat else shapes[1]]
     queries, rows = pl.pallas_call(
         partial(_turn, eps=config.eps),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 7],
-        out_shape=[jax.ShapeDtypeStruct(shape, normed_TD.dtype) for shape in shapes],
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in shapes],
+        out_shape=[jax.ShapeDtypeStruct(shape, normed_TD.dtype) for shape in given],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (shapes[:1] if is_flat else shapes)],
         name="rotary_heads",
         interpret=interpret,
     )(jnp.asarray(layer, jnp.int32).reshape(1), queries_TH, keys_TG, values_TG, *norms, cos_Th, sin_Th)
-    return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows.reshape(num_tokens, -1, HEAD_WIDTH)
+    return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows if is_flat else rows.reshape(num_tokens, -1, HEAD_WIDTH)
 
 
 def _turn(*refs: Any, eps: float) -> None:
-    """Head by head; in 32 bits the rows of a head can be stored between those of others."""
-    layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries, wide_rows = refs
+    """Head by head; in 32 bits the rows of a head can be stored between those of others, which flat rows need not."""
+    layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries, *wide_rows = refs
     q_norm_1h, k_norm_1h = (row_of(norms[...], layer_1[0]) for norms in (q_norms, k_norms))
     num_tokens, dtype = queries.shape[0], out_queries.dtype
     num_heads, num_kv = (ref.shape[1] // HEAD_WIDTH for ref in (queries, keys))
@@ -84,10 +88,17 @@ def _turn(*refs: Any, eps: float) -> None:
         normed_Th = rounded(rounded(head_Th * jax.lax.rsqrt(mean_T1 + eps)) * scale_1h)
         return normed_Th * cos[...] + pltpu.roll(normed_Th, HEAD_WIDTH // 2, 1) * sin[...]
 
+    def put(place: int, row_Th: jax.Array) -> None:
+        if wide_rows:
+            wide_rows[0][pl.ds(place, num_tokens, stride=2 * num_kv), :] = row_Th
+        else:
+            out_rows[:, place * HEAD_WIDTH : (place + 1) * HEAD_WIDTH] = row_Th.astype(dtype)
+
     for i in range(num_heads):
         wide_queries[pl.ds(i, num_tokens, stride=num_heads), :] = turned(head(queries, i), q_norm_1h)
     for i in range(num_kv):
-        wide_rows[pl.ds(2 * i, num_tokens, stride=2 * num_kv), :] = turned(head(keys, i), k_norm_1h)
-        wide_rows[pl.ds(2 * i + 1, num_tokens, stride=2 * num_kv), :] = head(values, i)
+        put(2 * i, turned(head(keys, i), k_norm_1h))
+        put(2 * i + 1, head(values, i))
     out_queries[...] = wide_queries[...].astype(dtype)
-    out_rows[...] = wide_rows[...].astype(dtype)
+    if wide_rows:
+        out_rows[...] = wide_rows[0][...].astype(dtype)

@@ -12,7 +12,7 @@ import numpy as np
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.flat_rows import LANES
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.registry import LATENT_ATTENTION, SINK_ATTENTION, Kernels
+from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION, Kernels
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, UnsupportedModelError, YarnSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -20,11 +20,14 @@ LEAST_RAMP = 0.001
 """Width of a ramp whose ends meet, in dimensions: that of the implementation in transformers."""
 
 
-def kernels_for(spec: ModelSpec, kernels: Kernels) -> Kernels:
-    """The kernels with the attention of a model as theirs. UnsupportedModelError where they have none of its kind."""
+def kernels_for(spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
+    """The kernels with the attention of a model as theirs. UnsupportedModelError where they have none of its kind.
+
+    `prefers_flat`: flat rows also where other rows would do, as jax's kernel takes them: it runs on one core.
+    """
     if spec.attention.latent is None:
-        is_plain = not spec.attention.sinks and spec.attention.head_dim % LANES == 0
-        own = {} if is_plain else SINK_ATTENTION.get(kernels.name, {})
+        is_plain = not spec.attention.sinks and spec.attention.head_dim % LANES == 0 and not prefers_flat
+        own = {} if is_plain else FLAT_ATTENTION.get(kernels.name, {})
         return replace(kernels, **own) if own else kernels
     if kernels.name not in LATENT_ATTENTION:
         raise UnsupportedModelError(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
 from rayserve_moe.kernels.layers import rotation_of
 from rayserve_moe.kernels.rotary_heads import project_rows_at_once
 
@@ -40,9 +40,11 @@ def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, *
 
 
 @pytest.mark.parametrize("num_tokens", [8, 5, 2])
-def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens):
-    found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", interpret=True)
-    for part, expected in zip(found, heads_by(project_rows, num_tokens, PLAIN, "k_bias_LG"), strict=True):
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens, is_flat):
+    found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", is_flat=is_flat, interpret=True)
+    by_parts = project_flat_rows if is_flat else project_rows
+    for part, expected in zip(found, heads_by(by_parts, num_tokens, PLAIN, "k_bias_LG"), strict=True):
         assert part.shape == expected.shape
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
@@ -59,9 +61,10 @@ def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens):
 )
 def test_what_the_kernel_does_not_know_goes_to_the_reference(config, without):
     """Not interpreted: the kernel would not run here."""
-    found = heads_by(project_rows_at_once, 8, config, *without)
-    for part, expected in zip(found, heads_by(project_rows, 8, config, *without), strict=True):
-        np.testing.assert_array_equal(part, expected)
+    for is_flat, by_parts in ((False, project_rows), (True, project_flat_rows)):
+        found = heads_by(project_rows_at_once, 8, config, *without, is_flat=is_flat)
+        for part, expected in zip(found, heads_by(by_parts, 8, config, *without), strict=True):
+            np.testing.assert_array_equal(part, expected)
 
 
 def test_the_norms_of_a_layer_are_read_where_they_lie():

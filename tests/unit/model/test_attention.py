@@ -69,6 +69,8 @@ def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
     wide = replace(spec, attention=replace(spec.attention, head_dim=128, windows=(128, 0) * 2, score_scale=0.1))
     sinks = replace(wide, attention=replace(wide.attention, sinks=True))
     assert kernels_for(wide, TPU) is TPU
+    assert kernels_for(wide, TPU, prefers_flat=True).attention is kernels_for(sinks, TPU).attention
+    assert kernels_for(wide, CPU, prefers_flat=True) is CPU
     for other in (sinks, replace(spec, attention=replace(spec.attention, head_dim=64))):
         assert kernels_for(other, CPU) is CPU
         found = kernels_for(other, TPU)

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from rayserve_moe.execution.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.execution.weights import parameter_tree
 from rayserve_moe.kernels.attention_blocks import AttentionShape, KernelBlocks, decode_blocks, prefill_blocks
-from rayserve_moe.kernels.paged_sizes import pages_of_a_block
+from rayserve_moe.kernels.flat_rows import layout_of
+from rayserve_moe.kernels.paged_sizes import pages_of_a_block, tile_queries_for
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
 
 
@@ -75,7 +78,7 @@ def _attention_work(
 ) -> dict[int, AttentionWork]:
     attention, tensor_size = model.spec.attention, model.plan.tensor_size
     if model.kernels.has_flat_rows:
-        return _paged_work(sizes, row_bytes=row_bytes)
+        return _paged_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
     chip = sizes.topology.split(":")[0].removeprefix("tpu")
     shape = AttentionShape(
         attention.num_heads // tensor_size,
@@ -97,12 +100,42 @@ def _attention_work(
     return work
 
 
-def _paged_work(sizes: StepSizes, *, row_bytes: int) -> dict[int, AttentionWork]:
-    """Single tokens by the kernel of our own; loops of prompts count once."""
-    pages = math.ceil(sizes.context / sizes.page_size)
-    visits = math.ceil(pages / pages_of_a_block(sizes.page_size, row_bytes, pages))
-    num, read = sizes.sequences, sizes.sequences * sizes.context * row_bytes
-    return {num: AttentionWork(num, num, num * visits, read, num * pages)}
+def _paged_work(
+    model: ModelConfig, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
+) -> dict[int, AttentionWork]:
+    """By the kernel of our own, single tokens and blocks of prompts; every core has equally many blocks."""
+    num, cores = sizes.sequences, cores_of(model.plan.mesh)
+    work = {_whole(num, cores): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
+    if prompt_tokens:
+        length, tile = min(sizes.context, prompt_tokens), _tile_queries(model, row_bytes, sizes)
+        ends = [min(length, end + tile) for end in range(0, length, tile)] * math.ceil(prompt_tokens / length)
+        num_blocks = math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS)
+        work[_whole(num_blocks, cores)] = _visits(sizes, ends, row_bytes=row_bytes)
+    return work
+
+
+def _visits(sizes: StepSizes, lengths: list[int], *, row_bytes: int) -> AttentionWork:
+    """Visits of tiles of queries that see `lengths` keys."""
+    of_block = pages_of_a_block(sizes.page_size, row_bytes, math.ceil(sizes.context / sizes.page_size))
+    pages = [math.ceil(length / sizes.page_size) for length in lengths]
+    visits, num = sum(math.ceil(each / of_block) for each in pages), len(lengths)
+    return AttentionWork(num, num, visits, sum(pages) * sizes.page_size * row_bytes, sum(pages))
+
+
+def _tile_queries(model: ModelConfig, row_bytes: int, sizes: StepSizes) -> int:
+    """Queries of a block of a prompt that are attended at once."""
+    attention, latent = model.spec.attention, model.spec.attention.latent
+    width = latent.kv_lora_rank + latent.rope_dim if latent else attention.head_dim
+    row_lanes = row_bytes // jnp.dtype(sizes.kv_dtype).itemsize
+    layout = layout_of(row_lanes, width, latent_width=latent.kv_lora_rank if latent else 0)
+    query_rows = attention.num_heads // model.plan.tensor_size // layout.num_sets
+    return tile_queries_for(PREFILL_BLOCK_TOKENS, query_rows)
+
+
+def _whole(num_blocks: int, cores: int) -> int:
+    """Blocks with those that cores have beside them to have equally many."""
+    cores = min(num_blocks, cores)
+    return -(-num_blocks // cores) * cores
 
 
 def _runs(

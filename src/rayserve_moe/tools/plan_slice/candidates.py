@@ -128,7 +128,7 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
     try:
         plan_of_slice = plan_for(devices, data_size=split.dp)
         experts = ExpertSettings(num_redundant=split.redundant, weight_dtype=given.expert_dtype)
-        model = model_config(spec, plan_of_slice, experts=experts)
+        model = model_config(spec, plan_of_slice, experts=experts, may_be_flat=given.kv_dtype == "bfloat16")
         check_kv_heads(model, kv_dtype=given.kv_dtype)
     except SettingsError:
         return None
