@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rayserve_moe.constraint_fields import ConstraintFields
+from rayserve_moe.request_constraints import constraint_of
 from rayserve_moe.request_fields import OPENAI, SGLANG, VLLM, RequestField, declared
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, RoutedExperts, SamplingParams
 
@@ -28,7 +30,8 @@ def _by_name(record: Any) -> dict[str, list[RequestField]]:
     return known
 
 
-_SAMPLING, _OPTIONS = _by_name(SamplingParams), _by_name(GenerationRequest)
+_OPTIONS = _by_name(GenerationRequest)
+_SAMPLING, _CONSTRAINTS = _by_name(SamplingParams), _by_name(ConstraintFields)
 
 
 def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]
     """
     read: dict[str, Any] = {}
     for name, value in given.items():
-        fields = _OPTIONS.get(name) if name in options else _SAMPLING.get(name, [])
+        fields = _OPTIONS.get(name) if name in options else _SAMPLING.get(name) or _CONSTRAINTS.get(name, [])
         if fields == []:
             raise RequestError(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(_SAMPLING))}", name)
         if value is not None:
@@ -96,6 +99,7 @@ def build_request(
         **options,
         incremental=(is_streamed and not waits) or sampling.is_watched,
         score_prompt_from=scored_from,
+        constraint=constraint_of(given),
         forced_routing=forced,
     )
 

@@ -160,6 +160,17 @@ def _is_bias_key(key: Any) -> bool:
 
 COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
+ANY_OBJECT = Values({"type": "object"}, partial(_read, lambda it: isinstance(it, Mapping), dict, "should be an object"))
+LONG_TEXT = text(1 << 24)
+PATTERN = text(256)
+OBJECT_OR_TEXT = Values(
+    {"type": ["object", "string", "boolean"]},
+    partial(_read, lambda it: isinstance(it, Mapping | str | bool), lambda it: it, "should be an object or a string"),
+)
+TEXTS = Values(
+    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    partial(_read, lambda it: isinstance(it, list | tuple) and len(it) > 0, list, "should be a list of strings"),
+)
 SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: (int(seed) ^ (int(seed) >> 32)) & 0xFFFFFFFF)
 """All 64 bits count, folded to the 32 that the sampler takes; seeds of 0 to 2**32 - 1 stay themselves."""
 

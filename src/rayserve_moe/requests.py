@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rayserve_moe.constraint_fields import Constraint
+from rayserve_moe.finish_reason import FinishReason
 from rayserve_moe.model_card import ModelCard as ModelCard
 from rayserve_moe.model_card import RoutingLayout as RoutingLayout
 from rayserve_moe.request_fields import (
@@ -129,6 +131,8 @@ class GenerationRequest:
     """Requests that wait are admitted in rising order of it."""
     speculative: bool = stated(True, FLAG)
     """Verify drafts where the server does; what is returned does not depend on it."""
+    constraint: Constraint | None = None
+    """What the answer has to keep to."""
 
 
 class DraftCounts(NamedTuple):
@@ -137,19 +141,6 @@ class DraftCounts(NamedTuple):
     chains: int = 0
     drafted: int = 0
     accepted: int = 0
-
-
-@dataclass(frozen=True)
-class FinishReason:
-    """Why a choice ended: `stop` (matched id, string or pattern), `length`, `repetition`, `abort`, or `error` (with its
-    message)."""
-
-    kind: str
-    matched: int | str | None = None
-    message: str | None = None
-
-
-LENGTH = FinishReason("length")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ KINDS = {
     "Ray and HTTP": ("#efe6f7", "cli serving rollouts cluster"),
     "plain Python": (
         "#e3f0fb",
-        "engine text scheduling replay balancing observability config request_builder requests request_fields",
+        (
+            "engine text constraints scheduling replay balancing observability config request_builder requests "
+            "request_constraints constraint_fields finish_reason model_card request_fields"
+        ),
     ),
     "one host": ("#e2f4e6", "tools inprocess execution checkpoints"),
     "pure JAX": ("#fdebd3", "decoding model experts kernels parallel"),

@@ -211,10 +211,35 @@ def test_the_effort_reaches_the_template(http, scripted, fields, end):
     assert scripted.tokenizer.decode(ids, skip_special_tokens=False).endswith(end)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "odd", 5])
-def test_a_call_cannot_be_promised(http, choice):
+BOUNDED = {"properties": {"n": {"enum": [5, 7]}}, "required": ["n"], "additionalProperties": False}
+CALLABLE = [{"type": "function", "function": {"name": name, "parameters": BOUNDED}} for name in "fg"]
+NAMED = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize(("choice", "finish"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
+@pytest.mark.parametrize("script", "ad")
+def test_a_call_can_be_demanded_whatever_the_model_would_write(http, script, choice, finish):
+    asked = {**ASKED, **on(script), "tools": CALLABLE, "tool_choice": choice, "parallel_tool_calls": False}
+    asked["max_tokens"] = 150
+    (answer,) = ask(http, CHAT, **asked)["choices"]
+    (call,) = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == finish and answer["message"]["content"] is None
+    assert call["function"]["name"] in ("fg" if choice == "required" else "g")
+    assert json.loads(call["function"]["arguments"])["n"] in (5, 7)
+    message, calls, streamed_finish = joined(stream(http, CHAT, **asked))
+    assert not message.get("content") and streamed_finish == finish
+    assert without_ids(calls) == without_ids([call])
+
+
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "h"}}, "odd", 5, {"type": "x"}])
+def test_a_choice_that_is_none_is_refused(http, choice):
     error = check_error(http.post(CHAT, json={**ASKED, "tool_choice": choice}), 400)
-    assert error["param"] == "tool_choice" and "structured output" in error["message"]
+    assert "tool_choice" in error["message"]
+
+
+def test_a_constraint_and_a_demanded_call_exclude_each_other(http):
+    asked = {**ASKED, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert check_error(http.post(CHAT, json=asked), 400)["param"] == "response_format"
 
 
 @pytest.mark.parametrize("tools", ["x", [5], [{"type": "web_search"}], [{"type": "function", "function": {}}]])

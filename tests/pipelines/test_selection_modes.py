@@ -14,7 +14,7 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.step_cycle import selection_statistics
+from rayserve_moe.engine.step_clock import selection_statistics
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.model.family_table import spec_from_config

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import ending_ids
 from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.guides import guides_of
 from rayserve_moe.engine.proposers import Proposer
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.speculation import Speculation
@@ -66,6 +68,7 @@ class Way:
     eplb: EplbSteps | None = None
     proposer: Proposer | None = None
     num_drafts: int = 1
+    constraints: ConstraintCompiler | None = None
 
 
 def run_together(
@@ -77,7 +80,7 @@ def run_together(
     """
     way = way or Way()
     cycle = cycle_for(runner, card, way)
-    outcomes = run_on(cycle, card, requests, intervene=way.intervene)
+    outcomes = run_on(cycle, card, requests, intervene=way.intervene, constraints=way.constraints)
     cycle.scheduler.flush()
     for rank in cycle.scheduler.ranks:
         assert rank.allocator.num_free == rank.allocator.num_usable
@@ -85,12 +88,17 @@ def run_together(
 
 
 def run_on(
-    cycle: StepCycle, card: ModelCard, requests: Iterable[GenerationRequest], *, intervene: Intervention | None = None
+    cycle: StepCycle,
+    card: ModelCard,
+    requests: Iterable[GenerationRequest],
+    *,
+    intervene: Intervention | None = None,
+    constraints: ConstraintCompiler | None = None,
 ) -> Outcomes:
     """Run requests on a cycle that may have served others; pages and rows must add up after every step."""
     outcomes: Outcomes = {}
     for request in requests:
-        choices = choices_of(request, card)
+        choices = choices_of(request, card, constraints=constraints)
         outcomes |= {(request.request_id, choice.choice_index): Outcome() for choice in choices}
         cycle.scheduler.add(choices)
     _turn(cycle, intervene, outcomes)
@@ -145,15 +153,17 @@ def run_alone(
     return outcomes
 
 
-def choices_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:
+def choices_of(
+    request: GenerationRequest, card: ModelCard, *, constraints: ConstraintCompiler | None = None
+) -> list[Sequence]:
     """One sequence per choice, as the engine makes them for a request with a seed."""
     sampling = request.sampling
     assert sampling.seed is not None or sampling.temperature == 0, "a run that is compared needs a seed"
     stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
     withheld = ending_ids(sampling, card) if sampling.min_new_tokens else frozenset()
     return [
-        Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops, withheld_ids=withheld)
-        for i in range(sampling.n)
+        Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
+        for i, guide in enumerate(guides_of(request, constraints))
     ]
 
 

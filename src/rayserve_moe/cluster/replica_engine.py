@@ -15,6 +15,7 @@ from rayserve_moe.cluster.eplb_planner import RemotePlanner
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.execution.card import check_tensors, describe_model
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -53,6 +54,7 @@ def start_replica_engine(
             executor,
             described.card,
             settings=settings,
+            constraints=constraint_compiler(described.tokenizer, described.card, settings=settings.structured),
             planner_for=LocalPlanner if find_balancer is None else lambda _: RemotePlanner(find_balancer),
         )
         undo.pop_all()

@@ -39,6 +39,7 @@ from rayserve_moe.scheduling.step_plan import (
     PageTableChanges,
     RowAdjustment,
     RowSampling,
+    SampleMasks,
     StepPlan,
     StepResult,
     TokenScores,
@@ -175,6 +176,7 @@ RECORDS = (
     RowSampling,
     RowAdjustment,
     BlockWork,
+    SampleMasks,
     StepResult,
     TokenScores,
 )

@@ -102,6 +102,24 @@ class SpeculationSettings:
 
 
 @dataclass(frozen=True)
+class StructuredSettings:
+    """Answers that keep to a schema, an expression or a grammar, and what constraints may cost."""
+
+    enabled: bool = _named(True, "structured_output")
+    """Take constraints; samples are then drawn by a program of its own for each size of decode steps."""
+    num_threads: int = _number(2, (1, 64), "structured_output_threads")
+    """Threads that compile constraints; others wait for them."""
+    timeout_s: float = _number(5.0, (0.1, 600), "structured_output_timeout_s")
+    """Seconds until a constraint that is not compiled is refused, waiting for a thread included."""
+    max_bytes: int = _number(131_072, (64, 1 << 24), "structured_output_max_bytes")
+    """Longest schema, expression or grammar, as UTF-8 without spaces."""
+    max_alternatives: int = _number(4096, (1, 1 << 20), "structured_output_max_alternatives")
+    """Values of all `enum` in a schema together, and choices."""
+    max_mask_ms: float = _number(20.0, (0.1, 10_000), "structured_output_max_mask_ms")
+    """Milliseconds of one mask, beyond which its answer ends with an error: all others wait for it."""
+
+
+@dataclass(frozen=True)
 class CacheSettings:
     """The KV page pool."""
 
@@ -269,6 +287,7 @@ class Settings:
     model: ModelSettings = field(default_factory=ModelSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    structured: StructuredSettings = field(default_factory=StructuredSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

@@ -13,6 +13,7 @@ from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_i
 from rayserve_moe.requests import (
     ChoiceResult,
     DraftCounts,
+    FinishReason,
     GenerationRequest,
     ModelCard,
     PromptScores,
@@ -99,6 +100,13 @@ def stop_reason(
     matched = None if result.finish is None else result.finish.matched
     is_end = eos_token_ids[:1] == (matched,) and not request.sampling.ignore_eos
     return None if is_end else matched
+
+
+def error_of(finish: FinishReason | None) -> dict:
+    """What a choice says that ended with an error of its request: the fields of an error object."""
+    if finish is None or finish.kind != "error":
+        return {}
+    return {"error": {"message": finish.message, "type": "invalid_request_error", "param": finish.source}}
 
 
 class TokenLogprob(NamedTuple):

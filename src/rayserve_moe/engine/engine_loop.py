@@ -14,19 +14,22 @@ from functools import partial
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
 from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens, verify_rows
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl
 from rayserve_moe.engine.eplb_control import EplbControl
 from rayserve_moe.engine.eplb_steps import EplbSteps, eplb_steps_for
+from rayserve_moe.engine.guides import guides_of
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.proposers import PROPOSERS
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.speculation import DraftTotals, Speculation
-from rayserve_moe.engine.step_cycle import Executor, StepCycle, selection_statistics
+from rayserve_moe.engine.step_clock import selection_statistics
+from rayserve_moe.engine.step_cycle import Executor, StepCycle
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import Guide, Sequence
 from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
@@ -43,7 +46,8 @@ class EngineLoop:
     Commands take effect between steps. After a failure every request ends with an error, and nothing is accepted any
     more. `has_failed` says how the thread ended, once every client has its error. `control` pauses the engine and
     changes its weights, `eplb_control` follows the planner that `planner_for` makes, where experts move.
-    `request_metrics` measures requests.
+    `request_metrics` measures requests. `constraints` compiles those of requests, where they are taken; it closes with
+    the loop.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class EngineLoop:
         *,
         settings: Settings,
         planner_for: Callable[[PlanningConfig], Planner] = LocalPlanner,
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
-        self._executor, self._settings = executor, settings
+        self._executor, self._settings, self.constraints = executor, settings, constraints
         self._commands = CommandQueue()
         self._step_started_at: float | None = None
         self._ending = ABORTED
@@ -93,6 +98,7 @@ class EngineLoop:
         what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
         """
         check_request(request, self.card, longest=self._longest)
+        guides = guides_of(request, self.constraints)
         most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.parallel.data_parallel_size)
         with self._commands.lock:
             self._commands.check_open()
@@ -101,7 +107,7 @@ class EngineLoop:
                 raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
-            sequences = _sequences_of(request, self.card)
+            sequences = _sequences_of(request, self.card, guides)
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self.control.admit(sequences))
         return sequences
@@ -177,6 +183,8 @@ class EngineLoop:
             self._thread.join()
         self._commands.give_up()
         self._executor.shutdown()
+        if self.constraints is not None:
+            self.constraints.close()
 
     def _run(self) -> None:
         try:
@@ -275,10 +283,16 @@ def _step_cycle(
     )
 
 
-def _sequences_of(request: GenerationRequest, card: ModelCard) -> list[Sequence]:
-    """One sequence per choice, all with one seed: the request's, or one drawn now."""
+def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[Guide | None]) -> list[Sequence]:
+    """One sequence per choice, all with one seed: the request's, or one drawn now. A guide withholds ends itself, and
+    has the end of sequence end what it guides."""
     sampling = request.sampling
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
-    stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
-    withheld = ending_ids(sampling, card) if sampling.min_new_tokens else frozenset()
-    return [Sequence(request, i, seed=seed, stop_token_ids=stops, withheld_ids=withheld) for i in range(sampling.n)]
+    is_guided = request.constraint is not None
+    ends = sampling.ignore_eos and not is_guided
+    stops = frozenset(sampling.stop_token_ids) | frozenset(() if ends else card.eos_token_ids)
+    withheld = ending_ids(sampling, card) if sampling.min_new_tokens and not is_guided else frozenset()
+    return [
+        Sequence(request, i, seed=seed, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
+        for i, guide in enumerate(guides)
+    ]

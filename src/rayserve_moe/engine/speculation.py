@@ -62,12 +62,13 @@ class Speculation:
         return self._fixed or self._rest <= 0
 
     def draft(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
-        """The drafts of decoding rows whose requests allow it; none where they are not worth it."""
+        """The drafts of decoding rows whose requests allow it and that no guide limits; none where they are not worth
+        it."""
         begun = time.perf_counter()
         found = {}
         for row in rows.tolist():
             sequence = self._table.sequences[row]
-            if sequence is not None and sequence.request.speculative:
+            if sequence is not None and sequence.request.speculative and sequence.guide is None:
                 drafts = self.proposer.propose(sequence, self._most)
                 if len(drafts):
                     found[row] = drafts[: self._most]

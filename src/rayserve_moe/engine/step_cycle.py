@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +11,10 @@ import numpy as np
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.speculation import Speculation
+from rayserve_moe.engine.step_clock import StepClock
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.sample_masks import sample_masks
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
@@ -58,20 +60,6 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Stop for good. May be called twice."""
         ...
-
-
-@dataclass
-class StepClock:
-    """Where the seconds of all steps so far went, and how much they computed."""
-
-    steps: int = 0
-    tokens_computed: int = 0
-    tokens_sampled: int = 0
-    schedule_s: float = 0.0
-    pack_s: float = 0.0
-    transport_s: float = 0.0
-    device_s: float = 0.0
-    commit_s: float = 0.0
 
 
 class StepCycle:
@@ -190,9 +178,10 @@ class StepCycle:
         return self._capture is not None and self.scheduler.caches_prefixes
 
     def _exchange(self, schedule: Schedule | None) -> Commit:
-        """Submit a step, or none, and commit the one in flight."""
-        submitted = time.perf_counter()
+        """Submit a step, or none, and commit the one in flight, whose masks are filled now if it holds its samples."""
         plan = schedule.plan if schedule is not None else self.scheduler.empty_plan()
+        plan, failed = self._with_masks(plan)
+        submitted = time.perf_counter()
         result = self._executor.execute(plan)
         returned = time.perf_counter()
         finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
@@ -214,8 +203,22 @@ class StepCycle:
         rows, ended = self.scheduler.commit(finished, result, counts=counts)
         for sequence in ended:
             self._release(sequence)
-        self._account(finished, result, len(rows), time.perf_counter() - returned)
+        ended += failed
+        self._clock.note(finished, result, num_sampled=len(rows), commit_s=time.perf_counter() - returned)
+        if result.tally is not None:
+            self.tally = result.tally if self.tally is None else self.tally + result.tally
         return rows, ended
+
+    def _with_masks(self, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
+        """The plan with the masks for the step in flight, where that waits for some, and the sequences that end since
+        nothing may follow them."""
+        if self._in_flight is None or not self._in_flight.plan.holds_samples:
+            return plan, []
+        started = time.perf_counter()
+        masks, endings = sample_masks(self.scheduler.table, self._in_flight)
+        failed = [self.end(sequence, reason) for sequence, reason in endings]
+        self._clock.mask_s += time.perf_counter() - started
+        return replace(plan, masks=masks), failed
 
     def _note_time(self, speculation: Speculation, finished: Schedule | None, num_tokens: int, started: float) -> None:
         """Note what a step took from one commit to the next; from its start where nothing ran before."""
@@ -256,34 +259,6 @@ class StepCycle:
         """The same once no more rows will arrive, so that nothing is kept twice."""
         self._retain_preempted()
         self.scheduler.preemptions.clear()
-
-    def _account(self, finished: Schedule, result: StepResult, num_sampled: int, commit_s: float) -> None:
-        clock = self._clock
-        clock.steps += 1
-        clock.tokens_computed += finished.plan.num_tokens
-        clock.tokens_sampled += num_sampled if finished.plan.most_drafts else len(finished.sampling_rows)
-        clock.pack_s += result.pack_s
-        clock.device_s += result.device_s
-        clock.transport_s -= result.pack_s + result.device_s
-        clock.commit_s += commit_s
-        if result.tally is not None:
-            self.tally = result.tally if self.tally is None else self.tally + result.tally
-
-
-def selection_statistics(tally: np.ndarray | None, *, num_ranks: int) -> dict[str, float]:
-    """What the capacity of slots did to the assignments of all steps (`StepResult.tally`); empty without limits.
-
-    `rank_imbalance` is the hottest rank of each layer and step over the mean one, weighted by assignments.
-    """
-    if tally is None:
-        return {}
-    wanted, kept, filled, hottest = map(float, tally)
-    return {
-        "picks_kept_share": kept / wanted if wanted else 1.0,
-        "picks_rerouted": filled - kept,
-        "picks_unfilled": wanted - filled,
-        "rank_imbalance": hottest * num_ranks / filled if filled else 1.0,
-    }
 
 
 def _streams_routing(request: GenerationRequest) -> bool:

@@ -13,6 +13,7 @@ import jax
 import jax.monitoring
 import numpy as np
 
+from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
 from rayserve_moe.execution.device_state import block_input_shapes
 from rayserve_moe.execution.migration import (
@@ -25,10 +26,11 @@ from rayserve_moe.execution.migration import (
 )
 from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
 from rayserve_moe.execution.served_model import ServedModel
-from rayserve_moe.execution.step import StepConfig, adjust_rows, run_step, update_rows
+from rayserve_moe.execution.step import WORD_AXES, adjust_rows, run_step, sample_step, update_rows
 from rayserve_moe.execution.step_input import InputLayout
-from rayserve_moe.execution.step_types import DeviceState, StepOutput, StepShape
+from rayserve_moe.execution.step_types import DeviceState, StepConfig, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
+from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -38,6 +40,8 @@ UPDATE, ADJUST, READ_COUNTS, FETCH, SWAP = "update_rows", "adjust_rows", "read_c
 """Names of the programs that are no steps."""
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
+CompiledSampler = Callable[..., tuple[DeviceState, StepOutput]]
+"""Takes DeviceState, `logits_AV` of a step, `samples_N3S` and `mask_AW`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
 Launched = Callable[[], StepOutput]
 """Waits for a call that was launched; returns what it returned, or raises what it raised."""
@@ -57,9 +61,13 @@ class CompileTimes:
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Everything that runs on the devices: steps, changes of rows, and what adjusts the logits of a row."""
+    """Everything that runs on the devices: steps, changes of rows, and what adjusts the logits of a row.
+
+    `samplers` draw held samples, by the number of single tokens of a step; there are none where no samples are held.
+    """
 
     steps: dict[StepShape, CompiledStep]
+    samplers: dict[int, CompiledSampler]
     update: CompiledUpdate
     adjust: CompiledUpdate
     read_counts: Callable[[jax.Array], jax.Array]
@@ -105,8 +113,10 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         return Program(name, partial(update, config=config), (state, _integers(served, size)), {}, donated=0)
 
     read = partial(read_counts, config=config.model)
+    sizes = sorted({shape.num_singles for shape in served.shapes}) if config.holds_samples else []
     programs = [
         *steps,
+        *(_sample_program(size, served, config=config, state=state) for size in sizes),
         update_program(UPDATE, update_rows, VECTOR_SIZE),
         update_program(ADJUST, adjust_rows, ADJUSTMENT_SIZE),
         Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
@@ -126,6 +136,11 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
 def step_name(shape: StepShape) -> str:
     """Name of the step of a shape, by the tokens of a data rank."""
     return f"prefill_{shape.num_blocks * shape.block_tokens}" if shape.num_blocks else f"decode_{shape.num_singles}"
+
+
+def sampler_name(num_singles: int) -> str:
+    """Name of the program that draws held samples of a step with so many single tokens."""
+    return f"sample_{num_singles}"
 
 
 def compile_programs(
@@ -159,9 +174,11 @@ def compile_served(served: ServedModel, *, num_pages: int, kept: KeptPrograms | 
     compiled = compile_programs(programs_of(served, num_pages=num_pages), compiler.compile)
     migration = None if served.staging is None else MigrationPrograms(compiled[FETCH], compiled[SWAP])
     steps = {shape: compiled[step_name(shape)] for shape in served.shapes}
+    samplers = {s.num_singles: compiled[name] for s in steps if (name := sampler_name(s.num_singles)) in compiled}
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
-    return CompiledPrograms(steps, compiled[UPDATE], compiled[ADJUST], compiled[READ_COUNTS], migration, times)
+    others = compiled[UPDATE], compiled[ADJUST], compiled[READ_COUNTS]
+    return CompiledPrograms(steps, samplers, *others, migration, times)
 
 
 def launch_for(devices: list[jax.Device]) -> Launch:
@@ -210,6 +227,18 @@ def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, 
     run = partial(run_step, layout=layout, config=config)
     inputs = {"vectors_NW": vectors, "blocks": blocks}
     return Program(step_name(shape), run, (served.weights, state), inputs, donated=1, shape=shape)
+
+
+def _sample_program(num_singles: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
+    plan, part = config.model.plan, words_of(config.model)
+    count = plan.data_size * num_singles
+    shape = count, part.num_parts * part.width
+    logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=plan.sharding(WORD_AXES))
+    inputs = {
+        "samples_N3S": _integers(served, plan.data_size, 3, num_singles),
+        "mask_AW": _integers(served, count, mask_words(part.num_words)),
+    }
+    return Program(sampler_name(num_singles), partial(sample_step, config=config), (state, logits), inputs, donated=0)
 
 
 def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.balancing.migration import MigrationPiece
+from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.buckets import filling_plan
 from rayserve_moe.execution.compile_cache import kept_programs
@@ -24,6 +25,7 @@ from rayserve_moe.execution.compiled_steps import (
     launch_for,
 )
 from rayserve_moe.execution.device_state import BlockInputSource, allocate
+from rayserve_moe.execution.held_samples import HeldSamples, held_plans
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
@@ -70,6 +72,8 @@ class HostRunner:
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
         self._in_flight: Callable[[], StepResult] | None = None  # waits for the result of the step launched last
+        self._held: HeldSamples | None = None  # those of the step launched last
+        self._mask_words = mask_words(self.config.spec.vocab_size)
         self.staged = StagedWeights(
             self.config, dtype=self.dtype, first_placement=self.placement, roots=settings.updates.weight_roots
         )
@@ -146,6 +150,9 @@ class HostRunner:
             assert self._in_flight is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
             return None
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.drawn = self._launch(partial(self._draw, held, held.mask(plan.masks, num_words=self._mask_words)))
         before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
         return before() if before is not None else None
 
@@ -160,9 +167,15 @@ class HostRunner:
         packed = self._packer.pack(plan, with_changes=fits)
         updates = [] if fits else list(self._updates(plan))
         moves = None if plan.migration is None else vectors_of(plan.migration)
-        run = partial(self._run, packed, updates, wanted=wanted_outputs(plan), moves=moves)
+        wanted = wanted_outputs(plan)
+        self._held = held = HeldSamples(packed, wants_top=plan.wants_top) if plan.holds_samples else None
+        run = partial(self._run, packed, updates, wanted=wanted, moves=moves, held=held)
         pack_s = time.perf_counter() - started
-        return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s)
+        return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, held=held)
+
+    def _draw(self, held: HeldSamples, mask: np.ndarray) -> StepOutput:
+        self._state, output = held.draw(self.programs.samplers, self.state, mask=mask)
+        return start_copies(output, is_needed=self._copies_to_host)
 
     def _updates(self, plan: StepPlan) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
         """Programs that go ahead of a step, with their vectors."""
@@ -180,6 +193,7 @@ class HostRunner:
         *,
         wanted: frozenset[str],
         moves: MigrationVectors | None,
+        held: HeldSamples | None,
     ) -> StepOutput:
         state, shape = self.state, packed.shape
         if moves is not None:
@@ -188,21 +202,22 @@ class HostRunner:
             state = update(state, vector)
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
         self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
+        if held is not None:
+            held.logits = output.logits_AV
         if "expert_counts_ME" in wanted:
             output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
-        output = only_wanted(output, wanted)
-        if self._copies_to_host:
-            start_copies(output)
-        return output
+        return start_copies(only_wanted(output, wanted), is_needed=self._copies_to_host)
 
     def _move(self, vectors: MigrationVectors) -> None:
         programs = self.programs.migration
         assert self._mover is not None and programs is not None, "placements do not change in this server"
         self.weights = self._mover.move(self.weights, vectors, programs=programs)
 
-    def _collect(self, launched: Launched, *, packed: PackedStep, pack_s: float) -> StepResult:
+    def _collect(
+        self, launched: Launched, *, packed: PackedStep, pack_s: float, held: HeldSamples | None
+    ) -> StepResult:
         started = time.perf_counter()
-        output = launched()
+        output = launched() if held is None else held.complete(launched())
         output.sampled_N3S.block_until_ready()
         device_s = time.perf_counter() - started
         failed_fetch = None if self._mover is None else self._mover.failed_fetch
@@ -216,7 +231,9 @@ class HostRunner:
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows = self.served.num_rows
         for shape in self.served.shapes:
-            self.execute(filling_plan(shape, longest=self.served.longest, num_rows=num_rows))
+            plan = filling_plan(shape, longest=self.served.longest, num_rows=num_rows)
+            for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
+                self.execute(one)
         self.execute(StepPlan(step_id=-1))
         self._state = replace(self.state, expert_counts_ME=jnp.zeros_like(self.state.expert_counts_ME))
         jax.block_until_ready(self._state)

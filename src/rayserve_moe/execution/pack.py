@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,8 @@ class PackedStep:
 
     `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
     ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
-    is what is asked of tokens in prefill blocks, where something is.
+    is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
+    that are held, int32 [data ranks, 3, S]; then the vectors have none.
     """
 
     step_id: int
@@ -40,6 +41,7 @@ class PackedStep:
     token_places: np.ndarray
     sample_places: np.ndarray
     blocks: PackedBlocks | None = None
+    held: np.ndarray | None = None
 
 
 class Packer:
@@ -69,6 +71,10 @@ class Packer:
 
     def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
+        packed = self._packed(plan, with_changes=with_changes)
+        return self._held(plan, packed) if plan.holds_samples else packed
+
+    def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         if self._num_ranks == 1 and not plan.has_blocks:
             return self._pack_singles(plan, with_changes=with_changes)
         ranks, rows = np.divmod(plan.chunk_rows, self._rows_per_rank)
@@ -128,6 +134,18 @@ class Packer:
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
         return PackedStep(plan.step_id, layout.shape, vectors, places, self._places[:num_samples])
+
+    def _held(self, plan: StepPlan, packed: PackedStep) -> PackedStep:
+        """The step without its samples, and what they are drawn by later."""
+        held = np.full((self._num_ranks, 3, packed.shape.num_singles), self._rows_per_rank, np.int32)
+        held[:, 1:] = 0
+        ranks, places = np.divmod(packed.sample_places, packed.shape.num_singles)
+        samples, last = plan.chunk_samples, np.cumsum(plan.chunk_lengths) - 1
+        held[ranks, 0, places] = plan.chunk_rows[samples] % self._rows_per_rank
+        held[ranks, 1, places] = (plan.chunk_starts + plan.chunk_lengths)[samples]
+        held[ranks, 2, places] = plan.token_ids[last[samples]]
+        packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self._rows_per_rank
+        return replace(packed, held=held)
 
     def _on_ranks(self, counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sums of what chunks count: over those before each chunk on its rank, and over all chunks of each rank."""

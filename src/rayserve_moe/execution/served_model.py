@@ -19,6 +19,7 @@ from rayserve_moe.config.settings import (
     Settings,
     SettingsError,
     SpeculationSettings,
+    StructuredSettings,
     UpdateSettings,
 )
 from rayserve_moe.execution.buckets import step_cost, step_shapes
@@ -26,8 +27,7 @@ from rayserve_moe.execution.device_state import state_shapes
 from rayserve_moe.execution.memory import PoolSizes, page_bytes
 from rayserve_moe.execution.migration import staging_shapes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
-from rayserve_moe.execution.step import StepConfig
-from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepShape
+from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepConfig, StepShape
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
@@ -52,6 +52,7 @@ class RunnerSettings:
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    structured: StructuredSettings = field(default_factory=StructuredSettings)
 
 
 def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
@@ -67,6 +68,7 @@ def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
         settings.updates,
         settings.logging,
         settings.speculation,
+        settings.structured,
     )
 
 
@@ -142,6 +144,7 @@ class ServedModel:
             self.settings.replay.enabled,
             layer_pages=layer_pages,
             most_drafts=self.settings.speculation.most_drafts,
+            holds_samples=self.settings.structured.enabled,
         )
 
     def state(self, num_pages: int) -> DeviceState:

@@ -6,47 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rayserve_moe.decoding.adjustment import adjust, note_samples
-from rayserve_moe.decoding.drafts import accepted, drafts_of
-from rayserve_moe.decoding.log_probs import TopTokens
-from rayserve_moe.decoding.sampling import Sampled, sample
 from rayserve_moe.execution.prompt_scores import score_prompts
 from rayserve_moe.execution.row_updates import apply_adjustment, apply_update
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepOutput
+from rayserve_moe.execution.step_samples import SampleInput, sample_held, sample_rows, sampled_bits, top_bits
+from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepConfig, StepOutput
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of, words_of
-from rayserve_moe.parallel.sharding import gather_rows
-from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
 WORD_AXES: tuple[str | None, ...] = (None, "vocabulary")
 BIAS_AXES: tuple[str | None, ...] = (None, None)
-
-
-@dataclass(frozen=True)
-class StepConfig:
-    """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
-
-    `most_drafts` is that of any `StepPlan`.
-    """
-
-    model: ModelConfig
-    page_size: int
-    capture_routing: bool
-    layer_pages: tuple[LayerPages, ...] = ()
-    most_drafts: int = 0
 
 
 def run_step(
@@ -66,7 +46,7 @@ def run_step(
 
     def on_device(
         weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
-    ) -> tuple[DeviceState, StepOutput]:
+    ) -> tuple[DeviceState, StepOutput, jax.Array | None]:
         vector_W = vectors_NW[plan.data_rank()]
         state = replace(state, page_table_RP=change_pages(state, vector_W, layout=layout))
         step = unpack(vector_W, state, layout=layout, page_size=config.page_size, layer_pages=config.layer_pages)
@@ -79,26 +59,49 @@ def run_step(
             config=config.model,
         )
         state = replace(state, kv_pages=out.kv_pages)
-        sampled, state = _sampled(logits_AV, state, step, config=config)
+        sampled, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
         state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
         scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
         tally_N4 = None if out.tally_4 is None else plan.gather_data_ranks(out.tally_4[None], dim=0)
-        bits = (
-            _sampled_bits(sampled, plan.data_size),
-            _captured_routing(out, config),
-            _top_bits(sampled.top, plan.data_size),
-        )
-        return state, StepOutput(*bits, *scores, tally_N4=tally_N4)
+        bits = sampled_bits(sampled, plan.data_size), _captured_routing(out, config)
+        output = StepOutput(*bits, top_bits(sampled.top, plan.data_size), *scores, tally_N4=tally_N4)
+        return state, output, logits_AV if config.holds_samples else None
 
     model, whole = config.model, PartitionSpec()
     state_parts = state_partitions(model)
-    return jax.shard_map(
+    state, output, logits_AV = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(weight_partitions(model), state_parts, whole, block_partitions(model, blocks)),
-        out_specs=(state_parts, whole),
+        out_specs=(state_parts, whole, plan.partition(WORD_AXES)),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
+    return state, replace(output, logits_AV=logits_AV)
+
+
+def _samples_of(step: DeviceInput) -> SampleInput:
+    ids_S = step.batch.token_ids_T[step.sample_places_S]
+    return SampleInput(step.sample_rows_S, step.sampling, step.penalties, ids_S)
+
+
+def sample_step(
+    state: DeviceState, logits_AV: jax.Array, *, samples_N3S: jax.Array, mask_AW: jax.Array, config: StepConfig
+) -> tuple[DeviceState, StepOutput]:
+    """Sample what a step has held (`sample_held`) on every device of the mesh; the output has samples alone."""
+    plan, whole, parts = config.model.plan, PartitionSpec(), state_partitions(config.model)
+
+    def on_device(
+        state: DeviceState, logits_AV: jax.Array, samples_N3S: jax.Array, mask_AW: jax.Array
+    ) -> tuple[DeviceState, StepOutput]:
+        return sample_held(state, logits_AV, samples_N3S=samples_N3S, mask_AW=mask_AW, config=config)
+
+    return jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(parts, plan.partition(WORD_AXES), whole, whole),
+        out_specs=(parts, whole),
+        check_vma=False,
+    )(state, logits_AV, samples_N3S, mask_AW)
 
 
 def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | None:
@@ -130,44 +133,6 @@ def step_logits(
         capacity_factor=weights.capacity_factor,
     )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
-
-
-def _sampled(
-    logits_AV: jax.Array, state: DeviceState, step: DeviceInput, *, config: StepConfig
-) -> tuple[Sampled, DeviceState]:
-    """Sample for all data ranks, and record of the rows what they have sampled: of drafts up to the first wrong one."""
-    plan, part, num_rows = config.model.plan, words_of(config.model), len(state.last_tokens_R)
-    is_real_S = step.sample_rows_S < num_rows
-    rows_S = jnp.where(is_real_S, plan.data_rank() * num_rows + step.sample_rows_S, len(state.seen_RV))
-    given = (rows_S, step.sampling, step.penalties)
-    inputs = (step.batch.token_ids_T[step.sample_places_S],) if config.most_drafts else ()
-    rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
-    drafts = drafts_of(rows_A, sampling.position_S, *inputs, most_drafts=config.most_drafts) if inputs else None
-    of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
-    adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
-    kernels = {"noise": config.model.kernels.noise, "masses": config.model.kernels.masses}
-    sampled = sample(adjusted_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
-    own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], step.sample_rows_S
-    if drafts is not None:
-        counts_A, is_last_A = accepted(sampled.ids_S, drafts)
-        of_rows["rows_S"] = jnp.where(counts_A, rows_A, len(state.seen_RV))
-        own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
-    last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
-    seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
-    return sampled, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
-
-
-def _sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:
-    """Ids, bits of the log-probs, and ranks, 0 where logits were not finite: int32 [N, 3, S]."""
-    bits_A = jax.lax.bitcast_convert_type(sampled.logprobs_S, jnp.int32)
-    joined_PA = jnp.stack([sampled.ids_S, bits_A, jnp.where(sampled.finite_S, sampled.ranks_S, 0)])
-    return jnp.moveaxis(joined_PA.reshape(3, num_ranks, -1), 1, 0)
-
-
-def _top_bits(top: TopTokens, num_ranks: int) -> jax.Array:
-    """Ids, and bits of the log-probs, int32 [N, 2, S, J]."""
-    joined_PAJ = jnp.stack([top.ids_SJ, jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)])
-    return jnp.moveaxis(joined_PAJ.reshape(2, num_ranks, -1, joined_PAJ.shape[-1]), 1, 0)
 
 
 def _scores(

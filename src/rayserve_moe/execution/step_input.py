@@ -130,13 +130,14 @@ def unpack(
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
     batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
-    sampling, penalties = _sampling(state, rows_S, positions_T[places_S] + 1)
+    sampling, penalties = sampling_of(state, rows_S, positions_S=positions_T[places_S] + 1)
     block_wants_top_B = RowIntegers(*state.sampling_integers_RI[block_rows].T).num_top > 0
     return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B)
 
 
-def _sampling(state: DeviceState, rows_S: jax.Array, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:
-    """How each sample is drawn, and by what it is adjusted; padding is greedy and adjusts nothing."""
+def sampling_of(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:
+    """How each sample of `rows_S` at `positions_S` is drawn, and by what it is adjusted; padding is greedy and adjusts
+    nothing."""
     is_real_S = rows_S < state.last_tokens_R.shape[0]
     floats = RowFloats(*jnp.where(is_real_S[:, None], state.sampling_floats_RF[rows_S], jnp.array(RowFloats())).T)
     integers = RowIntegers(*jnp.where(is_real_S[:, None], state.sampling_integers_RI[rows_S], 0).T)

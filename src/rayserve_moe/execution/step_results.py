@@ -32,10 +32,11 @@ def only_wanted(output: StepOutput, wanted: frozenset[str]) -> StepOutput:
     return StepOutput(**{name: getattr(output, name) for name in wanted})
 
 
-def start_copies(output: StepOutput) -> None:
-    """Have all arrays copied to the host as soon as they are there."""
-    for array in jax.tree.leaves(output):
+def start_copies(output: StepOutput, *, is_needed: bool) -> StepOutput:
+    """Have all arrays copied to the host as soon as they are there, if they are not there anyway; returns them."""
+    for array in jax.tree.leaves(output) if is_needed else ():
         array.copy_to_host_async()
+    return output
 
 
 def step_result(

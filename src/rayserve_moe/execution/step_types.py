@@ -13,7 +13,8 @@ import jax
 from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.model.transformer import Parameters
+from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.model.transformer import ModelConfig, Parameters
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,22 @@ class StepShape:
     @property
     def num_tokens(self) -> int:
         return self.num_singles + self.num_blocks * self.block_tokens
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
+
+    `most_drafts` is that of any `StepPlan`. Where samples may be `held`, logits leave the step, and a step without a
+    sample leaves out sampling.
+    """
+
+    model: ModelConfig
+    page_size: int
+    capture_routing: bool
+    layer_pages: tuple[LayerPages, ...] = ()
+    most_drafts: int = 0
+    holds_samples: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +107,8 @@ class StepOutput:
     does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
     Shapes with prefill blocks have `scores_N2X`: bits of the log-probs of targets, and ranks; and `score_top_N2XJ`: the
     likeliest tokens there, as in `top_N2SJ`. `expert_counts_ME` of all data ranks is there after steps that want it.
-    `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`).
+    `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`). `logits_AV`
+    float32, of each device its share of the vocabulary, are there for samples that are held.
     """
 
     sampled_N3S: jax.Array
@@ -100,3 +118,4 @@ class StepOutput:
     score_top_N2XJ: jax.Array | None = None
     expert_counts_ME: jax.Array | None = None
     tally_N4: jax.Array | None = None
+    logits_AV: jax.Array | None = None

@@ -13,6 +13,7 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.answers import native_answer, native_routing
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.inprocess.arguments import prompts_from, requests_from, single_prompt_from
@@ -48,7 +49,8 @@ class Engine:
         self.tokenizer = described.tokenizer
         self.runner = HostRunner(described.runner, plan)
         executor = LocalExecutor(self.runner, wanted.updates)
-        self.loop = EngineLoop(executor, described.card, settings=wanted)
+        constraints = constraint_compiler(self.tokenizer, described.card, settings=wanted.structured)
+        self.loop = EngineLoop(executor, described.card, settings=wanted, constraints=constraints)
 
     def generate(
         self,

@@ -9,7 +9,8 @@ from itertools import takewhile
 
 import numpy as np
 
-from rayserve_moe.requests import LENGTH, FinishReason, GenerationRequest
+from rayserve_moe.finish_reason import LENGTH, FinishReason
+from rayserve_moe.requests import GenerationRequest
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule

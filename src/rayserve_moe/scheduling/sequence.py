@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,18 +37,27 @@ class KnownRows(NamedTuple):
         return self.start + len(self.rows)
 
 
+class Guide(Protocol):
+    """Says which words may follow the outputs of one choice."""
+
+    def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
+        """Return bits int32 [W] as in `SampleMasks`, given all outputs so far, which begin with those given before; or
+        why none may follow."""
+        ...
+
+
 class Sequence:
     """Tokens, pages and row of one choice.
 
-    It ends at `stop_token_ids`; its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of
-    its request, itself among them; `followers` wait for its prompt. Its client knows the first `num_published` tokens.
-    `num_to_recompute` positions were computed before it was preempted. `origins` are ranges `(from, to, "cached" or
-    "recomputed")` of positions that it found cached, or computed once more; later ones outrank. `top_of_outputs` are
-    the likeliest tokens at each output, `scoring` what is found of its prompt's scores; its client has, or does not
-    want, the first `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable`
-    the tokens whose rows and keys come from the same weights, and may be found by others. `weight_versions` are those
-    of its outputs, as in `ChoiceResult`. It came, first got a row, and got its last token, at `accepted_at`,
-    `started_at` and, out of a row, `token_at`.
+    What it samples is what its `guide` allows. It ends at `stop_token_ids`; its first `min_new_tokens` tokens are none
+    of `withheld_ids`. `choices` are those of its request, itself among them; `followers` wait for its prompt. Its
+    client knows the first `num_published` tokens. `num_to_recompute` positions were computed before it was preempted.
+    `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once
+    more; later ones outrank. `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its
+    prompt's scores; its client has, or does not want, the first `num_published_rows` routing rows. `kept_rows` are
+    those that outlive a preemption, `num_cacheable` the tokens whose rows and keys come from the same weights, and may
+    be found by others. `weight_versions` are those of its outputs, as in `ChoiceResult`. It came, first got a row, and
+    got its last token, at `accepted_at`, `started_at` and, out of a row, `token_at`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
@@ -67,6 +76,7 @@ class Sequence:
         seed: int,
         stop_token_ids: frozenset[int],
         withheld_ids: frozenset[int] = frozenset(),
+        guide: Guide | None = None,
     ) -> None:
         prompt_len, max_new_tokens = len(request.prompt_ids), request.sampling.max_new_tokens
         limit = prompt_len + max_new_tokens
@@ -75,6 +85,7 @@ class Sequence:
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.withheld_ids = withheld_ids
+        self.guide = guide
         self.num_prompt_tokens = prompt_len
         self.num_cached = 0
         self.row = NO_ROW

@@ -132,6 +132,15 @@ class BlockWork:
     forced_rows: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class SampleMasks:
+    """The words that samples of a plan may be: `samples` intp [N] says which, in the plan's order; the others may be
+    any. `bits` int32 [N, W] has bit i % 32 of number i // 32 for id i."""
+
+    samples: np.ndarray
+    bits: np.ndarray
+
+
 NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(), BlockWork()
 
 
@@ -142,7 +151,8 @@ class StepPlan:
     `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token. A piece of
     a `migration` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
     chunks, of a server that may move experts. `takes_staged_weights` is for a plan without chunks that follows another
-    such: every host puts the weights that it has staged in the place of those it serves.
+    such: every host puts the weights that it has staged in the place of those it serves. A plan that `holds_samples`
+    does not sample: the plan after it has the `masks` for that, which take the tokens before to be filled.
     """
 
     step_id: int
@@ -162,6 +172,8 @@ class StepPlan:
     wants_expert_counts: bool = False
     takes_staged_weights: bool = False
     most_drafts: int = 0
+    holds_samples: bool = False
+    masks: SampleMasks | None = None
 
     @property
     def has_blocks(self) -> bool:

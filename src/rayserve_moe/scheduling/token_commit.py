@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rayserve_moe.requests import LENGTH, FinishReason, TopLogprobs
+from rayserve_moe.finish_reason import LENGTH, FinishReason
+from rayserve_moe.requests import TopLogprobs
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW

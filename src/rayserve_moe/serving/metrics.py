@@ -48,6 +48,7 @@ COUNTERS = {
     "transport_s": ("transport_seconds", "time that steps and results were on their way"),
     "device_s": ("device_seconds", "time spent waiting for devices"),
     "commit_s": ("commit_seconds", "time spent taking results over"),
+    "mask_s": ("mask_seconds", "time spent filling masks of constrained answers"),
     "picks_rerouted": ("picks_rerouted", "expert selections that full slots moved to another expert"),
     "picks_unfilled": ("picks_unfilled", "expert selections without a slot"),
 }

@@ -12,9 +12,10 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from rayserve_moe.text.chat import template_text
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.by_template import split_by_template
+from rayserve_moe.text.tool_calls.call_grammar import CallForm, form_of
 from rayserve_moe.text.tool_calls.harmony import split_harmony
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, HARMONY, RESPONSE_TEMPLATE, THINKING, output_format
-from rayserve_moe.text.tool_calls.splitter import OutputSplitter, Split, split_text
+from rayserve_moe.text.tool_calls.splitter import OutputSplitter, Split, Thinking, split_text
 from rayserve_moe.text.tool_calls.tape import Tools
 
 _TOOLS = re.compile(r"\btools\b")
@@ -71,6 +72,29 @@ class ChatOutput:
         split = self._split(calls, reasoning, prompt_ids, tools)
         return OutputSplitter(split, tools=parameters_of(tools), max_calls=max_calls)
 
+    def reasoning_end(self, prompt_ids: np.ndarray) -> str:
+        """What ends the reasoning that a prompt has begun; empty where none has begun."""
+        thinking = self._thinking(self.format.reasoning, prompt_ids)
+        return thinking.end if thinking is not None and thinking.is_begun else ""
+
+    def call_form(self) -> CallForm | None:
+        """How calls are written, where their arguments are JSON."""
+        return form_of(self.format.calls, template_text(self._tokenizer))
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Special tokens by their text."""
+        return self._special_ids
+
+    def _thinking(self, reasoning: str | None, prompt_ids: np.ndarray) -> Thinking | None:
+        """The markers of reasoning, and whether a prompt has begun it."""
+        if reasoning is None:
+            return None
+        thinking = THINKING[reasoning]
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist(), skip_special_tokens=False).rstrip()
+        is_begun = tail.endswith(thinking.begin) or (thinking.is_begun and not tail.endswith(thinking.end))
+        return thinking._replace(is_begun=is_begun)
+
     def _formats(self, has_calls: bool, has_reasoning: bool) -> tuple[str | None, str | None]:
         return self.format.calls if has_calls else None, self.format.reasoning if has_reasoning else None
 
@@ -88,11 +112,7 @@ class ChatOutput:
                 has_calls=calls is not None,
                 has_reasoning=reasoning is not None,
             )
-        thinking = None if reasoning is None else THINKING[reasoning]
-        if thinking is not None:
-            tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist(), skip_special_tokens=False).rstrip()
-            is_begun = tail.endswith(thinking.begin) or (thinking.is_begun and not tail.endswith(thinking.end))
-            thinking = thinking._replace(is_begun=is_begun)
+        thinking = self._thinking(reasoning, prompt_ids)
         return split_text(thinking, None if calls is None else CALL_FORMATS[calls])
 
 

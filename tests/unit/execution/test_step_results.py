@@ -28,7 +28,7 @@ class Watched:
 
 def copied(plan: StepPlan) -> set[str]:
     arrays = {field.name: Watched() for field in fields(StepOutput)}
-    start_copies(only_wanted(StepOutput(**cast(Any, arrays)), wanted_outputs(plan)))
+    start_copies(only_wanted(StepOutput(**cast(Any, arrays)), wanted_outputs(plan)), is_needed=True)
     assert all(array.num_copies <= 1 for array in arrays.values())
     return {name for name, array in arrays.items() if array.num_copies}
 
@@ -53,5 +53,5 @@ def test_what_a_step_does_not_bring_is_not_copied() -> None:
     sampled = Watched()
     output = StepOutput(cast(Any, sampled), top_N2SJ=cast(Any, Watched()))
     plan = StepPlan(0, wants_routing=True, block_work=SCORED, wants_score_top=True, wants_expert_counts=True)
-    start_copies(only_wanted(output, wanted_outputs(plan)))
+    start_copies(only_wanted(output, wanted_outputs(plan)), is_needed=True)
     assert sampled.num_copies == 1

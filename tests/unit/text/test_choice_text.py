@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.requests import LENGTH, ChoiceResult, FinishReason, RoutedExperts, SamplingParams
+from rayserve_moe.finish_reason import LENGTH
+from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams
 from rayserve_moe.text.choice_text import ChoiceText, StopStringScanner
 
 # A narrow alphabet, so that stop strings are met, begun and missed often; é and € span several tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import stop_reason
+from rayserve_moe.engine.answers import error_of, stop_reason
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.chat_parts import ChatParts
@@ -120,10 +120,10 @@ class OpenAIWriter:
         return [{"delta": each} for each in (first + deltas or [{}])]
 
     def _finish_reason(self, choice: int, finish: FinishReason | None) -> str | None:
-        """Return why a choice ended: to call tools, where it stopped by itself and does."""
+        """Return why a choice ended: to call tools, where it stopped by itself, does, and could have chosen another."""
         if finish is None or finish.kind != "stop" or self._parts is None or not self._parts.has_calls(choice):
             return None if finish is None else finish.kind
-        return "tool_calls"
+        return "stop" if isinstance(self._body, ChatBody) and isinstance(self._body.tool_choice, dict) else "tool_calls"
 
     def _echoed(self, choice: int) -> str:
         if not self._body.echo:
@@ -143,6 +143,7 @@ class OpenAIWriter:
             "finish_reason": self._finish_reason(choice, finish),
             "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
             "matched_stop": None if finish is None else finish.matched,
+            **error_of(finish),
             **self._evidence.of_choice(choice, delta, so_far=so_far, is_first=is_first),
             **self._routing_fields(choice, delta),
         }

@@ -83,7 +83,8 @@ class RequestStreams:
         return results
 
     def _refuse_failed(self, group: list[NumberedDelta]) -> None:
-        failures = [delta.finish for _, delta in group if delta.finish is not None and delta.finish.kind == "error"]
+        finishes = [delta.finish for _, delta in group if delta.finish is not None]
+        failures = [finish for finish in finishes if finish.kind == "error" and finish.source is None]
         if failures:
             self._loop.check_health()
             raise ApiError(422, failures[0].message or "the model failed on this request", code="model_failed")
@@ -110,6 +111,9 @@ async def open_streams(
     with contextlib.ExitStack() as undo, refusals_named(param_names or {}):
         undo.callback(streams.close)
         for request in requests:
+            if request.constraint is not None and state.loop.constraints is not None:
+                compiled = state.loop.constraints.submit(request.constraint)
+                await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
             streams.submit(request)
             num_choices += request.sampling.n
             if num_choices >= CHOICES_AT_ONCE:

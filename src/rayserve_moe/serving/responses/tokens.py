@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import stop_reason
+from rayserve_moe.engine.answers import error_of, stop_reason
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
 from rayserve_moe.serving.responses.evidence import prompt_logprobs
 from rayserve_moe.serving.responses.logprobs import token_logprobs
@@ -78,6 +78,7 @@ class TokenWriter:
             "token_ids": list(delta.token_ids),
             "finish_reason": None if delta.finish is None else delta.finish.kind,
             "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
+            **error_of(delta.finish),
             "logprobs": None if num_logprobs is None else token_logprobs(delta, num_logprobs=num_logprobs),
             **self.routing.fields(choice, delta),
         }

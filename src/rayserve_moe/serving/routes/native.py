@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_builder import build_request, param_names
 from rayserve_moe.request_fields import SGLANG
 from rayserve_moe.requests import GenerationRequest, SamplingParams
@@ -19,13 +20,14 @@ from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond, rollout_type
 from rayserve_moe.serving.responses.native import NativeWriter
-from rayserve_moe.serving.responses.request_streams import open_streams
+from rayserve_moe.serving.responses.request_streams import open_streams, refusals_named
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.routes.request_parts import forced_routing_of, prompt_ids_of
 from rayserve_moe.serving.schemas.native import GenerateBody
 
 _PARAM_NAMES = {
     **param_names(SGLANG, SamplingParams, prefix="sampling_params."),
+    **param_names(SGLANG, ConstraintFields, prefix="sampling_params."),
     **param_names(SGLANG, GenerationRequest),
 }
 
@@ -38,8 +40,10 @@ def native_router(state: ApiState) -> APIRouter:
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateBody, admission=state.admission)
         container = rollout_type(request, stream=body.stream)
-        requests = await _requests(state, body, request)
-        streams = await open_streams(state, requests, param_names={**_PARAM_NAMES, "prompt": body.prompt_name})
+        names = {**_PARAM_NAMES, "prompt": body.prompt_name}
+        with refusals_named(names):
+            requests = await _requests(state, body, request)
+        streams = await open_streams(state, requests, param_names=names)
         routing = RoutingWriter(
             state.card.routing,
             "binary" if container else body.routed_experts_format,

@@ -20,7 +20,8 @@ from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond
 from rayserve_moe.serving.responses.chat_parts import asked_parts
 from rayserve_moe.serving.responses.openai import OpenAIWriter
-from rayserve_moe.serving.responses.request_streams import RequestStreams, open_streams
+from rayserve_moe.serving.responses.request_streams import RequestStreams, open_streams, refusals_named
+from rayserve_moe.serving.routes.chat_constraint import chat_constraint
 from rayserve_moe.serving.routes.chat_prompt import chat_ids
 from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_of
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
@@ -70,7 +71,8 @@ async def opened(
     """Submit what a body asks for; returns its streams and the writer of its answer."""
     prefix, names = ("chatcmpl", _CHAT_NAMES) if isinstance(body, ChatBody) else ("cmpl", _COMPLETION_NAMES)
     answer_id = body.rid or f"{prefix}-{uuid.uuid4().hex}"
-    requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
+    with refusals_named(names):
+        requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
     streams = await open_streams(state, requests, param_names=names)
     return streams, OpenAIWriter(state, body, answer_id=answer_id, streams=streams)
 
@@ -92,4 +94,9 @@ async def _requests(
     if not isinstance(body, ChatBody):
         return requests
     kept_ids = state.chat_output.kept_ids(**asked_parts(body))
-    return [replace(request, kept_special_ids=kept_ids) for request in requests]
+    return [
+        replace(
+            request, kept_special_ids=kept_ids, constraint=chat_constraint(state.chat_output, body, request=request)
+        )
+        for request in requests
+    ]

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_builder import build_request, param_names
 from rayserve_moe.request_fields import VLLM
 from rayserve_moe.requests import ROW_START, GenerationRequest, SamplingParams
@@ -24,6 +25,7 @@ from rayserve_moe.serving.schemas.tokens import START, TokenBody
 
 _PARAM_NAMES = {
     **param_names(VLLM, SamplingParams, prefix="sampling_params."),
+    **param_names(VLLM, ConstraintFields, prefix="sampling_params."),
     "prompt": "token_ids",
     "rid": "request_id",
     ROW_START: f"sampling_params.{START}",

@@ -98,7 +98,7 @@ _OTHER_NAMES = (
 _ACCEPTED = (
     ("c h", "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options"),
     ("c h", "prompt_cache_retention prediction return_token_offsets guided_decoding_backend"),
-    ("c h", "guided_whitespace_pattern mm_payload return_mm_kwargs"),
+    ("c h", "mm_payload return_mm_kwargs"),
     ("c h gs is", "spaces_between_special_tokens length_penalty early_stopping"),
     ("is", "truncation_side"),
     ("c h g gs is", "stream_interval"),
@@ -154,11 +154,6 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("g", "input_embeds session_params", ()),
     ("g", "require_reasoning", (False,)),
     ("i", "reasoning_ended reasoning_parser_kwargs", (False,)),
-    # constraints
-    ("c h", "response_format", ({"type": "text"},)),
-    ("c h is", "structured_outputs guided_decoding", ()),
-    ("c h", "json_schema regex ebnf guided_json guided_regex guided_choice guided_grammar", ()),
-    ("gs", "json_schema regex ebnf structural_tag", ()),
     # adapters, disaggregation, media, internals
     ("c h g", "lora_path lora_id", ()),
     ("c h i", "kv_transfer_params ec_transfer_params", ()),

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
+from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_fields import FLAG, INT32_MAX, MAX_TOP_LOGPROBS, SGLANG, Values, text, whole
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
@@ -71,6 +72,7 @@ Rids = Annotated[
 
 
 @record_fields(SGLANG, SamplingParams)
+@record_fields(SGLANG, ConstraintFields)
 class NativeSampling(RequestBody):
     """One `sampling_params` object. `first_choice` c gives choices c to c + n - 1 of all that one seed stands for.
 

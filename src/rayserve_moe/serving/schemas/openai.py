@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
+from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_fields import INT32_MAX, OPENAI
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
@@ -79,6 +80,7 @@ class StreamedBody(RoutingFields):
 
 
 @record_fields(OPENAI, SamplingParams)
+@record_fields(OPENAI, ConstraintFields)
 @record_fields(OPENAI, GenerationRequest, without={"top_logprobs"})
 class OpenAIGeneration(StreamedBody):
     """What both OpenAI routes take. SGLang's `no_stop_trim` keeps what follows the stop string in its token as well."""

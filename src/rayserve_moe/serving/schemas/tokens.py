@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_fields import VLLM
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
@@ -22,6 +23,7 @@ START = "routed_experts_prompt_start"
 
 
 @record_fields(VLLM, SamplingParams)
+@record_fields(VLLM, ConstraintFields)
 class TokenSampling(RequestBody):
     """`sampling_params`: `logprobs` 0 or 1 gives the sampled tokens' alone, more gives as many of the likeliest."""
 

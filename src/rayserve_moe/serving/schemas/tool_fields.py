@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.serving.schemas.field_types import RequestBody, fault
 
@@ -29,11 +29,18 @@ def _is_function(tool: object) -> bool:
     return is_named and (parameters is None or isinstance(parameters, dict))
 
 
-def _check_choice(value: object) -> str:
-    if value not in ("none", "auto"):
-        raise fault(
-            "can be none or auto: a required or a named tool needs structured output, which is not computed here"
-        )
+def _check_choice(value: object) -> str | dict[str, Any]:
+    if isinstance(value, dict):
+        function = value.get("function")
+        if (
+            value.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise fault("should name a function: {type: function, function: {name}}")
+        return value
+    if value not in _CHOICES:
+        raise fault(f"should be one of {', '.join(_CHOICES)}, or name a function")
     return str(value)
 
 
@@ -46,6 +53,15 @@ def _check_effort(value: object) -> str:
     return str(value)
 
 
+_CHOICES = ("none", "auto", "required")
+_NAMED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
 _FUNCTION = {
     "type": "object",
     "properties": {
@@ -63,7 +79,11 @@ _TOOLS = {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}
 
 ToolList = Annotated[list[dict[str, Any]], PlainValidator(_check_tools), WithJsonSchema(_TOOLS)]
 Effort = Annotated[str, PlainValidator(_check_effort), WithJsonSchema({"enum": list(EFFORTS)})]
-ToolChoice = Annotated[str, PlainValidator(_check_choice), WithJsonSchema({"enum": ["none", "auto"]})]
+ToolChoice = Annotated[
+    str | dict[str, Any],
+    PlainValidator(_check_choice),
+    WithJsonSchema({"anyOf": [{"enum": list(_CHOICES)}, _NAMED]}),
+]
 
 
 class ToolFields(RequestBody):
@@ -80,6 +100,20 @@ class ToolFields(RequestBody):
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     reasoning_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _forced_tools_are_offered(self) -> Self:
+        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+            raise fault("`tool_choice` should be required only beside `tools`, and name one of them")
+        return self
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which an answer must call one; none where it need not call any."""
+        if isinstance(self.tool_choice, str):
+            return self.tools if self.tool_choice == "required" else []
+        name = self.tool_choice["function"]["name"]
+        return [tool for tool in self.tools if tool["function"]["name"] == name]
 
     @property
     def reasoning_options(self) -> dict[str, Any]:

@@ -7,16 +7,16 @@ from rayserve_moe.text.tool_calls.sections import sectioned
 from rayserve_moe.text.tool_calls.tape import BrokenCall, Steps, Tape, close, expect, json_text, peek, until
 
 _BAR, _SPACE = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
-_BEGIN, _SEPARATOR, _END = (
+BEGIN, SEPARATOR, END = (
     f"<{_BAR}tool{_SPACE}{word}{_BAR}>" for word in (f"call{_SPACE}begin", "sep", f"call{_SPACE}end")
 )
 SECTION = f"<{_BAR}tool{_SPACE}calls{_SPACE}begin{_BAR}>"
-_SECTION_END = f"<{_BAR}tool{_SPACE}calls{_SPACE}end{_BAR}>"
+SECTION_END = f"<{_BAR}tool{_SPACE}calls{_SPACE}end{_BAR}>"
 
 
 def _read(tape: Tape) -> Steps[None]:
-    yield from expect(tape, _BEGIN)
-    name, _ = yield from until(tape, _SEPARATOR)
+    yield from expect(tape, BEGIN)
+    name, _ = yield from until(tape, SEPARATOR)
     is_fenced = (yield from peek(tape)) != "{"
     if is_fenced:
         if name.strip() != "function":
@@ -25,8 +25,8 @@ def _read(tape: Tape) -> Steps[None]:
     text = yield from json_text(tape)
     if is_fenced:
         yield from close(tape, "```")
-    yield from close(tape, _END)
+    yield from close(tape, END)
     tape.call(named_call(name, text))
 
 
-DEEPSEEK = sectioned(_read, begins=(SECTION,), call=_BEGIN, ends=(_SECTION_END,), inner=(_SEPARATOR, _END))
+DEEPSEEK = sectioned(_read, begins=(SECTION,), call=BEGIN, ends=(SECTION_END,), inner=(SEPARATOR, END))

@@ -10,21 +10,22 @@ from rayserve_moe.text.tool_calls.tape import BrokenCall, Steps, Tape, close, ex
 
 SECTION = "<|tool_calls_section_begin|>"
 _SECTIONS = (SECTION, "<|tool_call_section_begin|>")
-_SECTION_ENDS = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
-_BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+SECTION_END = "<|tool_calls_section_end|>"
+_SECTION_ENDS = (SECTION_END, "<|tool_call_section_end|>")
+CALL, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:<>]+)(?::\d+)?")
 
 
 def _read(tape: Tape) -> Steps[None]:
     """The model's own id is the call's; a bare number names no function."""
-    yield from expect(tape, _BEGIN)
-    call_id, _ = yield from until(tape, _ARGUMENTS)
+    yield from expect(tape, CALL)
+    call_id, _ = yield from until(tape, ARGUMENTS)
     found = _CALL_ID.fullmatch(call_id.strip())
     if found is None or found["name"].isdigit():
         raise BrokenCall
     text = yield from json_text(tape)
-    yield from close(tape, _END)
+    yield from close(tape, END)
     tape.call(named_call(found["name"], text, call_id=call_id.strip()))
 
 
-KIMI = sectioned(_read, begins=_SECTIONS, call=_BEGIN, ends=_SECTION_ENDS, inner=(_ARGUMENTS, _END))
+KIMI = sectioned(_read, begins=_SECTIONS, call=CALL, ends=_SECTION_ENDS, inner=(ARGUMENTS, END))

@@ -1,0 +1,112 @@
+"""Compiles constraints of requests in threads of its own, each beside a process that has tried the grammar before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from queue import SimpleQueue
+
+from llguidance import LLMatcher, LLTokenizer
+
+from rayserve_moe.config.settings import StructuredSettings
+from rayserve_moe.constraint_fields import Constraint
+from rayserve_moe.constraints.grammar_text import grammar_of
+from rayserve_moe.constraints.matchers import Vocabulary, built_matcher
+from rayserve_moe.constraints.refusals import refusal
+from rayserve_moe.constraints.token_guide import TokenGuide, end_rules
+from rayserve_moe.constraints.trial_process import TrialProcess, TrialTimeoutError
+from rayserve_moe.requests import RequestError, SamplingParams
+
+MOST_KEPT, MOST_KEPT_BYTES = 256, 16 << 20
+"""Compiled constraints that are kept for later requests: how many, and how long they may be together."""
+
+
+@dataclass(frozen=True)
+class CompiledConstraint:
+    """A constraint that an answer can begin with; every choice gets a guide of its own."""
+
+    matcher: LLMatcher
+    vocabulary: Vocabulary
+    max_mask_ms: float
+    after_ids: tuple[int, ...] = ()
+
+    def guide(self, sampling: SamplingParams) -> TokenGuide:
+        """A guide from the start of an answer on."""
+        rules = end_rules(sampling, eos_ids=self.vocabulary.eos_ids, num_ids=self.vocabulary.num_ids)
+        after_ids = self.after_ids
+        return TokenGuide(self.matcher.deep_copy(), rules, max_mask_ms=self.max_mask_ms, after_ids=after_ids)
+
+
+class ConstraintCompiler:
+    """Compiles constraints, each once as long as it is kept. All methods may be called from any thread."""
+
+    def __init__(self, vocabulary: Vocabulary, settings: StructuredSettings) -> None:
+        self._vocabulary, self._settings = vocabulary, settings
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Constraint, Future[CompiledConstraint]] = OrderedDict()
+        self._num_bytes = 0
+        self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="constraint")
+        self._trials = [TrialProcess(vocabulary) for _ in range(settings.num_threads)]
+        self._idle: SimpleQueue[TrialProcess] = SimpleQueue()
+        for trial in self._trials:
+            self._idle.put(trial)
+
+    def submit(self, constraint: Constraint) -> Future[CompiledConstraint]:
+        """Have a constraint compiled; the future raises RequestError where it cannot be, or not in time."""
+        deadline = time.monotonic() + self._settings.timeout_s
+        with self._lock:
+            known = self._kept.get(constraint)
+            if known is not None:
+                self._kept.move_to_end(constraint)
+                return known
+            future = self._threads.submit(self._compiled, constraint, deadline)
+            self._kept[constraint] = future
+            self._num_bytes += len(constraint.text)
+            while len(self._kept) > MOST_KEPT or self._num_bytes > MOST_KEPT_BYTES:
+                self._forget(next(iter(self._kept)))
+        future.add_done_callback(lambda done: self._drop_failed(constraint, done))
+        return future
+
+    def close(self) -> None:
+        """Compile nothing any more. May be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        return self._vocabulary.tokens()
+
+    def _compiled(self, constraint: Constraint, deadline: float) -> CompiledConstraint:
+        grammar = grammar_of(constraint, limits=self._settings)
+        trial = self._idle.get()
+        try:
+            fault, milliseconds = trial.fault_of(grammar, deadline=deadline)
+        except TrialTimeoutError as error:
+            message = f"it was not compiled within {self._settings.timeout_s:g} s"
+            raise RequestError(message, constraint.param) from error
+        finally:
+            self._idle.put(trial)
+        if fault:
+            raise RequestError(refusal(constraint, fault), constraint.param)
+        if milliseconds > self._settings.max_mask_ms:
+            raise RequestError("its first token takes too long to find, which would hold others", constraint.param)
+        matcher = built_matcher(self._tokens, grammar)
+        assert not matcher.is_error(), "what was tried can be built"
+        after_ids = tuple(self._tokens.tokenize_str(constraint.after, parse_special=True)) if constraint.after else ()
+        return CompiledConstraint(matcher, self._vocabulary, self._settings.max_mask_ms, after_ids)
+
+    def _drop_failed(self, constraint: Constraint, done: Future[CompiledConstraint]) -> None:
+        """Forget what was refused: it may have been for want of time."""
+        if done.cancelled() or done.exception() is not None:
+            with self._lock:
+                if self._kept.get(constraint) is done:
+                    self._forget(constraint)
+
+    def _forget(self, constraint: Constraint) -> None:
+        del self._kept[constraint]
+        self._num_bytes -= len(constraint.text)

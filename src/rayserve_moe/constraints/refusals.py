@@ -1,0 +1,90 @@
+"""Why the grammar engine does not take a constraint: the keyword at fault, and where it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rayserve_moe.constraint_fields import Constraint
+
+LONGEST_PATH = 200
+_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+"""Keywords whose keys are names, not keywords."""
+_NO_SCHEMAS = {"const", "enum", "default", "examples", "required"}
+_CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("oneOf constraints", ("oneOf",)),
+    ("Unknown format", ("format",)),
+    ("patternPropert", ("patternProperties",)),
+    ("min/maxProperties", ("minProperties", "maxProperties")),
+    ("egex", ("pattern", "patternProperties", "format")),
+    ("look-around", ("pattern", "patternProperties")),
+    ("minLength", ("minLength", "maxLength")),
+    ("minItems", ("minItems", "maxItems", "prefixItems", "items")),
+    ("minProperties", ("minProperties", "maxProperties")),
+    ("minimum", ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
+    ("multipleOf", ("multipleOf",)),
+    ("Resource", ("$ref", "$id", "$schema")),
+    ("ointer", ("$ref",)),
+    ("$ref", ("$ref",)),
+    ("nchor", ("$ref", "$anchor")),
+    ("required", ("required",)),
+    ("NoExtension", ("$ref", "allOf", "enum", "const", "not")),
+)
+"""What the engine's messages have in them, and the keywords that they may be about."""
+_FALLBACK = ("$dynamicRef", "$ref", "$id", "allOf", "oneOf", "anyOf", "type", "enum", "const", "pattern", "format")
+_SENTENCES = {
+    "regex": "the expression cannot be used: it is no regular expression without look-around and back references, or "
+    "needs too many states",
+    "choice": "the choices cannot be used",
+    "grammar": "the grammar cannot be used: it is not well formed, needs too many states, or allows nothing",
+    "calls": "the parameters of a tool cannot be used: a keyword in their schema is not supported",
+    "structural_tag": "the tags cannot be used: a schema in them is not supported, or they need too many states",
+}
+
+
+def refusal(constraint: Constraint, fault: str) -> str:
+    """A sentence for what the engine says (`matchers.fault_of`); of the constraint it has keywords and a path alone."""
+    if constraint.kind != "json_schema":
+        return _SENTENCES.get(constraint.kind, "it cannot be used")
+    found = list(_keywords_in(json.loads(constraint.text), "#"))
+    keyword, path = _culprit(found, fault)
+    if keyword is None:
+        return "the schema is not supported: it allows nothing, or is too large"
+    why = "cannot be met" if "nsatisfiable" in fault or "NoExtension" in fault else "is not supported here"
+    return f"`{keyword}` at {_shown(path)} {why}"
+
+
+def _culprit(found: list[tuple[str, str]], fault: str) -> tuple[str | None, str]:
+    """The keyword that a message is about, and where it stands first."""
+    if unknown := re.search(r"Unimplemented keys: \[(.*?)\]", fault):
+        wanted: tuple[str, ...] = tuple(re.findall(r'"([^"]+)"', unknown.group(1)))
+    else:
+        quoted = tuple(re.findall(r"'([a-zA-Z]+)'", fault))
+        wanted = (*quoted, *next((keywords for text, keywords in _CAUSES if text in fault), ()))
+    for keyword in (*wanted, *_FALLBACK):
+        for name, path in found:
+            if name == keyword:
+                return name, path
+    return found[0] if found else (None, "#")
+
+
+def _keywords_in(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every keyword of a schema with the path of the object that it stands in, outer ones first."""
+    open_schemas = [(schema, path)]
+    for inner, at in open_schemas:
+        if isinstance(inner, list):
+            open_schemas += [(one, f"{at}/{place}") for place, one in enumerate(inner)]
+        elif isinstance(inner, dict):
+            for name, value in inner.items():
+                yield name, at
+                if name in _NAMES and isinstance(value, dict):
+                    open_schemas += [(one, f"{at}/{name}/{key}") for key, one in value.items()]
+                elif name not in _NO_SCHEMAS:
+                    open_schemas.append((value, f"{at}/{name}"))
+
+
+def _shown(path: str) -> str:
+    """A path in printable ASCII, of bounded length."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in path[:LONGEST_PATH])

@@ -1,0 +1,121 @@
+"""Which tokens may follow the outputs of one choice: what its grammar, its allowed ids and its ends leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher
+
+from rayserve_moe.requests import FinishReason, SamplingParams
+
+STOP = FinishReason("stop")
+NO_IDS = np.zeros(0, np.int32)
+EMPTY = FinishReason(
+    "error",
+    message="no token is left: what the constraint allows next, other fields of the request forbid",
+    source="constraint",
+)
+
+
+def _failed(sentence: str) -> FinishReason:
+    return FinishReason("error", message=sentence, source="constraint")
+
+
+def id_bits(ids: Collection[int], *, num_words: int) -> np.ndarray:
+    """Bits of ids, int32 [num_words]: bit i % 32 of number i // 32 for id i."""
+    bits, found = np.zeros(num_words, np.uint32), np.fromiter(ids, np.int64, len(ids))
+    np.bitwise_or.at(bits, found // 32, np.uint32(1) << (found % 32).astype(np.uint32))
+    return bits.view(np.int32)
+
+
+@dataclass(frozen=True)
+class EndRules:
+    """Bits int32 of what ends a choice, besides what the grammar says.
+
+    `stops` may end it where the grammar is satisfied, `eos` too, but only where nothing else may follow if
+    `ignores_eos`. Within the first `num_withheld` outputs neither may, again unless nothing else may follow. `allowed`
+    are the only ids there are, where it is not None.
+    """
+
+    stops: np.ndarray
+    eos: np.ndarray
+    ignores_eos: bool = False
+    num_withheld: int = 0
+    allowed: np.ndarray | None = None
+
+
+def end_rules(sampling: SamplingParams, *, eos_ids: Collection[int], num_ids: int) -> EndRules:
+    """The rules of a request, for a model with `num_ids` ids."""
+    num_words = -(-num_ids // 32)
+    stops = [token_id for token_id in sampling.stop_token_ids if token_id < num_ids]
+    allowed = sampling.allowed_token_ids
+    return EndRules(
+        id_bits(stops, num_words=num_words),
+        id_bits(eos_ids, num_words=num_words),
+        sampling.ignore_eos,
+        sampling.min_new_tokens,
+        id_bits(allowed, num_words=num_words) if allowed else None,
+    )
+
+
+class TokenGuide:
+    """Follows the outputs of one choice with a matcher of its own, as a `scheduling.sequence.Guide`.
+
+    A mask that takes longer than `max_mask_ms` of this thread ends the choice with an error: all others wait for it.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, rules: EndRules, *, max_mask_ms: float, after_ids: Sequence[int] = ()
+    ) -> None:
+        """Outputs up to `after_ids`, where there are such, may be anything but an end."""
+        self._matcher, self._rules, self._max_mask_ms = matcher, rules, max_mask_ms
+        self._after_ids = np.asarray(after_ids, np.int32)
+        self._num_consumed = 0
+
+    def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
+        """Return bits int32 [W] of what may follow; or how the choice ends, since nothing may."""
+        if len(self._after_ids) and not self._has_begun(output_ids):
+            return ~(self._rules.eos | self._rules.stops)
+        begun, matcher = time.thread_time(), self._matcher
+        fresh, self._num_consumed = output_ids[self._num_consumed :], len(output_ids)
+        if len(fresh) and not matcher.consume_tokens(fresh.tolist()):
+            return _failed("the grammar engine did not follow the answer: its limits are exceeded")
+        mask = np.zeros(len(self._rules.eos), np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            return _failed("the grammar engine could not go on: its limits are exceeded")
+        if 1e3 * (time.thread_time() - begun) > self._max_mask_ms:
+            return _failed("the constraint takes too long for one token, which holds other requests")
+        return self._within_rules(mask, len(output_ids))
+
+    def _has_begun(self, output_ids: np.ndarray) -> bool:
+        """Whether the ids that the grammar comes after are there; then they are not looked for any more."""
+        count = len(self._after_ids)
+        ends = len(output_ids) - count + 1
+        found = [i for i in range(max(ends, 0)) if np.array_equal(output_ids[i : i + count], self._after_ids)]
+        if found:
+            self._num_consumed, self._after_ids = found[0] + count, NO_IDS
+        return bool(found)
+
+    def _within_rules(self, mask: np.ndarray, num_outputs: int) -> np.ndarray | FinishReason:
+        rules, matcher = self._rules, self._matcher
+        if rules.stops.any() and matcher.is_accepting():
+            mask |= rules.stops
+        if rules.allowed is not None:
+            mask &= rules.allowed
+        if num_outputs < rules.num_withheld:
+            mask = _without(mask, rules.eos | rules.stops)
+        elif rules.ignores_eos:
+            mask = _without(mask, rules.eos)
+        if mask.any():
+            return mask
+        return STOP if matcher.is_stopped() else EMPTY
+
+
+def _without(mask: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """A mask without ids, unless nothing is left then."""
+    rest = mask & ~ids
+    return rest if rest.any() else mask

@@ -1,0 +1,39 @@
+"""Guides of constrained requests: one for each choice, from what its constraint was compiled to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayserve_moe.config.settings import StructuredSettings
+from rayserve_moe.constraints.compiler import ConstraintCompiler
+from rayserve_moe.constraints.matchers import Vocabulary
+from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
+from rayserve_moe.scheduling.sequence import Guide
+from rayserve_moe.text.tokenizer import Tokenizer
+
+
+def constraint_compiler(
+    tokenizer: Tokenizer, card: ModelCard, *, settings: StructuredSettings
+) -> ConstraintCompiler | None:
+    """A compiler for the tokenizer of a model; None where constraints are switched off, or answers have no end."""
+    if not settings.enabled or not card.eos_token_ids:
+        return None
+    tokenizer_json = tokenizer.backing.backend_tokenizer.to_str()
+    return ConstraintCompiler(Vocabulary(tokenizer_json, card.vocab_size, card.eos_token_ids), settings)
+
+
+def guides_of(request: GenerationRequest, compiler: ConstraintCompiler | None) -> Sequence[Guide | None]:
+    """A guide for every choice of a request, None for those of one that may answer anything.
+
+    Waits for the constraint where it is not compiled yet. RequestError where it cannot be.
+    """
+    constraint, num_choices = request.constraint, request.sampling.n
+    if constraint is None:
+        return [None] * num_choices
+    if compiler is None:
+        raise RequestError(
+            "structured output is off: it needs `structured_output: true`, and a tokenizer with an end of sequence",
+            constraint.param,
+        )
+    compiled = compiler.submit(constraint).result()
+    return [compiled.guide(request.sampling) for _ in range(num_choices)]

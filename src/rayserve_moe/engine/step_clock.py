@@ -1,0 +1,51 @@
+"""Numbers that an engine adds up over its steps: seconds, tokens, and assignments to slots of limited capacity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.step_plan import StepResult
+
+
+@dataclass
+class StepClock:
+    """Where the seconds of all steps so far went, and how much they computed."""
+
+    steps: int = 0
+    tokens_computed: int = 0
+    tokens_sampled: int = 0
+    schedule_s: float = 0.0
+    pack_s: float = 0.0
+    transport_s: float = 0.0
+    device_s: float = 0.0
+    commit_s: float = 0.0
+    mask_s: float = 0.0
+
+    def note(self, finished: Schedule, result: StepResult, *, num_sampled: int, commit_s: float) -> None:
+        """Add a step that is committed."""
+        self.steps += 1
+        self.tokens_computed += finished.plan.num_tokens
+        self.tokens_sampled += num_sampled if finished.plan.most_drafts else len(finished.sampling_rows)
+        self.pack_s += result.pack_s
+        self.device_s += result.device_s
+        self.transport_s -= result.pack_s + result.device_s
+        self.commit_s += commit_s
+
+
+def selection_statistics(tally: np.ndarray | None, *, num_ranks: int) -> dict[str, float]:
+    """What the capacity of slots did to the assignments of all steps (`StepResult.tally`); empty without limits.
+
+    `rank_imbalance` is the hottest rank of each layer and step over the mean one, weighted by assignments.
+    """
+    if tally is None:
+        return {}
+    wanted, kept, filled, hottest = map(float, tally)
+    return {
+        "picks_kept_share": kept / wanted if wanted else 1.0,
+        "picks_rerouted": filled - kept,
+        "picks_unfilled": wanted - filled,
+        "rank_imbalance": hottest * num_ranks / filled if filled else 1.0,
+    }

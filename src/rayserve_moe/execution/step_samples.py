@@ -1,0 +1,104 @@
+"""Sampling in a step, and what rows remember of it; at once, or held until masks have come from the host."""
+
+# S samples of a data rank   A samples of all data ranks   V vocabulary (local share)   J likeliest tokens
+# P values of a sample   W words of a mask   R rows   N data ranks
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
+from rayserve_moe.decoding.drafts import accepted, drafts_of
+from rayserve_moe.decoding.log_probs import TopTokens
+from rayserve_moe.decoding.masks import masked
+from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
+from rayserve_moe.execution.step_input import sampling_of
+from rayserve_moe.execution.step_types import DeviceState, StepConfig, StepOutput
+from rayserve_moe.model.transformer import words_of
+from rayserve_moe.parallel.sharding import gather_rows
+from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
+
+
+class SampleInput(NamedTuple):
+    """Of a data rank's samples: its own rows (one that does not exist marks padding), how they are drawn, by what they
+    are adjusted, and the tokens that they are taken after, int32 [S]."""
+
+    rows_S: jax.Array
+    sampling: SamplingBatch
+    penalties: Penalties
+    ids_S: jax.Array
+
+
+def sample_rows(
+    logits_AV: jax.Array,
+    state: DeviceState,
+    *,
+    samples: SampleInput,
+    config: StepConfig,
+    mask_AW: jax.Array | None = None,
+) -> tuple[Sampled, jax.Array, DeviceState]:
+    """Sample for all data ranks, from words that the mask allows, and record of the rows what they have sampled: of
+    drafts up to the first wrong one. With the samples come the logits they are of, before the mask.
+
+    Where samples may be held, a step that has none does not sample.
+    """
+    plan, part, num_rows = config.model.plan, words_of(config.model), len(state.last_tokens_R)
+    nowhere = len(state.seen_RV)
+    rows_S = jnp.where(samples.rows_S < num_rows, plan.data_rank() * num_rows + samples.rows_S, nowhere)
+    given = (rows_S, samples.sampling, samples.penalties)
+    inputs = (samples.ids_S,) if config.most_drafts else ()
+    rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
+    drafts = drafts_of(rows_A, sampling.position_S, *inputs, most_drafts=config.most_drafts) if inputs else None
+    of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
+    adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
+
+    def draw() -> Sampled:
+        allowed_AV = adjusted_AV if mask_AW is None else masked(adjusted_AV, mask_AW, part=part)
+        kernels = {"noise": config.model.kernels.noise, "masses": config.model.kernels.masses}
+        return sample(allowed_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
+
+    sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and mask_AW is None else draw()
+    own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], samples.rows_S
+    if drafts is not None:
+        counts_A, is_last_A = accepted(sampled.ids_S, drafts)
+        of_rows["rows_S"] = jnp.where(counts_A, rows_A, nowhere)
+        own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
+    last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
+    seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
+    return sampled, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
+
+
+def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
+    """What `draw` returns, or zeros; `has_samples` is the same on all devices, which exchange numbers to draw."""
+    nothing = jax.eval_shape(draw)
+    return jax.lax.cond(has_samples, draw, lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), nothing))
+
+
+def sample_held(
+    state: DeviceState, logits_AV: jax.Array, *, samples_N3S: jax.Array, mask_AW: jax.Array, config: StepConfig
+) -> tuple[DeviceState, StepOutput]:
+    """On one device: sample what a step has held. `samples_N3S` int32 are the rows of its samples, the positions where
+    the new tokens will stand, and the tokens before them."""
+    plan = config.model.plan
+    rows_S, positions_S, ids_S = samples_N3S[plan.data_rank()]
+    samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), ids_S)
+    sampled, _, state = sample_rows(logits_AV, state, samples=samples, config=config, mask_AW=mask_AW)
+    return state, StepOutput(sampled_bits(sampled, plan.data_size), top_N2SJ=top_bits(sampled.top, plan.data_size))
+
+
+def sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:
+    """Ids, bits of the log-probs, and ranks, 0 where logits were not finite: int32 [N, 3, S]."""
+    bits_A = jax.lax.bitcast_convert_type(sampled.logprobs_S, jnp.int32)
+    joined_PA = jnp.stack([sampled.ids_S, bits_A, jnp.where(sampled.finite_S, sampled.ranks_S, 0)])
+    return jnp.moveaxis(joined_PA.reshape(3, num_ranks, -1), 1, 0)
+
+
+def top_bits(top: TopTokens, num_ranks: int) -> jax.Array:
+    """Ids, and bits of the log-probs, int32 [N, 2, S, J]."""
+    joined_PAJ = jnp.stack([top.ids_SJ, jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)])
+    return jnp.moveaxis(joined_PAJ.reshape(2, num_ranks, -1, joined_PAJ.shape[-1]), 1, 0)
