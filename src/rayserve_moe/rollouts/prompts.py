@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_fields import SGLANG, Values, declared, is_token_id
 from rayserve_moe.requests import SamplingParams
 from rayserve_moe.text.chat import encode_chat
@@ -27,7 +28,7 @@ _READ = (*FORMS, "id", "sampling_params")
 _BATCH_ROWS = 256
 SAMPLING: dict[str, Values] = {
     field.names[SGLANG]: field.values
-    for field in declared(SamplingParams)
+    for field in (*declared(SamplingParams), *declared(ConstraintFields))
     if SGLANG in field.names and field.name not in ("n", "first_choice")
 }
 """What a value may be, by name; a job sets the number of choices itself."""

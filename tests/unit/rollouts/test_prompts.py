@@ -149,10 +149,13 @@ def test_rows_may_hold_what_the_server_computes() -> None:
     assert computed >= SAMPLING.keys()
 
 
+TEXTS = {"stop", "stop_regex", "regex", "ebnf", "json_schema", "structural_tag"}
+
+
 def test_bounds_of_sampling_parameters() -> None:
     assert check_sampling({"temperature": 0, "logit_bias": {"5": -100}, "top_k": -1}) is not None
     for name in SAMPLING:
-        for wrong in (None, "word" if name != "stop" else 3, 10**400, [["x"]], -(10**30)):
+        for wrong in (None, 3 if name in TEXTS else "word", 10**400, [["x"]], -(10**30)):
             with pytest.raises(BadRow, match="sampling_params"):
                 check_sampling({name: wrong})
 
