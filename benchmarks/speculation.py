@@ -3,7 +3,8 @@
     python -m benchmarks.speculation [--size small] [--streams 1 16] [--shares 0.5 0.9] [--tokens 96] [--repeats 3]
 
 One device, sides in turn over one runner. An oracle that knows the plain answers drafts; 1, 3, 5 and 7 are fixed
-numbers of drafts, `chosen` is what the server does. A step that took three times the median of its run counts as the
+numbers of drafts, `chosen` is what the server does, from its start; fixed ones run once. `--tokens` are of each
+sequence, one number or one for each of `--streams`. A step that took three times the median of its run counts as the
 median: what else runs on the machine does not decide. Every side must give the same ids.
 """
 
@@ -59,17 +60,18 @@ def main() -> None:
     parser.add_argument("--size", default="small")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.9])
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[96])
     parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()
     note(f"load before: {load_before_start():.2f}")
     settings = {"max_running_requests": ROWS, "precompile_bs_paddings": [1, 8, ROWS], "max_step_tokens": 1024}
     settings |= {"speculative_algorithm": "NGRAM", "dtype": "bfloat16", "cpu_kernels": "native", "page_size": 16}
     with Engine(str(checkpoint_of(asked.size)), **settings, max_model_len=1024) as engine:
-        for streams in asked.streams:
+        lengths = asked.tokens * (len(asked.streams) if len(asked.tokens) == 1 else 1)
+        for streams, num_new in zip(asked.streams, lengths, strict=True):
             generator = np.random.default_rng(streams)
             prompts = generator.integers(10, 1000, (streams, PROMPT_TOKENS)).astype(np.int32)
-            requests = [request_for(p, f"{i}", max_new_tokens=asked.tokens) for i, p in enumerate(prompts)]
+            requests = [request_for(p, f"{i}", max_new_tokens=num_new) for i, p in enumerate(prompts)]
             requests = [replace(request, return_routed_experts=False) for request in requests]
             for share in asked.shares:
                 report(engine, requests, share=share, repeats=asked.repeats)
@@ -83,6 +85,8 @@ def report(engine: Engine, requests: list[GenerationRequest], *, share: float, r
     totals: dict[object, object] = {}
     for repeat in range(repeats):
         for side in in_turn(list(SIDES), repeat):
+            if repeat and isinstance(side, int):
+                continue
             oracle = None if side == "plain" else Oracle(known, share=share, vocab_size=engine.card.vocab_size)
             found, seconds, num_tokens, totals[side] = run(engine, requests, oracle, side)
             if found != plain:
@@ -91,7 +95,7 @@ def report(engine: Engine, requests: list[GenerationRequest], *, share: float, r
     of_plain = median(rates["plain"])
     for side in SIDES:
         rate = median(rates[side])
-        ratios = [a / b for a, b in zip(rates[side], rates["plain"], strict=True)]
+        ratios = [a / b for a, b in zip(rates[side], rates["plain"], strict=False)]
         spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
         print(
             f"{len(requests)} streams, p {share}, {side}: {rate:.0f} tokens/s, {rate / of_plain:.2f} ({spread})",

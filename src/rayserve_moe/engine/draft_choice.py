@@ -10,13 +10,19 @@ import numpy as np
 LADDER = (1, 3, 5, 7)
 """Drafts of a sequence that steps are planned with, besides none."""
 KEPT_TIMES = 9
-FORGETTING = 0.8
+FORGETTING = 0.9
 """What is left of older outcomes after each verification of a row."""
 PRIOR_TRIALS = 2.0
+HOPE = 0.7
+"""Of the rise of times from the last two numbers of rows that were measured, what is expected beyond them: more rows
+reach fewer experts that none of the others do."""
+MARGIN = 1.02
+"""What drafts must promise of the tokens per second without them."""
 
 
 class StepTimes:
-    """Median seconds of recent steps without prompts, by their number of rows rounded to three bits."""
+    """Median seconds of recent steps without prompts, by their number of rows rounded to three bits; the least of the
+    first two."""
 
     def __init__(self) -> None:
         self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
@@ -26,8 +32,10 @@ class StepTimes:
         self._times[_rounded(num_rows)].append(seconds)
 
     def known(self) -> dict[int, float]:
-        """Median seconds by rounded number of rows, ascending."""
-        return {num_rows: median(self._times[num_rows]) for num_rows in sorted(self._times)}
+        """Seconds by rounded number of rows, ascending."""
+        return {
+            num_rows: median(times) if len(times) > 2 else min(times) for num_rows, times in sorted(self._times.items())
+        }
 
 
 def seconds_of(num_rows: int, known: dict[int, float]) -> float:
@@ -38,7 +46,7 @@ def seconds_of(num_rows: int, known: dict[int, float]) -> float:
     if at <= sizes[-1] or len(sizes) == 1:
         return float(np.interp(at, sizes, times))
     slope = max(0.0, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]))
-    return times[-1] + slope * (at - sizes[-1])
+    return times[-1] + HOPE * slope * (at - sizes[-1])
 
 
 class Acceptance:
@@ -65,12 +73,6 @@ class Acceptance:
         self._right_of_all = FORGETTING * self._right_of_all + right.sum()
         self._tried_of_all = FORGETTING * self._tried_of_all + tried.sum()
 
-    def doubt(self) -> None:
-        """Halve what is known of all rows, towards one in two: what is asked now may be of another kind."""
-        self._right_of_all = 0.5 * (self._right_of_all / self._tried_of_all + 0.5) * PRIOR_TRIALS
-        self._tried_of_all = PRIOR_TRIALS
-        self._owners[:] = -1
-
 
 def choose_drafts(
     num_rows: int,
@@ -83,19 +85,23 @@ def choose_drafts(
     """Return the number of drafts per sequence, of LADDER or 0, with the most tokens per second.
 
     `num_rows` sequences decode; those that have drafts have `available` int [N] of them, each right with `acceptance`
-    [N]. `plain` and `verifying` are the known times of steps without and with drafts, `plain` not empty. Times that
-    are not known yet count as those of a plain step: what was never measured is tried.
+    [N]. `plain` and `verifying` are the known times of steps without and with drafts, `plain` not empty. Of more rows
+    than were ever verified only the least number is considered: what was never measured is tried in small steps, and
+    expected to take as long as the one before until two have been measured, for a part is lost to all of them alike.
     """
-    alone = seconds_of(num_rows, plain)
-    known = {_rounded(num_rows): alone} | verifying
-    known = dict(sorted(known.items()))
-    best, best_rate = 0, num_rows / alone
+    alone, largest, at = seconds_of(num_rows, plain), max(verifying, default=0), _rounded(num_rows)
+    known = {size: seconds for size, seconds in sorted((plain | verifying).items()) if size > at}
+    first = min(known, default=at)
+    best, best_rate = 0, MARGIN * num_rows / alone
     for most in LADDER:
         counts = np.minimum(available, most)
+        size = num_rows + int(counts.sum())
         tokens = num_rows + float(np.sum(acceptance * (1 - acceptance**counts) / np.maximum(1 - acceptance, 1e-9)))
-        rate = tokens / seconds_of(num_rows + int(counts.sum()), known)
+        rate = tokens / seconds_of(size, known if size > first and known else {at: alone} | known)
         if rate > best_rate:
             best, best_rate = most, rate
+        if _rounded(size) > largest:
+            break
     return best
 
 

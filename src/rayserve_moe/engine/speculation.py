@@ -16,12 +16,16 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.verify_rows import follows
 
-FIRST_REST, LONGEST_REST = 8, 512
-"""Steps without drafts, overlapped, before drafts are tried: at the start, and most after they did not pay."""
-FRUITLESS_STEPS = 4
+REST = 4
+"""Steps without drafts, overlapped, before and between looks at whether drafts would pay."""
+FRUITLESS_STEPS = 2
 """Steps in a row without drafts that end trying."""
-ACCOUNT_STEPS = 32
-"""Steps after which the seconds that drafts took and saved are balanced."""
+FIRST_CREDIT, MOST_CREDIT, TRYING_CREDIT = 3.0, 8.0, 1.0
+"""What trying drafts may lose, in plain steps: at the start, at most after gains, and what it takes to begin again."""
+CREDIT_OF_STEP = 0.01
+"""What every step adds to that."""
+FORGETTING_STEPS = 256
+"""Plain steps in a row after which times of steps with drafts are measured anew."""
 NO_DRAFTS: dict[int, np.ndarray] = {}
 
 
@@ -40,10 +44,10 @@ class Speculation:
     """Decides before every step whether it has drafts. Those of one step follow on tokens that are on the host, so
     steps do not overlap while it `is_on`.
 
-    It is off to begin with, and after drafts did not pay: where no step of several had any that were worth their rows
-    by `choose_drafts`, or where the steps since the last account took longer than plain ones would have taken for the
-    same tokens. Then it stays off, twice as long each time. Where it `is_fixed` it decides nothing: all steps have all
-    drafts.
+    It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
+    steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
+    with what follows: it goes on where they promise more tokens per second by `choose_drafts`. Where it `is_fixed` it
+    decides nothing: all steps have all drafts.
     """
 
     def __init__(self, table: RowTable, proposer: Proposer, *, most_drafts: int, is_fixed: bool = False) -> None:
@@ -52,9 +56,9 @@ class Speculation:
         self._table, self._most, self._fixed = table, most_drafts, is_fixed
         self._acceptance = Acceptance(len(table.sequences))
         self._plain, self._verifying = StepTimes(), StepTimes()
-        self._rest, self._next_rest = FIRST_REST, FIRST_REST
-        self._num_fruitless = self._num_accounted = 0
-        self._saved_s = 0.0
+        self._rest, self._credit = REST, FIRST_CREDIT
+        self._num_fruitless = self._num_plain = 0
+        self._watched: list[tuple[int, int, int, np.ndarray]] = []
 
     @property
     def is_on(self) -> bool:
@@ -65,13 +69,7 @@ class Speculation:
         """The drafts of decoding rows whose requests allow it and that no guide limits; none where they are not worth
         it."""
         begun = time.perf_counter()
-        found = {}
-        for row in rows.tolist():
-            sequence = self._table.sequences[row]
-            if sequence is not None and sequence.request.speculative and sequence.guide is None:
-                drafts = self.proposer.propose(sequence, self._most)
-                if len(drafts):
-                    found[row] = drafts[: self._most]
+        found = self._proposed(rows)
         most = self._most if self._fixed else self._chosen(len(rows), found)
         self.totals.draft_s += time.perf_counter() - begun
         self._num_fruitless = 0 if most else self._num_fruitless + 1
@@ -97,20 +95,38 @@ class Speculation:
         """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out."""
         if schedule.plan.has_blocks or not num_tokens:
             return
+        self._credit = min(self._credit + CREDIT_OF_STEP, MOST_CREDIT)
         if not self.is_on:
             self._plain.add(schedule.plan.num_tokens, seconds)
             self._rest -= 1
+            self._num_plain += 1
             if self._rest == 0:
-                self._begin()
+                self._consider(schedule.sampling_rows)
             return
+        self._num_plain = 0
         self._verifying.add(schedule.plan.num_tokens, seconds)
         if not self._fixed:
             num_rows = len(np.unique(schedule.sampling_rows))
-            self._balance(num_tokens / num_rows * seconds_of(num_rows, self._plain.known()) - seconds)
+            self._credit += num_tokens / num_rows - seconds / seconds_of(num_rows, self._plain.known())
+            if self._credit < 0:
+                self._rest = int((TRYING_CREDIT - self._credit) / CREDIT_OF_STEP)
+            elif self._num_fruitless >= FRUITLESS_STEPS:
+                self._rest = REST
 
     def end(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
         self.proposer.end(sequence)
+
+    def _proposed(self, rows: np.ndarray) -> dict[int, np.ndarray]:
+        """What is drafted for rows, by row."""
+        found = {}
+        for row in rows.tolist():
+            sequence = self._table.sequences[row]
+            if sequence is not None and sequence.request.speculative and sequence.guide is None:
+                drafts = self.proposer.propose(sequence, self._most)
+                if len(drafts):
+                    found[row] = drafts[: self._most]
+        return found
 
     def _chosen(self, num_rows: int, found: Mapping[int, np.ndarray]) -> int:
         if not found:
@@ -121,19 +137,30 @@ class Speculation:
         times = {"plain": self._plain.known(), "verifying": self._verifying.known()}
         return min(self._most, choose_drafts(num_rows, available, acceptance=acceptance, **times))
 
-    def _begin(self) -> None:
-        """Try drafts from the next step on."""
-        self._acceptance.doubt()
-        self._num_fruitless = self._num_accounted = 0
-        self._saved_s = 0.0
+    def _consider(self, rows: np.ndarray) -> None:
+        """Go on if drafts promise to pay for the rows that decode, else look again soon."""
+        self._num_fruitless = 0
+        begun = time.perf_counter()
+        self._compare()
+        if self._num_plain >= FORGETTING_STEPS:
+            self._num_plain, self._verifying = 0, StepTimes()
+        found = self._proposed(rows)
+        if not self._chosen(len(rows), found):
+            self._rest = REST
+            generations, starts = self._table.generations, self._table.num_tokens
+            self._watched = [(row, int(generations[row]), int(starts[row]), found[row]) for row in found]
+        self.totals.draft_s += time.perf_counter() - begun
 
-    def _balance(self, saved_s: float) -> None:
-        self._saved_s += saved_s
-        self._num_accounted += 1
-        lost = False
-        if self._num_accounted == ACCOUNT_STEPS:
-            lost = self._saved_s < 0
-            self._next_rest = self._next_rest if lost else FIRST_REST
-            self._num_accounted, self._saved_s = 0, 0.0
-        if lost or self._num_fruitless >= FRUITLESS_STEPS:
-            self._rest = self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+    def _compare(self) -> None:
+        """Note what the drafts that were only watched would have come to."""
+        outcomes = []
+        for row, generation, start, drafts in self._watched:
+            sequence = self._table.sequences[row]
+            if sequence is not None and self._table.generations[row] == generation:
+                followed = sequence.token_ids[start : sequence.num_tokens][: len(drafts)]
+                is_wrong = followed != drafts[: len(followed)]
+                outcomes.append((row, len(followed), int(is_wrong.argmax()) if is_wrong.any() else len(followed)))
+        if outcomes:
+            rows, drafted, right = np.array(outcomes).T
+            self._acceptance.note(rows, drafted, right=right)
+        self._watched = []

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
 from rayserve_moe.config.settings import SpeculationSettings
 from rayserve_moe.engine.proposers import NgramProposer, SiblingProposer
-from rayserve_moe.engine.speculation import FIRST_REST, FRUITLESS_STEPS, LONGEST_REST, Speculation
+from rayserve_moe.engine.speculation import (
+    CREDIT_OF_STEP,
+    FIRST_CREDIT,
+    FRUITLESS_STEPS,
+    REST,
+    TRYING_CREDIT,
+    Speculation,
+)
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import DraftCounts, FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
@@ -93,37 +101,52 @@ def plain_schedule(cycle: StepCycle):
     return cycle.scheduler.schedule()
 
 
-def test_a_loss_on_balance_makes_drafts_rest_longer_each_time():
+def test_losses_end_trying_until_other_steps_have_paid_for_them():
     cycle = cycle_with(Knowing(True))
     schedule, speculation = plain_schedule(cycle), cycle.speculation
     assert speculation is not None and not speculation.is_on
-    rest = FIRST_REST
-    assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == rest
-    for _ in range(8):
-        speculation.draft(np.array([0]))
-        assert note_steps(speculation, schedule, 1000, tokens=2, seconds=2.5) > 0
-        rest = min(2 * rest, LONGEST_REST)
-        assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == rest
+    assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == REST
+    speculation.draft(np.array([0]))
+    lost = 0.5
+    num_steps = note_steps(speculation, schedule, 1000, tokens=2, seconds=2.5)
+    assert num_steps * (lost - CREDIT_OF_STEP) == pytest.approx(FIRST_CREDIT, abs=lost)
+    rest = note_steps(speculation, schedule, 10_000, tokens=1, seconds=1.0)
+    assert rest * CREDIT_OF_STEP >= TRYING_CREDIT - CREDIT_OF_STEP
 
 
 def test_a_gain_keeps_them_on():
     cycle = cycle_with(Knowing(True))
     schedule, speculation = plain_schedule(cycle), cycle.speculation
     assert speculation is not None
-    note_steps(speculation, schedule, FIRST_REST, tokens=1, seconds=1.0)
+    note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
     assert speculation.is_on
     assert note_steps(speculation, schedule, 1000, tokens=2, seconds=1.5) == 0
 
 
-def test_steps_without_drafts_end_trying():
+def test_without_drafts_steps_overlap():
     cycle = cycle_with(NgramProposer(SETTINGS))
     schedule, speculation = plain_schedule(cycle), cycle.speculation
     assert speculation is not None
-    note_steps(speculation, schedule, FIRST_REST, tokens=1, seconds=1.0)
+    assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == 0 and not speculation.is_on
+
+
+def test_steps_without_drafts_end_trying():
+    cycle = cycle_with(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    assert speculation is not None
+    note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
+    speculation.proposer = NgramProposer(SETTINGS)
     for _ in range(FRUITLESS_STEPS):
         assert speculation.is_on and not speculation.draft(np.array([0]))
         speculation.note_time(schedule, 1, seconds=1.0)
     assert not speculation.is_on
+
+
+def test_wrong_drafts_are_watched_and_not_tried():
+    cycle = cycle_with(Knowing(False))
+    _, num_turns = run_all(cycle)
+    assert cycle.speculation is not None and cycle.speculation.totals.drafted < LENGTH // 20
+    assert num_turns <= 1.05 * LENGTH
 
 
 def test_siblings_draft_what_others_have_answered():

@@ -1,0 +1,95 @@
+"""Under a clock that knows what steps cost, drafts bring most of what they can, and cost next to nothing elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from rayserve_moe.engine import step_cycle
+from rayserve_moe.engine.speculation import Speculation
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from tests.support.scheduling import one, scheduler
+from tests.unit.engine.test_speculation import FIRST, Counting
+
+NUM_NEW, MOST = 400, 7
+NOT_OVERLAPPED = 0.04
+"""Of the least step: what a step takes longer that is committed before the next is planned."""
+LEAST_OF_PLAIN, LEAST_OF_BEST = 0.97, 0.9
+Curve = Callable[[int], float]
+
+
+class Timed(Counting):
+    """A clock that every step sets forward by what it costs, more or less."""
+
+    def __init__(self, seconds_of: Curve) -> None:
+        super().__init__()
+        self.now, self._seconds_of, self._generator = 0.0, seconds_of, np.random.default_rng(3)
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        took = self._seconds_of(plan.num_tokens) if plan.num_chunks else NOT_OVERLAPPED * self._seconds_of(1)
+        self.now += took * (1 + 0.03 * self._generator.random())
+        return super().execute(plan)
+
+
+class OftenRight:
+    """Drafts what comes next, each token with a probability."""
+
+    name = "often right"
+
+    def __init__(self, share: float) -> None:
+        self._share, self._generator = share, np.random.default_rng(5)
+
+    def propose(self, sequence: Sequence, count: int) -> np.ndarray:
+        follows = FIRST + sequence.num_tokens + np.arange(count, dtype=np.int32)
+        return follows + (self._generator.random(count) >= self._share).astype(np.int32)
+
+    def end(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+
+def seconds(seconds_of: Curve, *, num_streams: int, share: float | None) -> float:
+    """What it takes to run so many sequences, without drafts or with some."""
+    limits = {"max_tokens": NUM_NEW + 8, "num_pages": 40 * num_streams, "page_size": 16}
+    target = scheduler(num_rows=num_streams, verify_rows=(1 + MOST) * num_streams, **limits)
+    speculation = None
+    if share is not None:
+        speculation = Speculation(target.table, OftenRight(share), most_drafts=MOST)
+    timed = Timed(seconds_of)
+    cycle = StepCycle(target, timed, capture=None, speculation=speculation)
+    for i in range(num_streams):
+        cycle.scheduler.add([one(f"r{i}", [0], num_new=NUM_NEW)])
+    with patch.object(step_cycle.time, "perf_counter", lambda: timed.now):
+        while cycle.has_work:
+            cycle.run()
+    return timed.now
+
+
+CURVES: dict[str, Curve] = {
+    "a half for each row": lambda n: 1 + 0.48 * (n - 1),
+    "a quarter for each row": lambda n: 1 + 0.25 * (n - 1),
+    "by distinct experts": lambda n: 0.3 + 0.7 * 8 * (1 - 0.875**n) + 0.02 * n,
+    "almost by rows": lambda n: n**0.95,
+    "not at all": lambda n: 1 + 0.01 * n,
+    "once for the first": lambda n: 1.0 if n in (1, 4) else 1.8 + 0.6 * n / (8 if n <= 8 else 32),
+}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+@pytest.mark.parametrize("num_streams", [1, 4])
+@pytest.mark.parametrize("curve", list(CURVES))
+def test_drafts_cost_little_and_bring_most_of_what_they_can(curve: str, num_streams: int, share: float):
+    cost = CURVES[curve]
+    plain = seconds(cost, num_streams=num_streams, share=None)
+    own = seconds(cost, num_streams=num_streams, share=share)
+    assert plain / own >= LEAST_OF_PLAIN
+    host = NOT_OVERLAPPED * cost(1)
+    best = max(
+        (1 - share ** (most + 1)) / (1 - share) * cost(num_streams) / (cost(num_streams * (1 + most)) + host)
+        for most in (1, 3, 5, MOST)
+    )
+    assert plain / own >= LEAST_OF_BEST * best
