@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,16 +17,17 @@ from rayserve_moe.engine import step_cycle
 from rayserve_moe.engine.proposers import PROPOSERS
 from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution import step, step_input
+from rayserve_moe.execution import step_input, step_samples
 from rayserve_moe.kernels.registry import CPU_NATIVE
-from rayserve_moe.requests import FinishReason
+from rayserve_moe.requests import Constraint, FinishReason
 from rayserve_moe.scheduling import verify_rows
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import EngineFactory
 from tests.support.checkpoints import CORE_CONFIG, PAGE_SIZE
+from tests.support.constraints import compiler, synthetic_tokenizer
 from tests.support.drive import Way, cycle_for, preempt_every, run_on, run_together
 from tests.support.oracle import Oracle
-from tests.support.outcomes import Outcomes, assert_identical, assert_same
+from tests.support.outcomes import Outcome, Outcomes, assert_identical, assert_same
 from tests.support.speculating import random_requests
 from tests.support.workload import request_for
 
@@ -252,9 +254,29 @@ def test_one_draft_too_many_would_be_seen(speculating: Engine):
         run_with_drafts(speculating)
 
 
+def test_constrained_sequences_have_no_drafts_and_drafts_of_others_change_nothing_beside_them(speculating: Engine):
+    """Their samples are held in steps that verify drafts of other sequences."""
+    way = replace(PLAIN, constraints=compiler())
+    requests = [*random_requests(9, count=6)]
+    constraint = Constraint("regex", "([a-d]{3} ){2,6}")
+    sampled = {"max_new_tokens": 30, "temperature": 1.0, "ignore_eos": False}
+    held = [replace(request_for([5, 6 + i], f"held{i}", seed=i, **sampled), constraint=constraint) for i in range(3)]
+    plain = run_together(speculating.runner, speculating.card, [*held, *requests], way=way)
+    oracle = Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE)
+    drafting = replace(way, proposer=oracle, num_drafts=DRAFTS)
+    found = run_together(speculating.runner, speculating.card, [*held, *requests], way=drafting)
+    assert_unchanged(speculating, found, plain)
+    assert all(re.fullmatch("([a-d]{3} ){2,6}", text_of(found[f"held{i}", 0])) for i in range(3))
+
+
+def text_of(outcome: Outcome) -> str:
+    """The text of an answer, without the end of sequence."""
+    return synthetic_tokenizer().decode(outcome.ids)
+
+
 def _noise_by_step(sampling: Callable[..., Any]) -> Callable[..., Any]:
-    def by_step(state: Any, rows_S: Any, positions_S: Any) -> Any:
-        batch, penalties = sampling(state, rows_S, positions_S)
+    def by_step(state: Any, rows_S: Any, *, positions_S: Any) -> Any:
+        batch, penalties = sampling(state, rows_S, positions_S=positions_S)
         is_same = rows_S[1:] == rows_S[:-1]
         first = positions_S
         for _ in range(DRAFTS):
@@ -268,10 +290,10 @@ def _no_drafted_counts(logits_SV: Any, state: Any, **named: Any) -> Any:
     return _adjust(logits_SV, state, **(named | {"drafted_SK": None}))
 
 
-_adjust = step.adjust
+_adjust = step_samples.adjust
 DEVICE_FAULTS = {
-    "noise by step": (step_input, "_sampling", _noise_by_step(step_input._sampling)),
-    "drafts that penalties do not count": (step, "adjust", _no_drafted_counts),
+    "noise by step": (step_input, "sampling_of", _noise_by_step(step_input.sampling_of)),
+    "drafts that penalties do not count": (step_samples, "adjust", _no_drafted_counts),
 }
 
 
