@@ -12,6 +12,8 @@ from pathlib import Path
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.rollouts import batch_job
+from rayserve_moe.serving import chat_client
+from rayserve_moe.serving.routes.models import package_version
 from rayserve_moe.serving.start import command as start
 from rayserve_moe.tools.check_table import render
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, Limits, check, estimator_of, use_host_alone
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `serve` as `serving.start.supervisor` does.
     """
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
+    parser.add_argument("--version", action="version", version=f"rayserve-moe {package_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compile_check(commands.add_parser("compile-check", help="compile a server's programs for a TPU topology"))
     plan_slice.add_arguments(
@@ -38,9 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     rollout = commands.add_parser("rollout", help="sample the prompts of a file into Parquet shards")
     batch_job.add_arguments(rollout)
-    start.add_arguments(commands.add_parser("serve", help="serve a config on this machine, until it is stopped"))
+    start.add_arguments(commands.add_parser("serve", help="serve a config or a model on this machine, until stopped"))
+    chat_client.add_arguments(commands.add_parser("chat", help="talk to a server in a terminal"))
     options = parser.parse_args(arguments)
-    runs = {"compile-check": _compile_check, "plan-slice": plan_slice.run, "rollout": batch_job.run, "serve": start.run}
+    runs = {
+        "chat": chat_client.run,
+        "compile-check": _compile_check,
+        "plan-slice": plan_slice.run,
+        "rollout": batch_job.run,
+        "serve": start.run,
+    }
     try:
         return runs[options.command](options)
     except ValueError as error:

@@ -45,6 +45,19 @@ class _Key:
     choices: tuple[str, ...] = ()
 
 
+_HEADS = (
+    "attention heads are split over all devices of a data-parallel group by themselves: set data_parallel_size (the "
+    "groups), and devices_per_host for fewer devices"
+)
+_EXPERTS = "experts always lie over all devices: leave it out"
+EXPLAINED = {
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "attention_tp_size"), _HEADS),
+    **dict.fromkeys(("ep_size", "expert_parallel_size", "enable_expert_parallel", "moe_tp_size"), _EXPERTS),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "layers are not split into stages here: leave it out"),
+}
+"""Settings of other engines that have no counterpart, and what to do instead."""
+
+
 def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Settings:
     """Build Settings from flat keys; what is not named takes its default, after the environment.
 
@@ -60,6 +73,8 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
     given: dict[_Key, str] = {}
     for name, value in merged.items():
         key = keys.get(name)
+        if name in EXPLAINED:
+            raise SettingsError(f"{name}: {EXPLAINED[name]}")
         if key is None:
             raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")
         if given.setdefault(key, name) != name:

@@ -15,7 +15,7 @@ from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, Sh
 from rayserve_moe.text.tokenizer import Tokenizer
 
 FORCED = "forced_routed_experts"
-OPTIONS = {"return_logprob", "logprob_start_len", FORCED, *param_names(SGLANG, GenerationRequest).values()}
+OPTIONS = {"return_logprob", "logprob_start_len", "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
 """Keywords of a call of `Engine` besides sampling parameters."""
 _SCORES = ("logprobs", "prompt_logprobs")
 _OPTIONS_OF_LLM = {*_SCORES, *param_names(VLLM, GenerationRequest).values()}
@@ -108,9 +108,17 @@ def requests_from(
         raise RequestError(f"{FORCED}: {error}", FORCED) from error
     on_top = {"return_routed_experts": False, **read_given(keywords, options=OPTIONS), "stream": streams}
     return [
-        build_request(ids, read_given(params) | on_top, dialect=SGLANG, card=card, forced=rows)
-        for ids, params, rows in zip(prompts.ids, each, forced, strict=True)
+        build_request(ids, read_given(params) | on_top, dialect=SGLANG, card=card, request_id=rid, forced=rows)
+        for ids, params, rows, rid in zip(prompts.ids, each, forced, _rids(keywords.get("rid"), prompts), strict=True)
     ]
+
+
+def _rids(rid: str | Sequence[str] | None, prompts: Prompts) -> list[str | None]:
+    """Ids of requests, as `/generate` names them: one for each, or one that those of a batch are numbered after."""
+    if rid is None or isinstance(rid, str):
+        is_stem = rid is not None and prompts.is_batch
+        return [f"{rid}_{place}" if is_stem else rid for place in range(len(prompts.ids))]
+    return one_each(rid, len(prompts.ids), single=str, otherwise=None)
 
 
 def request_with(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,13 +16,14 @@ from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.inprocess.arguments import prompts_from, requests_from, single_prompt_from
+from rayserve_moe.inprocess.arguments import Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
-from rayserve_moe.requests import ModelCard
+from rayserve_moe.requests import ChoiceResult, ModelCard, RequestError
 
 Answer = dict[str, Any]
+SamplingMappings = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 class Engine:
@@ -58,9 +59,10 @@ class Engine:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        stream: bool = False,
         **keywords: Any,
-    ) -> Answer | list[Answer]:
-        """Complete one prompt or a batch of them and wait for all.
+    ) -> Answer | list[Answer] | Iterator[Answer]:
+        """Complete one prompt or a batch of them and wait for all; with `stream`, as `generate_stream` does.
 
         Give `prompt` (text) or `input_ids`; one of either gives one answer (a list of n where n > 1), a batch gives a
         list in its order, under a progress bar where there is a terminal. `sampling_params` are SGLang's
@@ -68,6 +70,8 @@ class Engine:
         parameters, and the options of `inprocess.arguments.requests_from`. Answers are those of `POST /generate`.
         RequestError names what cannot be served.
         """
+        if stream:
+            return self._streamed(prompts_from(self.tokenizer, prompt, input_ids=input_ids), sampling_params, keywords)
         prompts = prompts_from(self.tokenizer, prompt, input_ids=input_ids)
         requests = requests_from(prompts, sampling_params, keywords=keywords, card=self.card)
         finished = run_to_end(self.loop, self.tokenizer, requests=requests, shows_progress=True)
@@ -83,17 +87,7 @@ class Engine:
         **keywords: Any,
     ) -> Iterator[Answer]:
         """Complete one prompt as `generate` does; yields the whole answer so far, with its `index`, as choices grow."""
-        prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
-        (request,) = requests_from(prompts, sampling_params, keywords=keywords, card=self.card, streams=True)
-        running = RunningRequest(self.loop, self.tokenizer, request=request)
-        try:
-            for delta in running.stream:
-                index = delta.choice_index
-                running.results[index].add(delta)
-                running.note_time()
-                yield {**self._answer(running, index, keywords=keywords), "index": index}
-        finally:
-            running.stream.close()
+        return self._streamed(prompts_from(self.tokenizer, prompt, input_ids=input_ids), sampling_params, keywords)
 
     async def async_generate(
         self,
@@ -101,12 +95,18 @@ class Engine:
         *,
         input_ids: Sequence[int] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
+        stream: bool = False,
         **keywords: Any,
-    ) -> Answer | list[Answer]:
-        """Complete one prompt as `generate` does, without blocking the event loop; a list of n answers where n > 1."""
+    ) -> Answer | list[Answer] | AsyncIterator[Answer]:
+        """Complete one prompt as `generate` does, without blocking the event loop; a list of n answers where n > 1.
+
+        With `stream`, returns an async iterator over what `generate_stream` yields.
+        """
         prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
-        (request,) = requests_from(prompts, sampling_params, keywords=keywords, card=self.card)
+        (request,) = requests_from(prompts, sampling_params, keywords=keywords, card=self.card, streams=stream)
         running = RunningRequest(self.loop, self.tokenizer, request=request)
+        if stream:
+            return self._async_streamed(running, keywords)
         await running.wait_async()
         answers = self._answers(running, keywords)
         return answers if len(answers) > 1 else answers[0]
@@ -141,6 +141,17 @@ class Engine:
         order = WeightOrder(path, weight_version, aborts_requests=abort_all_requests)
         return self.loop.control.update_weights(order).result()
 
+    def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
+        """Abort the requests that have this `rid`, or all: they end with what they have, and the reason `abort`."""
+        if abort_all:
+            self.loop.abort_all()
+        elif rid:
+            self.loop.abort_stem(rid)
+
+    def flush_cache(self) -> bool:
+        """Flush the prefix cache; False, and nothing is flushed, while requests run."""
+        return self.loop.control.flush().result()
+
     def shutdown(self) -> None:
         """Abort what runs and stop the engine thread. May be called twice."""
         self.loop.shutdown()
@@ -150,6 +161,32 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _streamed(
+        self, prompts: Prompts, sampling_params: SamplingMappings, keywords: Mapping[str, Any]
+    ) -> Iterator[Answer]:
+        if prompts.is_batch:
+            raise RequestError("one prompt at a time here; generate without stream takes batches", "prompt")
+        (request,) = requests_from(prompts, sampling_params, keywords=keywords, card=self.card, streams=True)
+        running = RunningRequest(self.loop, self.tokenizer, request=request)
+        try:
+            for delta in running.stream:
+                yield self._grown(running, delta, keywords)
+        finally:
+            running.stream.close()
+
+    async def _async_streamed(self, running: RunningRequest, keywords: Mapping[str, Any]) -> AsyncIterator[Answer]:
+        try:
+            async for delta in running.stream:
+                yield self._grown(running, delta, keywords)
+        finally:
+            running.stream.close()
+
+    def _grown(self, running: RunningRequest, delta: ChoiceResult, keywords: Mapping[str, Any]) -> Answer:
+        index = delta.choice_index
+        running.results[index].add(delta)
+        running.note_time()
+        return {**self._answer(running, index, keywords=keywords), "index": index}
 
     def _answers(self, running: RunningRequest, keywords: Mapping[str, Any]) -> list[Answer]:
         return [self._answer(running, index, keywords=keywords) for index in range(len(running.results))]

@@ -1,4 +1,4 @@
-"""`rayserve-moe serve CONFIG`: checks everything that can be refused, then becomes the process that starts the rest.
+"""`rayserve-moe serve CONFIG`, or `serve MODEL --setting value`: checks all, then becomes what starts the rest.
 
     this process:  check the config and the model, end processes of an earlier start, choose ports, make the token
       becomes      supervisor    starts the two below, forwards signals, and ends everything
@@ -14,12 +14,16 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
+
+import yaml
 
 from rayserve_moe.checkpoints.hub import hub_model
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.serving.start.environment import LAUNCHER, environment_of, token_path
+from rayserve_moe.serving.start.given_model import config_of_model, is_config
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
@@ -34,13 +38,24 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("config", type=Path, help="a Serve config, such as those in configs/")
+    parser.add_argument("config", help="a Serve config, such as those in configs/, or a model: a directory or a name")
+    parser.add_argument(
+        "settings", nargs=argparse.REMAINDER, help="with a model: --host, --port, and settings (--dp-size 2)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve a config in this process and its children. Returns only where the start is refused: 1."""
     try:
-        os.execve(*_prepared(options.config))
+        if is_config(options.config):
+            if options.settings:
+                raise StartError(f"{options.settings[0]}: a config has settings of its own")
+            os.execve(*_prepared(Path(options.config)))
+        with tempfile.TemporaryDirectory(prefix="rayserve-config-") as folder:
+            file = Path(folder) / "config.yaml"
+            file.write_text(yaml.safe_dump(config_of_model(options.config, options.settings)), encoding="utf-8")
+            arguments = _prepared(file)
+        os.execve(*arguments)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"rayserve-moe serve: {' '.join(str(error).split())}\n")
     return FAILED
