@@ -21,6 +21,8 @@ from benchmarks.table import tables
 
 CONTEXT = 1024
 SEQUENCES = (16, 128, 256, 1024)
+LEAST_SINGLES = 2
+"""Single tokens that a step on TPUs has, if only of padding."""
 PREFILL_TOKENS = 8192
 """Prompt tokens of a data rank in a prefill step, beside 16 sequences."""
 
@@ -54,7 +56,8 @@ def _cases(
     for sequences in SEQUENCES:
         ranks = min(devices, sequences)
         batch, tensor = sequences // ranks, devices // ranks
-        case = EstimatedCase(model, topology, f"decode_{batch}", batch, layers, tensor, expert_dtype)
+        program = f"decode_{max(batch, LEAST_SINGLES)}"
+        case = EstimatedCase(model, topology, program, batch, layers, tensor, expert_dtype)
         yield f"{name} on {topology}, decode, {sequences} sequences", case
     prefill = EstimatedCase(model, topology, f"prefill_{PREFILL_TOKENS}", 16, 3, expert_dtype=expert_dtype)
     yield f"{name} on {topology}, prefill, {PREFILL_TOKENS * devices} tokens", prefill

@@ -35,9 +35,9 @@ def step_shapes(
 ) -> tuple[StepShape, ...]:
     """All shapes to compile, smallest first: those that are worth it by `cost`.
 
-    Decode-only shapes up to one that holds every row, or as the settings list them, and beyond up to `verify_rows` for
-    drafts, each twice the one before at most; then mixed shapes, which hold every row as a single token beside prefill
-    blocks, up to the step's budget.
+    Decode-only shapes up to one that holds every row (on a TPU at least two), or as the settings list them, and beyond
+    up to `verify_rows` for drafts, each twice the one before at most; then mixed shapes, which hold every row as a
+    single token beside prefill blocks, up to the step's budget.
     """
     rows, block, device = scheduler.max_running_requests, PREFILL_BLOCK_TOKENS, cost.device
     decode_sizes = scheduler.decode_batch_sizes or choose_sizes(
@@ -46,6 +46,7 @@ def step_shapes(
         compile_s=device.compile_s,
         horizon_s=device.horizon_s * (1 - PREFILL_SHARE),
     )
+    decode_sizes = [max(size, device.least_singles) for size in decode_sizes]
     num_singles = max(decode_sizes)
     prefill_sizes = choose_sizes(
         -(-scheduler.max_step_tokens // block),
@@ -66,9 +67,9 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
 
 
 def filling_plan(shape: StepShape, *, longest: int, num_rows: int) -> StepPlan:
-    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens."""
+    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens of all rows at most."""
     blocks = [min(shape.block_tokens, longest)] * shape.num_blocks
-    lengths = np.asarray(blocks or [1] * shape.num_singles, np.int32)
+    lengths = np.asarray(blocks or [1] * min(shape.num_singles, num_rows), np.int32)
     return StepPlan(
         step_id=-1,
         chunk_rows=np.arange(len(lengths), dtype=np.int32) % num_rows,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,7 +24,8 @@ class Device:
 
     `block_s` is what an attention block costs in a layer even where it is padding. `compile_s` is by how much one more
     shape prolongs the start, others being compiled beside it; it has to earn that back within `horizon_s` of steps.
-    Where `fills_blocks`, an expert computes whole blocks of rows, as large as its mean load in a full step.
+    Where `fills_blocks`, an expert computes whole blocks of rows, as large as its mean load in a full step. A step has
+    at least `least_singles` single tokens, if only of padding.
     """
 
     bytes_per_s: float
@@ -32,6 +34,7 @@ class Device:
     compile_s: float
     horizon_s: float
     fills_blocks: bool = False
+    least_singles: int = 1
 
 
 CPU = Device(1.2e10, 1.2e11, 3e-5, compile_s=2.5, horizon_s=300.0, fills_blocks=True)
@@ -46,15 +49,17 @@ CPU_NATIVE = Device(2e10, 2.5e11, 3e-5, compile_s=2.5, horizon_s=300.0)
 CPUS = {"cpu": CPU, "cpu_native": CPU_NATIVE}
 """By the name of a table of kernels."""
 
+_TPU = partial(Device, block_s=1e-6, compile_s=15.0, horizon_s=3600.0, least_singles=2)
 TPUS = {
-    "v5e": Device(8.19e11, 1.97e14, 1e-6, compile_s=15.0, horizon_s=3600.0),
-    "v5p": Device(2.765e12, 4.59e14, 1e-6, compile_s=15.0, horizon_s=3600.0),
-    "v6e": Device(1.64e12, 9.18e14, 1e-6, compile_s=15.0, horizon_s=3600.0),
-    "7x": Device(3.69e12, 1.153e15, 1e-6, compile_s=15.0, horizon_s=3600.0),
+    "v5e": _TPU(8.19e11, 1.97e14),
+    "v5p": _TPU(2.765e12, 4.59e14),
+    "v6e": _TPU(1.64e12, 9.18e14),
+    "7x": _TPU(3.69e12, 1.153e15),
 }
 """Memory bandwidth and bfloat16 peak as Google publishes them for each generation; a 7x chip is two devices.
 
-A step of a whole model compiles in about a minute, four of them at a time.
+A step of a whole model compiles in about a minute, four of them at a time. XLA turns the products of a single row into
+others, with six operations more in a layer than for two rows.
 """
 
 

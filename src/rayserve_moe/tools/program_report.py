@@ -82,7 +82,7 @@ class ProgramReader:
     ) -> None:
         state = served.state(num_pages)
         self._plan, self._limit, self._estimator = served.config.plan, limit, estimator
-        self._num_layers = served.config.spec.num_layers
+        self._num_layers, self._num_rows = served.config.spec.num_layers, served.num_rows
         self._pieces = pieces_of(served, state)
         self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.kv_pages)) / _bandwidth(topology)
 
@@ -110,7 +110,9 @@ class ProgramReader:
         shape = program.shape
         if self._estimator is None or shape is None:
             return None
-        full = replace(self._estimator, sizes=replace(self._estimator.sizes, sequences=shape.num_singles))
+        sequences = min(shape.num_singles, self._num_rows)
+        sizes = replace(self._estimator.sizes, sequences=sequences, singles=shape.num_singles)
+        full = replace(self._estimator, sizes=sizes)
         prompt_tokens = shape.num_tokens - shape.num_singles
         return full.estimate(text, prompt_tokens=prompt_tokens, num_layers=self._num_layers)
 

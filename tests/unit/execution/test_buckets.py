@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.config.settings import ExpertSettings, SchedulerSettings
-from rayserve_moe.execution.buckets import choose_shape, device_of, step_cost, step_shapes
+from rayserve_moe.execution.buckets import choose_shape, device_of, filling_plan, step_cost, step_shapes
 from rayserve_moe.execution.shape_choice import CPU, SMALL_MODEL, TPUS
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.execution.weights import model_config
@@ -46,6 +46,15 @@ def test_where_it_is_free_padding_is_small():
     shapes = step_shapes(SchedulerSettings(max_running_requests=20, max_step_tokens=600), LAVISH)
     assert [s.num_singles for s in shapes if not s.num_blocks] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]
     assert [s.num_blocks for s in shapes if s.num_blocks] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 19]
+
+
+def test_a_step_on_a_tpu_has_two_single_tokens_at_least():
+    """Products of one row are others to XLA; what fills the place is padding."""
+    for rows in (1, 8):
+        scheduler, cost = SchedulerSettings(max_running_requests=rows), replace(SMALL_MODEL, device=TPUS["v6e"])
+        shapes = step_shapes(scheduler, cost)
+        assert min(shape.num_singles for shape in shapes) >= 2 and len(set(shapes)) == len(shapes)
+        assert filling_plan(shapes[0], longest=64, num_rows=rows).num_chunks == min(rows, shapes[0].num_singles)
 
 
 @given(st.data())

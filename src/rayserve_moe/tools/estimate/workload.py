@@ -23,7 +23,10 @@ from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a data rank serves on a topology: sequences and tokens of each, and how weights and pages are stored."""
+    """What a data rank serves on a topology: sequences and tokens of each, and how weights and pages are stored.
+
+    `singles` are the single tokens that its step has places for; 0: as many as sequences.
+    """
 
     topology: str
     sequences: int
@@ -31,6 +34,11 @@ class StepSizes:
     page_size: int = 128
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
+    singles: int = 0
+
+    @property
+    def places(self) -> int:
+        return max(self.singles, self.sequences)
 
 
 def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -> StepWork:
@@ -89,7 +97,7 @@ def _attention_work(
         jnp.dtype(sizes.kv_dtype).itemsize,
     )
     decode = _runs(decode_blocks(shape, chip=chip), shape, [sizes.context] * sizes.sequences)
-    work = {sizes.sequences: AttentionWork(*decode, sizes.sequences * sizes.context * row_bytes)}
+    work = {sizes.places: AttentionWork(*decode, sizes.sequences * sizes.context * row_bytes)}
     if prompt_tokens:
         blocks = prefill_blocks(shape, chip=chip)
         length = min(sizes.context, prompt_tokens)
@@ -105,7 +113,7 @@ def _paged_work(
 ) -> dict[int, AttentionWork]:
     """By the kernel of our own, single tokens and blocks of prompts; every core has equally many blocks."""
     num, cores = sizes.sequences, cores_of(model.plan.mesh)
-    work = {_whole(num, cores): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
+    work = {_whole(sizes.places, cores): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
     if prompt_tokens:
         length, tile = min(sizes.context, prompt_tokens), _tile_queries(model, row_bytes, sizes)
         ends = [min(length, end + tile) for end in range(0, length, tile)] * math.ceil(prompt_tokens / length)
