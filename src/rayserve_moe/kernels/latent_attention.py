@@ -101,11 +101,11 @@ def _absorbed_queries(
         queries_TH = project(rms_norm(latents_TR, weights["q_a_norm_LR"], config.norm_eps), weights["q_b_LRH"])
     else:
         queries_TH = project(normed_TD, weights["q_LDH"])
-    k_b_CAn = weights["k_b_LCH"].reshape(len(weights["k_b_LCH"]), -1, config.nope_dim)
-    queries_TAh = queries_TH.reshape(len(normed_TD), k_b_CAn.shape[1], -1)
+    k_b_AnC = weights["k_b_LHC"].reshape(-1, config.nope_dim, weights["k_b_LHC"].shape[1])
+    queries_TAh = queries_TH.reshape(len(normed_TD), len(k_b_AnC), -1)
     plain_TAn, turned_TAr = queries_TAh[..., : config.nope_dim], queries_TAh[..., config.nope_dim :]
     turned_TAr = rotate(turned_TAr, rotation, interleaved=config.interleaved_rotation)
-    absorbed_TAC = _multiply("TAn,CAn->TAC", plain_TAn, k_b_CAn)
+    absorbed_TAC = _multiply("AnC,TAn->TAC", k_b_AnC, plain_TAn)
     return jnp.concatenate([absorbed_TAC, turned_TAr.astype(jnp.float32)], axis=-1)
 
 

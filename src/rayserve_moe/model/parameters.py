@@ -129,8 +129,8 @@ def _cut_out_of_one(specs: dict[str, ParamSpec], spec: ModelSpec) -> dict[str, P
 def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, ParamSpec]:
     """Latent attention: what leads into latents is held by every device, what leads out of them by heads.
 
-    A file has the keys and values of a head next to each other in one tensor (role `kv_b`), we hold them apart, what
-    leads to values as it lies there: XLA:CPU transposes the right side of a product per head whose heads stand last.
+    A file has the keys and values of a head next to each other in one tensor (role `kv_b`), we hold them apart, each as
+    it lies there: XLA copies the right side of a product per head whose heads stand last, in every layer.
     """
     attention, layers = spec.attention, _all_layers(spec)
     width, cached = spec.hidden_size, latent.kv_lora_rank + latent.rope_dim
@@ -143,14 +143,15 @@ def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, 
 
     def of_latent(first: int, size: int) -> ParamSpec:
         both = stack("kv_b", (latent.kv_lora_rank, attention.num_heads * size), (None, "heads"))
-        return replace(both, repeat_width=size, period=latent.nope_dim + latent.value_dim, start=first)
+        both = replace(both, repeat_width=size, period=latent.nope_dim + latent.value_dim, start=first)
+        return both.as_in_files()
 
     specs = {
         "norm_LD": _norm(spec, "attention_norm", dtype),
         "kv_a_LDC": stack("kv_a", (width, cached), ("model", None)),
         "kv_a_norm_LC": stack("kv_a_norm", (latent.kv_lora_rank,), (None,), "ones"),
-        "k_b_LCH": of_latent(0, latent.nope_dim),
-        "v_b_LHC": of_latent(latent.nope_dim, latent.value_dim).as_in_files(),
+        "k_b_LHC": of_latent(0, latent.nope_dim),
+        "v_b_LHC": of_latent(latent.nope_dim, latent.value_dim),
         "o_LHD": stack("o", (o_width, width), ("heads", "model")),
     }
     if q_latent is None:

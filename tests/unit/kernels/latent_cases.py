@@ -36,7 +36,7 @@ class LatentModel:
         shapes = {
             "kv_a_LDC": (self.hidden, self.kv_lora + self.rope),
             "kv_a_norm_LC": (self.kv_lora,),
-            "k_b_LCH": (self.kv_lora, self.heads * self.nope),
+            "k_b_LHC": (self.heads * self.nope, self.kv_lora),
             "v_b_LHC": (self.heads * self.value, self.kv_lora),
             "o_LHD": (self.heads * self.value, self.hidden),
         }
@@ -65,7 +65,7 @@ class LatentModel:
             queries = self._norm(x @ w["q_a_LDR"] + w.get("q_a_bias_LR", 0), w["q_a_norm_LR"]) @ w["q_b_LRH"]
         queries = queries.reshape(num_tokens, self.heads, -1)
         latents, shared = np.split(self.cached(hidden_TD, weights, layer=layer, theta=theta), [self.kv_lora], axis=1)
-        plain = (latents @ w["k_b_LCH"]).reshape(num_tokens, self.heads, self.nope)
+        plain = (latents @ w["k_b_LHC"].T).reshape(num_tokens, self.heads, self.nope)
         values = (latents @ w["v_b_LHC"].T).reshape(num_tokens, self.heads, self.value)
         keys = np.concatenate([plain, np.repeat(shared[:, None], self.heads, axis=1)], axis=-1)
         queries = np.concatenate(

@@ -64,7 +64,7 @@ def test_devices_with_some_of_the_heads_add_up_to_all_of_them_and_hold_the_same_
 
 def shares_of(weights: Weights) -> list[Weights]:
     """The weights of the first and of the second half of the heads."""
-    split = {"q_b_LRH": -1, "k_b_LCH": -1, "v_b_LHC": 1, "o_LHD": 1}
+    split = {"q_b_LRH": -1, "k_b_LHC": 1, "v_b_LHC": 1, "o_LHD": 1}
     return [
         {name: np.split(w, 2, split[name])[half] if name in split else w for name, w in weights.items()}
         for half in (0, 1)

@@ -38,7 +38,7 @@ def parameters_with(*, tensor_size: int = 1, widths: LatentSpec = WIDTHS, **chan
 
 def test_keys_and_values_of_a_head_stand_next_to_each_other_in_one_tensor_of_the_file():
     found = parameters_with()
-    keys, values = found["k_b_LCH"], found["v_b_LHC"]
+    keys, values = found["k_b_LHC"], found["v_b_LHC"]
     assert keys.role == values.role == "kv_b" and keys.file_shape == values.file_shape == (4 * 18, 16)
     of_heads = np.arange(4 * 18).reshape(4, 18)
     np.testing.assert_array_equal(keys.columns_in_file(0, 32), of_heads[:, :8].ravel())
@@ -58,7 +58,7 @@ def test_latents_are_whole_on_every_device_and_heads_are_spread():
     found = parameters_with(tensor_size=2, bias=True, output_bias=True)
     assert found == parameters_with(bias=True, output_bias=True), "nothing is repeated"
     spread = {name for name, p in found.items() if any(MESH_AXES_OF[axis] for axis in p.axes)}
-    assert spread == {"q_b_LRH", "k_b_LCH", "v_b_LHC", "o_LHD"}
+    assert spread == {"q_b_LRH", "k_b_LHC", "v_b_LHC", "o_LHD"}
     assert all(len(p.axes) == len(p.shape) for p in found.values())
 
 

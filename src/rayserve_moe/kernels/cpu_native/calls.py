@@ -42,11 +42,11 @@ PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
 NORMS = (("q_norm_L", "H"), ("k_norm_L", "G"))
 EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD")
 MLPS = ("gate_NDI", "up_NDI", "down_NID", "gate_MDS", "up_MDS", "down_MSD")
-LATENT = ("q_a_LDR", "q_b_LRH", "kv_a_LDC")
+LATENT = ("q_a_LDR", "q_b_LRH", "kv_a_LDC", "k_b_LHC")
 LAYOUT_OF = MappingProxyType(
     {
         **dict.fromkeys((*PROJECTIONS, *LATENT, *EXPERTS, *MLPS), "packed"),
-        **dict.fromkeys(("head", "k_b_LCH", "v_b_LHC"), "packed_columns"),
+        **dict.fromkeys(("head", "v_b_LHC"), "packed_columns"),
     }
 )
 """How the parameters lie that the kernels read as the right side of a product (`layout.LAYOUTS`)."""

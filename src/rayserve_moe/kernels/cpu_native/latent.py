@@ -19,7 +19,7 @@ from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.cpu_native.calls import PREFIX
 from rayserve_moe.kernels.latent_attention import LatentConfig
 
-MATRICES = ("kv_a_LDC", "k_b_LCH", "v_b_LHC", "o_LHD")
+MATRICES = ("kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD")
 VECTORS = ("q_a_norm_LR", "kv_a_norm_LC", "q_a_bias_LR", "kv_a_bias_LC")
 
 

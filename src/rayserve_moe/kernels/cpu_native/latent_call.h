@@ -22,7 +22,7 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
   s.query_latent = q_a.element_count() && q_a.dimensions().size() == 3 ? size_of(q_a, 2) : 0;
   s.norm_eps = norm_eps, s.is_interleaved = is_interleaved;
   native::AttentionShapes& b = s.batch;
-  b.num_tokens = size_of(hidden, 0), b.width = size_of(hidden, 1), b.num_heads = native::times(nope_dim, size_of(k_b, 2));
+  b.num_tokens = size_of(hidden, 0), b.width = size_of(hidden, 1), b.num_heads = native::times(nope_dim, size_of(k_b, 1));
   s.value = native::times(b.num_heads, size_of(v_b, 1));
   b.page_size = size_of(pool, 1), b.num_pages = num_pages.typed_data()[0], b.table_width = size_of(page_table, 1);
   b.num_singles = num_singles, b.num_blocks = size_of(page_table, 0) - num_singles, b.scale = scale;
@@ -31,7 +31,7 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
   if (begin < 0 || b.num_pages > size_of(pool, 0) - begin) return wrong("the pool has no such pages");
   const int64_t depth = s.query_latent ? s.query_latent : b.width, half = s.rope / 2;
   if (!is_absent_or(q_a, {num_layers, b.width, s.query_latent}) || !is(q_b, {num_layers, depth, s.heads() * s.head()}) ||
-      !is(kv_a, {num_layers, b.width, s.cached()}) || !is(k_b, {num_layers, s.latent, s.heads() * s.nope}) ||
+      !is(kv_a, {num_layers, b.width, s.cached()}) || !is(k_b, {num_layers, s.heads() * s.nope, s.latent}) ||
       !is(v_b, {num_layers, s.heads() * s.value, s.latent}) || !is(o, {num_layers, s.heads() * s.value, b.width}) ||
       !is(kv_a_norm, {num_layers, s.latent}) || !is_absent_or(kv_a_bias, {num_layers, s.cached()}) ||
       (s.query_latent && !is(q_a_norm, {num_layers, s.query_latent})) ||
