@@ -32,13 +32,14 @@ class CompiledConstraint:
     matcher: LLMatcher
     vocabulary: Vocabulary
     max_mask_ms: float
+    first_ms: float
     after_ids: tuple[int, ...] = ()
 
     def guide(self, sampling: SamplingParams) -> TokenGuide:
         """A guide from the start of an answer on."""
         rules = end_rules(sampling, eos_ids=self.vocabulary.eos_ids, num_ids=self.vocabulary.num_ids)
-        after_ids = self.after_ids
-        return TokenGuide(self.matcher.deep_copy(), rules, max_mask_ms=self.max_mask_ms, after_ids=after_ids)
+        times = {"max_mask_ms": self.max_mask_ms, "first_ms": self.first_ms}
+        return TokenGuide(self.matcher.deep_copy(), rules, after_ids=self.after_ids, **times)
 
 
 class ConstraintCompiler:
@@ -98,7 +99,7 @@ class ConstraintCompiler:
         matcher = built_matcher(self._tokens, grammar)
         assert not matcher.is_error(), "what was tried can be built"
         after_ids = tuple(self._tokens.tokenize_str(constraint.after, parse_special=True)) if constraint.after else ()
-        return CompiledConstraint(matcher, self._vocabulary, self._settings.max_mask_ms, after_ids)
+        return CompiledConstraint(matcher, self._vocabulary, self._settings.max_mask_ms, milliseconds, after_ids)
 
     def _drop_failed(self, constraint: Constraint, done: Future[CompiledConstraint]) -> None:
         """Forget what was refused: it may have been for want of time."""

@@ -13,15 +13,17 @@ from rayserve_moe.requests import FinishReason, SamplingParams
 
 STOP = FinishReason("stop")
 NO_IDS = np.zeros(0, np.int32)
-EMPTY = FinishReason(
-    "error",
-    message="no token is left: what the constraint allows next, other fields of the request forbid",
-    source="constraint",
-)
 
 
 def _failed(sentence: str) -> FinishReason:
     return FinishReason("error", message=sentence, source="constraint")
+
+
+EMPTY = _failed("no token is left: what the constraint allows next, other fields of the request forbid")
+NOT_FOLLOWED = _failed("the grammar engine could not follow the answer: its limits are exceeded")
+TOO_SLOW = _failed("the constraint takes too long for a token, which holds other requests")
+USUAL_SHARE = 0.1
+"""Of the longest time for one mask: what one may take on average."""
 
 
 def id_bits(ids: Collection[int], *, num_words: int) -> np.ndarray:
@@ -64,32 +66,45 @@ def end_rules(sampling: SamplingParams, *, eos_ids: Collection[int], num_ids: in
 class TokenGuide:
     """Follows the outputs of one choice with a matcher of its own, as a `scheduling.sequence.Guide`.
 
-    A mask that takes longer than `max_mask_ms` of this thread ends the choice with an error: all others wait for it.
+    All other choices wait for its masks. So it has an allowance of `max_mask_ms` of this thread's time, to which every
+    mask adds a tenth, up to as much again; beyond that the choice ends with an error. `last_ms` begins as what the
+    first mask took when the constraint was compiled.
     """
 
     def __init__(
-        self, matcher: LLMatcher, rules: EndRules, *, max_mask_ms: float, after_ids: Sequence[int] = ()
+        self,
+        matcher: LLMatcher,
+        rules: EndRules,
+        *,
+        max_mask_ms: float,
+        after_ids: Sequence[int] = (),
+        first_ms: float = 0.0,
     ) -> None:
         """Outputs up to `after_ids`, where there are such, may be anything but an end."""
         self._matcher, self._rules, self._max_mask_ms = matcher, rules, max_mask_ms
         self._after_ids = np.asarray(after_ids, np.int32)
-        self._num_consumed = 0
+        self._num_consumed, self.last_ms, self._allowance_ms = 0, first_ms, max_mask_ms
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         """Return bits int32 [W] of what may follow; or how the choice ends, since nothing may."""
         if len(self._after_ids) and not self._has_begun(output_ids):
             return ~(self._rules.eos | self._rules.stops)
-        begun, matcher = time.thread_time(), self._matcher
+        begun = time.thread_time()
+        mask = self._from_grammar(output_ids)
+        self.last_ms = 1e3 * (time.thread_time() - begun)
+        self._allowance_ms = min(self._allowance_ms + USUAL_SHARE * self._max_mask_ms, self._max_mask_ms) - self.last_ms
+        if isinstance(mask, FinishReason):
+            return mask
+        return TOO_SLOW if self._allowance_ms < 0 else self._within_rules(mask, len(output_ids))
+
+    def _from_grammar(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
+        matcher = self._matcher
         fresh, self._num_consumed = output_ids[self._num_consumed :], len(output_ids)
         if len(fresh) and not matcher.consume_tokens(fresh.tolist()):
-            return _failed("the grammar engine did not follow the answer: its limits are exceeded")
+            return NOT_FOLLOWED
         mask = np.zeros(len(self._rules.eos), np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            return _failed("the grammar engine could not go on: its limits are exceeded")
-        if 1e3 * (time.thread_time() - begun) > self._max_mask_ms:
-            return _failed("the constraint takes too long for one token, which holds other requests")
-        return self._within_rules(mask, len(output_ids))
+        return NOT_FOLLOWED if matcher.is_error() else mask
 
     def _has_begun(self, output_ids: np.ndarray) -> bool:
         """Whether the ids that the grammar comes after are there; then they are not looked for any more."""

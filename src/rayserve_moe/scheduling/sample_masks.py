@@ -9,22 +9,28 @@ import numpy as np
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import Guide, Sequence
 from rayserve_moe.scheduling.step_plan import SampleMasks
 
 Ending = tuple[Sequence, FinishReason]
+BUDGET_MS = 30.0
+"""For the masks of a step, beyond which no further one is begun: all running requests wait for them."""
+OVER_BUDGET = FinishReason(
+    "error", message="the constraints that run at once take too long, this one most of all", source="constraint"
+)
 
 
 def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:
     """Masks for the samples of a step that holds them, and the sequences that cannot go on, with the reason.
 
     All tokens before the step must have been committed. Samples of rows with another owner by now may be any word.
+    Guides come in the order of what they took last, so that those over the budget are the ones that spend it.
     """
-    samples, bits, endings = [], [], []
-    for sample, sequence in _guided(table, schedule):
-        assert sequence.guide is not None, "only guided sequences have masks"
+    samples, bits, endings, spent_ms = [], [], [], 0.0
+    for sample, sequence, guide in sorted(_guided(table, schedule), key=lambda guided: guided[2].last_ms):
         outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
-        mask = sequence.guide.next_mask(outputs)
+        mask = guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
+        spent_ms += guide.last_ms
         if isinstance(mask, FinishReason):
             endings.append((sequence, mask))
         else:
@@ -34,11 +40,11 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
     return SampleMasks(np.asarray(samples, np.intp), stacked), endings
 
 
-def _guided(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence]]:
-    """The samples of a step whose rows are guided and have the owner that they had, with their sequences."""
+def _guided(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence, Guide]]:
+    """The samples of a step whose rows are guided and have the owner that they had, with sequences and guides."""
     rows = schedule.sampling_rows
     is_own = table.generations[rows] == schedule.sampling_generations
     for sample in np.flatnonzero(table.is_guided[rows] & is_own).tolist():
         sequence = table.sequences[rows[sample]]
-        assert sequence is not None, "a guided row has a sequence"
-        yield sample, sequence
+        assert sequence is not None and sequence.guide is not None, "a guided row has a sequence with a guide"
+        yield sample, sequence, sequence.guide

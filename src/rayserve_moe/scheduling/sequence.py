@@ -38,7 +38,9 @@ class KnownRows(NamedTuple):
 
 
 class Guide(Protocol):
-    """Says which words may follow the outputs of one choice."""
+    """Says which words may follow the outputs of one choice; `last_ms` is what that took last."""
+
+    last_ms: float
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         """Return bits int32 [W] as in `SampleMasks`, given all outputs so far, which begin with those given before; or

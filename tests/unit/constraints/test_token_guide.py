@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -90,3 +92,19 @@ def test_an_answer_that_left_the_grammar_ends_with_an_error(text):
 def test_masks_have_a_bit_for_every_id():
     mask = guide_for("a").next_mask(ids_of(""))
     assert isinstance(mask, np.ndarray) and mask.shape == (vocabulary().mask_words,)
+
+
+def test_a_guide_that_spends_its_allowance_ends_its_answer():
+    compiled = compiler().submit(Constraint("regex", "a{3}")).result()
+    slow = replace(compiled, max_mask_ms=1e-6).guide(SamplingParams())
+    end = slow.next_mask(ids_of(""))
+    assert isinstance(end, FinishReason) and end.kind == "error" and "too long" in (end.message or "")
+
+
+def test_a_constraint_may_begin_after_a_text():
+    compiled = compiler().submit(Constraint("regex", "a", after="</t>")).result()
+    guide = compiled.guide(SamplingParams(stop_token_ids=(300,)))
+    assert allowed(guide.next_mask(ids_of(""))) >= set(range(2, 300)) | set(range(301, 512))
+    assert not {EOS_ID, 300} & allowed(guide.next_mask(ids_of("b</")))
+    assert allowed(guide.next_mask(ids_of("b</t>"))) == {A}
+    assert allowed(guide.next_mask(ids_of("b</t>a"))) == {EOS_ID, 300}
