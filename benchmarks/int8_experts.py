@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "narrow_experts.json")
     chosen = parser.parse_args()
     found = {"calculator": measure(CALCULATOR, problems_of(chosen.problems))}
+    save({"narrow_experts": found}, chosen.out)
     if chosen.sequences:
         generator = np.random.default_rng(0)
         ids = generator.integers(FIRST_PLAIN_ID, 16384, (chosen.sequences, LONGEST))
