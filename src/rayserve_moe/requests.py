@@ -91,6 +91,8 @@ class SamplingParams(SharedSampling):
     """Text is that of all tokens, the rest of the one with the stop string included."""
     stop_regex: tuple[str, ...] = stated((), one_or_several(text(256, shortest=1), 32), vllm=None)
     """Patterns (RE2) whose first match ends a choice, as stop strings do."""
+    bad_words: tuple[str, ...] = stated((), one_or_several(text(256, shortest=1), 128), sglang=None)
+    """Words that the output must not have."""
     repetition_detection: tuple[int, ...] | None = stated(None, REPETITION, sglang=None)
     """A `Repetition`: a pattern of tokens that ends a choice once it stands there so often."""
 
@@ -123,6 +125,8 @@ class GenerationRequest:
     """Replaces what the router selects at the prompt positions that it has rows for."""
     stream_routed_experts: bool = stated(False, FLAG)
     """Send with every update the rows of its tokens."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each of the `bad_words`, which the text layer knows."""
     kept_special_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text even where it leaves such out."""
     routed_experts_start: int = stated(0, COUNT, sglang=ROW_START, openai=ROW_START, vllm="routed_experts_prompt_start")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -113,3 +114,34 @@ def test_a_wrong_priority_is_refused_and_others_are_taken(http):
         assert ask(http, GENERATE, input_ids=[5], sampling_params={"max_new_tokens": 1}, priority=value)
         assert ask(http, COMPLETIONS, prompt=[5], max_tokens=1, priority=value)
     assert check_error(http.post(COMPLETIONS, json={"prompt": [5], "priority": 1.5}), 400)["param"] == "priority"
+
+
+def holds(ids, word):
+    return any(ids[i : i + len(word)] == word for i in range(len(ids) - len(word) + 1))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_bad_word_does_not_come(http, engine, length):
+    encode = partial(engine.tokenizer.encode, add_special_tokens=False)
+    letters = [token_id for letter in "abcdef" for token_id in encode(letter)]
+    body = {"max_tokens": 24, "seed": 3, "ignore_eos": True, "allowed_token_ids": letters}
+    by_text = {"prompt": [5, 6, 7], "return_token_ids": True, **body}
+    (plain,) = ask(http, COMPLETIONS, **by_text)["choices"]
+    ids = plain["token_ids"]
+    word = plain["text"][5 : 5 + length]
+    banned = encode(word)
+    assert len(banned) == length and holds(ids, banned)
+    (told,) = ask(http, COMPLETIONS, **by_text, bad_words=[word])["choices"]
+    assert not holds(told["token_ids"], banned) and len(told["token_ids"]) == 24
+    first = next(end for end in range(len(ids)) if holds(ids[: end + 1], banned))
+    assert told["token_ids"][:first] == ids[:first], "before it nothing changes"
+    events = stream(http, COMPLETIONS, **by_text, bad_words=[word])
+    assert [i for event in events for choice in event["choices"] for i in choice["token_ids"]] == told["token_ids"]
+    (by_ids,) = ask(http, TOKENS, token_ids=[5, 6, 7], sampling_params={**body, "bad_words": [word]})["choices"]
+    assert by_ids["token_ids"] == told["token_ids"]
+
+
+def test_an_answer_without_any_token_left_ends_with_an_error(http, engine):
+    (only,) = engine.tokenizer.encode("a", add_special_tokens=False)
+    (told,) = ask(http, COMPLETIONS, prompt=[5], max_tokens=4, allowed_token_ids=[only], bad_words=["a"])["choices"]
+    assert told["finish_reason"] == "error" and told["text"] == ""

@@ -163,7 +163,7 @@ def choices_of(
     withheld = ending_ids(sampling, card) if sampling.min_new_tokens else frozenset()
     return [
         Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
-        for i, guide in enumerate(guides_of(request, constraints))
+        for i, guide in enumerate(guides_of(request, constraints, num_ids=card.vocab_size))
     ]
 
 

@@ -98,7 +98,7 @@ class EngineLoop:
         what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
         """
         check_request(request, self.card, longest=self._longest)
-        guides = guides_of(request, self.constraints)
+        guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
         most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.parallel.data_parallel_size)
         with self._commands.lock:
             self._commands.check_open()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
+from rayserve_moe.constraints.word_bans import WordBans
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.sequence import Guide
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -22,18 +23,26 @@ def constraint_compiler(
     return ConstraintCompiler(Vocabulary(tokenizer_json, card.vocab_size, card.eos_token_ids), settings)
 
 
-def guides_of(request: GenerationRequest, compiler: ConstraintCompiler | None) -> Sequence[Guide | None]:
+def guides_of(
+    request: GenerationRequest, compiler: ConstraintCompiler | None, *, num_ids: int
+) -> Sequence[Guide | None]:
     """A guide for every choice of a request, None for those of one that may answer anything.
 
     Waits for the constraint where it is not compiled yet. RequestError where it cannot be.
     """
-    constraint, num_choices = request.constraint, request.sampling.n
-    if constraint is None:
-        return [None] * num_choices
+    constraint, sampling, words = request.constraint, request.sampling, request.bad_word_ids
+    guides: list[Guide | None] = [None] * sampling.n
+    if constraint is None and not words:
+        return guides
     if compiler is None:
         raise RequestError(
             "structured output is off: it needs `structured_output: true`, and a tokenizer with an end of sequence",
-            constraint.param,
+            "bad_words" if constraint is None else constraint.param,
         )
-    compiled = compiler.submit(constraint).result()
-    return [compiled.guide(request.sampling) for _ in range(num_choices)]
+    if constraint is not None:
+        compiled = compiler.submit(constraint).result()
+        guides = [compiled.guide(sampling) for _ in guides]
+    if not words:
+        return guides
+    allowed = sampling.allowed_token_ids
+    return [WordBans(words, num_ids=num_ids, allowed_ids=allowed, inner=guide) for guide in guides]

@@ -6,9 +6,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.text.bad_words import bad_word_ids
 from rayserve_moe.text.choice_text import ChoiceText
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -22,6 +24,8 @@ class GenerationStream:
     """
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
+        if request.sampling.bad_words:
+            request = replace(request, bad_word_ids=bad_word_ids(tokenizer, request.sampling.bad_words))
         num_prompt_tokens = len(request.prompt_ids)
         self._texts = [
             ChoiceText(

@@ -36,6 +36,7 @@ class SamplingParams(SharedSampling):
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     repetition_detection: Mapping[str, int] | None = None
+    bad_words: Sequence[str] | None = None
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -124,7 +124,7 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("g gs", "max_thinking_tokens", ()),
     ("i", "output_mode", ("tokens",)),
     # distribution
-    ("c h is", "bad_words logits_processors", ()),
+    ("c h is", "logits_processors", ()),
     ("c h gs is", "use_beam_search", (False,)),
     ("c h gs is", "beam_width", (1,)),
     ("h gs is", "best_of", (1,)),

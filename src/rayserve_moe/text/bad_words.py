@@ -1,0 +1,30 @@
+"""Words that an answer must not have, as token ids: vLLM's way, each as it stands and after a space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayserve_moe.requests import RequestError
+from rayserve_moe.text.tokenizer import Tokenizer
+
+MOST_WORDS = 256
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ids of each word; those after a space too, where they are as many and begin differently.
+
+    RequestError for a word without a token, and for too many.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain = word.lstrip()
+        ids = tuple(tokenizer.encode(plain, add_special_tokens=False))
+        if not ids:
+            raise RequestError("should hold words, none of them empty", "bad_words")
+        spaced = tuple(tokenizer.encode(f" {plain}", add_special_tokens=False))
+        found.append(ids)
+        if spaced and spaced[0] != ids[0] and len(spaced) == len(ids):
+            found.append(spaced)
+    if len(found) > MOST_WORDS:
+        raise RequestError(f"should be at most {MOST_WORDS} words, those after a space included", "bad_words")
+    return tuple(dict.fromkeys(found))
