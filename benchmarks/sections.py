@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.balance_tables import realised_balance, rebalance
 from benchmarks.calculator_table import calculator
 from benchmarks.estimate_table import step_estimate
+from benchmarks.families import families
 from benchmarks.figures import (
     HOST_PARTS,
     OUTSIDE,
@@ -305,6 +306,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "step_transports": step_transports,
     "compile_gate": compile_gate,
     "step_estimate": step_estimate,
+    "families": families,
     "planner": planner,
     "rebalance": rebalance,
     "realised_balance": realised_balance,

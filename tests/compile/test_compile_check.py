@@ -204,6 +204,7 @@ PUBLISHED = {
     "ernie-4.5-21b-a3b": (22, 3),
     "glm-4.5-air": (107, 13),
     "glm-4.7-flash": (30, 4),
+    "gpt-oss-120b": (117, 6),
     "gpt-oss-20b": (21, 4),
     "granite-3.0-3b-a800m": (3, 1),
     "hunyuan-a13b": (80, 13),

@@ -74,6 +74,13 @@ def every_section() -> dict:
     }  # fmt: skip
     compiled |= {"copied_activation_bytes": 4096, "ops_per_layer": 7}
     refused = {"name": "prefill", "memory": None, "error": "too large"}
+    exchange = {"operation": "all-gather", "num_bytes": 500_000, "times": 3}
+    whole = {
+        "dp": 8, "tp": 2, "expert_dtype": "int8", "num_layers": 2, "weights_bytes": 2e9, "kv_pool_bytes": 2**16 * 4096,
+        "error": "", "memory": memory, "copied_bytes": {}, "collectives": [exchange], "kernels": {"paged_attention": 1},
+        "estimate": {"step": {"seconds": 0.01, "bare_seconds": 0.005}, "share_of_roofline": 0.625},
+    }  # fmt: skip
+    too_large = whole | {"memory": None, "error": "no room"}
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
     moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}
     moves = {"slots": 5, "steps": 9, "quiet_step_s": 0.25, "busy_step_s": 0.5, "longest_gap": 3, "longest_quiet_gap": 1}
@@ -123,6 +130,9 @@ def every_section() -> dict:
         },
         "step_estimate": {
             "decode": estimated
+        },
+        "families": {
+            "m@t": whole, "n@t": too_large
         },
         "balanced_selection": {
             "load_before": 0.1, "cores": 2, "drawn_skew": "zipf 1",
@@ -285,6 +295,8 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("step_transports", "250 (250-250)"),
         ("compile_gate", "2.50"),
         ("step_estimate", "50% (100%)"),
+        ("families", "0.500"),
+        ("families", "no room"),
         ("compile_gate", "too large"),
         ("programs", "528"),
         ("peers", "1.50 (1.50-1.50)"),
