@@ -28,14 +28,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def raylets() -> Iterator[int]:
-    """Start a head and one more raylet; yields how many there are."""
+def cluster() -> Iterator[Cluster]:
+    """A head and one more raylet."""
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "dashboard_port": None}
     )
     cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
     cluster.wait_for_nodes()
-    yield 2
+    yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture(scope="package")
+def raylets(cluster: Cluster) -> int:
+    """How many raylets the cluster has."""
+    return 2

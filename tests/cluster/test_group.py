@@ -10,9 +10,12 @@ import pytest
 import ray
 
 from rayserve_moe.cluster import group_executor
+from rayserve_moe.cluster.fencing import HostProcess, this_process
 from rayserve_moe.cluster.group_executor import GroupExecutor
+from rayserve_moe.cluster.heartbeat import Heartbeat
+from rayserve_moe.cluster.step_sockets import Address
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.engine.step_cycle import ExecutorFailure
+from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.served_model import RunnerSettings
 
 PAGES = (70, 50, 60)
@@ -25,10 +28,13 @@ class SmallHost:
     def __init__(self, _: Any, place: Any) -> None:
         self._num_pages = PAGES[place.host_id]
 
-    def coordinator_address(self) -> str:
-        return "127.0.0.1:1"
+    def process(self) -> HostProcess:
+        return this_process()
 
-    def load(self, _: str) -> int:
+    def listen_for_watch(self, key: bytes, timeout_s: float) -> Address:
+        return Heartbeat().listen(host="127.0.0.1", key=key, timeout_s=timeout_s)
+
+    def load(self, *_: str) -> int:
         return self._num_pages
 
     def prepare(self, num_pages: int) -> None:

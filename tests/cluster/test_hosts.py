@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -100,16 +103,21 @@ def starting_hosts(checkpoint: Path, **changes: object) -> Iterator[GroupExecuto
 
 
 def loop_over(
-    executor: OverTransport, card: ModelCard, *, num_data_ranks: int = 1, balancing: BalancingSettings | None = None
+    executor: OverTransport,
+    card: ModelCard,
+    *,
+    num_data_ranks: int = 1,
+    balancing: BalancingSettings | None = None,
+    rebuilder: GroupExecutor | None = None,
 ) -> EngineLoop:
     settings = settings_from({"model_path": "unused", **SETTINGS})
     wanted = replace(
         settings,
         balancing=balancing or settings.balancing,
         parallel=replace(settings.parallel, data_parallel_size=num_data_ranks, num_hosts=2),
-        cluster=replace(settings.cluster, idle_release_s=0.2),
+        cluster=replace(settings.cluster, idle_release_s=0.2, most_rebuilds_in_10_minutes=1000),
     )
-    return EngineLoop(executor, card, settings=wanted)
+    return EngineLoop(executor, card, settings=wanted, rebuilder=rebuilder)
 
 
 @contextmanager
@@ -276,6 +284,29 @@ def test_no_host_collects_what_it_has_loaded(group: tuple[GroupExecutor, int]) -
     executor, _ = group
     counts = ray.get([w.__ray_call__.remote(lambda self: gc.get_freeze_count()) for w in executor.workers])
     assert min(counts) > 100_000
+
+
+def test_requests_outlive_a_host_that_is_killed_under_them(
+    group: tuple[GroupExecutor, int], expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
+) -> None:
+    """Their streams go on with the same tokens, log-probs and rows, by other workers on both raylets."""
+    executor, num_pages = group
+    card, wanted = expected
+    lost = list(executor.workers)
+    pid = ray.get(lost[1].__ray_call__.remote(lambda self: os.getpid()))
+    with running(OverTransport(executor, num_pages), card, rebuilder=executor) as loop:
+        step, threads = loop.statistics()["steps"], []
+        found: list[ChoiceResult] = []
+        threads.append(Thread(target=lambda: found.extend(complete(loop, Tokenizer(checkpoint)))))
+        threads[0].start()
+        while loop.statistics()["steps"] < step + 5:
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGKILL)
+        threads[0].join(120)
+        assert_same(found, wanted)
+        assert loop.recovery is not None and loop.recovery.num_rebuilds == 1
+        assert loop.recovery.num_carried > 0 and executor.workers != lost
+        assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
 
 
 def test_a_lost_host_ends_requests_with_an_error_and_the_engine_says_so(

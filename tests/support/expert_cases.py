@@ -24,10 +24,11 @@ from rayserve_moe.experts.routing import RouterWeights, count_tokens
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.registry import KERNELS
-from rayserve_moe.parallel.mesh import join_hosts, leave_hosts, use_cpu_devices
+from rayserve_moe.parallel.mesh import use_cpu_devices
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 from tests.support.compiling import OPTIMIZED, QUICK
 from tests.support.expert_math import activation_by_hand, choice_by_hand, gates_by_hand, scores_by_hand
+from tests.support.joining import join_hosts, leave_hosts
 
 NUM_LAYERS = 2
 

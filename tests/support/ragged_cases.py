@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
-from rayserve_moe.parallel.mesh import join_hosts, leave_hosts, use_cpu_devices
+from rayserve_moe.parallel.mesh import use_cpu_devices
+from tests.support.joining import join_hosts, leave_hosts
 
 KINDS = [
     ("float32", (3,), 40, 30),

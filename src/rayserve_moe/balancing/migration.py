@@ -133,6 +133,13 @@ class Migration:
         self._pieces = self._all_pieces(layers, version)
         return version
 
+    def start_over(self, placement: ExpertPlacement) -> None:
+        """Take `placement` for where experts lie now, with nothing under way: in hosts that have just started."""
+        self.check(placement)
+        self._pieces = iter(())
+        self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
+        self.progress = MigrationProgress(self.progress.version)
+
     def next_piece(self) -> MigrationPiece | None:
         """The piece to run with the next step; None where nothing is left."""
         piece = next(self._pieces, None)

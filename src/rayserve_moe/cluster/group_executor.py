@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import numpy as np
 import ray
@@ -14,17 +18,21 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
+from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
-from rayserve_moe.cluster.slice_placement import SliceReservation, get, reserve_slice
-from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
-from rayserve_moe.config import derive
+from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
+from rayserve_moe.cluster.standbys import Standbys
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
-from rayserve_moe.engine.step_cycle import ExecutorFailure
+from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import too_late
+from rayserve_moe.observability.fault_points import reach
+from rayserve_moe.observability.phase_clock import PhaseClock
 from rayserve_moe.requests import WeightsRefusedError
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """From asking the hosts whether they have read new weights to asking again."""
@@ -32,9 +40,10 @@ DROP_TIMEOUT_S = 10.0
 
 
 class GroupExecutor:
-    """Owns the workers of one slice, as an `engine.step_cycle.Executor`. They die with it, all together.
+    """Owns the workers of one slice, as an `engine.executor.Executor`. They die with it, all together.
 
-    Another thread may set `given_up` to end the start, with GivenUpError.
+    It is an `engine.recovery.Rebuilder` too: `rebuild` puts other workers in their place, which load the weights that
+    served last. Another thread may set `given_up` to end the start, with GivenUpError.
     """
 
     def __init__(
@@ -48,51 +57,69 @@ class GroupExecutor:
         self._settings, self._parallel, self._cluster = settings, parallel, cluster
         self._given_up = given_up or threading.Event()
         self._reservation: SliceReservation | None = None
-        self._transport: StepTransport | None = None
+        self._group: HostGroup | None = None
+        self._weights = GroupWeights()
+        self._staged_source = ""
+        self._standbys = Standbys()
+        self._clock = PhaseClock()
+        self.on_loss: Callable[[], object] = lambda: None
         self.workers: list[ActorHandle] = []
+
+    @property
+    def phase(self) -> str:
+        """What a rebuild is doing now."""
+        return self._clock.phase
+
+    @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        """What all rebuilds took, by phase."""
+        return self._clock.seconds
+
+    @property
+    def loss(self) -> ExecutorFailure | None:
+        """What is wrong with the workers that serve now, where it was noticed outside of a step."""
+        group = self._group
+        return None if group is None or group.loss is None else ExecutorFailure(group.loss)
 
     def start(self) -> StartReport:
         """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged.
 
         GetTimeoutError after `start_timeout_s` from the reservation.
         """
-        num_hosts = self._parallel.num_hosts
-        self._reservation = reserve_slice(
-            self._cluster, num_hosts=num_hosts, num_slices=self._parallel.num_slices, given_up=self._given_up
-        )
-        self.workers = [self._start_worker(self._reservation, host_id) for host_id in range(num_hosts)]
-        deadline = time.monotonic() + self._cluster.start_timeout_s
+        report = self._start()
+        self._weights = replace(self._weights, num_pages=report.num_pages)
+        self._clock.seconds.clear()
+        return report
 
-        def results_of(refs: Any) -> Any:
-            return get(refs, timeout_s=deadline - time.monotonic(), given_up=self._given_up)
+    def rebuild(self) -> None:
+        self._clock.enter("ending")
+        self._end_group()
+        try:
+            report = self._start()
+        except (RayError, TimeoutError, OSError, RuntimeError, ValueError) as error:
+            raise ExecutorFailure(f"{self.phase}: {type(error).__name__}: {error}") from error
+        log.info("other hosts serve: %s", report)
 
-        coordinator = results_of(self.workers[0].coordinator_address.remote())
-        num_pages = min(results_of([worker.load.remote(coordinator) for worker in self.workers]))
-        results_of([worker.prepare.remote(num_pages) for worker in self.workers])
-        # A host whose peers compile for longer than a collective waits cannot meet them in one: all compile first.
-        reports = results_of([worker.warm_up.remote() for worker in self.workers])
-        self._transport = TRANSPORTS[derive.transport(self._cluster)](
-            self.workers, timeout_s=self._cluster.step_timeout_s
-        )
-        return slowest_start(reports)
+    def cancel(self) -> None:
+        self._given_up.set()
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        assert self._transport is not None, "start comes first"
-        try:
-            return self._transport.execute(plan)
-        except TRANSPORT_ERRORS as error:
-            raise ExecutorFailure(f"step {plan.step_id} was lost: {error}") from error
+        assert self._group is not None, "start comes first"
+        result = self._group.execute(plan)
+        if plan.takes_staged_weights:
+            self._weights = replace(self._weights, source=self._staged_source)
+        return result
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         timeout_s = self._settings.updates.staging_timeout_s
         try:
-            outcomes = self._staged(
-                self._one_revision_of(model_path), expert_of_slot, deadline=time.monotonic() + timeout_s
-            )
+            source = self._one_revision_of(model_path)
+            outcomes = self._staged(source, expert_of_slot, deadline=time.monotonic() + timeout_s)
             refusals = [f"host {host_id}: {refusal}" for host_id, refusal in enumerate(outcomes) if refusal]
             if refusals:
                 self._drop_staged()
                 raise WeightsRefusedError(refusals[0])
+            self._staged_source = source
         except GetTimeoutError as error:
             self._drop_staged()
             raise too_late(timeout_s) from error
@@ -108,8 +135,10 @@ class GroupExecutor:
         def results_of(calls: list[ray.ObjectRef]) -> list[str | None]:
             return ray.get(calls, timeout=max(0.0, deadline - time.monotonic()))
 
-        results_of([worker.begin_staging.remote(model_path, expert_of_slot) for worker in self.workers])
-        while None in (outcomes := results_of([worker.staging_outcome.remote() for worker in self.workers])):
+        workers = list(self.workers)  # others may take their place meanwhile, and have read nothing
+        results_of([worker.begin_staging.remote(model_path, expert_of_slot) for worker in workers])
+        reach("staging", self)
+        while None in (outcomes := results_of([worker.staging_outcome.remote() for worker in workers])):
             time.sleep(POLL_S)
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -137,14 +166,13 @@ class GroupExecutor:
             raise ExecutorFailure(f"a host was lost while it dropped new weights: {error}") from error
 
     def release(self) -> None:
-        if self._transport is not None:
-            self._transport.release()
+        if self._group is not None:
+            self._group.release()
 
     def shutdown(self) -> None:
-        if self._transport is not None:
-            with suppress(RayError):
-                self._transport.release()
-            self._transport = None
+        self._clock.enter("ended")
+        self._standbys.end()
+        self._end_group()
         for worker in self.workers:
             ray.kill(worker)
         self.workers = []
@@ -152,10 +180,45 @@ class GroupExecutor:
             self._reservation.release()
             self._reservation = None
 
-    def _start_worker(self, reservation: SliceReservation, host_id: int) -> ActorHandle:
+    def _start(self) -> StartReport:
+        """Start workers on hosts that are there, and serve with them."""
+        self._clock.enter("placing")
+        if self._reservation is not None and not self._reservation.is_whole:
+            self._reservation.release()
+            self._reservation = None
+        reservation = self._reservation = self._reservation or reserve_slice(
+            self._cluster,
+            num_hosts=self._parallel.num_hosts,
+            num_slices=self._parallel.num_slices,
+            given_up=self._given_up,
+        )
+        hosts = range(self._parallel.num_hosts)
+        waiting = self._standbys.take()
+        workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
+        self.workers = workers
+        self._group = group = HostGroup(workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
+        report = group.start(self._weights, enter=self._clock.enter)
+        if self._cluster.standby_workers:
+            self._standbys.start_soon(
+                {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}
+            )
+        return report
+
+    def _end_group(self) -> None:
+        if self._group is not None:
+            self._group.end()
+            self._group, self.workers = None, []
+
+    def _note_loss(self) -> None:
+        self.on_loss()
+
+    def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:
+        """A worker on a host; one that `waits` for another's end takes nothing of what is reserved there."""
         parallel = self._parallel
         devices = 0 if self._cluster.tpu_topology else max(1, parallel.devices_per_host)
         place = HostPlace(host_id, parallel.num_hosts, devices, parallel.data_parallel_size, parallel.num_slices)
         # A step is a task: recording each of them in the cluster's task events is not worth its cost.
         options = {**reservation.actor_options(host_id), "enable_task_events": False}
+        if waits:
+            options |= {"num_cpus": 0, "resources": {}}
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))

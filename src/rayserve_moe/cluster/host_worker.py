@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +11,18 @@ import numpy as np
 import ray
 
 from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.cluster.fencing import HostProcess, this_process
+from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, LOADING, SERVING, WARMING, Heartbeat
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
+from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.observability.logs import use_logging
-from rayserve_moe.parallel.mesh import join_hosts, local_devices, plan_for, use_cpu_devices
+from rayserve_moe.parallel.joining import join_hosts
+from rayserve_moe.parallel.mesh import local_devices, plan_for, use_cpu_devices
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -55,41 +57,53 @@ class HostWorker:
     def __init__(self, settings: RunnerSettings, place: HostPlace) -> None:
         use_logging(settings.logging)
         self._settings, self._place = settings, place
+        self._heartbeat = Heartbeat()
 
-    def coordinator_address(self) -> str:
-        """An address on this host that the group can meet at: its IP, and a port free right now."""
-        with closing(socket.socket()) as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def process(self) -> HostProcess:
+        """The process of this worker; it has loaded all libraries, and touched no device."""
+        return this_process()
 
-    def load(self, coordinator: str) -> int:
-        """Meet the other hosts, load this host's share; returns how many KV pages fit here."""
+    def listen_for_watch(self, key: bytes, timeout_s: float) -> Address:
+        """Beat from now on to the first within `timeout_s` that knows the `key`; returns where."""
+        return self._heartbeat.listen(host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
+
+    def load(self, coordinator: str, source: str = "") -> int:
+        """Meet the other hosts, load this host's share; returns how many KV pages fit here.
+
+        Where there is a `source`, weights are read there: those that served last.
+        """
         place = self._place
-        log.info("host %d of %d loads %s", place.host_id, place.num_hosts, self._settings.model.path)
+        log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
         if place.num_cpu_devices:
             limit_threads(self._settings.model.path)
             use_cpu_devices(place.num_cpu_devices)
         if place.num_hosts > 1:
+            self._heartbeat.enter(JOINING)
             join_hosts(coordinator, num_hosts=place.num_hosts, host_id=place.host_id)
+            reach("joined", self)
             devices = jax.devices()
         else:
             devices = local_devices(place.num_cpu_devices)
+        self._heartbeat.enter(LOADING)
         plan = plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
         self._runner = HostRunner(self._settings, plan)
         kernels, served = self._runner.config.kernels.name, self._runner.served
         how = served.dtype, kernels, served.expert_dtype
         log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)
         self._reading = WeightReading(self._runner.staged)
-        return self._runner.load()
+        return self._runner.load(source)
 
     def prepare(self, num_pages: int) -> None:
         """Allocate pages and compile; all hosts get the same number."""
+        self._heartbeat.enter(COMPILING)
         self._runner.compile(num_pages)
 
     def warm_up(self) -> StartReport:
         """Run every program once, together with all hosts: each has its programs by now."""
+        self._heartbeat.enter(WARMING)
         report = self._runner.warm_up()
         freeze_what_stays()
+        self._heartbeat.enter(SERVING)
         return report
 
     def listen_for_steps(self, key: bytes, timeout_s: float) -> Address:
@@ -98,7 +112,9 @@ class HostWorker:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step and wait for the one before; the first host answers for all of them."""
-        result = self._runner.execute(plan)
+        with self._heartbeat.step(plan.step_id, phase=CHANGING if plan.takes_staged_weights else SERVING):
+            reach("step", plan)
+            result = self._runner.execute(plan)
         return result if self._place.host_id == 0 else None
 
     def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:

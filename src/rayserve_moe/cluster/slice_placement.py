@@ -57,6 +57,12 @@ class SliceReservation:
         }
         return options | ({"runtime_env": {"env_vars": environment}} if environment else {})
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every host's node is alive, as far as Ray knows."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return alive.issuperset(placement_group_table(self.group)["bundles_to_node_id"].values())
+
     def release(self) -> None:
         """Give everything back; actors that still run on it are killed. May be called twice."""
         remove_placement_group(self.group)

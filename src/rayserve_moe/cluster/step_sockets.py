@@ -56,6 +56,10 @@ class HostLostError(RuntimeError):
     """A host is gone, does not answer, or failed on a step."""
 
 
+class StepFailedError(HostLostError):
+    """A host raised an error in a step, and lives."""
+
+
 class Failed(str):
     """A worker's answer to a step that it failed on: the traceback."""
 
@@ -107,7 +111,7 @@ class Sockets:
         with self._talking_to(host_id):
             answer = loads(self._connections[host_id].recv_bytes())
         if isinstance(answer, Failed):
-            raise HostLostError(f"host {host_id} failed: {answer}")
+            raise StepFailedError(f"host {host_id} failed: {answer}")
         return answer
 
     @contextmanager

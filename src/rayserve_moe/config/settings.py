@@ -8,9 +8,11 @@ refuses everything else, and a number without bounds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from rayserve_moe.config.setting_fields import choice as _choice
+from rayserve_moe.config.setting_fields import named as _named
+from rayserve_moe.config.setting_fields import number as _number
 
 
 class SettingsError(ValueError):
@@ -23,22 +25,6 @@ MOST_TOKENS = 1 << 24
 TPU_PAGE_SIZE = 128
 """Tokens per page on a TPU where none are given: a page of a layer is one copy of the attention kernel."""
 MOST_DRAFTS = 7
-_NO_KEY = ""
-
-
-def _named(default: Any, key: str, *aliases: str) -> Any:
-    return field(default=default, metadata={"key": key, "aliases": aliases})
-
-
-def _number(default: Any, bounds: tuple[float, float], key: str = _NO_KEY, *aliases: str) -> Any:
-    """A number, or several, each of which may be `bounds[0]` to `bounds[1]`."""
-    named = {"key": key, "aliases": aliases} if key else {}
-    return field(default=default, metadata={"bounds": bounds, **named})
-
-
-def _choice(default: str, *others: str, key: str = _NO_KEY) -> Any:
-    """One of a few words."""
-    return field(default=default, metadata={"choices": (default, *others), **({"key": key} if key else {})})
 
 
 @dataclass(frozen=True)
@@ -238,6 +224,13 @@ class ClusterSettings:
     """Longest time loading and compiling may take."""
     step_timeout_s: float = _number(120.0, (1, DAY_S))
     """Longest time one step may take."""
+    most_rebuilds_in_10_minutes: int = _number(3, (0, 1_000_000))
+    """Times that lost hosts are replaced within the replica; beyond it the replica ends. 0: at the first loss."""
+    most_rebuilds_in_hour: int = _number(10, (0, 1_000_000))
+    """The same within an hour."""
+    standby_workers: bool = False
+    """Keep a second worker process per host that has loaded its libraries and waits to replace a lost one: about 200 MB
+    each."""
     cpus_per_host: float = _number(0.5, (0, 1024))
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
     tpu_topology: str = ""

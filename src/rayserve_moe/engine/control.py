@@ -14,13 +14,17 @@ import numpy as np
 
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
+from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import OutputDispatch
-from rayserve_moe.engine.step_cycle import NO_ROWS, Executor, ExecutorFailure, StepCycle
+from rayserve_moe.engine.recovery import Recovery
+from rayserve_moe.engine.step_cycle import NO_ROWS, StepCycle
 from rayserve_moe.requests import FinishReason, ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 
 PAUSE_MODES = ("abort", "retract", "in_place")
+LOST_WHILE_READING = "a host was lost while hosts read the new weights: the old ones serve on"
+LOST_WHILE_CHANGING = "a host was lost before all served the new weights: the old ones serve on"
 ABORTED = FinishReason("abort")
 """The finish reason of an aborted choice."""
 
@@ -78,6 +82,10 @@ class EngineControl:
     def is_paused(self) -> bool:
         return self._cycle.is_paused
 
+    @property
+    def _generation(self) -> int:
+        return 0 if self._cycle.losses is None else self._cycle.losses.generation
+
     def pause(self, mode: str) -> Future[None]:
         """Run no steps until `resume`; the future is done once none is in flight.
 
@@ -111,8 +119,9 @@ class EngineControl:
     def update_weights(self, order: WeightOrder) -> Future[WeightOutcome]:
         """Have every host read and check a checkpoint while steps run on, then switch to it between two steps.
 
-        If a host refuses it the old weights stay, and the outcome says why. If a host is lost the engine fails, and so
-        does the future. RequestError for a path that is neither absolute nor a URL.
+        If a host refuses it the old weights stay, and the outcome says why. So too where a host is lost
+        before all serve the new ones; where hosts are not replaced the engine fails, and so does the future.
+        RequestError for a path that is neither absolute nor a URL.
         """
         if not (Path(order.model_path).is_absolute() or is_url(order.model_path)):
             raise RequestError("`model_path` must be an absolute path or a URL", "model_path")
@@ -135,6 +144,11 @@ class EngineControl:
         for sequence in sequences:
             if sequence.finish is None:
                 self._outputs.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
+
+    def note_loss(self, failure: ExecutorFailure, *, generation: int | None = None) -> None:
+        """Have hosts replaced, those of `generation`, that were lost outside of a step; in the engine thread."""
+        if generation in (None, self._generation):
+            self._outputs.publish(*self._cycle.lose(failure), now=time.monotonic())
 
     def close(self) -> None:
         """Start no further update."""
@@ -184,49 +198,58 @@ class EngineControl:
     def _update(self, order: WeightOrder) -> WeightOutcome:
         """In the thread of updates: stage, then swap."""
         try:
-            expert_of_slot = self._commands.call(self._hold_experts).result()
-            self._executor.stage_weights(order.model_path, expert_of_slot)
-            return self._commands.call(partial(self._swap, order)).result()
+            expert_of_slot, generation = self._commands.call(self._hold_experts).result()
+            try:
+                self._executor.stage_weights(order.model_path, expert_of_slot)
+            except ExecutorFailure as failure:
+                self._commands.call(partial(self.note_loss, failure, generation=generation)).result()
+                raise WeightsRefusedError(LOST_WHILE_READING) from failure
+            return self._commands.call(partial(self._swap, order, generation)).result()
         except WeightsRefusedError as refusal:
             return WeightOutcome(False, str(refusal), self.card.weight_version)
-        except ExecutorFailure as failure:
-            self._commands.post(partial(_fail, failure))
-            raise EngineStoppedError("a host was lost while it read new weights") from failure
         finally:
             with suppress(EngineStoppedError):
                 self._commands.call(self._let_experts_move)
 
-    def _swap(self, order: WeightOrder) -> WeightOutcome:
+    def _swap(self, order: WeightOrder, generation: int) -> WeightOutcome:
         started = time.perf_counter()
         self._drain()
+        if self._generation != generation:
+            return WeightOutcome(False, LOST_WHILE_READING, self.card.weight_version)
         there = unfinished(self._cycle.scheduler)
         if order.aborts_requests:
             self.end(there, ABORTED)
         version = self._following_version() if order.weight_version is None else order.weight_version
-        self._cycle.take_staged_weights(version)
+        if not self._cycle.take_staged_weights(version):
+            return WeightOutcome(False, LOST_WHILE_CHANGING, self.card.weight_version, gap_s=_since(started))
         self.num_updates += 1
         self.card = replace(self.card, weight_version=version, path=order.model_path)
         num_paused = len(there) if self._cycle.is_paused else 0
-        gap_s = time.perf_counter() - started
-        return WeightOutcome(True, "the new weights serve", version, num_paused, gap_s)
+        return WeightOutcome(True, "the new weights serve", version, num_paused, _since(started))
 
     def _following_version(self) -> str:
         """The number after the last version, or, where that is no number, how many updates there have been."""
         last = self.card.weight_version
         return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
 
-    def _hold_experts(self) -> np.ndarray | None:
-        """Keep experts where they are from now on; returns where, or None where they never move."""
+    def _hold_experts(self) -> tuple[np.ndarray | None, int]:
+        """Keep experts where they are from now on; returns where, None where they never move, and the generation."""
         eplb = self._cycle.eplb
         if eplb is None or not eplb.moves_experts:
-            return None
+            return None, self._generation
         self._drain()
-        return eplb.hold().expert_of_slot
+        return eplb.hold().expert_of_slot, self._generation
 
     def _let_experts_move(self) -> None:
         if self._cycle.eplb is not None:
             self._cycle.eplb.go_on()
 
 
-def _fail(failure: ExecutorFailure) -> None:
-    raise failure
+def _since(started: float) -> float:
+    return time.perf_counter() - started
+
+
+def replace_lost(control: EngineControl, recovery: Recovery) -> None:
+    """Have hosts replaced whose loss was noticed outside of a step, unless others serve; in the engine thread."""
+    if (failure := recovery.loss) is not None:
+        control.note_loss(failure)

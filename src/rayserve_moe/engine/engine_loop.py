@@ -12,32 +12,37 @@ from concurrent.futures import Future
 from functools import partial
 
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
-from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens, verify_rows
+from rayserve_moe.config.derive import most_live_requests
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import check_request, ending_ids
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
-from rayserve_moe.engine.control import ABORTED, EngineControl
+from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
+from rayserve_moe.engine.cycle_setup import step_cycle_for
 from rayserve_moe.engine.eplb_control import EplbControl
-from rayserve_moe.engine.eplb_steps import EplbSteps, eplb_steps_for
+from rayserve_moe.engine.eplb_steps import eplb_steps_for
+from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.guides import guides_of
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
-from rayserve_moe.engine.proposers import PROPOSERS
-from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.speculation import DraftTotals, Speculation
+from rayserve_moe.engine.recovery import RebuildBounds, Rebuilder, Recovery, progress_of, step_start
+from rayserve_moe.engine.speculation import DraftTotals
 from rayserve_moe.engine.step_clock import selection_statistics
-from rayserve_moe.engine.step_cycle import Executor, StepCycle
 from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
-from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
+from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Guide, Sequence
-from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
+LONGEST_QUEUE_S = 5.0
+"""Requests that come while hosts are replaced wait for them; later than this after the loss they are refused."""
 _PART = re.compile(r"([_-]\d+)?")
 
 
 class EngineBusyError(RuntimeError):
     """Too many requests wait already; ask again later."""
+
+
+class EngineRebuildingError(RuntimeError):
+    """Hosts are being replaced, and have been for too long to queue for them; ask again later."""
 
 
 class EngineLoop:
@@ -46,8 +51,8 @@ class EngineLoop:
     Commands take effect between steps. After a failure every request ends with an error, and nothing is accepted any
     more. `has_failed` says how the thread ended, once every client has its error. `control` pauses the engine and
     changes its weights, `eplb_control` follows the planner that `planner_for` makes, where experts move.
-    `request_metrics` measures requests. `constraints` compiles those of requests, where they are taken; it closes with
-    the loop.
+    `request_metrics` measures requests. `constraints` compiles those of requests, and closes with the loop. Where a
+    `rebuilder` can replace the hosts of the executor, requests outlive them, by `recovery`.
     """
 
     def __init__(
@@ -58,8 +63,11 @@ class EngineLoop:
         settings: Settings,
         planner_for: Callable[[PlanningConfig], Planner] = LocalPlanner,
         constraints: ConstraintCompiler | None = None,
+        rebuilder: Rebuilder | None = None,
     ) -> None:
         self._executor, self._settings, self.constraints = executor, settings, constraints
+        bounds = RebuildBounds(settings.cluster.most_rebuilds_in_10_minutes, settings.cluster.most_rebuilds_in_hour)
+        self.recovery = None if rebuilder is None else Recovery(rebuilder, bounds)
         self._commands = CommandQueue()
         self._step_started_at: float | None = None
         self._ending = ABORTED
@@ -70,7 +78,9 @@ class EngineLoop:
             card.routing, self.start_report, settings=settings.balancing, parallel=settings.parallel
         )
         self._longest = (self.start_report.num_pages - 1) * settings.cache.page_size
-        self._cycle = _step_cycle(executor, card, settings=settings, started=self.start_report, eplb=self.eplb)
+        self._cycle = step_cycle_for(
+            executor, card, settings=settings, started=self.start_report, eplb=self.eplb, recovery=self.recovery
+        )
         self._outputs = OutputDispatch(
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
@@ -83,6 +93,8 @@ class EngineLoop:
             config=planning,
             layer_ids=card.routing.layer_ids,
         )
+        if rebuilder is not None and self.recovery is not None:
+            rebuilder.on_loss = partial(self._commands.post, partial(replace_lost, self.control, self.recovery))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -95,8 +107,10 @@ class EngineLoop:
         """Queue a request; `sink` gets its updates from the engine thread and must not block.
 
         Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
-        what cannot be served, EngineBusyError when too much waits, EngineStoppedError.
+        what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
         """
+        if (progress := progress_of(self.recovery)) is not None and progress.seconds > LONGEST_QUEUE_S:
+            raise EngineRebuildingError(f"hosts have been {progress.phase} for {progress.seconds:.0f} s; try again")
         check_request(request, self.card, longest=self._longest)
         guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
         most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.parallel.data_parallel_size)
@@ -139,10 +153,8 @@ class EngineLoop:
         return len(self._outputs) == 0
 
     def statistics(self) -> dict[str, float]:
-        """Pages, requests and the step clock, as of now; pages that are only cached count as free.
-
-        Running and waiting are counted in choices. `tokens_in_use` have their keys and values in pages of running ones.
-        """
+        """Pages, requests and the step clock, as of now; pages that are only cached count as free, and running and
+        waiting are counted in choices."""
         num_running = len(self._cycle.scheduler.running)
         return {
             "requests_live": float(len(self._outputs)),
@@ -150,6 +162,7 @@ class EngineLoop:
             **self._cycle.statistics(),
             **selection_statistics(self._cycle.tally, num_ranks=self.start_report.num_expert_ranks),
             **self.start_report.statistics(),
+            **({} if self.recovery is None else self.recovery.statistics()),
         }
 
     @property
@@ -161,7 +174,7 @@ class EngineLoop:
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
         self._commands.check_open()
-        started = self._step_started_at
+        started = step_start(self._step_started_at, self.recovery)
         if started is not None and time.monotonic() - started > self._settings.cluster.step_timeout_s:
             raise EngineStoppedError(f"a step has been running for over {self._settings.cluster.step_timeout_s} s")
 
@@ -179,6 +192,8 @@ class EngineLoop:
         self.eplb_control.stop()
         self._commands.close("the engine is shut down")
         self.control.close()
+        if self.recovery is not None:
+            self.recovery.stop()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._commands.give_up()
@@ -193,11 +208,12 @@ class EngineLoop:
                 self._outputs.publish(*self._cycle.run(), now=time.monotonic())
                 self._step_started_at = None
         except Exception as error:
-            log.exception("the engine has failed")
-            self._fail(f"{type(error).__name__}: {error}")
-        else:
-            self._end_all(self._ending)
-            self.has_failed.set_result(False)
+            if not (isinstance(error, ExecutorFailure) and self._commands.is_closed):
+                log.exception("the engine has failed")
+                self._fail(f"{type(error).__name__}: {error}")
+                return
+        _end_all(self._outputs, self._ending)  # a shutdown may have ended a rebuild
+        self.has_failed.set_result(False)
 
     def _take_commands(self) -> bool:
         """Run queued commands; with no work, sleep. False once the engine is to stop."""
@@ -207,13 +223,10 @@ class EngineLoop:
             self._step_started_at = None
             if self._cycle.has_work:
                 return True
-            self._sleep_until_woken()
+            if not self._commands.wait(self._settings.cluster.idle_release_s):
+                self._executor.release()
+                self._commands.wait()
         return False
-
-    def _sleep_until_woken(self) -> None:
-        if not self._commands.wait(self._settings.cluster.idle_release_s):
-            self._executor.release()
-            self._commands.wait()
 
     def _abort_named(self, is_meant: Callable[[str], bool]) -> None:
         """Abort the requests that have such an id now; later ones may have the same."""
@@ -227,16 +240,17 @@ class EngineLoop:
             self._commands.close(f"the engine has failed: {message}")
             self._step_started_at = None
         self._commands.give_up()
-        self._end_all(FinishReason("error", message=f"the engine has failed: {message}"))
+        _end_all(self._outputs, FinishReason("error", message=f"the engine has failed: {message}"))
         self.has_failed.set_result(True)
 
-    def _end_all(self, reason: FinishReason) -> None:
-        """End all requests; a sink that raises does not keep the others from their end."""
-        while len(self._outputs):
-            try:
-                self._outputs.end_all(reason)
-            except Exception:
-                log.exception("the end of a request could not be sent")
+
+def _end_all(outputs: OutputDispatch, reason: FinishReason) -> None:
+    """End all requests; a sink that raises does not keep the others from their end."""
+    while len(outputs):
+        try:
+            outputs.end_all(reason)
+        except Exception:
+            log.exception("the end of a request could not be sent")
 
 
 def _fault_of(scheduler: Scheduler) -> AssertionError | None:
@@ -246,41 +260,6 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
     except AssertionError as error:
         return error
     return None
-
-
-def _step_cycle(
-    executor: Executor, card: ModelCard, *, settings: Settings, started: StartReport, eplb: EplbSteps
-) -> StepCycle:
-    scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.parallel.data_parallel_size
-    limits = StepLimits(
-        num_rows=scheduler.max_running_requests,
-        step_tokens=scheduler.max_step_tokens,
-        chunk_tokens=prefill_chunk_tokens(scheduler),
-        page_size=cache.page_size,
-        num_pages=started.num_pages,
-        page_groups=started.page_groups,
-        max_tokens=card.max_model_len,
-        num_data_ranks=num_ranks,
-        caches_prefixes=cache.enable_prefix_caching,
-        verify_rows=verify_rows(scheduler, settings.speculation),
-    )
-    capture = None
-    if card.returns_routing:
-        capture = RoutingCapture(
-            card.routing,
-            num_pages=started.num_pages,
-            page_size=cache.page_size,
-            num_data_ranks=num_ranks,
-            weight_version=card.weight_version,
-        )
-    target = Scheduler(limits, weight_version=card.weight_version)
-    speculation = None
-    if most_drafts := settings.speculation.most_drafts:
-        proposer = PROPOSERS[settings.speculation.algorithm](settings.speculation)
-        speculation = Speculation(target.table, proposer, most_drafts=most_drafts)
-    return StepCycle(
-        target, executor, capture=capture, overlaps=scheduler.overlap_steps, eplb=eplb, speculation=speculation
-    )
 
 
 def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[Guide | None]) -> list[Sequence]:

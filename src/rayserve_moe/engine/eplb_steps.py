@@ -60,6 +60,7 @@ class EplbSteps:
         self._counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
+        self._first = start
 
     def state(self) -> PlacementState | None:
         """What a plan may be made from now; None while a migration is under way or requested."""
@@ -95,6 +96,17 @@ class EplbSteps:
         if not self.migration.progress.is_done:
             self.migration.begin(self.migration.target)
         self.forget_counts()
+
+    def start_over(self) -> None:
+        """Other hosts serve, experts in their own order and counts from zero: go back to where they were headed."""
+        target = self._wanted.pop() if self._wanted else self.migration.target
+        self.migration.start_over(self._first)
+        self._steps_with_pieces.clear()
+        none = np.zeros_like(self.reading.counts)
+        self.reading = LoadReading(self.reading.generation + 1, self._num_steps, none)
+        if target is not self._first:
+            self._wanted.append(target)
+        self.on_reading()
 
     def attach(self, schedule: Schedule) -> Schedule:
         """Add the next piece, and every few steps a request for counts, to a step that computes something."""

@@ -72,6 +72,10 @@ class RoutingCapture:
         if store_rows is not None and result.routing is not None:
             store_rows(result.routing, belongs=slice(None) if belongs is None else belongs)
 
+    def forget_submitted(self) -> None:
+        """Expect no more rows of steps that were submitted."""
+        self._submitted.clear()
+
     def retain(self, preemption: Preemption) -> None:
         """Keep with a sequence that lost its pages the rows that its client wants and does not have, and all of its
         sampled tokens but those that no output followed on."""

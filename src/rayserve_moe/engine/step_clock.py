@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.step_plan import StepResult
 
 
@@ -33,6 +34,19 @@ class StepClock:
         self.device_s += result.device_s
         self.transport_s -= result.pack_s + result.device_s
         self.commit_s += commit_s
+
+
+def scheduler_statistics(scheduler: Scheduler) -> dict[str, float]:
+    """Pages of all data ranks, and what runs, as of now."""
+    ranks, running = scheduler.ranks, scheduler.running
+    return {
+        "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
+        "pages_free": float(sum(rank.num_available for rank in ranks)),
+        "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
+        "requests_running": float(len(running)),
+        "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
+        "preemptions": float(scheduler.num_preemptions),
+    }
 
 
 def selection_statistics(tally: np.ndarray | None, *, num_ranks: int) -> dict[str, float]:

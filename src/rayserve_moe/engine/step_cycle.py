@@ -4,62 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
-from typing import Protocol
 
 import numpy as np
 
 from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.speculation import Speculation
-from rayserve_moe.engine.step_clock import StepClock
+from rayserve_moe.engine.step_clock import StepClock, scheduler_statistics
+from rayserve_moe.engine.step_losses import StepLosses
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.sample_masks import sample_masks
+from rayserve_moe.scheduling.sample_masks import with_masks
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count, tokens_that_count
 
 NO_ROWS = np.zeros(0, np.int64)
-
-
-class ExecutorFailure(RuntimeError):
-    """The executor lost a host or a device: no further step can run on it."""
-
-
-class Executor(Protocol):
-    """Runs steps: in this process (`execution.host_runner`) or on other hosts (`cluster.step_transport`).
-
-    Calls come from one thread, but for `stage_weights`. After `ExecutorFailure` only `shutdown` may follow.
-    """
-
-    def start(self) -> StartReport:
-        """Load weights, allocate pages, compile every step and run it once."""
-        ...
-
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Hand a step to the devices, then wait for the result of the one before; None where there is none.
-
-        So the devices find their next step waiting. A plan without chunks computes nothing.
-        """
-        ...
-
-    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        """Have every host read and check its share of a checkpoint, while steps run; one call at a time.
-
-        Experts go where `expert_of_slot` [MoE layers, slots] says, None: where they were at the start. A plan with
-        `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them, or has not read them
-        in time: then none keeps any.
-        """
-        ...
-
-    def release(self) -> None:
-        """Give back what costs CPU while no request is running; the next `execute` takes it again."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop for good. May be called twice."""
-        ...
 
 
 class StepCycle:
@@ -67,7 +28,8 @@ class StepCycle:
 
     With `overlaps` the devices run a step while the host commits the one before it and plans the next. `eplb` moves and
     counts experts. While `speculation` is on, every step is committed before the next is planned, which may have
-    drafts. While `is_paused` no step is planned. `tally` is the sum over all steps, if they have any.
+    drafts. While `is_paused` no step is planned. `tally` is the sum over all steps, if they have any. With `losses`
+    hosts are replaced where a step is lost; without, ExecutorFailure passes through.
     """
 
     def __init__(
@@ -81,6 +43,7 @@ class StepCycle:
         speculation: Speculation | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.losses: StepLosses | None = None
         self.eplb = eplb
         self.speculation = speculation
         self.is_paused = False
@@ -97,16 +60,19 @@ class StepCycle:
         return (self.scheduler.has_work and not self.is_paused) or self._in_flight is not None
 
     def run(self) -> Commit:
-        """Plan and submit a step, and commit the one before: returns what `Scheduler.commit` does.
-
-        The pages of ended sequences are free again, and their `final_routing` is set where it is wanted.
-        """
+        """Plan and submit a step, and commit the one before, as `Scheduler.commit`; ended sequences are released."""
+        if self.losses is not None and self.losses.trial_is_over:
+            if self._in_flight is not None:
+                return self.drain()
+            self.losses.try_next(self.retract)
         started, speculation = time.perf_counter(), self.speculation
         tries = speculation is not None and speculation.is_on
         if tries and self._in_flight is not None:
             return self.drain()
         draft = speculation.draft if speculation is not None and tries else None
-        schedule = self.scheduler.schedule(captures_all=self._captures_all, draft=draft)
+        # A request that finds a cached prefix may want rows that another one computed.
+        captures_all = self._capture is not None and self.scheduler.caches_prefixes
+        schedule = self.scheduler.schedule(captures_all=captures_all, draft=draft)
         if self.eplb is not None:
             schedule = self.eplb.attach(schedule)
         self._retain_preempted()
@@ -130,16 +96,29 @@ class StepCycle:
             self.scheduler.preempt(sequence)
         self._retain_finally()
 
-    def take_staged_weights(self, weight_version: str) -> None:
-        """Switch to the weights that every host has staged. Call after `drain`."""
+    def lose(self, failure: ExecutorFailure, schedule: Schedule | None = None) -> Commit:
+        """Give up what is submitted, and `schedule`, and replace all hosts, or raise; commits the end of a culprit."""
+        if self.losses is None:
+            raise failure
+        lost, self._in_flight, self._ended_at = (self._in_flight, schedule), None, None
+        blamed = self.losses.start_over(failure, [each.plan for each in lost if each], retract=self.retract)
+        return NO_ROWS, [] if blamed is None else [self.end(*blamed)]
+
+    def take_staged_weights(self, weight_version: str) -> bool:
+        """Switch to the weights that every host has staged; False where one was lost meanwhile. Call after `drain`."""
         assert self._in_flight is None, "a step is in flight"
-        self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
+        try:
+            self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
+        except ExecutorFailure as failure:
+            self.lose(failure)
+            return False
         change_weights(self.scheduler, weight_version)
         self._retain_finally()
         if self._capture is not None:
             self._capture.set_weight_version(weight_version)
         if self.eplb is not None:
             self.eplb.change_weights()
+        return True
 
     def rename_weights(self, weight_version: str) -> None:
         """Call the current weights by another version. Call after `drain`."""
@@ -160,29 +139,24 @@ class StepCycle:
 
     def statistics(self) -> dict[str, float]:
         """Pages, running sequences, and the totals of the step clock by field name."""
-        ranks, running = self.scheduler.ranks, self.scheduler.running
-        return {
-            "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
-            "pages_free": float(sum(rank.num_available for rank in ranks)),
-            "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
-            "requests_running": float(len(running)),
-            "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
+        return scheduler_statistics(self.scheduler) | {
             "paused": float(self.is_paused),
-            "preemptions": float(self.scheduler.num_preemptions),
             **{name: float(value) for name, value in asdict(self._clock).items()},
         }
-
-    @property
-    def _captures_all(self) -> bool:
-        """Whether every row is needed: a request that finds a cached prefix may want rows that another one computed."""
-        return self._capture is not None and self.scheduler.caches_prefixes
 
     def _exchange(self, schedule: Schedule | None) -> Commit:
         """Submit a step, or none, and commit the one in flight, whose masks are filled now if it holds its samples."""
         plan = schedule.plan if schedule is not None else self.scheduler.empty_plan()
-        plan, failed = self._with_masks(plan)
+        masked = time.perf_counter()
+        plan, endings = with_masks(plan, self._in_flight, table=self.scheduler.table)
+        failed = [self.end(sequence, reason) for sequence, reason in endings]
         submitted = time.perf_counter()
-        result = self._executor.execute(plan)
+        self._clock.mask_s += submitted - masked
+        try:
+            result = self._executor.execute(plan)
+        except ExecutorFailure as failure:
+            rows, ended = self.lose(failure, schedule)
+            return rows, [*failed, *ended]
         returned = time.perf_counter()
         finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
         self._clock.transport_s += returned - submitted
@@ -207,18 +181,9 @@ class StepCycle:
         self._clock.note(finished, result, num_sampled=len(rows), commit_s=time.perf_counter() - returned)
         if result.tally is not None:
             self.tally = result.tally if self.tally is None else self.tally + result.tally
+        if self.losses is not None:
+            self.losses.note_commit()
         return rows, ended
-
-    def _with_masks(self, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
-        """The plan with the masks for the step in flight, where that waits for some, and the sequences that end since
-        nothing may follow them."""
-        if self._in_flight is None or not self._in_flight.plan.holds_samples:
-            return plan, []
-        started = time.perf_counter()
-        masks, endings = sample_masks(self.scheduler.table, self._in_flight)
-        failed = [self.end(sequence, reason) for sequence, reason in endings]
-        self._clock.mask_s += time.perf_counter() - started
-        return replace(plan, masks=masks), failed
 
     def _note_time(self, speculation: Speculation, finished: Schedule | None, num_tokens: int, started: float) -> None:
         """Note what a step took from one commit to the next; from its start where nothing ran before."""
@@ -247,10 +212,7 @@ class StepCycle:
         return routing
 
     def _retain_preempted(self) -> None:
-        """Keep the rows of preempted sequences: at once, and again when those of the step in flight have arrived.
-
-        By then their pages may have other owners, but not yet other rows.
-        """
+        """Keep the rows of preempted sequences: at once, and when those of the step in flight have arrived."""
         if self._capture is not None:
             for preemption in self.scheduler.preemptions:
                 self._capture.retain(preemption)

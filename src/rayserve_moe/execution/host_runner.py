@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.balancing.migration import MigrationPiece
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.config.given_files import Reach
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.buckets import filling_plan
@@ -78,11 +80,14 @@ class HostRunner:
             self.config, dtype=self.dtype, first_placement=self.placement, roots=settings.updates.weight_roots
         )
 
-    def load(self) -> int:
-        """Load the weights; return how many KV pages each data rank can have beside them on this host's devices."""
+    def load(self, source: str = "") -> int:
+        """Load the weights; return how many KV pages each data rank can have beside them on this host's devices.
+
+        Where there is a `source`, a checkpoint that has replaced the model's own in an update, they are read there.
+        """
         started = time.perf_counter()
         loaded = load_weights(
-            self._files,
+            open_checkpoint(source, Reach(self._settings.updates.weight_roots)) if source else self._files,
             self.config,
             dtype=self.dtype,
             placement=self.placement,

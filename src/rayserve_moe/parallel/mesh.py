@@ -11,8 +11,6 @@ from jax.sharding import Mesh
 
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 
-HEARTBEAT_TIMEOUT_S = 10
-
 
 class MeshError(ValueError):
     """Devices that cannot be laid out as asked; the message names what does not divide."""
@@ -23,18 +21,6 @@ def use_cpu_devices(num_devices: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-
-
-def join_hosts(coordinator: str, *, num_hosts: int, host_id: int) -> None:
-    """Enter the group of `num_hosts` processes led by `coordinator` (host:port); call before using a device."""
-    jax.distributed.initialize(
-        coordinator, num_hosts, host_id, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S, initialization_timeout=120
-    )
-
-
-def leave_hosts() -> None:
-    """Leave the group, so that the coordinator does not report this process as lost."""
-    jax.distributed.shutdown()
 
 
 def plan_for(devices: list[jax.Device], *, data_size: int = 1, num_slices: int = 1) -> ParallelPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Guide, Sequence
-from rayserve_moe.scheduling.step_plan import SampleMasks
+from rayserve_moe.scheduling.step_plan import SampleMasks, StepPlan
 
 Ending = tuple[Sequence, FinishReason]
 BUDGET_MS = 30.0
@@ -18,6 +19,14 @@ BUDGET_MS = 30.0
 OVER_BUDGET = FinishReason(
     "error", message="the constraints that run at once take too long, this one most of all", source="constraint"
 )
+
+
+def with_masks(plan: StepPlan, before: Schedule | None, *, table: RowTable) -> tuple[StepPlan, list[Ending]]:
+    """A plan with the masks for the step `before` it, where that holds its samples, and what `sample_masks` ends."""
+    if before is None or not before.plan.holds_samples:
+        return plan, []
+    masks, endings = sample_masks(table, before)
+    return replace(plan, masks=masks), endings
 
 
 def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:

@@ -47,7 +47,7 @@ class Scheduler:
     Running sequences come first, oldest first; the rest of the budget admits waiting ones (chunked prefill, as in
     Sarathi-Serve). A step may be planned before the result of the one before is known: a sequence then continues from
     the token in flight. When pages run out, the youngest running sequence is preempted and waits at the front. The
-    choices of a request beyond the first wait for its prompt and then find it cached.
+    choices of a request beyond the first wait for its prompt and find it cached. What is `held` is not admitted.
     """
 
     def __init__(self, limits: StepLimits, *, weight_version: str = "0") -> None:
@@ -68,6 +68,7 @@ class Scheduler:
             for i in range(limits.num_data_ranks)
         ]
         self.waiting: deque[Sequence] = deque()
+        self.held: list[Sequence] = []
         self.preemptions: list[Preemption] = []
         self.num_preemptions = 0
         self._next_step_id = 0
@@ -83,7 +84,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or any(rank.running for rank in self.ranks)
+        return bool(self.waiting or self.held) or any(rank.running for rank in self.ranks)
 
     def add(self, choices: list[Sequence]) -> None:
         """Queue the choices of a request; those after the first follow its prompt."""
@@ -127,7 +128,7 @@ class Scheduler:
         return StepPlan(self._next_step_id - 1)
 
     def commit(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None = None) -> Commit:
-        """Append what a step sampled, where it counts; tokens of sequences that have left their row are dropped."""
+        """Append what a step sampled, where it counts, and of sequences that are still in their row."""
         rows, endings = commit_tokens(self.table, schedule, result=result, counts=counts)
         if schedule.scored:
             ended = {row for row, _ in endings}
@@ -142,7 +143,10 @@ class Scheduler:
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
             self._release_followers(sequence)
-        return rows, [self._end_row(row, reason) for row, reason in endings]
+        owned = [(sequence, reason) for row, reason in endings if (sequence := self.table.sequences[row])]
+        for sequence, reason in owned:
+            self.end(sequence, reason)
+        return rows, [sequence for sequence, _ in owned]
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take a sequence out of the queues; it keeps its pages until `release`."""
@@ -151,6 +155,8 @@ class Scheduler:
             self.ranks[sequence.data_rank].dismiss(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence in self.held:
+            self.held.remove(sequence)
         self._release_followers(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -183,7 +189,7 @@ class Scheduler:
             rank.check_integrity()
         owners = [id(sequence) for sequence in self.table.sequences if sequence is not None]
         assert sorted(owners) == sorted(map(id, self.running)), "rows and running sequences differ"
-        for sequence in self.waiting:
+        for sequence in (*self.waiting, *self.held):
             assert sequence.row == NO_ROW and len(sequence.pages) == 0, "a waiting sequence has a row or pages"
 
     def _admit_next(self, steps: list[RankStep]) -> bool:
@@ -236,16 +242,12 @@ class Scheduler:
         """Whether only its own choices share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
 
-    def _end_row(self, row: int, reason: FinishReason) -> Sequence:
-        sequence = self.table.sequences[row]
-        assert sequence is not None, f"row {row} has no sequence to end"
-        self.end(sequence, reason)
-        return sequence
-
 
 def unfinished(scheduler: Scheduler) -> list[Sequence]:
     """All choices that have not ended: running, waiting, or followers of another."""
-    found = {id(choice): choice for s in (*scheduler.running, *scheduler.waiting) for choice in s.choices}
+    found = {
+        id(choice): choice for s in (*scheduler.running, *scheduler.waiting, *scheduler.held) for choice in s.choices
+    }
     return [choice for choice in found.values() if choice.finish is None]
 
 

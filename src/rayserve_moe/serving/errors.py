@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.engine_loop import EngineBusyError
+from rayserve_moe.engine.engine_loop import EngineBusyError, EngineRebuildingError
 from rayserve_moe.requests import RequestError
 
 _TYPE_OF_STATUS = {
@@ -60,6 +60,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.param)
         case EngineBusyError():
             return ApiError(429, "the server is busy: its queue of waiting requests is full", code="queue_full")
+        case EngineRebuildingError():
+            return ApiError(503, str(error), code="rebuilding")
         case EngineStoppedError():
             return ApiError(503, "the engine is not running", code="engine_stopped")
         case HTTPException():
@@ -71,7 +73,15 @@ def as_api_error(error: Exception) -> ApiError:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every exception that leaves a route with an error object."""
-    known = (ApiError, RequestError, EngineBusyError, EngineStoppedError, HTTPException, ClientDisconnect)
+    known = (
+        ApiError,
+        RequestError,
+        EngineBusyError,
+        EngineRebuildingError,
+        EngineStoppedError,
+        HTTPException,
+        ClientDisconnect,
+    )
     for kind in (*known, Exception):
         app.add_exception_handler(kind, _answer)
 

@@ -50,6 +50,9 @@ COUNTERS = {
     "commit_s": ("commit_seconds", "time spent taking results over"),
     "mask_s": ("mask_seconds", "time spent filling masks of constrained answers"),
     "picks_rerouted": ("picks_rerouted", "expert selections that full slots moved to another expert"),
+    "rebuilds": ("rebuilds", "times that lost hosts were replaced"),
+    "requests_carried_over": ("requests_carried_over", "choices that went on after hosts were replaced"),
+    "rebuild_s": ("rebuild_seconds", "time that replacing hosts took"),
     "picks_unfilled": ("picks_unfilled", "expert selections without a slot"),
 }
 """Statistics of the engine: the name of the metric, which begins with the package's, and what it says."""
@@ -76,6 +79,9 @@ class EngineMetrics(Collector):
         yield _gauge("kv_usage_ratio", "KV pages that running choices hold, of all", {(): used}, model)
         yield from self._of_requests(model)
         yield from self._of_drafts(model)
+        if (recovery := self._loop.recovery) is not None:
+            by_phase = {(phase,): seconds for phase, seconds in recovery.phase_seconds.items()}
+            yield _counter("rebuild_phase_seconds", "the same by phase", by_phase, model, "phase")
         yield _counter("http_requests", "answers by route and status", dict(self._answered), model, "route", "status")
 
     def _of_requests(self, model: str) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.engine.recovery import progress_of
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, encode_rollout
 from rayserve_moe.requests import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
@@ -76,7 +77,7 @@ async def respond(
     under `answers`. When the client disconnects the requests are aborted.
     """
     if stream:
-        return EventStream(_events(state, streams, writer), streams.close)
+        return EventStream(_events(state, streams, writer), streams.close, pause=partial(_pause_of, state))
 
     def serialized() -> bytes:
         answer = writer.whole(results)
@@ -96,7 +97,12 @@ async def respond(
 
 def typed_events(state: ApiState, *, streams: RequestStreams, writer: Writer) -> Response:
     """Return events that are named after their types."""
-    return EventStream(_events(state, streams, writer), streams.close, has_types=True)
+    return EventStream(_events(state, streams, writer), streams.close, has_types=True, pause=partial(_pause_of, state))
+
+
+def _pause_of(state: ApiState) -> str | None:
+    progress = progress_of(state.loop.recovery)
+    return None if progress is None else f"hosts are being replaced: {progress.phase}"
 
 
 async def _events(state: ApiState, streams: RequestStreams, writer: Writer) -> AsyncGenerator[bytes, None]:

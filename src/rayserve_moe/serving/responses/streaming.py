@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -18,6 +19,8 @@ from rayserve_moe.serving.errors import ApiError, as_api_error
 NOT_FINITE = (b"NaN", b"Infinity")
 _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 """Line separators for clients that split text into lines; JSON does not escape them."""
+
+COMMENT_EVERY_S = 3.0
 
 Result = TypeVar("Result")
 
@@ -61,27 +64,54 @@ async def _until_disconnect(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events, one JSON object each (in bytes), then `[DONE]`; without it where events are named by type.
 
-    An error becomes an event of its own. `close` is always called: after the last event, and when the client
+    An error becomes an event of its own. While `pause` says why nothing comes, a comment every few seconds keeps
+    proxies from giving the stream up. `close` is always called: after the last event, and when the client
     disconnects, even before the first.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], *, has_types: bool = False
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        *,
+        has_types: bool = False,
+        pause: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._close = close
-        self._lines = _event_lines(events, has_types)
+        self._close, self._pause = close, pause
+        self._is_open = False
+        self._lines = self._opened(_event_lines(events, has_types))
         super().__init__(self._lines, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        commenting = asyncio.create_task(self._comment(send))
         try:
             await while_connected(receive, self.stream_response(send))
         except (ClientDisconnect, OSError):
             return
         finally:
+            commenting.cancel()
             self._close()
             await self._lines.aclose()
+
+    async def _opened(self, lines: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """The lines, of which the first is asked for once the answer has begun."""
+        self._is_open = True
+        try:
+            async for line in lines:
+                yield line
+        finally:
+            self._is_open = False
+            await lines.aclose()
+
+    async def _comment(self, send: Send) -> None:
+        with suppress(OSError):
+            while True:
+                await asyncio.sleep(COMMENT_EVERY_S)
+                if self._is_open and (reason := self._pause()) is not None:
+                    body = f": {reason}\n\n".encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _event_lines(events: AsyncGenerator[bytes, None], has_types: bool) -> AsyncGenerator[bytes, None]:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rayserve_moe.engine.control import WeightOrder
+from rayserve_moe.engine.recovery import progress_of
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
@@ -33,6 +34,8 @@ def control_router(state: ApiState) -> APIRouter:
     async def health() -> Response:
         state.loop.check_health()
         await state.traffic.refuse_when_draining()
+        if (progress := progress_of(state.loop.recovery)) is not None:
+            return json_answer({"status": "rebuilding", "phase": progress.phase, "seconds": round(progress.seconds, 2)})
         return json_answer({"status": "ok"})
 
     @router.get("/health_generate", **answers(429, 503))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from rayserve_moe.engine.recovery import progress_of
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.openapi import answers
@@ -26,6 +27,8 @@ def probe_router(state: ApiState) -> APIRouter:
     async def ready() -> Response:
         state.loop.check_health()
         await state.traffic.refuse_when_draining()
+        if (progress := progress_of(state.loop.recovery)) is not None:
+            raise ApiError(503, f"hosts are being replaced: {progress.phase}", code="rebuilding")
         if state.loop.control.is_paused:
             raise ApiError(503, "generation is paused", code="paused")
         return json_answer({"status": "ok"})

@@ -1,0 +1,170 @@
+"""The workers of one generation: started together, watched, and ended together."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from rayserve_moe.cluster.fencing import HostProcess, end_processes
+from rayserve_moe.cluster.heartbeat import COMPILING, LOADING, SERVING, STARTING, WARMING
+from rayserve_moe.cluster.host_watch import HostWatch
+from rayserve_moe.cluster.slice_placement import get
+from rayserve_moe.cluster.step_sockets import KEY_BYTES, HostLostError, StepFailedError
+from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
+from rayserve_moe.config import derive
+from rayserve_moe.config.settings import ClusterSettings
+from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.observability.fault_points import reach
+from rayserve_moe.parallel.joining import Coordinator
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start
+
+SETTLE_S = 1.0
+"""After an error in a step of several hosts: time for the process to be noticed whose death is behind it. The host that
+lives fails first."""
+CONNECTING = "connecting"
+NUM_PORTS_TRIED = 5
+
+
+@dataclass(frozen=True)
+class GroupWeights:
+    """What a group loads: a checkpoint that has replaced the model's own, if any, and how many pages (None: any)."""
+
+    source: str = ""
+    num_pages: int | None = None
+
+
+class Enter(Protocol):
+    """Notes the phase that begins."""
+
+    def __call__(self, phase: str) -> None: ...
+
+
+class HostGroup:
+    """Drives `workers` from their start to their end. `loss` is what was noticed of them besides a step.
+
+    `on_loss` is called, from another thread, once all of them have been killed for it: one that waits in a collective
+    for another may wait for ever.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[ActorHandle],
+        cluster: ClusterSettings,
+        *,
+        on_loss: Callable[[], object],
+        given_up: threading.Event,
+    ) -> None:
+        self.workers = list(workers)
+        self._cluster, self._on_loss, self._given_up = cluster, on_loss, given_up
+        self._processes: list[HostProcess] = []
+        self._killing = threading.Lock()
+        self._coordinator: Coordinator | None = None
+        self._watch: HostWatch | None = None
+        self._transport: StepTransport | None = None
+
+    @property
+    def loss(self) -> str | None:
+        return None if self._watch is None else self._watch.loss
+
+    def start(self, weights: GroupWeights, *, enter: Enter) -> StartReport:
+        """Watch and join the workers, have them load and compile. Errors of a worker pass through unchanged.
+
+        GetTimeoutError after `start_timeout_s`, ExecutorFailure where other pages fit than `weights` says.
+        """
+        deadline = time.monotonic() + self._cluster.start_timeout_s
+
+        def results_of(calls: list[Any]) -> list[Any]:
+            return get(calls, timeout_s=deadline - time.monotonic(), given_up=self._given_up)
+
+        enter(STARTING)
+        self._processes = results_of([worker.process.remote() for worker in self.workers])
+        key, limit_s = secrets.token_bytes(KEY_BYTES), self._cluster.step_timeout_s
+        addresses = results_of([worker.listen_for_watch.remote(key, limit_s) for worker in self.workers])
+        self._watch = HostWatch(addresses, key=key, on_loss=self._end_lost)
+        reach("group watched", self)
+        enter(LOADING)
+        address = self._coordinate()
+        num_pages = min(results_of([worker.load.remote(address, weights.source) for worker in self.workers]))
+        if weights.num_pages is not None and weights.num_pages > num_pages:
+            raise ExecutorFailure(f"there is memory for {num_pages} pages, and there were {weights.num_pages}")
+        enter(COMPILING)
+        num_pages = weights.num_pages or num_pages
+        results_of([worker.prepare.remote(num_pages) for worker in self.workers])
+        reach("group compiled", self)
+        # A host whose peers compile for longer than a collective waits cannot meet them in one: all compile first.
+        enter(WARMING)
+        reports = results_of([worker.warm_up.remote() for worker in self.workers])
+        enter(CONNECTING)
+        transport = TRANSPORTS[derive.transport(self._cluster)]
+        self._transport = transport(self.workers, timeout_s=self._cluster.step_timeout_s)
+        enter(SERVING)
+        return slowest_start(reports)
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Have every host run a step; ExecutorFailure where one is lost or fails."""
+        assert self._transport is not None, "start comes first"
+        try:
+            return self._transport.execute(plan)
+        except TRANSPORT_ERRORS as error:
+            is_error = isinstance(error, (StepFailedError, RayTaskError))
+            may_be_loss = self._watch is not None and len(self.workers) > 1
+            loss = self._watch.await_loss(SETTLE_S) if is_error and may_be_loss and self._watch else self.loss
+            raise ExecutorFailure(
+                f"step {plan.step_id} was lost: {loss or error}", in_step=is_error and loss is None
+            ) from error
+
+    def release(self) -> None:
+        """Stop what polls."""
+        if self._transport is not None:
+            self._transport.release()
+
+    def end(self) -> None:
+        """Kill every worker, whatever it does, and wait until it is gone. May be called twice."""
+        if self._watch is not None:
+            self._watch.close()
+        self._kill()
+        if self._coordinator is not None:
+            self._coordinator.shutdown()
+            self._coordinator = None
+        if self._transport is not None:
+            with suppress(RayError, HostLostError, TimeoutError):
+                self._transport.release()
+            self._transport = None
+
+    def _end_lost(self, _: str) -> None:
+        """In the thread of the watch. Whoever waits for one of the workers has an error now."""
+        self._kill()
+        self._on_loss()
+
+    def _kill(self) -> None:
+        with self._killing:
+            processes, self._processes = self._processes, []
+            for worker in self.workers:
+                ray.kill(worker)
+            end_processes(processes, waits_far=bool(self._cluster.tpu_topology))
+
+    def _coordinate(self) -> str:
+        """Where the hosts find each other; empty where there is one."""
+        if len(self.workers) == 1:
+            return ""
+        for attempt in range(1, NUM_PORTS_TRIED + 1):
+            with closing(socket.socket()) as probe:
+                probe.bind(("", 0))
+                port = probe.getsockname()[1]
+            try:
+                self._coordinator = Coordinator(port, num_hosts=len(self.workers))
+                break
+            except RuntimeError:  # another process has taken the port meanwhile
+                if attempt == NUM_PORTS_TRIED:
+                    raise
+        return f"{ray.util.get_node_ip_address()}:{port}"

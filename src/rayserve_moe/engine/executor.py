@@ -1,0 +1,56 @@
+"""What the engine needs of whatever runs its steps, and how that fails."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+
+
+class ExecutorFailure(RuntimeError):
+    """The executor lost a host or a device: no further step can run on it before its hosts are replaced.
+
+    `in_step`: every host lives, and one raised an error in a step, which may be the fault of what the step computes.
+    """
+
+    def __init__(self, message: str, *, in_step: bool = False) -> None:
+        super().__init__(message)
+        self.in_step = in_step
+
+
+class Executor(Protocol):
+    """Runs steps: in this process (`execution.host_runner`) or on other hosts (`cluster.step_transport`).
+
+    Calls come from one thread, but for `stage_weights`. After `ExecutorFailure` only `shutdown` may follow,
+    or a `Rebuilder.rebuild` of the same object (`engine.recovery`).
+    """
+
+    def start(self) -> StartReport:
+        """Load weights, allocate pages, compile every step and run it once."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Hand a step to the devices, then wait for the result of the one before; None where there is none.
+
+        So the devices find their next step waiting. A plan without chunks computes nothing.
+        """
+        ...
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        """Have every host read and check its share of a checkpoint, while steps run; one call at a time.
+
+        Experts go where `expert_of_slot` [MoE layers, slots] says, None: where they were at the start. A plan with
+        `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them, or has not read them
+        in time: then none keeps any.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give back what costs CPU while no request is running; the next `execute` takes it again."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop for good. May be called twice."""
+        ...

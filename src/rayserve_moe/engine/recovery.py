@@ -1,0 +1,164 @@
+"""Replacing all hosts after a loss: how often that may be, how long it takes, and who is blamed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from rayserve_moe.engine.blame import Blame
+from rayserve_moe.engine.executor import ExecutorFailure
+
+log = logging.getLogger(__name__)
+
+SHORT_S, LONG_S = 600.0, 3600.0
+WAITS_S = (0.0, 1.0, 5.0)
+"""Seconds before a rebuild, by how many there were since a token was committed."""
+
+
+class Rebuilder(Protocol):
+    """An executor whose hosts can be replaced. It calls `on_loss`, from any thread, where it notices a loss itself.
+
+    `phase` is what it does now, `phase_seconds` what all of its rebuilds took by phase.
+    """
+
+    on_loss: Callable[[], object]
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def loss(self) -> ExecutorFailure | None:
+        """What it has noticed of the hosts that serve now."""
+        ...
+
+    @property
+    def phase_seconds(self) -> Mapping[str, float]: ...
+
+    def rebuild(self) -> None:
+        """End all hosts and start others, with as many pages and the weights that served last.
+
+        ExecutorFailure where that fails; it may be called again.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Have a rebuild that runs in another thread, and all later ones, fail soon."""
+        ...
+
+
+class RebuildProgress(NamedTuple):
+    """What a rebuild is doing, and the seconds since the loss."""
+
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RebuildBounds:
+    """Rebuilds within 10 minutes, and within an hour; beyond either the engine fails."""
+
+    most_in_10_minutes: int = 3
+    most_in_hour: int = 10
+
+    def allow(self, begun: deque[float], *, now: float) -> bool:
+        """Whether another may begin `now`, after those that have `begun`, in seconds of one clock."""
+        recent = sum(1 for at in begun if now - at < SHORT_S)
+        return recent < self.most_in_10_minutes and sum(1 for at in begun if now - at < LONG_S) < self.most_in_hour
+
+
+class Recovery:
+    """Has an executor replace its hosts, in the engine thread. `generation` counts the groups of hosts.
+
+    What a step found out under one generation is worth nothing under the next. `progress`, `ended_at` and the counts
+    may be read from any thread.
+    """
+
+    def __init__(self, rebuilder: Rebuilder, bounds: RebuildBounds) -> None:
+        self.blame = Blame()
+        self.generation = 0
+        self.num_rebuilds = self.num_carried = 0
+        self.ended_at = 0.0
+        self.num_since_commit = 0
+        self._rebuilder, self._bounds = rebuilder, bounds
+        self._begun: deque[float] = deque(maxlen=10_000)
+        self._lost_at: float | None = None
+        self._is_stopped = threading.Event()
+
+    @property
+    def progress(self) -> RebuildProgress | None:
+        """How far a rebuild is; None while none runs."""
+        lost_at = self._lost_at
+        return None if lost_at is None else RebuildProgress(self._rebuilder.phase, time.monotonic() - lost_at)
+
+    def statistics(self) -> dict[str, float]:
+        """Rebuilds, choices that went on after one, and seconds in all."""
+        carried, seconds = float(self.num_carried), sum(self._rebuilder.phase_seconds.values())
+        return {"rebuilds": float(self.num_rebuilds), "requests_carried_over": carried, "rebuild_s": seconds}
+
+    @property
+    def loss(self) -> ExecutorFailure | None:
+        """What was noticed of the hosts that serve now."""
+        return self._rebuilder.loss
+
+    @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        """Seconds of all rebuilds, by phase."""
+        return self._rebuilder.phase_seconds
+
+    def rebuild(self, failure: ExecutorFailure, *, num_carried: int, counts: bool = True) -> None:
+        """Replace all hosts after a failure. One that does not `count` is not held against the bounds.
+
+        Raises the last failure where the bounds are reached, or after `stop`.
+        """
+        self._lost_at = time.monotonic()
+        log.error("a loss, %d choices wait for other hosts: %s", num_carried, failure)
+        try:
+            while True:
+                self._await_turn(failure, counts=counts)
+                counts = True
+                try:
+                    self._rebuilder.rebuild()
+                    break
+                except ExecutorFailure as another:
+                    log.exception("a rebuild has failed")
+                    failure = another
+            self.num_rebuilds += 1
+            self.num_carried += num_carried
+            log.warning("hosts are replaced after %.1f s", time.monotonic() - self._lost_at)
+        finally:
+            self._lost_at, self.ended_at = None, time.monotonic()
+
+    def stop(self) -> None:
+        """Begin no further rebuild, and end the one that runs."""
+        self._is_stopped.set()
+        self._rebuilder.cancel()
+
+    def _await_turn(self, failure: ExecutorFailure, *, counts: bool) -> None:
+        """Begin a generation, after the wait that is due. Raises the failure where no other may begin."""
+        now = time.monotonic()
+        if counts and not self._bounds.allow(self._begun, now=now):
+            raise ExecutorFailure(f"{failure} ({len(self._begun)} rebuilds have not helped)") from failure
+        if counts:
+            self._begun.append(now)
+        wait_s = WAITS_S[min(self.num_since_commit, len(WAITS_S) - 1)]
+        self.num_since_commit += 1
+        self.generation += 1
+        if self._is_stopped.wait(wait_s):
+            raise failure
+
+
+def progress_of(recovery: Recovery | None) -> RebuildProgress | None:
+    """How far a rebuild is; None while none runs, or none can."""
+    return None if recovery is None else recovery.progress
+
+
+def step_start(started_at: float | None, recovery: Recovery | None) -> float | None:
+    """When the step began that runs, of which a rebuild is no part; None while none runs."""
+    if started_at is None or recovery is None:
+        return started_at
+    return None if recovery.progress is not None else max(started_at, recovery.ended_at)

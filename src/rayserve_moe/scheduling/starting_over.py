@@ -1,0 +1,31 @@
+"""What a scheduler does when the devices have lost everything: steps are taken back, and some sequences run first."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from rayserve_moe.scheduling.scheduler import Scheduler
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepPlan
+
+
+def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
+    """Take back that a submitted step computes anything; returns its sequences. Then preempt all that runs."""
+    table = scheduler.table
+    np.minimum.at(table.num_computed, plan.chunk_rows, plan.chunk_starts)
+    return [sequence for row in plan.chunk_rows.tolist() if (sequence := table.sequences[row])]
+
+
+def hold_back_all_but(scheduler: Scheduler, kept: list[Sequence]) -> None:
+    """Admit only `kept`, and requests that are yet to come, until `admit_all`; where none are kept, all."""
+    if kept:
+        scheduler.held += [each for each in scheduler.waiting if each not in kept]
+        scheduler.waiting = deque(each for each in scheduler.waiting if each in kept)
+
+
+def admit_all(scheduler: Scheduler) -> None:
+    """Let what was held back wait ahead of all others."""
+    scheduler.waiting.extendleft(reversed(scheduler.held))
+    scheduler.held = []
