@@ -1,0 +1,163 @@
+"""Kill or stop a worker at random moments, over and over, under streams and plain requests that must not notice.
+
+    python -m benchmarks.kill_repeats [--hosts 1 2] [--signals SIGKILL] [--repeats 20] [--standbys] [--out FILE.json]
+
+Every answer is compared with that of an undisturbed run: text, log-probs of its tokens, and routing rows. The longest
+time in which no stream got anything is the outage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.kill_table import MAX_TOKENS, NUM_PLAIN, NUM_STREAMS, SETTINGS
+from benchmarks.markdown import markdown_table
+from benchmarks.serve_process import HOST, ServeProcess
+
+LIMIT_S = 300.0
+WORKER = "ray::HostWorker"
+SECONDS_BETWEEN = 6.0
+"""From the end of a repeat to the next: a standby takes a few seconds to be there."""
+Answer = tuple[str, list[float], Any]
+"""Text, log-probs and routing rows of a request."""
+
+
+async def ask(client: httpx.AsyncClient, number: int, *, streams: bool, arrivals: list[float]) -> Answer:
+    """Ask for a sampled completion with rows; notes when anything arrives."""
+    body = {
+        "prompt": f"{number}+45=",
+        "max_tokens": MAX_TOKENS,
+        "temperature": 1,
+        "seed": number,
+        "ignore_eos": True,
+        "stream": streams,
+        "logprobs": 0,
+        "return_routed_experts": True,
+        "routed_experts_format": "packed",
+    }
+    texts, logprobs, rows = [], [], None
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise ValueError(f"status {answer.status_code}")
+        async for line in answer.aiter_lines():
+            text = line.removeprefix("data: ") if streams else line
+            if not text or text == "[DONE]" or text.startswith(":"):
+                continue
+            (choice,) = json.loads(text)["choices"]
+            if streams:
+                arrivals.append(time.monotonic())
+            texts.append(choice["text"])
+            logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
+            rows = choice.get("routed_experts") or rows
+    return "".join(texts), logprobs, rows and rows["data"]
+
+
+async def answers(
+    port: int, *, fault: Callable[[], object] | None = None, after_s: float = 0.0
+) -> tuple[list[Answer | str], float]:
+    """All answers, an error's name where there is none, and the longest time in which no stream got anything."""
+    arrivals: list[float] = []
+    async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S) as client:
+        asked = [
+            asyncio.create_task(ask(client, number, streams=number < NUM_STREAMS, arrivals=arrivals))
+            for number in range(NUM_STREAMS + NUM_PLAIN)
+        ]
+        if fault is not None:
+            await asyncio.sleep(after_s)
+            fault()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+    gap_s = float(np.diff(sorted(arrivals)).max()) if len(arrivals) > 1 else LIMIT_S
+    return [type(each).__name__ if isinstance(each, BaseException) else each for each in found], gap_s
+
+
+def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[str, int]:
+    """How many requests were lost, and of the others in how many tokens, log-probs or rows differ."""
+    pairs = [(ours, theirs) for ours, theirs in zip(found, expected, strict=True) if not isinstance(ours, str)]
+    return {
+        "lost": len(found) - len(pairs),
+        "tokens": sum(ours[0] != theirs[0] for ours, theirs in pairs),
+        "logprobs": sum(ours[1] != theirs[1] for ours, theirs in pairs),
+        "rows": sum(ours[2] != theirs[2] or ours[2] is None for ours, theirs in pairs),
+    }
+
+
+def repeat(serve: ServeProcess, sent: signal.Signals, *, repeats: int, num_hosts: int) -> dict[str, Any]:
+    """Deliver the signal to a random worker at random moments; returns sums and the outages."""
+    begun = time.monotonic()
+    expected, _ = asyncio.run(answers(serve.port))
+    run_s = time.monotonic() - begun
+    sums, gaps = dict.fromkeys(("lost", "tokens", "logprobs", "rows"), 0), []
+    for _ in range(repeats):
+        time.sleep(SECONDS_BETWEEN)
+        victim = random.choice(busiest(serve, num_hosts))
+        after_s = random.uniform(0, 0.8 * run_s)
+        fault = partial(os.kill, victim, sent)
+        found, gap_s = asyncio.run(answers(serve.port, fault=fault, after_s=after_s))
+        counts = differing(found, expected)
+        note(f"{sent.name} after {after_s:.2f} s of {run_s:.2f}: {gap_s:.2f} s without tokens, {counts}")
+        sums = {name: sums[name] + count for name, count in counts.items()}
+        gaps.append(gap_s)
+    requests = repeats * (NUM_STREAMS + NUM_PLAIN)
+    return {"repeats": repeats, "requests": requests, **sums, "p50_s": float(np.median(gaps)), "worst_s": max(gaps)}
+
+
+def busiest(serve: ServeProcess, num_hosts: int) -> list[int]:
+    """Workers that serve: a standby has used less CPU time."""
+    pids = serve.pids_of(WORKER)
+    return sorted(pids, key=_cpu_ticks)[-num_hosts:]
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def main() -> None:
+    """Measure, write the result file, print its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--signals", nargs="+", choices=["SIGKILL", "SIGSTOP"], default=["SIGKILL", "SIGSTOP"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--standbys", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "kill_repeats.json")
+    arguments = parser.parse_args()
+    load_before, rows = load_before_start(), {}
+    bounds = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
+    settings = {**SETTINGS, **bounds, "standby_workers": arguments.standbys, "enable_return_routed_experts": True}
+    for num_hosts in arguments.hosts:
+        with ServeProcess({**settings, "num_hosts": num_hosts}) as serve:
+            for name in arguments.signals:
+                key = f"{name}, {num_hosts} host{'s'[: num_hosts - 1]}{', standbys' * arguments.standbys}"
+                rows[key] = repeat(serve, signal.Signals[name], repeats=arguments.repeats, num_hosts=num_hosts)
+    save({"machine": machine_facts(load_before), "rows": rows}, arguments.out)
+    print(table_of(rows))
+
+
+def table_of(rows: dict[str, dict[str, Any]]) -> str:
+    """The repeats as Markdown."""
+    headings = ["fault", "repeats", "requests", "lost", "tokens", "log-probs", "rows", "outage p50, s", "worst, s"]
+    said = (
+        [f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows.values()
+    )
+    return markdown_table(headings, [[key, *values] for key, values in zip(rows, said, strict=True)])
+
+
+if __name__ == "__main__":
+    main()
