@@ -24,7 +24,7 @@ VMEM_BYTES = 32 << 20
 
 def add_and_norm(
     hidden_TD: jax.Array,
-    added_TD: jax.Array | None,
+    added_TD: jax.Array,
     scale_LD: jax.Array,
     *,
     layer: jax.Array,
@@ -37,7 +37,6 @@ def add_and_norm(
     """
     if hidden_TD.size > MOST_ELEMENTS:
         return None
-    given = [hidden_TD] if added_TD is None else [hidden_TD, added_TD]
     rows, whole = min(SCALE_ROWS, len(scale_LD)), pl.BlockSpec(memory_space=pltpu.VMEM)
     scale = pl.BlockSpec((rows, scale_LD.shape[1]), lambda _, layer_1: (jax.lax.div(layer_1[0], rows), 0))
     out = jax.ShapeDtypeStruct(hidden_TD.shape, hidden_TD.dtype)
@@ -49,16 +48,16 @@ def add_and_norm(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(1,),
-            in_specs=[scale, *[whole] * len(given)],
-            out_specs=[whole] * len(given),
+            in_specs=[scale, whole, whole],
+            out_specs=[whole, whole],
         ),
-        out_shape=[out] * len(given),
+        out_shape=[out, out],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="add_norm",
         interpret=interpret,
-    )(jnp.asarray(layer, jnp.int32).reshape(1), scale_LD, *given)
-    normed_TD, *total = made
-    return (total[0] if total else hidden_TD), normed_TD
+    )(jnp.asarray(layer, jnp.int32).reshape(1), scale_LD, hidden_TD, added_TD)
+    total_TD, normed_TD = made
+    return total_TD, normed_TD
 
 
 def row_of(stacked_RD: jax.Array, row: jax.Array) -> jax.Array:
@@ -67,19 +66,16 @@ def row_of(stacked_RD: jax.Array, row: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_row_RD, stacked_RD.astype(jnp.float32), 0.0), axis=0, keepdims=True)
 
 
-def _add_and_norm(layer_1: Any, scale: Any, *refs: Any, eps: float) -> None:
+def _add_and_norm(*refs: Any, eps: float) -> None:
     """In float32 with the roundings of the reference: not every core computes in bfloat16."""
-    num_given = len(refs) // 2
-    given, (normed, *total) = refs[:num_given], refs[num_given:]
+    layer_1, scale, hidden, added, total, normed = refs
     dtype = normed.dtype
 
     def rounded(wide_TD: jax.Array) -> jax.Array:
         return wide_TD.astype(dtype).astype(jnp.float32)
 
-    wide_TD = given[0][...].astype(jnp.float32)
-    if total:
-        wide_TD = rounded(wide_TD + given[1][...].astype(jnp.float32))
-        total[0][...] = wide_TD.astype(dtype)
+    wide_TD = rounded(hidden[...].astype(jnp.float32) + added[...].astype(jnp.float32))
+    total[...] = wide_TD.astype(dtype)
     normed_TD = wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD * wide_TD, axis=-1, keepdims=True) + eps)
     scale_of_layer = row_of(scale[...], jax.lax.rem(layer_1[0], scale.shape[0]))
     normed[...] = (rounded(normed_TD) * scale_of_layer).astype(dtype)

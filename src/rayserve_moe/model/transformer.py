@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import jax
@@ -25,6 +23,7 @@ from rayserve_moe.kernels.layers import Rotation, take_rows
 from rayserve_moe.kernels.registry import Kernels
 from rayserve_moe.kernels.top_experts import StackedRouter
 from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
+from rayserve_moe.model.layer_runs import LayerRun, layer_runs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.vocabulary import look_up, score_my_words
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -38,8 +37,6 @@ EXPERT_ARRAYS = (
 """In the order of `ExpertWeights`."""
 
 Parameters = dict[str, dict[str, jax.Array]]
-Carry = tuple[jax.Array, jax.Array]
-LayerIndex = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,17 @@ class _StepInputs(NamedTuple):
     capacity: StepCapacity | None
 
 
-class _LayerRun(NamedTuple):
-    """Neighbouring layers of one kind: `first` counts all layers, `first_of_kind` those of that kind."""
+class _Carry(NamedTuple):
+    """What a layer leaves to the next one: the stream, what is to be added to it (with the next norm, which on a TPU is
+    one operation), the pool, and how many layers of the run are done.
 
-    is_moe: bool
-    first: int
-    first_of_kind: int
-    length: int
+    The number is carried and not scanned over, which would be an operation in every layer.
+    """
+
+    hidden_TD: jax.Array
+    added_TD: jax.Array
+    kv_pages: jax.Array
+    num_done: jax.Array
 
 
 def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
@@ -126,14 +127,14 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     singles = _describe_singles(batch, kv_pages, config)
     inputs = _StepInputs(batch, batch.valid_T, _rotation(batch, config), singles, maps, forced, capacity)
-    captured_runs = []
-    for run in _layer_runs(spec):
-        visit = partial(_moe_layer if run.is_moe else _dense_layer, params, inputs=inputs, config=config)
-        steps = jnp.arange(run.length)
-        carry, captured = jax.lax.scan(visit, (hidden_TD, kv_pages), (run.first + steps, run.first_of_kind + steps))
-        hidden_TD, kv_pages = carry
+    captured_runs, carry = [], _Carry(hidden_TD, jnp.zeros_like(hidden_TD), kv_pages, jnp.int32(0))
+    for run in layer_runs(spec):
+        visit = partial(_moe_layer if run.is_moe else _dense_layer, params, run=run, inputs=inputs, config=config)
+        begin = carry._replace(num_done=jnp.int32(0))
+        carry, captured = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
         if captured is not None:
             captured_runs.append(captured)
+    hidden_TD, kv_pages = carry.hidden_TD + carry.added_TD, carry.kv_pages
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
     with jax.named_scope("routing_capture"):
         # One operation for all layers: in each it would be one of many small ones.
@@ -181,9 +182,9 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, config: ModelConfig) 
 
 
 def _moe_layer(
-    params: Parameters, carry: Carry, index: LayerIndex, *, inputs: _StepInputs, config: ModelConfig
-) -> tuple[Carry, LayerRouting]:
-    layer, moe_layer = index
+    params: Parameters, carry: _Carry, *, run: LayerRun, inputs: _StepInputs, config: ModelConfig
+) -> tuple[_Carry, LayerRouting]:
+    layer, moe_layer = run.first + carry.num_done, run.first_of_kind + carry.num_done
     hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, layer, inputs=inputs, config=config)
     experts = params["experts"]
     flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
@@ -201,7 +202,8 @@ def _moe_layer(
     if config.spec.experts.shared != "none":
         shared_TD = _shared_expert(params["shared"], normed_TD, moe_layer, config)
         out_TD = (out_TD.astype(jnp.float32) + shared_TD).astype(hidden_TD.dtype)
-    return (hidden_TD + _scaled(out_TD, config.spec.residual_multiplier), kv_pages), routing
+    added_TD = _scaled(out_TD, config.spec.residual_multiplier)
+    return _Carry(hidden_TD, added_TD, kv_pages, carry.num_done + 1), routing
 
 
 @jax.named_scope("shared_expert")
@@ -218,23 +220,24 @@ def _shared_expert(
 
 
 def _dense_layer(
-    params: Parameters, carry: Carry, index: LayerIndex, *, inputs: _StepInputs, config: ModelConfig
-) -> tuple[Carry, None]:
-    layer, dense_layer = index
+    params: Parameters, carry: _Carry, *, run: LayerRun, inputs: _StepInputs, config: ModelConfig
+) -> tuple[_Carry, None]:
+    layer, dense_layer = run.first + carry.num_done, run.first_of_kind + carry.num_done
     hidden_TD, normed_TD, kv_pages = _attention_block(params, carry, layer, inputs=inputs, config=config)
     dense = params["dense"]
     with jax.named_scope("dense_mlp"):
         weights = dense["gate_NDI"], dense["up_NDI"], dense["down_NID"]
         out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, weights, layer=dense_layer))
-    return (hidden_TD + _scaled(out_TD.astype(hidden_TD.dtype), config.spec.residual_multiplier), kv_pages), None
+    added_TD = _scaled(out_TD.astype(hidden_TD.dtype), config.spec.residual_multiplier)
+    return _Carry(hidden_TD, added_TD, kv_pages, carry.num_done + 1), None
 
 
 def _attention_block(
-    params: Parameters, carry: Carry, layer: jax.Array, *, inputs: _StepInputs, config: ModelConfig
+    params: Parameters, carry: _Carry, layer: jax.Array, *, inputs: _StepInputs, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention with its norm and residual; returns the stream, the stream normed for the MLP, and the pool."""
-    (hidden_TD, kv_pages), weights = carry, params["attention"]
-    hidden_TD, normed_TD = _add_and_norm(hidden_TD, None, weights["norm_LD"], layer, config)
+    (hidden_TD, added_TD, kv_pages, _), weights = carry, params["attention"]
+    hidden_TD, normed_TD = _add_and_norm(hidden_TD, added_TD, weights["norm_LD"], layer, config)
     with jax.named_scope("attention"):
         of_layer = AttentionInputs(weights, inputs.batch, inputs.rotation, layer, inputs.singles)
         attention = attention_config(config.spec, config.plan)
@@ -251,7 +254,7 @@ def _scaled(hidden_TD: jax.Array, factor: float) -> jax.Array:
 
 
 def _add_and_norm(
-    hidden_TD: jax.Array, added_TD: jax.Array | None, scale_LD: jax.Array, layer: jax.Array, config: ModelConfig
+    hidden_TD: jax.Array, added_TD: jax.Array, scale_LD: jax.Array, layer: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """The stream with what is added, and its norm: at once by a kernel that can."""
     at_once = config.kernels.add_norm
@@ -260,7 +263,7 @@ def _add_and_norm(
             made = at_once(hidden_TD, added_TD, scale_LD, layer=layer, eps=config.spec.norm_eps)
         if made is not None:
             return made
-    hidden_TD = hidden_TD if added_TD is None else hidden_TD + added_TD
+    hidden_TD = hidden_TD + added_TD
     return hidden_TD, _norm(hidden_TD, scale_LD[layer], config)
 
 
@@ -283,15 +286,3 @@ def _stacked_router(experts: dict[str, jax.Array], layer: jax.Array) -> StackedR
 def _flatten(weights: jax.Array) -> jax.Array:
     """View [layers, slots, ...] as [layers * slots, ...]."""
     return weights.reshape(-1, *weights.shape[2:])
-
-
-def _layer_runs(spec: ModelSpec) -> Iterator[_LayerRun]:
-    """Cut the layers into runs of one kind."""
-    first_of_kind = {True: 0, False: 0}
-    kinds = ((i not in spec.dense_layer_ids) for i in range(spec.num_layers))
-    first = 0
-    for is_moe, run in groupby(kinds):
-        length = sum(1 for _ in run)
-        yield _LayerRun(is_moe, first, first_of_kind[is_moe], length)
-        first_of_kind[is_moe] += length
-        first += length
