@@ -13,86 +13,41 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.engine import step_cycle
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.proposers import PROPOSERS
 from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution import step_input, step_samples
-from rayserve_moe.kernels.registry import CPU_NATIVE
 from rayserve_moe.requests import Constraint, FinishReason
 from rayserve_moe.scheduling import verify_rows
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import EngineFactory
-from tests.support.checkpoints import CORE_CONFIG, PAGE_SIZE
+from tests.pipelines.test_migration import heading_elsewhere
+from tests.support.checkpoints import PAGE_SIZE
 from tests.support.constraints import compiler, synthetic_tokenizer
-from tests.support.drive import Way, cycle_for, preempt_every, run_on, run_together
+from tests.support.drive import cycle_for, run_on, run_together
+from tests.support.engines import MOVING
 from tests.support.oracle import Oracle
-from tests.support.outcomes import Outcome, Outcomes, assert_identical, assert_same
-from tests.support.speculating import random_requests
+from tests.support.outcomes import Outcome
+from tests.support.speculating import (
+    DRAFTS,
+    PLAIN,
+    SPECULATES,
+    TOLERANCE,
+    VOCAB_SIZE,
+    assert_unchanged,
+    check_mix,
+    is_exact,
+    random_requests,
+)
 from tests.support.workload import request_for
-
-ROWS, DRAFTS = 4, 3
-SPECULATES: dict[str, Any] = {
-    "max_running_requests": ROWS,
-    "max_step_tokens": 64,
-    "precompile_bs_paddings": [ROWS],
-    "speculative_algorithm": "NGRAM",
-    "speculative_num_steps": DRAFTS,
-}
-PLAIN = Way(num_rows=ROWS, step_tokens=64, chunk_tokens=64)
-TOLERANCE = 1e-6
-"""Of log-probs, absolute, and again relative: XLA adds up float32 in another order in other compiled shapes."""
-VOCAB_SIZE = CORE_CONFIG.vocab_size
 
 
 @pytest.fixture(scope="session")
 def speculating(engine_with: EngineFactory) -> Engine:
     return engine_with(**SPECULATES)
-
-
-def is_exact(engine: Engine) -> bool:
-    """Whether a row's bits depend on nothing but the row."""
-    return engine.runner.config.kernels is CPU_NATIVE
-
-
-def assert_unchanged(engine: Engine, actual: Outcomes, plain: Outcomes) -> None:
-    """Assert that runs with and without drafts agree: by native kernels in all bits."""
-    if is_exact(engine):
-        assert_identical(actual, plain, routing=False)
-    assert actual.keys() == plain.keys()
-    for key, outcome in actual.items():
-        assert_same(outcome, plain[key], routing=plain[key].routing is not None)
-        np.testing.assert_allclose(outcome.logprobs, plain[key].logprobs, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def random_way(generator: np.random.Generator, plain: Outcomes) -> Way:
-    """Some way to schedule, with drafts that are right more or less often."""
-    oracle = Oracle(plain, share=float(generator.choice([0.3, 0.8, 0.95, 1.0])), vocab_size=VOCAB_SIZE)
-    preempts = preempt_every(int(generator.integers(8, 16)), forgets=bool(generator.random() < 0.5))
-    return replace(
-        PLAIN,
-        chunk_tokens=int(generator.choice([7, 64])),
-        num_pages=int(generator.choice([29, 60, 200])),
-        intervene=preempts if generator.random() < 0.5 else None,
-        caches_prefixes=bool(generator.random() < 0.8),
-        proposer=oracle,
-        num_drafts=int(generator.choice([1, DRAFTS])),
-    )
-
-
-def check_mix(engine: Engine, seed: int, *, count: int) -> None:
-    """Drafts alone do not show; nor do they beside preemptions and other chunks, which are held to `assert_same`."""
-    requests, generator = random_requests(seed, count=count), np.random.default_rng(seed)
-    plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
-    way = random_way(generator, plain)
-    drafts_alone = replace(PLAIN, proposer=way.proposer, num_drafts=DRAFTS)
-    assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=drafts_alone), plain)
-    found = run_together(engine.runner, engine.card, requests, way=way)
-    assert found.keys() == plain.keys()
-    for key, outcome in plain.items():
-        assert_same(found[key], outcome, routing=outcome.routing is not None)
-    if is_exact(engine):
-        assert_identical(found, plain, routing=False)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -116,11 +71,34 @@ def test_drafts_do_not_show_over_two_data_ranks(engine_with: EngineFactory, back
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [300])
+def test_drafts_do_not_show_with_experts_in_int8(engine_with: EngineFactory, seed: int):
+    check_mix(engine_with(**SPECULATES, expert_dtype="int8"), seed, count=24)
+
+
+@pytest.mark.slow
+@pytest.mark.float32("devices add up parts of sums")
+@pytest.mark.parametrize("seed", [400])
+def test_drafts_do_not_show_while_experts_move(engine_with: EngineFactory, seed: int):
+    engine = engine_with(**SPECULATES, **MOVING, data_parallel_size=2)
+    eplb = EplbSteps(Migration(engine.runner.placement, hosts=1, slots_per_step=1), counts_every=7)
+    version = eplb.migration.progress.version
+    check_mix(engine, seed, count=24, eplb=eplb, intervene=heading_elsewhere(eplb))
+    assert eplb.migration.progress.version >= version + 4
+    assert engine.loop.eplb is not None
+    eplb.head_for(engine.loop.eplb.migration.placement)
+    requests = random_requests(seed, count=24, layout=engine.card.routing)
+    for _ in range(5):
+        run_together(engine.runner, engine.card, requests, way=replace(PLAIN, eplb=eplb))
+    assert eplb.migration.progress.is_done
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [5, 7])
 def test_long_drafts_do_not_show_over_small_pages(engine_with: EngineFactory, num_drafts):
     settings = SPECULATES | {"speculative_num_steps": 7, "page_size": 4, "num_pages": 400}
     engine = engine_with(**settings)
-    requests = random_requests(num_drafts, count=24)
+    requests = random_requests(num_drafts, count=24, layout=engine.card.routing)
     way = replace(PLAIN, page_size=4, num_pages=400)
     plain = run_together(engine.runner, engine.card, requests, way=way)
     oracle = Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE)
@@ -153,7 +131,7 @@ def test_a_request_that_wants_no_drafts_has_none(speculating: Engine):
 
 
 def test_aborts_leave_the_others_alone(speculating: Engine):
-    requests = random_requests(3, count=16)
+    requests = random_requests(3, count=16, layout=speculating.card.routing)
     plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
     aborted: set[tuple[str, int]] = set()
 
@@ -216,7 +194,7 @@ def check_store(cycle: StepCycle, _: int) -> None:
 
 
 def run_with_drafts(engine: Engine, *, share: float = 0.6) -> None:
-    requests = random_requests(5, count=12)
+    requests = random_requests(5, count=12, layout=engine.card.routing)
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
     oracle = Oracle(plain, share=share, vocab_size=VOCAB_SIZE)
     way = replace(PLAIN, proposer=oracle, num_drafts=DRAFTS, intervene=check_store)
@@ -257,7 +235,7 @@ def test_one_draft_too_many_would_be_seen(speculating: Engine):
 def test_constrained_sequences_have_no_drafts_and_drafts_of_others_change_nothing_beside_them(speculating: Engine):
     """Their samples are held in steps that verify drafts of other sequences."""
     way = replace(PLAIN, constraints=compiler())
-    requests = [*random_requests(9, count=6)]
+    requests = random_requests(9, count=6, layout=speculating.card.routing)
     constraint = Constraint("regex", "([a-d]{3} ){2,6}")
     sampled = {"max_new_tokens": 30, "temperature": 1.0, "ignore_eos": False}
     held = [replace(request_for([5, 6 + i], f"held{i}", seed=i, **sampled), constraint=constraint) for i in range(3)]
@@ -300,7 +278,7 @@ DEVICE_FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", list(DEVICE_FAULTS))
 def test_faults_on_the_devices_would_be_seen(core_checkpoint, speculating: Engine, fault: str):
-    requests = random_requests(5, count=12)
+    requests = random_requests(5, count=12, layout=speculating.card.routing)
     plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
     where, name, faulty = DEVICE_FAULTS[fault]
     kept = {"num_pages": 200, "page_size": PAGE_SIZE, "enable_return_routed_experts": True, "compile_cache": "off"}

@@ -3,22 +3,109 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe import Engine
+from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.kernels.registry import CPU_NATIVE
+from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.drive import Intervention, Way, preempt_every, run_together
+from tests.support.oracle import Oracle
+from tests.support.outcomes import Outcomes, assert_identical, assert_same
 from tests.support.workload import draw_prompt
 
 NUM_STEMS = 3
 LONGEST_STEM = 40
+ROWS, DRAFTS = 4, 3
+SPECULATES: dict[str, Any] = {
+    "max_running_requests": ROWS,
+    "max_step_tokens": 64,
+    "precompile_bs_paddings": [ROWS],
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_steps": DRAFTS,
+}
+PLAIN = Way(num_rows=ROWS, step_tokens=64, chunk_tokens=64)
+TOLERANCE = 1e-6
+"""Of log-probs, absolute, and again relative: XLA adds up float32 in another order in other compiled shapes."""
+VOCAB_SIZE = CORE_CONFIG.vocab_size
 
 
-def random_requests(seed: int, *, count: int) -> list[GenerationRequest]:
-    """Requests that share prompts, greedy and sampled, with penalties, biases, ends, several choices and scores."""
+def is_exact(engine: Engine) -> bool:
+    """Whether a row's bits depend on nothing but the row."""
+    return engine.runner.config.kernels.name == CPU_NATIVE.name
+
+
+def assert_unchanged(engine: Engine, actual: Outcomes, plain: Outcomes) -> None:
+    """Assert that runs with and without drafts agree: by native kernels in all bits."""
+    if is_exact(engine):
+        assert_identical(actual, plain, routing=False)
+    assert actual.keys() == plain.keys()
+    for key, outcome in actual.items():
+        assert_same(outcome, plain[key], routing=plain[key].routing is not None)
+        np.testing.assert_allclose(outcome.logprobs, plain[key].logprobs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def random_way(generator: np.random.Generator, plain: Outcomes, **always: Any) -> Way:
+    """Some way to schedule, with drafts that are right more or less often."""
+    oracle = Oracle(plain, share=float(generator.choice([0.3, 0.8, 0.95, 1.0])), vocab_size=VOCAB_SIZE)
+    preempts = preempt_every(int(generator.integers(17, 25)), forgets=bool(generator.random() < 0.5))
+    way = replace(
+        PLAIN,
+        chunk_tokens=int(generator.choice([7, 64])),
+        num_pages=int(generator.choice([29, 60, 200])),
+        intervene=preempts if generator.random() < 0.5 else None,
+        caches_prefixes=bool(generator.random() < 0.8),
+        proposer=oracle,
+        num_drafts=int(generator.choice([1, DRAFTS])),
+    )
+    return replace(way, **always)
+
+
+def check_mix(
+    engine: Engine,
+    seed: int,
+    *,
+    count: int,
+    eplb: EplbSteps | None = None,
+    intervene: Intervention | None = None,
+) -> None:
+    """Drafts alone do not show; nor do they beside preemptions and other chunks, which are held to `assert_same`.
+
+    With `eplb` experts move as `intervene` says in all runs but the plain one.
+    """
+    requests, generator = random_requests(seed, count=count, layout=engine.card.routing), np.random.default_rng(seed)
+    plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
+    always = {} if eplb is None else {"eplb": eplb, "intervene": intervene}
+    way = random_way(generator, plain, **always)
+    drafts_alone = replace(PLAIN, proposer=way.proposer, num_drafts=DRAFTS, eplb=eplb, intervene=intervene)
+    assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=drafts_alone), plain)
+    found = run_together(engine.runner, engine.card, requests, way=way)
+    assert found.keys() == plain.keys()
+    for key, outcome in plain.items():
+        assert_same(found[key], outcome, routing=outcome.routing is not None)
+    if is_exact(engine):
+        assert_identical(found, plain, routing=False)
+
+
+def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[GenerationRequest]:
+    """Requests that share prompts, greedy and sampled, with penalties, biases, allowed ids, ends, several choices,
+    scores, and forced routing."""
     generator = np.random.default_rng(seed)
     stems = [draw_prompt(generator, int(generator.integers(1, LONGEST_STEM))) for _ in range(NUM_STEMS)]
-    return [_random_request(generator, stems, f"{seed}-{i}") for i in range(count)]
+    requests = [_random_request(generator, stems, f"{seed}-{i}") for i in range(count)]
+    return [_forced(generator, request, layout) if generator.random() < 0.15 else request for request in requests]
+
+
+def _forced(generator: np.random.Generator, request: GenerationRequest, layout: RoutingLayout) -> GenerationRequest:
+    """The request with random experts for a part of its prompt."""
+    start = int(generator.integers(len(request.prompt_ids)))
+    stop = int(generator.integers(start, len(request.prompt_ids))) + 1
+    shape = (stop - start, len(layout.layer_ids), layout.num_experts)
+    rows = generator.random(shape).argsort(axis=-1)[..., : layout.top_k]
+    return replace(request, forced_routing=RoutedExperts(rows.astype(np.int32), start=start))
 
 
 def _random_request(generator: np.random.Generator, stems: list[np.ndarray], name: str) -> GenerationRequest:
@@ -39,7 +126,9 @@ def _random_sampling(generator: np.random.Generator) -> SamplingParams:
     words = CORE_CONFIG.vocab_size
     temperature = float(generator.choice([0.0, 0.0, 0.7, 1.0, 1.5]))
     some_ids = tuple(int(word) for word in generator.integers(0, words, 8))
+    allowed = tuple(sorted({int(word) for word in generator.integers(0, words, 60)})) if often(0.15) else ()
     return SamplingParams(
+        allowed_token_ids=allowed,
         n=int(generator.integers(1, 4)) if often(0.3) else 1,
         max_new_tokens=int(generator.integers(0, 30)),
         temperature=temperature,
