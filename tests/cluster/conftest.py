@@ -10,6 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.cluster import host_watch
 
 SETTINGS = {
     "max_model_len": 256,
@@ -20,6 +21,14 @@ SETTINGS = {
     "enable_return_routed_experts": True,
     "dtype": "float32",
 }
+
+
+@pytest.fixture(scope="package", autouse=True)
+def a_slow_machine_is_no_loss() -> Iterator[None]:
+    """A host that shares two cores with all other tests is silent for seconds at times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_watch, "SILENCE_S", 30.0)
+        yield
 
 
 @pytest.fixture(scope="session")
