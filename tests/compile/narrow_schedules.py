@@ -7,28 +7,19 @@ writes the baseline of chips, or of all of them, anew: after a change that is me
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.narrow_weights import scale_rows
-from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
-from rayserve_moe.tools.estimate.dump import DumpFolder, dump_environment
+from rayserve_moe.tools.estimate.dump import DumpFolder
+from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for
 
-BASELINE = Path(__file__).with_name("narrow_schedules.json")
 KINDS = {
     "bfloat16": ("bfloat16", False),
     "int8": ("int8", False),
@@ -57,11 +48,9 @@ def shapes_of(kind: str) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(size, jnp.dtype(name)) for size, name in given + scales * (dtype != "bfloat16")]
 
 
-def compile_all(chip: str, folder: Path) -> dict[str, int]:
+def compile_all(chip: str, dump: DumpFolder) -> dict[str, int]:
     """Compile every kind for a chip; bundles of a slot with a tile of rows: of the longest loop, or of all."""
-    set_environment_defaults(COMPILER_ENVIRONMENT | dump_environment(folder))
-    use_host_alone()
-    dump, found = DumpFolder(folder), {}
+    found = {}
     for kind in KINDS:
 
         def run(rows, slots, *weights):
@@ -74,30 +63,7 @@ def compile_all(chip: str, folder: Path) -> dict[str, int]:
     return found
 
 
-def bundles_of(chip: str) -> dict[str, int]:
-    """Compile in a process of its own, which loads libtpu anew."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.compile.narrow_schedules", "--into", folder, chip]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def baseline() -> dict[str, dict[str, int]]:
-    """The committed figures by chip."""
-    return json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
-
-
-def main() -> None:
-    """Write the baseline of the named chips, or of all."""
-    if sys.argv[1:2] == ["--into"]:
-        sys.stdout.write(json.dumps(compile_all(sys.argv[3], Path(sys.argv[2]))))
-        return
-    known = baseline()
-    for chip in sys.argv[1:] or ONE_CORE:
-        known[chip] = bundles_of(chip)
-        BASELINE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-
+BASELINE = ScheduleBaseline("tests.compile.narrow_schedules", ONE_CORE, compile_all)
 
 if __name__ == "__main__":
-    main()
+    BASELINE.main()

@@ -7,29 +7,20 @@ writes the baseline of chips, or of all of them, anew: after a change that is me
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.kernels.attention_reference import BlockPlaces
 from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
 from rayserve_moe.kernels.paged_attention import attend
 from rayserve_moe.kernels.paged_sizes import pages_of_a_block
-from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
-from rayserve_moe.tools.estimate.dump import DumpFolder, dump_environment
+from rayserve_moe.tools.estimate.dump import DumpFolder
+from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for
 
-BASELINE = Path(__file__).with_name("paged_schedules.json")
 PAGE, PAGES, BLOCKS = 128, 32, 16
 MODELS = {
     "gpt-oss, 64 heads": (64, 8, 64, 0),
@@ -54,14 +45,12 @@ def memory_bundles(chip: str, model: str) -> float:
     return num_bytes / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
 
 
-def compile_all(chip: str, folder: Path) -> dict[str, int]:
+def compile_all(chip: str, dump: DumpFolder) -> dict[str, int]:
     """Compile every case for a chip; bundles of the loop over blocks of keys, its inner loops over rows as they run.
 
     Copies of pages and clearing, loops of a few bundles, count once.
     """
-    set_environment_defaults(COMPILER_ENVIRONMENT | dump_environment(folder))
-    use_host_alone()
-    dump, found = DumpFolder(folder), {}
+    found = {}
     for model, (heads, _, width, latent_width) in MODELS.items():
         for name, num_queries in QUERIES.items():
             queries = jax.ShapeDtypeStruct((BLOCKS, num_queries, heads, width), jnp.bfloat16)
@@ -81,30 +70,7 @@ def compile_all(chip: str, folder: Path) -> dict[str, int]:
     return found
 
 
-def bundles_of(chip: str) -> dict[str, int]:
-    """Compile in a process of its own, which loads libtpu anew."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.compile.paged_schedules", "--into", folder, chip]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def baseline() -> dict[str, dict[str, int]]:
-    """The committed figures by chip."""
-    return json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
-
-
-def main() -> None:
-    """Write the baseline of the named chips, or of all."""
-    if sys.argv[1:2] == ["--into"]:
-        sys.stdout.write(json.dumps(compile_all(sys.argv[3], Path(sys.argv[2]))))
-        return
-    known = baseline()
-    for chip in sys.argv[1:] or CHIPS:
-        known[chip] = bundles_of(chip)
-        BASELINE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-
+BASELINE = ScheduleBaseline("tests.compile.paged_schedules", tuple(CHIPS), compile_all)
 
 if __name__ == "__main__":
-    main()
+    BASELINE.main()

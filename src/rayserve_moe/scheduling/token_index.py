@@ -40,19 +40,19 @@ class TokenIndex:
     def extend(self, name: Hashable, token_ids: np.ndarray, *, is_whole: bool = False) -> None:
         """Take over a new text, or what one has grown by: int32 `token_ids` are all of it. It grows no more if it
         `is_whole`, else it goes on after its last tokens elsewhere where it finds no more place."""
-        begin, end, room, first = self._spans.get(name, (0, 0, 0, 0))
-        if begin + len(token_ids) - first > room:
+        begin, end, reserved, first = self._spans.get(name, (0, 0, 0, 0))
+        if begin + len(token_ids) - first > reserved:
             first = max(0, first + end - begin - self._longest)
             begin = end = len(self._tokens)
-            room = begin + (len(token_ids) - first if is_whole else max(FIRST_PLACES, 2 * len(token_ids)))
+            reserved = begin + (len(token_ids) - first if is_whole else max(FIRST_PLACES, 2 * len(token_ids)))
             for places in (self._tokens, self._before):
-                places.extend(array("i", [NOTHING]) * (room - begin + self._longest))
+                places.extend(array("i", [NOTHING]) * (reserved - begin + self._longest))
         stop = begin + len(token_ids) - first
         if stop == end:
             return
         added = np.ascontiguousarray(token_ids[first + end - begin :], np.int32)
         self._tokens[end:stop] = array("i", added.tobytes())
-        self._spans[name] = (begin, stop, room, first)
+        self._spans[name] = (begin, stop, reserved, first)
         places = range(max(end, begin + self._shortest - 1), stop)
         if len(places) > FEW:
             self._note_many(np.arange(places.start, places.stop))
