@@ -76,17 +76,19 @@ class RouterReference:
         hidden = self._weights["model.embed_tokens.weight"][token_ids]
         rows, gaps = [], []
         for layer in range(self._config["num_hidden_layers"]):
-            name = f"model.layers.{layer}"
-            hidden = hidden + self._attend(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.self_attn")
-            normed = self._norm(hidden, f"{name}.post_attention_layernorm")
-            if f"{name}.mlp.gate.weight" in self._weights:
-                out, chosen, gap = self._experts(normed, f"{name}.mlp")
+            hidden, chosen, gap = self._layer(hidden, f"model.layers.{layer}")
+            if chosen is not None:
                 rows.append(chosen)
                 gaps.append(gap)
-            else:
-                out = self._mlp(normed, f"{name}.mlp")
-            hidden = hidden + out
         return np.stack(rows, axis=1), np.stack(gaps, axis=1), hidden
+
+    def _layer(self, hidden: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        hidden = hidden + self._attend(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.self_attn")
+        normed = self._norm(hidden, f"{name}.post_attention_layernorm")
+        if f"{name}.mlp.gate.weight" not in self._weights:
+            return hidden + self._mlp(normed, f"{name}.mlp"), None, None
+        out, chosen, gap = self._experts(normed, f"{name}.mlp")
+        return hidden + out, chosen, gap
 
     def _norm(self, values: np.ndarray, name: str) -> np.ndarray:
         scale = np.sqrt((values**2).mean(axis=-1, keepdims=True) + self._config["rms_norm_eps"])

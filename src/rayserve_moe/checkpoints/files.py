@@ -112,6 +112,13 @@ class CheckpointFiles:
         scales = self._read_stored(found.parts[1], (slice(int(rows[0]), int(rows[-1]) + 1),)).astype(np.float32)
         return scales[rows - rows[0], columns[0] // block : -(-columns[1] // block)]
 
+    def read_integers(self, name: str) -> np.ndarray:
+        """A whole tensor of integers, which are no weights. CheckpointError where it is none, or as in `read`."""
+        entry = self.stored.get(name)
+        if entry is None or entry.dtype not in ("I32", "I64"):
+            raise CheckpointError(f"{self.directory}: no tensor {name} of integers")
+        return self._read_stored(name, ())
+
     def _read_stored(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         entry = self.stored[name]
         try:

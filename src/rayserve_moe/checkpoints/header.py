@@ -29,6 +29,7 @@ STORED_DTYPES: dict[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
 """The same, with those that the parts of quantised weights have (see `quantized`)."""
 

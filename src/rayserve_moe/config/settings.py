@@ -25,6 +25,8 @@ MOST_TOKENS = 1 << 24
 TPU_PAGE_SIZE = 128
 """Tokens per page on a TPU where none are given: a page of a layer is one copy of the attention kernel."""
 MOST_DRAFTS = 7
+DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Values of `speculative_algorithm` that take a draft model."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,14 @@ class SchedulerSettings:
 class SpeculationSettings:
     """Tokens that are drafted, and verified several at a time: they change how fast answers are, not what they are."""
 
-    algorithm: str = _choice("off", "NGRAM", "SIBLINGS", key="speculative_algorithm")
+    algorithm: str = _choice("off", "NGRAM", "SIBLINGS", *DRAFT_MODELS, key="speculative_algorithm")
     """`NGRAM` drafts what followed the last tokens of a sequence before, `SIBLINGS` also what did in other answers to
-    its prompt; `off` or null none."""
+    its prompt; `EAGLE`, `EAGLE3` and `NEXTN` what a draft model says; `off` or null none."""
+    draft_model_path: str = _named("", "speculative_draft_model_path")
+    """Where the head of `EAGLE` or `EAGLE3` lies, as `model_path`; that of `NEXTN` is a layer of the checkpoint itself,
+    unless it is given."""
+    eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
+    """Drafts of a draft model for each place; only 1, a chain, is served."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
     """Drafts of a sequence in one step at most; 0 is 7. Steps have 0, 1, 3, 5 or 7, as measured times of steps make
     worth it."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.config.settings import SettingsError, SpeculationSettings
+from rayserve_moe.config.settings import DRAFT_MODELS, SettingsError, SpeculationSettings
 
 ALGORITHM, NUM_STEPS = "speculative_algorithm", "speculative_num_steps"
-NOT_SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK", "UNO")
-"""Algorithms of SGLang that take a draft model."""
+NOT_SERVED = ("STANDALONE", "DFLASH", "DSPARK", "UNO")
+"""Algorithms of SGLang that take other draft models."""
 VLLM = "speculative_config"
+METHODS_OF_VLLM = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
+"""Of the last there are others, by the family of the target, that end in `_mtp`."""
 KEYS_OF_VLLM = {
+    "model": "speculative_draft_model_path",
     "num_speculative_tokens": NUM_STEPS,
     "prompt_lookup_max": "speculative_ngram_max_match_window_size",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
@@ -33,11 +36,22 @@ def in_own_terms(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
-    """SettingsError where settings of speculation are at odds with each other or with how experts are selected."""
+def check_speculation(settings: SpeculationSettings, *, selection: str, num_hosts: int = 1) -> None:
+    """SettingsError where settings of speculation are at odds with each other, with how experts are selected, or with
+    the number of hosts."""
     steps, tokens = settings.num_steps, settings.num_draft_tokens
     if not settings.most_drafts:
         return
+    if settings.eagle_topk != 1:
+        raise SettingsError(f"speculative_eagle_topk {settings.eagle_topk}: drafts are a chain, only 1 is served")
+    if settings.algorithm in ("EAGLE", "EAGLE3") and not settings.draft_model_path:
+        raise SettingsError(f"speculative_algorithm {settings.algorithm} needs speculative_draft_model_path")
+    if settings.algorithm in DRAFT_MODELS and num_hosts > 1:
+        raise SettingsError(
+            f"speculative_algorithm {settings.algorithm} is served by one host, num_hosts is {num_hosts}: take NGRAM"
+        )
+    if settings.draft_model_path and settings.algorithm not in DRAFT_MODELS:
+        raise SettingsError(f"speculative_draft_model_path is not for speculative_algorithm {settings.algorithm}")
     if tokens == 1:
         raise SettingsError("speculative_num_draft_tokens counts the token before the drafts too: 2 or more, or 0")
     if steps and tokens and tokens != steps + 1:
@@ -62,17 +76,21 @@ def _algorithm(given: Any) -> Any:
         return "off"
     named = given.upper() if isinstance(given, str) else given
     if named in NOT_SERVED:
-        raise SettingsError(f"{ALGORITHM} {named} takes a draft model, which is not served yet: take NGRAM or SIBLINGS")
-    return named if named in ("NGRAM", "SIBLINGS") else given
+        raise SettingsError(
+            f"{ALGORITHM} {named} takes a draft model of a kind that is not served: take EAGLE3, NEXTN or NGRAM"
+        )
+    return named if named in ("NGRAM", "SIBLINGS", *DRAFT_MODELS) else given
 
 
 def _from_vllm(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise SettingsError(f"{VLLM} must be a mapping, such as {{method: ngram, num_speculative_tokens: 5}}")
     rest = dict(given)
-    if (method := rest.pop("method", None)) != "ngram":
-        raise SettingsError(f"{VLLM}: method must be ngram, found {method!r}"[:200])
+    method = rest.pop("method", None)
+    algorithm = METHODS_OF_VLLM.get("mtp" if str(method).endswith("_mtp") else str(method))
+    if algorithm is None:
+        raise SettingsError(f"{VLLM}: method must be one of {', '.join(METHODS_OF_VLLM)}, found {method!r}"[:200])
     unknown = sorted(map(str, rest.keys() - KEYS_OF_VLLM.keys()))
     if unknown:
         raise SettingsError(f"{VLLM}: unknown key {unknown[0]!r}; known: method, {', '.join(KEYS_OF_VLLM)}"[:300])
-    return {ALGORITHM: "NGRAM", **{KEYS_OF_VLLM[key]: value for key, value in rest.items()}}
+    return {ALGORITHM: algorithm, **{KEYS_OF_VLLM[key]: value for key, value in rest.items()}}

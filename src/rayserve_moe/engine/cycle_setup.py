@@ -6,7 +6,7 @@ from rayserve_moe.config.derive import prefill_chunk_tokens, verify_rows
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
-from rayserve_moe.engine.proposers import PROPOSERS
+from rayserve_moe.engine.model_drafts import proposer_for
 from rayserve_moe.engine.recovery import Recovery
 from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.engine.speculation import Speculation
@@ -52,7 +52,7 @@ def step_cycle_for(
     target = Scheduler(limits, weight_version=card.weight_version)
     speculation = None
     if most_drafts := settings.speculation.most_drafts:
-        proposer = PROPOSERS[settings.speculation.algorithm](settings.speculation)
+        proposer = proposer_for(settings.speculation)
         speculation = Speculation(target.table, proposer, most_drafts=most_drafts)
     cycle = StepCycle(
         target,

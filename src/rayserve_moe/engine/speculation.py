@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayserve_moe.engine.draft_choice import Acceptance, StepTimes, choose_drafts, seconds_of
+from rayserve_moe.engine.model_drafts import ModelProposer, with_drafting
 from rayserve_moe.engine.proposers import Proposer
 from rayserve_moe.requests import DraftCounts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepResult
 from rayserve_moe.scheduling.verify_rows import follows
 
 REST = 4
@@ -58,6 +60,7 @@ class Speculation:
         self._plain, self._verifying = StepTimes(), StepTimes()
         self._rest, self._credit = REST, FIRST_CREDIT
         self._num_fruitless = self._num_plain = 0
+        self._newest: tuple[Schedule, StepResult] | None = None
         self._watched: list[tuple[int, int, int, np.ndarray]] = []
 
     @property
@@ -74,6 +77,20 @@ class Speculation:
         self.totals.draft_s += time.perf_counter() - begun
         self._num_fruitless = 0 if most else self._num_fruitless + 1
         return {row: drafts[:most] for row, drafts in found.items()} if most else NO_DRAFTS
+
+    def asking(self, schedule: Schedule, in_flight: Schedule | None) -> Schedule:
+        """The next step, as a draft model needs it: drafts are there too when they are looked at."""
+        if not isinstance(self.proposer, ModelProposer):
+            return schedule
+        is_looked_at = self._rest == (1 if in_flight is None else 2)
+        return with_drafting(schedule, self._table, wants_drafts=self.is_on or is_looked_at)
+
+    def absorb(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
+        """Note what came of a step, before it is committed; `counts`: which samples do, where it has drafts."""
+        self._newest = schedule, result
+        self.totals.draft_s += result.draft_s
+        if counts is not None:
+            self.note_drafts(schedule, counts)
 
     def note_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
         """Note which samples of a step count (`samples_that_count`), before they are committed."""
@@ -92,7 +109,12 @@ class Speculation:
                 )
 
     def note_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
-        """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out."""
+        """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out.
+
+        The step is committed: what a draft model said after it is kept.
+        """
+        if isinstance(self.proposer, ModelProposer) and self._newest is not None:
+            self.proposer.keep(*self._newest, table=self._table)
         if schedule.plan.has_blocks or not num_tokens:
             return
         self._credit = min(self._credit + CREDIT_OF_STEP, MOST_CREDIT)

@@ -73,6 +73,7 @@ class StepCycle:
         # A request that finds a cached prefix may want rows that another one computed.
         captures_all = self._capture is not None and self.scheduler.caches_prefixes
         schedule = self.scheduler.schedule(captures_all=captures_all, draft=draft)
+        schedule = schedule if speculation is None else speculation.asking(schedule, self._in_flight)
         if self.eplb is not None:
             schedule = self.eplb.attach(schedule)
         self._retain_preempted()
@@ -172,8 +173,8 @@ class StepCycle:
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
         if self.eplb is not None:
             self.eplb.absorb(result)
-        if counts is not None and self.speculation is not None:
-            self.speculation.note_drafts(finished, counts)
+        if self.speculation is not None:
+            self.speculation.absorb(finished, result, counts=counts)
         rows, ended = self.scheduler.commit(finished, result, counts=counts)
         for sequence in ended:
             self._release(sequence)

@@ -48,6 +48,11 @@ def describe_model(settings: Settings) -> DescribedModel:
         name=model_name(place),
         eos_token_ids=tokenizer.eos_token_ids,
     )
+    speculation = settings.speculation
+    if speculation.draft_model_path:
+        draft = located(speculation.draft_model_path, cache_directory=kept)
+        speculation = dataclasses.replace(speculation, draft_model_path=draft)
+    settings = dataclasses.replace(settings, speculation=speculation)
     return DescribedModel(card, tokenizer, runner_settings(settings, model))
 
 

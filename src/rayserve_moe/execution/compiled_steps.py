@@ -16,6 +16,7 @@ import numpy as np
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
 from rayserve_moe.execution.device_state import block_input_shapes
+from rayserve_moe.execution.draft_steps import draft_ahead
 from rayserve_moe.execution.migration import (
     MigrationPrograms,
     expert_state,
@@ -25,8 +26,16 @@ from rayserve_moe.execution.migration import (
     swap,
 )
 from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
-from rayserve_moe.execution.served_model import ServedModel
-from rayserve_moe.execution.step import WORD_AXES, adjust_rows, run_step, sample_step, update_rows
+from rayserve_moe.execution.served_model import ServedModel, draft_sizes
+from rayserve_moe.execution.step import (
+    WORD_AXES,
+    adjust_rows,
+    run_step,
+    sample_step,
+    state_partitions,
+    update_rows,
+    weight_partitions,
+)
 from rayserve_moe.execution.step_input import InputLayout
 from rayserve_moe.execution.step_types import DeviceState, StepConfig, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
@@ -36,12 +45,15 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_THREADS = 4
+DRAFT = "draft"
 UPDATE, ADJUST, READ_COUNTS, FETCH, SWAP = "update_rows", "adjust_rows", "read_counts", "fetch_slots", "swap_layer"
 """Names of the programs that are no steps."""
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
 CompiledSampler = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes DeviceState, `logits_AV` of a step, `samples_N3S` and `mask_AW`."""
+CompiledDraft = Callable[..., tuple[DeviceState, jax.Array]]
+"""Takes ModelWeights, DeviceState and `rows_NS`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
 Launched = Callable[[], StepOutput]
 """Waits for a call that was launched; returns what it returned, or raises what it raised."""
@@ -61,7 +73,8 @@ class CompileTimes:
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Everything that runs on the devices: steps, changes of rows, and what adjusts the logits of a row.
+    """Everything that runs on the devices: steps, changes of rows, what adjusts the logits of a row, and drafts by the
+    number of rows.
 
     `samplers` draw held samples, by the number of single tokens of a step; there are none where no samples are held.
     """
@@ -72,6 +85,7 @@ class CompiledPrograms:
     adjust: CompiledUpdate
     read_counts: Callable[[jax.Array], jax.Array]
     migration: MigrationPrograms | None
+    drafts: dict[int, CompiledDraft]
     times: CompileTimes
 
 
@@ -120,6 +134,7 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         update_program(UPDATE, update_rows, VECTOR_SIZE),
         update_program(ADJUST, adjust_rows, ADJUSTMENT_SIZE),
         Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
+        *(_draft_program(size, served, config=config, state=state) for size in draft_sizes(served)),
     ]
     if served.staging is None:
         return programs
@@ -177,8 +192,9 @@ def compile_served(served: ServedModel, *, num_pages: int, kept: KeptPrograms | 
     samplers = {s.num_singles: compiled[name] for s in steps if (name := sampler_name(s.num_singles)) in compiled}
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
+    drafts = {size: compiled[f"{DRAFT}_{size}"] for size in draft_sizes(served)}
     others = compiled[UPDATE], compiled[ADJUST], compiled[READ_COUNTS]
-    return CompiledPrograms(steps, samplers, *others, migration, times)
+    return CompiledPrograms(steps, samplers, *others, migration, drafts, times)
 
 
 def launch_for(devices: list[jax.Device]) -> Launch:
@@ -221,7 +237,7 @@ class _Compiler:
 
 
 def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
-    layout = InputLayout(shape, served.num_rows, served.num_tables)
+    layout = InputLayout(shape, served.num_rows, served.num_tables, served.draft is not None)
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
     blocks = block_input_shapes(shape, config.model) if shape.num_blocks else None
     run = partial(run_step, layout=layout, config=config)
@@ -239,6 +255,14 @@ def _sample_program(num_singles: int, served: ServedModel, *, config: StepConfig
         "mask_AW": _integers(served, count, mask_words(part.num_words)),
     }
     return Program(sampler_name(num_singles), partial(sample_step, config=config), (state, logits), inputs, donated=0)
+
+
+def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
+    assert config.draft is not None, "there is no draft model"
+    partitions = weight_partitions(config.model, config.draft), state_partitions(config.model, config.draft)
+    run = partial(draft_ahead, config=config.draft, most_drafts=config.most_drafts, partitions=partitions)
+    inputs = {"rows_NS": _integers(served, config.model.plan.data_size, size)}
+    return Program(f"{DRAFT}_{size}", run, (served.weights, state), inputs, donated=1)
 
 
 def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,13 @@ from rayserve_moe.execution.compiled_steps import (
     launch_for,
 )
 from rayserve_moe.execution.device_state import BlockInputSource, allocate
+from rayserve_moe.execution.draft_model import draft_of, open_draft, spec_of
+from rayserve_moe.execution.draft_rows import DraftRows, draft_rows, drafts_of
 from rayserve_moe.execution.held_samples import HeldSamples, held_plans
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
-from rayserve_moe.execution.served_model import RunnerSettings, served_model
+from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step_results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
@@ -42,6 +45,13 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
+class _Later(NamedTuple):
+    """What comes of a step after it: samples that wait for masks, and drafts."""
+
+    held: HeldSamples | None
+    drafting: DraftRows | None
+
+
 class HostRunner:
     """Runs step plans on the devices of a mesh; in a multi-host group every host runs the same plans.
 
@@ -50,16 +60,13 @@ class HostRunner:
 
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
         self._settings, self._files = settings, open_model(settings.model)
-        self.served = served_model(spec_from_config(self._files.config), plan, settings=settings)
+        spec = spec_from_config(self._files.config)
+        self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
+        self.served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
         self.config, self.dtype, self.placement = self.served.config, self.served.dtype, self.served.placement
         self.pool = self.served.pool
         self.weights = ModelWeights({}, None)  # empty until `load`
-        self._packer = Packer(
-            self.served.shapes,
-            rows_per_rank=self.served.num_rows,
-            num_data_ranks=plan.data_size,
-            num_tables=self.served.num_tables,
-        )
+        self._packer = _packer_for(self.served)
         self._block_inputs = {s: BlockInputSource(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._mover: MigrationRunner | None = None
         if self.served.moves_experts:
@@ -76,9 +83,7 @@ class HostRunner:
         self._in_flight: Callable[[], StepResult] | None = None  # waits for the result of the step launched last
         self._held: HeldSamples | None = None  # those of the step launched last
         self._mask_words = mask_words(self.config.spec.vocab_size)
-        self.staged = StagedWeights(
-            self.config, dtype=self.dtype, first_placement=self.placement, roots=settings.updates.weight_roots
-        )
+        self.staged = _staging_for(self.served)
 
     def load(self, source: str = "") -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices.
@@ -94,6 +99,7 @@ class HostRunner:
             may_change=self.served.moves_experts,
         )
         self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
+        self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.dtype))
         self._report = replace(self._report, load_s=time.perf_counter() - started)
         return self.served.num_pages_within(memory.free_bytes(list(self.config.plan.mesh.local_devices)))
 
@@ -170,26 +176,18 @@ class HostRunner:
         started = time.perf_counter()
         fits = self._packer.fits(plan)
         packed = self._packer.pack(plan, with_changes=fits)
-        updates = [] if fits else list(self._updates(plan))
+        updates = [] if fits else list(_updates(plan, self.programs, num_rows=self.served.num_rows))
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
         self._held = held = HeldSamples(packed, wants_top=plan.wants_top) if plan.holds_samples else None
-        run = partial(self._run, packed, updates, wanted=wanted, moves=moves, held=held)
+        later = _Later(held, _drafting(plan, self.served))
+        run = partial(self._run, packed, updates, wanted=wanted, moves=moves, later=later)
         pack_s = time.perf_counter() - started
-        return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, held=held)
+        return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, later=later)
 
     def _draw(self, held: HeldSamples, mask: np.ndarray) -> StepOutput:
         self._state, output = held.draw(self.programs.samplers, self.state, mask=mask)
         return start_copies(output, is_needed=self._copies_to_host)
-
-    def _updates(self, plan: StepPlan) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
-        """Programs that go ahead of a step, with their vectors."""
-        num_rows = self.served.num_rows
-        for vector in update_vectors(plan, rows_per_rank=num_rows):
-            yield self.programs.update, vector
-        for adjustment in plan.adjustments:
-            for vector in adjustment_vectors(adjustment, rows_per_rank=num_rows):
-                yield self.programs.adjust, vector
 
     def _run(
         self,
@@ -198,7 +196,7 @@ class HostRunner:
         *,
         wanted: frozenset[str],
         moves: MigrationVectors | None,
-        held: HeldSamples | None,
+        later: _Later,
     ) -> StepOutput:
         state, shape = self.state, packed.shape
         if moves is not None:
@@ -207,26 +205,33 @@ class HostRunner:
             state = update(state, vector)
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
         self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
-        if held is not None:
-            held.logits = output.logits_AV
+        if later.held is not None:
+            later.held.logits = output.logits_AV
         if "expert_counts_ME" in wanted:
             output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
-        return start_copies(only_wanted(output, wanted), is_needed=self._copies_to_host)
+        output = only_wanted(output, wanted)
+        if later.drafting is not None:
+            output = replace(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
+        return start_copies(output, is_needed=self._copies_to_host)
+
+    def _draft_ahead(self, rows_NS: np.ndarray) -> jax.Array:
+        program = self.programs.drafts[rows_NS.shape[1]]
+        self._state, drafts_NSK = program(self.weights, self.state, rows_NS=rows_NS)
+        return drafts_NSK
 
     def _move(self, vectors: MigrationVectors) -> None:
         programs = self.programs.migration
         assert self._mover is not None and programs is not None, "placements do not change in this server"
         self.weights = self._mover.move(self.weights, vectors, programs=programs)
 
-    def _collect(
-        self, launched: Launched, *, packed: PackedStep, pack_s: float, held: HeldSamples | None
-    ) -> StepResult:
+    def _collect(self, launched: Launched, *, packed: PackedStep, pack_s: float, later: _Later) -> StepResult:
         started = time.perf_counter()
-        output = launched() if held is None else held.complete(launched())
+        output = launched() if later.held is None else later.held.complete(launched())
         output.sampled_N3S.block_until_ready()
         device_s = time.perf_counter() - started
         failed_fetch = None if self._mover is None else self._mover.failed_fetch
-        return step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
+        result = step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
+        return result if later.drafting is None else _with_drafts(result, output, later.drafting)
 
     def _run_each_once(self) -> None:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""
@@ -240,5 +245,51 @@ class HostRunner:
             for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
                 self.execute(one)
         self.execute(StepPlan(step_id=-1))
+        for size in draft_sizes(self.served):
+            self._draft_ahead(np.full((self.config.plan.data_size, size), num_rows, np.int32))
         self._state = replace(self.state, expert_counts_ME=jnp.zeros_like(self.state.expert_counts_ME))
         jax.block_until_ready(self._state)
+
+
+def _packer_for(served: ServedModel) -> Packer:
+    return Packer(
+        served.shapes,
+        rows_per_rank=served.num_rows,
+        num_data_ranks=served.config.plan.data_size,
+        num_tables=served.num_tables,
+        tells_nexts=served.draft is not None,
+    )
+
+
+def _staging_for(served: ServedModel) -> StagedWeights:
+    return StagedWeights(
+        served.config,
+        dtype=served.dtype,
+        first_placement=served.placement,
+        roots=served.settings.updates.weight_roots,
+        draft=served.draft,
+    )
+
+
+def _drafting(plan: StepPlan, served: ServedModel) -> DraftRows | None:
+    rows, ranks = served.num_rows, served.config.plan.data_size
+    return draft_rows(plan, sizes=draft_sizes(served), rows_per_rank=rows, num_ranks=ranks)
+
+
+def _with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) -> StepResult:
+    """The result with drafts, for which this waits."""
+    assert output.drafts_NSK is not None, "drafts were asked for"
+    begun = time.perf_counter()
+    drafts = drafts_of(output.drafts_NSK, drafting.places)
+    return replace(result, drafts=drafts, draft_s=time.perf_counter() - begun)
+
+
+def _updates(
+    plan: StepPlan, programs: CompiledPrograms, *, num_rows: int
+) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
+    """Programs that go ahead of a step, with their vectors."""
+    for vector in update_vectors(plan, rows_per_rank=num_rows):
+        yield programs.update, vector
+    for adjustment in plan.adjustments:
+        for vector in adjustment_vectors(adjustment, rows_per_rank=num_rows):
+            yield programs.adjust, vector

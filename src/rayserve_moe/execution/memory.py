@@ -34,11 +34,14 @@ class PoolSizes:
         sizes = dict(self.groups(num_pages))
         return sum(sizes[window] for window in self.windows)
 
-    def num_pages_within(self, free: int, *, layer_page_bytes: int, longest: int) -> int:
-        """`num_pages_that_fit` for sequences of up to `longest` tokens; a page of a layer takes `layer_page_bytes`."""
+    def num_pages_within(self, free: int, *, layer_page_bytes: int, longest: int, extra_page_bytes: int = 0) -> int:
+        """`num_pages_that_fit` for sequences of up to `longest` tokens; a page of a layer takes `layer_page_bytes`, and
+        besides one of a sequence `extra_page_bytes`."""
         return num_pages_that_fit(
             self.cache,
-            bytes_of=lambda num_pages: layer_page_bytes * self.num_layer_pages(num_pages),
+            bytes_of=lambda num_pages: (
+                layer_page_bytes * self.num_layer_pages(num_pages) + extra_page_bytes * num_pages
+            ),
             free=free,
             most_useful=most_useful_pages(self.scheduler, self.cache, longest=longest),
         )

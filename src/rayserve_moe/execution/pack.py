@@ -48,11 +48,17 @@ class Packer:
     """Lays out plans for ranks of `rows_per_rank` rows in one of the compiled `shapes`."""
 
     def __init__(
-        self, shapes: tuple[StepShape, ...], *, rows_per_rank: int, num_data_ranks: int = 1, num_tables: int = 1
+        self,
+        shapes: tuple[StepShape, ...],
+        *,
+        rows_per_rank: int,
+        num_data_ranks: int = 1,
+        num_tables: int = 1,
+        tells_nexts: bool = False,
     ) -> None:
         self._rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
-        self._block_tokens = shapes[0].block_tokens
-        self.layouts = {shape: InputLayout(shape, rows_per_rank, num_tables) for shape in shapes}
+        self._block_tokens, self._tells_nexts = shapes[0].block_tokens, tells_nexts
+        self.layouts = {shape: InputLayout(shape, rows_per_rank, num_tables, tells_nexts) for shape in shapes}
         decode = [layout for shape, layout in self.layouts.items() if shape.num_blocks == 0]
         self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
         self._places = np.arange(max(shape.num_singles for shape in shapes))
@@ -99,6 +105,9 @@ class Packer:
         vectors[:, at.block_starts][of_blocks] = starts[chunks] + index * block
         vectors[:, at.block_counts][of_blocks] = np.minimum(lengths[chunks] - index * block, block)
 
+        if self._tells_nexts and plan.next_ids is not None:
+            longer = np.flatnonzero(takes_blocks)
+            vectors[:, at.block_nexts][ranks[longer], (blocks_before + blocks - 1)[longer]] = plan.next_ids[longer]
         places = np.where(takes_blocks, shape.num_singles + blocks_before * block, singles_before)
         token_places = np.repeat(ranks * shape.num_tokens + places, lengths) + _offsets(lengths)
         ids = np.zeros((self._num_ranks, shape.num_tokens), np.int32)

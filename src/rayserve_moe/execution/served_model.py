@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rayserve_moe.balancing.placement import ExpertPlacement
@@ -24,6 +24,8 @@ from rayserve_moe.config.settings import (
 )
 from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.device_state import state_shapes
+from rayserve_moe.execution.draft_model import draft_config, draft_shapes, draft_state_shapes
+from rayserve_moe.execution.draft_steps import scratch_pages
 from rayserve_moe.execution.memory import PoolSizes, page_bytes
 from rayserve_moe.execution.migration import staging_shapes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
@@ -31,6 +33,8 @@ from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepCon
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
+from rayserve_moe.model.draft_layer import DraftConfig
+from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.kv_cache import cache_row, layer_pages_of, windows_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig
@@ -85,6 +89,7 @@ class ServedModel:
     dtype: str
     placement: ExpertPlacement
     shapes: tuple[StepShape, ...]
+    draft: DraftConfig | None = None
 
     @property
     def longest(self) -> int:
@@ -122,7 +127,8 @@ class ServedModel:
 
     @cached_property
     def weights(self) -> ModelWeights:
-        return weight_shapes(self.config, dtype=self.dtype, placement=self.placement, may_change=self.moves_experts)
+        shapes = weight_shapes(self.config, dtype=self.dtype, placement=self.placement, may_change=self.moves_experts)
+        return replace(shapes, draft=None if self.draft is None else draft_shapes(self.draft, dtype=self.dtype))
 
     @cached_property
     def staging(self) -> SlotArrays | None:
@@ -134,7 +140,18 @@ class ServedModel:
         spec, plan = self.config.spec, self.config.plan
         sizes = {"page_size": self.settings.cache.page_size, "is_flat": self.config.kernels.has_flat_rows}
         of_all = page_bytes(spec, dtype=self.kv_dtype, plan=plan, **sizes)
-        return self.pool.num_pages_within(free, layer_page_bytes=of_all // spec.num_layers, longest=self.longest)
+        of_draft = 0
+        if self.draft is not None:
+            of_draft = page_bytes(self.draft.draft.layer, dtype=self.kv_dtype, plan=plan, **sizes)
+            free -= of_draft * self.num_rows * self._scratch_pages
+        of_layer = of_all // spec.num_layers
+        return self.pool.num_pages_within(
+            free, layer_page_bytes=of_layer, extra_page_bytes=of_draft, longest=self.longest
+        )
+
+    @property
+    def _scratch_pages(self) -> int:
+        return scratch_pages(self.settings.speculation.most_drafts, self.settings.cache.page_size)
 
     def step_config(self, num_pages: int) -> StepConfig:
         layer_pages = layer_pages_of(self.pool.windows, self.pool.groups(num_pages))
@@ -145,11 +162,12 @@ class ServedModel:
             layer_pages=layer_pages,
             most_drafts=self.settings.speculation.most_drafts,
             holds_samples=self.settings.structured.enabled,
+            draft=self.draft,
         )
 
     def state(self, num_pages: int) -> DeviceState:
         step = self.step_config(num_pages)
-        return state_shapes(
+        state = state_shapes(
             self.config,
             num_pages=self.pool.groups(num_pages)[0].num_pages,
             page_size=step.page_size,
@@ -158,17 +176,40 @@ class ServedModel:
             pages_per_row=derive.pages_per_sequence(self.longest, step.page_size),
             layer_pages=step.layer_pages,
         )
+        if self.draft is None:
+            return state
+        own = draft_state_shapes(
+            self.draft,
+            num_pages=num_pages,
+            page_size=step.page_size,
+            num_rows=self.num_rows,
+            most_drafts=step.most_drafts,
+            dtypes=(self.dtype, self.kv_dtype),
+        )
+        return replace(state, draft=own)
 
 
-def served_model(spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings) -> ServedModel:
-    """Lay a model out on a mesh. SettingsError or UnsupportedModelError where they do not go together."""
+def draft_sizes(served: ServedModel) -> tuple[int, ...]:
+    """Numbers of rows that drafts are made for at once, ascending; the last holds all. None without a draft model."""
+    if served.draft is None:
+        return ()
+    sizes = {shape.num_singles for shape in served.shapes if not shape.num_blocks}
+    return (*sorted(size for size in sizes if size < served.num_rows), served.num_rows)
+
+
+def served_model(
+    spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings, draft: DraftSpec | None = None
+) -> ServedModel:
+    """Lay a model out on a mesh, with the one that drafts for it. SettingsError or UnsupportedModelError where they do
+    not go together."""
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     may_be_flat = settings.cache.kv_dtype != "fp8" and settings.cache.page_size % CLEARED_ROWS == 0
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels, may_be_flat=may_be_flat)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
-    served = ServedModel(settings, config, dtype, first_placement(config), shapes)
+    of_draft = None if draft is None else draft_config(draft, config)
+    served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft)
     check_kv_heads(config, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served

@@ -19,9 +19,11 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.loader import StagedParameter
 from rayserve_moe.checkpoints.names import walk
 from rayserve_moe.config.given_files import Reach, is_url, one_line
+from rayserve_moe.execution.draft_model import load_draft, opened_prediction
 from rayserve_moe.execution.memory import spare_bytes
 from rayserve_moe.execution.step_types import ModelWeights
 from rayserve_moe.execution.weights import parameter_tree, read_parameters
+from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.model.transformer import ModelConfig, Parameters
@@ -36,20 +38,30 @@ MOST_STUCK = 4
 """Readings that were given up and still run, as on a disk that does not answer; beyond that none is begun."""
 OF_FILES = ("checkpoint_dtype", "block_dtype")
 """Of a ModelSpec: how its files hold weights, which may be another way than those that serve."""
+DRAFT = "draft"
+"""Where the parameters of a draft model wait beside those of their target."""
 GIVEN_UP = "reading was given up"
 
 
 class StagedWeights:
     """Weights that this host has read and does not serve yet, laid out for its devices as those that it serves.
 
+    A prediction layer that comes with them takes the place of the one that drafts; otherwise that stays as it is.
     They lie on the devices where both fit, and `take` then costs nothing. Otherwise they wait in host
     memory, and `take` frees one parameter on the devices before it copies the next one there.
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: str, first_placement: ExpertPlacement, roots: tuple[str, ...] = ()
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        first_placement: ExpertPlacement,
+        roots: tuple[str, ...] = (),
+        draft: DraftConfig | None = None,
     ) -> None:
         self._config, self._first_placement, self._roots = config, first_placement, roots
+        self._dtype, self._draft = dtype, draft
         self._tree = parameter_tree(config, dtype=dtype)
         self._ready: dict[str, Any] | None = None
         self._changing = threading.Lock()
@@ -95,7 +107,10 @@ class StagedWeights:
         """Return the staged weights on the devices, under the maps that serve; those that served are given away."""
         assert self._ready is not None, "nothing is staged"
         ready, self._ready = self._ready, None
-        return dataclasses.replace(serving, params=cast(Parameters, _put(ready, serving.params)))
+        draft = serving.draft
+        if (own := ready.pop(DRAFT, None)) is not None:
+            draft = cast(Parameters, _put(own, draft))
+        return dataclasses.replace(serving, params=cast(Parameters, _put(ready, serving.params)), draft=draft)
 
     def drop(self) -> None:
         """Forget what is staged."""
@@ -113,9 +128,13 @@ class StagedWeights:
         slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
         # On a CPU the steps need the cores.
         num_threads = 1 if platform_of(plan.mesh) == "cpu" else 0
-        return read_parameters(
-            files, self._tree, plan=plan, expert_of_slot=slots, in_host_memory=is_full, num_threads=num_threads
-        )
+        how = {"in_host_memory": is_full, "num_threads": num_threads}
+        ready = read_parameters(files, self._tree, plan=plan, expert_of_slot=slots, **how)
+        if self._draft is not None and self._draft.draft.algorithm == "NEXTN":
+            opened = opened_prediction(files, self._config.spec)
+            if opened is not None:
+                ready[DRAFT] = load_draft(opened, self._draft, dtype=self._dtype, **how)
+        return ready
 
 
 def _put(ready: Any, serving: Any) -> Any:

@@ -13,14 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from rayserve_moe.execution.draft_steps import draft_axes, extended
 from rayserve_moe.execution.prompt_scores import score_prompts
 from rayserve_moe.execution.row_updates import apply_adjustment, apply_update
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
 from rayserve_moe.execution.step_samples import SampleInput, sample_held, sample_rows, sampled_bits, top_bits
-from rayserve_moe.execution.step_types import BlockInputs, DeviceState, ModelWeights, StepConfig, StepOutput
+from rayserve_moe.execution.step_types import BlockInputs, DeviceState, DraftState, ModelWeights, StepConfig, StepOutput
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.draft_layer import DraftConfig
+from rayserve_moe.model.draft_spec import draft_parameters
 from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of, words_of
 
@@ -57,22 +61,24 @@ def run_step(
             sample_places_S=step.sample_places_S,
             forced_MXK=blocks and blocks.forced_NMXK[0],
             config=config.model,
+            asked=config.asked_layers,
         )
         state = replace(state, kv_pages=out.kv_pages)
-        sampled, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
+        sampled, own, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
         state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
+        if config.draft is not None:
+            state = replace(state, draft=extended(weights, state, step=step, out=out, own=own, config=config.draft))
         scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
         tally_N4 = None if out.tally_4 is None else plan.gather_data_ranks(out.tally_4[None], dim=0)
         bits = sampled_bits(sampled, plan.data_size), _captured_routing(out, config)
         output = StepOutput(*bits, top_bits(sampled.top, plan.data_size), *scores, tally_N4=tally_N4)
         return state, output, logits_AV if config.holds_samples else None
 
-    model, whole = config.model, PartitionSpec()
-    state_parts = state_partitions(model)
+    model, whole, state_parts = config.model, PartitionSpec(), state_partitions(config.model, config.draft)
     state, output, logits_AV = jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(weight_partitions(model), state_parts, whole, block_partitions(model, blocks)),
+        in_specs=(weight_partitions(model, config.draft), state_parts, whole, block_partitions(model, blocks)),
         out_specs=(state_parts, whole, plan.partition(WORD_AXES)),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
@@ -88,7 +94,7 @@ def sample_step(
     state: DeviceState, logits_AV: jax.Array, *, samples_N3S: jax.Array, mask_AW: jax.Array, config: StepConfig
 ) -> tuple[DeviceState, StepOutput]:
     """Sample what a step has held (`sample_held`) on every device of the mesh; the output has samples alone."""
-    plan, whole, parts = config.model.plan, PartitionSpec(), state_partitions(config.model)
+    plan, whole, parts = config.model.plan, PartitionSpec(), state_partitions(config.model, config.draft)
 
     def on_device(
         state: DeviceState, logits_AV: jax.Array, samples_N3S: jax.Array, mask_AW: jax.Array
@@ -113,7 +119,7 @@ def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | Non
         return config.model.plan.gather_data_ranks(ids_MTK, dim=1)
 
 
-def step_logits(
+def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     weights: ModelWeights,
     kv_pages: jax.Array,
     *,
@@ -121,6 +127,7 @@ def step_logits(
     sample_places_S: jax.Array,
     config: ModelConfig,
     forced_MXK: jax.Array | None = None,
+    asked: tuple[int, ...] = (),
 ) -> tuple[ForwardOutput, jax.Array]:
     """On one device: forward, then float32 logits [A, V] of the tokens at `sample_places_S` of every data rank."""
     out = forward(
@@ -131,6 +138,7 @@ def step_logits(
         maps=weights.maps,
         forced_MXK=forced_MXK,
         capacity_factor=weights.capacity_factor,
+        asked=asked,
     )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 
@@ -162,7 +170,7 @@ def adjust_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) ->
 def _on_all_devices(
     apply: Callable[..., DeviceState], state: DeviceState, vector: jax.Array, config: StepConfig
 ) -> DeviceState:
-    parts = state_partitions(config.model)
+    parts = state_partitions(config.model, config.draft)
     inputs = (parts, PartitionSpec())
     on_device = jax.named_scope("row_update")(apply)
     return jax.shard_map(on_device, mesh=config.model.plan.mesh, in_specs=inputs, out_specs=parts, check_vma=False)(
@@ -170,7 +178,7 @@ def _on_all_devices(
     )
 
 
-def state_partitions(config: ModelConfig) -> DeviceState:
+def state_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
     row = cache_row(config.spec, tensor_size=config.plan.tensor_size, is_flat=config.kernels.has_flat_rows)
     axes_of_arrays = (
@@ -184,7 +192,10 @@ def state_partitions(config: ModelConfig) -> DeviceState:
         ROW_AXES,
         ROW_AXES[:1],
     )
-    return DeviceState(*(cast(jax.Array, config.plan.partition(axes)) for axes in axes_of_arrays))
+    own = None
+    if draft is not None:
+        own = DraftState(*(cast(jax.Array, config.plan.partition(axes)) for axes in draft_axes(draft)))
+    return DeviceState(*(cast(jax.Array, config.plan.partition(axes)) for axes in axes_of_arrays), draft=own)
 
 
 def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockInputs | None:
@@ -194,11 +205,23 @@ def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockIn
     return BlockInputs(cast(jax.Array, config.plan.partition(("data_ranks",))), cast(jax.Array, PartitionSpec()))
 
 
-def weight_partitions(config: ModelConfig) -> ModelWeights:
+def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> ModelWeights:
     """The tree of ModelWeights with partitions for arrays; the maps are the same on every device."""
+
+    def partitions(tree: dict[str, dict[str, ParamSpec]]) -> Parameters:
+        return cast(
+            Parameters,
+            {
+                group: {name: config.plan.partition(p.axes) for name, p in specs.items()}
+                for group, specs in tree.items()
+            },
+        )
+
     tree = parameter_specs(config.spec, dtype="float32", expert_dtype=config.experts.weight_dtype)
-    params = {
-        group: {name: config.plan.partition(p.axes) for name, p in specs.items()} for group, specs in tree.items()
-    }
+    own = None
+    if draft is not None:
+        own = partitions(draft_parameters(draft.draft, dtype="float32", expert_dtype=draft.layer.experts.weight_dtype))
+        if draft.draft.maps_words:
+            own["draft"]["target_ids_V"] = cast(jax.Array, PartitionSpec())
     whole = PartitionSpec()
-    return ModelWeights(cast(Parameters, params), cast(PlacementArrays, whole), cast(jax.Array, whole))
+    return ModelWeights(partitions(tree), cast(PlacementArrays, whole), cast(jax.Array, whole), own)

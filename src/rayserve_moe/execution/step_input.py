@@ -23,11 +23,12 @@ from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RowFloats, RowIntege
 
 
 class Sections(NamedTuple):
-    """The int32 sections of the vector, in its order; of lengths S, S, S, B, B, B, B * Q, S, S, C, C, C.
+    """The int32 sections of the vector, in its order; of lengths S, S, S, B, B, B, B * Q, S, S, C, C, C, B or 0.
 
     A single token has a row, a position (-1: padding) and an id; a block a row, the position of its first token and
     how many of its tokens are real; a sample the place (in T) that it is taken after, and its row; a change of the
-    page table a row, an index and a page. Rows are the data rank's own; a row that does not exist marks padding.
+    page table a row, an index and a page; the next of a block is the known token behind its last, or -1. Rows are the
+    data rank's own; a row that does not exist marks padding.
     """
 
     single_rows: slice
@@ -42,12 +43,14 @@ class Sections(NamedTuple):
     change_rows: slice
     change_indices: slice
     change_pages: slice
+    block_nexts: slice
 
 
 class DeviceInput(NamedTuple):
     """A step's tokens, where samples are taken (places in T) and for which rows, how, and by what they are adjusted.
 
-    `block_wants_top_B`: whether likeliest tokens are wanted where tokens of a prefill block are scored.
+    `block_wants_top_B`: whether likeliest tokens are wanted where tokens of a prefill block are scored;
+    `block_nexts_B`: the known tokens behind blocks, -1: none, if a draft model wants them.
     """
 
     batch: TokenBatch
@@ -56,21 +59,33 @@ class DeviceInput(NamedTuple):
     sampling: SamplingBatch
     penalties: Penalties
     block_wants_top_B: jax.Array
+    block_nexts_B: jax.Array
 
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows and `num_tables` tables of pages."""
+    """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows and `num_tables` tables of pages.
+
+    `tells_nexts`: a draft model wants to know what follows a block.
+    """
 
     shape: StepShape
     num_rows: int
     num_tables: int = 1
+    tells_nexts: bool = False
 
     @cached_property
     def slices(self) -> Sections:
         singles, blocks = self.shape.num_singles, self.shape.num_blocks
         changes = self.num_changes
-        sizes = (*[singles] * 3, *[blocks] * 3, blocks * self.shape.block_tokens, *[singles] * 2, *[changes] * 3)
+        sizes = (
+            *[singles] * 3,
+            *[blocks] * 3,
+            blocks * self.shape.block_tokens,
+            *[singles] * 2,
+            *[changes] * 3,
+            blocks * self.tells_nexts,
+        )
         borders = accumulate(sizes, initial=0)
         return Sections(*(slice(*border) for border in pairwise(borders)))
 
@@ -83,7 +98,8 @@ class InputLayout:
     @cached_property
     def padding(self) -> np.ndarray:
         """The vector of a step that does nothing, int32 [W]."""
-        vector = np.zeros(self.slices.change_pages.stop, np.int32)
+        vector = np.zeros(self.slices.block_nexts.stop, np.int32)
+        vector[self.slices.block_nexts] = -1
         vector[self.slices.single_positions] = -1
         vector[self.slices.sample_rows] = self.num_rows
         vector[self.slices.change_rows] = self.num_rows
@@ -132,7 +148,8 @@ def unpack(
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = sampling_of(state, rows_S, positions_S=positions_T[places_S] + 1)
     block_wants_top_B = RowIntegers(*state.sampling_integers_RI[block_rows].T).num_top > 0
-    return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B)
+    nexts_B = vector_W[at.block_nexts]
+    return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B, nexts_B)
 
 
 def sampling_of(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:

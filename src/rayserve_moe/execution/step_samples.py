@@ -34,6 +34,13 @@ class SampleInput(NamedTuple):
     ids_S: jax.Array
 
 
+class OwnSamples(NamedTuple):
+    """What a data rank has sampled, ids int32 [S], and for which of its rows each is the last that counts, [S]."""
+
+    ids_S: jax.Array
+    rows_S: jax.Array
+
+
 def sample_rows(
     logits_AV: jax.Array,
     state: DeviceState,
@@ -41,9 +48,10 @@ def sample_rows(
     samples: SampleInput,
     config: StepConfig,
     mask_AW: jax.Array | None = None,
-) -> tuple[Sampled, jax.Array, DeviceState]:
+) -> tuple[Sampled, OwnSamples, jax.Array, DeviceState]:
     """Sample for all data ranks, from words that the mask allows, and record of the rows what they have sampled: of
-    drafts up to the first wrong one. With the samples come the logits they are of, before the mask.
+    drafts up to the first wrong one. With the samples come those of this rank, and the logits they are of, before the
+    mask.
 
     Where samples may be held, a step that has none does not sample.
     """
@@ -70,7 +78,8 @@ def sample_rows(
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
     seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
-    return sampled, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
+    own = OwnSamples(own_ids_S, own_rows_S)
+    return sampled, own, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
 
 
 def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
@@ -87,7 +96,7 @@ def sample_held(
     plan = config.model.plan
     rows_S, positions_S, ids_S = samples_N3S[plan.data_rank()]
     samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), ids_S)
-    sampled, _, state = sample_rows(logits_AV, state, samples=samples, config=config, mask_AW=mask_AW)
+    sampled, _, _, state = sample_rows(logits_AV, state, samples=samples, config=config, mask_AW=mask_AW)
     return state, StepOutput(sampled_bits(sampled, plan.data_size), top_N2SJ=top_bits(sampled.top, plan.data_size))
 
 

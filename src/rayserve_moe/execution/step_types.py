@@ -14,6 +14,7 @@ from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.transformer import ModelConfig, Parameters
 
 
@@ -44,6 +45,12 @@ class StepConfig:
     layer_pages: tuple[LayerPages, ...] = ()
     most_drafts: int = 0
     holds_samples: bool = False
+    draft: DraftConfig | None = None
+
+    @property
+    def asked_layers(self) -> tuple[int, ...]:
+        """Layers whose input the draft model reads."""
+        return self.draft.draft.aux_layers if self.draft else ()
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +58,22 @@ class StepConfig:
 class ModelWeights:
     """What a step reads and leaves as it is: the parameters, and where experts lie (None: expert i in slot i).
 
-    `capacity_factor` is a float32 where the capacity of slots is limited.
+    `capacity_factor` is a float32 where the capacity of slots is limited. `draft` are those of a draft model.
     """
 
     params: Parameters
     maps: PlacementArrays | None
     capacity_factor: jax.Array | None = None
+    draft: Parameters | None = None
+
+
+class DraftState(NamedTuple):
+    """What a draft model keeps: its pool, as that of one layer, and of every row its feature, float [R, D], at the last
+    token that the row has computed for good, and that token's position, int32 [R]."""
+
+    kv_pages: jax.Array
+    features_RD: jax.Array
+    positions_R: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +102,7 @@ class DeviceState(AdjustmentState):
     sampling_floats_RF: jax.Array
     sampling_integers_RI: jax.Array
     last_tokens_R: jax.Array
+    draft: DraftState | None = None
 
 
 class BlockInputs(NamedTuple):
@@ -109,6 +127,7 @@ class StepOutput:
     likeliest tokens there, as in `top_N2SJ`. `expert_counts_ME` of all data ranks is there after steps that want it.
     `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`). `logits_AV`
     float32, of each device its share of the vocabulary, are there for samples that are held.
+    `drafts_NSK` int32 is there after steps that want drafts: those of each row that has sampled (`draft_rows`).
     """
 
     sampled_N3S: jax.Array
@@ -119,3 +138,4 @@ class StepOutput:
     expert_counts_ME: jax.Array | None = None
     tally_N4: jax.Array | None = None
     logits_AV: jax.Array | None = None
+    drafts_NSK: jax.Array | None = None

@@ -72,6 +72,12 @@ def gumbel_noise(
     It is what `jax.random.gumbel` gives to each word of a vocabulary, to the last bit, in part.
     """
     ids_V = first.astype(jnp.uint32) + jnp.arange(size, dtype=jnp.uint32)
+    return gumbel_noise_of(ids_V, seed_S, choice_S, position_S)
+
+
+def gumbel_noise_of(ids_V: jax.Array, seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array) -> jax.Array:
+    """`gumbel_noise` [S, V] of any words."""
+    ids_V = ids_V.astype(jnp.uint32)
     least = jnp.finfo(jnp.float32).tiny
 
     def of_row(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:

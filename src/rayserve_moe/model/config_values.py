@@ -45,6 +45,8 @@ MOST = {
     "rotary_dim": 4096,
     "moe_layer_end_index": 512,
     "original_max_position_embeddings": 1 << 24,
+    "draft_vocab_size": 1 << 22,
+    "target_hidden_size": 1 << 17,
 }
 """Largest value of each integer: several times what published models have."""
 LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e12

@@ -18,12 +18,12 @@ class LayerRun(NamedTuple):
     length: int
 
 
-def layer_runs(spec: ModelSpec) -> Iterator[LayerRun]:
-    """Cut the layers into runs of one kind."""
+def layer_runs(spec: ModelSpec, cuts: tuple[int, ...] = ()) -> Iterator[LayerRun]:
+    """Cut the layers into runs of one kind, of which none goes on behind one of the `cuts`."""
     first_of_kind = {True: 0, False: 0}
-    kinds = ((i not in spec.dense_layer_ids) for i in range(spec.num_layers))
+    kinds = ((i not in spec.dense_layer_ids, sum(cut <= i for cut in cuts)) for i in range(spec.num_layers))
     first = 0
-    for is_moe, run in groupby(kinds):
+    for (is_moe, _), run in groupby(kinds):
         length = sum(1 for _ in run)
         yield LayerRun(is_moe, first, first_of_kind[is_moe], length)
         first_of_kind[is_moe] += length

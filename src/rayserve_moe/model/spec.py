@@ -17,6 +17,8 @@ class UnsupportedModelError(ValueError):
     """A checkpoint asks for something this build does not compute; the message names the key and its value."""
 
 
+DENSE_DRAFTS = ("eagle", "eagle3")
+"""Models that draft for others and have no experts themselves."""
 BESIDE_LATENT = ("latent", "bias", "output_bias", "score_scale")
 """Knobs of attention that latent attention has; the others stay at their defaults."""
 
@@ -142,7 +144,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         _refuse_what_is_not_computed(self.family, self)
-        if not self.moe_layer_ids:
+        if not self.moe_layer_ids and self.family not in DENSE_DRAFTS:
             raise UnsupportedModelError(
                 f"{self.family}: no layer has experts: all of num_hidden_layers = {self.num_layers} are dense by "
                 "first_k_dense_replace, mlp_layer_types, mlp_only_layers, decoder_sparse_step or moe_layer_*"

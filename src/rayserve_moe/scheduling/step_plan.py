@@ -153,6 +153,8 @@ class StepPlan:
     chunks, of a server that may move experts. `takes_staged_weights` is for a plan without chunks that follows another
     such: every host puts the weights that it has staged in the place of those it serves. A plan that `holds_samples`
     does not sample: the plan after it has the `masks` for that, which take the tokens before to be filled.
+    With `wants_drafts` a draft model says what may follow the samples; `next_ids` int32 [chunks] are tokens behind
+    chunks that are known, -1: none, if it wants them.
     """
 
     step_id: int
@@ -174,6 +176,8 @@ class StepPlan:
     most_drafts: int = 0
     holds_samples: bool = False
     masks: SampleMasks | None = None
+    wants_drafts: bool = False
+    next_ids: np.ndarray | None = None
 
     @property
     def has_blocks(self) -> bool:
@@ -208,7 +212,9 @@ class StepResult:
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
     They wrap around: take differences. `tally` int64 [4] is set where slots have a capacity: how many assignments its
     tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
-    `failed_fetch` is set in every result until another migration begins.
+    `failed_fetch` is set in every result until another migration begins. `drafts` int32 [rows, most drafts] are those
+    of a draft model, where they were wanted, of every row that has sampled, in the order of the plan; waiting for them
+    beyond the step took `draft_s`.
     """
 
     step_id: int
@@ -223,6 +229,8 @@ class StepResult:
     expert_counts: np.ndarray | None = None
     tally: np.ndarray | None = None
     failed_fetch: FailedFetch | None = None
+    drafts: np.ndarray | None = None
+    draft_s: float = 0.0
 
     @property
     def finite(self) -> np.ndarray:

@@ -48,6 +48,8 @@ FULL = StepPlan(
     wants_top=True,
     migration=PIECE,
     wants_expert_counts=True,
+    wants_drafts=True,
+    next_ids=INTS,
 )
 RESULT = StepResult(
     7,
@@ -62,6 +64,8 @@ RESULT = StepResult(
     expert_counts=INTS.reshape(2, 3),
     tally=np.arange(4),
     failed_fetch=FailedFetch(2, 1),
+    drafts=INTS.reshape(2, 3),
+    draft_s=0.3,
 )
 
 

@@ -37,17 +37,32 @@ def test_settings_of_vllm_are_those_of_sglang():
 
 
 @pytest.mark.parametrize(
+    ("method", "algorithm"), [("eagle", "EAGLE"), ("eagle3", "EAGLE3"), ("mtp", "NEXTN"), ("deepseek_mtp", "NEXTN")]
+)
+def test_draft_models_of_vllm_are_those_of_sglang(method, algorithm):
+    given = {"method": method, "model": "a/head", "num_speculative_tokens": 3}
+    expected = SpeculationSettings(algorithm, draft_model_path="a/head", num_steps=3)
+    assert speculation(speculative_config=given) == expected
+    named = {"speculative_algorithm": algorithm.lower(), "speculative_draft_model_path": "a/head"}
+    assert speculation(**named, speculative_num_steps=3, speculative_eagle_topk=1) == expected
+
+
+@pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"speculative_algorithm": "EAGLE3"}, "EAGLE3 takes a draft model"),
-        ({"speculative_algorithm": "nextn"}, "NEXTN takes a draft model"),
+        ({"speculative_algorithm": "EAGLE3"}, "EAGLE3 needs speculative_draft_model_path"),
+        ({"speculative_algorithm": "nextn", "speculative_eagle_topk": 4}, "drafts are a chain, only 1 is served"),
+        ({"speculative_algorithm": "nextn", "num_hosts": 2}, "is served by one host, num_hosts is 2"),
+        ({"speculative_algorithm": "dflash"}, "DFLASH takes a draft model of a kind that is not served"),
+        ({**NGRAM, "speculative_draft_model_path": "h"}, "is not for speculative_algorithm NGRAM"),
         ({"speculative_algorithm": "MAGIC"}, "must be one of off, NGRAM, SIBLINGS"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 8}, "speculative_num_steps must be at most 7"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "speculative_num_draft_tokens"),
         ({**NGRAM, "speculative_num_steps": 3, "speculative_num_draft_tokens": 5}, "speculative_num_steps \\+ 1 = 4"),
         ({**NGRAM, "speculative_ngram_min_match_window_size": 9}, "speculative_ngram_min_match_window_size 9 exceeds"),
         ({"speculative_config": "ngram"}, "speculative_config must be a mapping"),
-        ({"speculative_config": {"method": "eagle"}}, "method must be ngram"),
+        ({"speculative_config": {"method": "medusa"}}, "method must be one of ngram, eagle"),
+        ({"speculative_config": {"method": ["mtp"]}}, "method must be one of ngram, eagle"),
         ({"speculative_config": {"method": "ngram", "k": 3}}, "unknown key 'k'"),
         ({"speculative_config": {"method": "ngram"}, "speculative_algorithm": "NGRAM"}, "are one setting"),
         ({"speculative_algorithm": "NGRAM", "expert_selection": "balanced"}, "exclude each other"),

@@ -1,0 +1,178 @@
+"""What a draft model computes on the devices: beside every step its own features, and on demand the drafts after it.
+
+Its pool has the pages of the target's, so that a prefix that is found there is found here; and behind them pages of
+rows, in which drafts that no step has verified yet leave their keys and values.
+"""
+
+# R rows of a data rank   S rows that draft   T tokens   D model width   K drafts   P page-table width
+# N data ranks   A rows of all data ranks   V words of the draft's head
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from rayserve_moe.decoding.sampling import sample
+from rayserve_moe.execution.step_input import DeviceInput, sampling_of
+from rayserve_moe.execution.step_samples import OwnSamples
+from rayserve_moe.execution.step_types import DeviceState, DraftState, ModelWeights
+from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.layers import gumbel_noise_of
+from rayserve_moe.model.draft_layer import DraftConfig, draft_features, draft_logits, target_features
+from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.transformer import ForwardOutput, Parameters
+from rayserve_moe.parallel.sharding import gather_rows
+
+ROW_AXES: tuple[str | None, ...] = ("data_ranks", None)
+
+
+def scratch_pages(most_drafts: int, page_size: int) -> int:
+    """Pages of a row for drafts of which no step knows yet."""
+    return -(-(most_drafts - 1) // page_size)
+
+
+def extended(
+    weights: ModelWeights,
+    state: DeviceState,
+    *,
+    step: DeviceInput,
+    out: ForwardOutput,
+    own: OwnSamples,
+    config: DraftConfig,
+) -> DraftState:
+    """On one device: the draft's state after a step, of whose tokens each is followed by the next or what is sampled.
+
+    What a prompt of which a single token is computed goes on with is not known here: its next is taken to be itself.
+    """
+    batch, places_S = step.batch, step.sample_places_S
+    weights_of_both, draft = _both(weights), _draft_of(state)
+    num_rows, num_tokens = len(state.last_tokens_R), len(batch.token_ids_T)
+    goes_on_T = jnp.roll(batch.positions_T, -1) == batch.positions_T + 1
+    next_T = jnp.where(goes_on_T, jnp.roll(batch.token_ids_T, -1), batch.token_ids_T)
+    sampled_S = jnp.where(step.sample_rows_S < num_rows, places_S, num_tokens)
+    next_T = next_T.at[sampled_S].set(own.ids_S, mode="drop")
+    if batch.num_prefill_blocks:
+        next_T = next_T.at[_known_ends(step)].set(step.block_nexts_B, mode="drop")
+    features_TD = target_features(*weights_of_both, out, config=config)
+    of_next = replace(batch, token_ids_T=next_T)
+    features_TD, pages = draft_features(weights_of_both, draft.kv_pages, of_next, features_TD, config=config)
+    return DraftState(
+        pages,
+        draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
+        draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
+    )
+
+
+def _known_ends(step: DeviceInput) -> jax.Array:
+    """Places in T of the last tokens of blocks, [B], beyond T where what follows is not known."""
+    batch, num_singles, num_tokens = step.batch, step.batch.num_singles, len(step.batch.token_ids_T)
+    positions_BQ = batch.positions_T[num_singles:].reshape(batch.num_prefill_blocks, -1)
+    block_tokens = positions_BQ.shape[1]
+    counts_B = jnp.sum(positions_BQ >= 0, axis=1)
+    ends_B = num_singles + jnp.arange(len(counts_B)) * block_tokens + counts_B - 1
+    return jnp.where((counts_B > 0) & (step.block_nexts_B >= 0), ends_B, num_tokens)
+
+
+def draft_ahead(
+    weights: ModelWeights,
+    state: DeviceState,
+    *,
+    rows_NS: jax.Array,
+    config: DraftConfig,
+    most_drafts: int,
+    partitions: tuple[ModelWeights, DeviceState],
+) -> tuple[DeviceState, jax.Array]:
+    """The tokens, int32 [N, S, K], that may follow those which rows have sampled last; `rows_NS` int32 are rows of each
+    data rank, those that do not exist are padding. Weights and state lie in `partitions`."""
+    plan, whole = config.layer.plan, PartitionSpec()
+
+    def on_device(weights: ModelWeights, state: DeviceState, rows_NS: jax.Array) -> tuple[DeviceState, jax.Array]:
+        drafts_KA, pages = _chain(weights, state, rows_NS[plan.data_rank()], config=config, most_drafts=most_drafts)
+        drafts_NSK = jnp.moveaxis(drafts_KA.reshape(most_drafts, *rows_NS.shape), 0, -1)
+        return replace(state, draft=_draft_of(state)._replace(kv_pages=pages)), drafts_NSK
+
+    return jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(*partitions, whole),
+        out_specs=(partitions[1], whole),
+        check_vma=False,
+    )(weights, state, rows_NS)
+
+
+def _chain(
+    weights: ModelWeights, state: DeviceState, rows_S: jax.Array, *, config: DraftConfig, most_drafts: int
+) -> tuple[jax.Array, jax.Array]:
+    """On one device: the drafts of all data ranks, [K, A], and the pool."""
+    plan, draft, both = config.layer.plan, _draft_of(state), _both(weights)
+    num_rows, page_size = len(state.last_tokens_R), draft.kv_pages.shape[1]
+    positions_S = jnp.where(rows_S < num_rows, draft.positions_R.at[rows_S].get(mode="clip"), -1)
+    table_SP = _with_scratch(state, rows_S, positions_S, num_scratch=scratch_pages(most_drafts, page_size))
+
+    def drawn(features_SD: jax.Array, position_S: jax.Array) -> jax.Array:
+        sampling, _ = sampling_of(state, rows_S, positions_S=position_S)
+        sampling = gather_rows(replace(sampling, num_top_S=jnp.zeros_like(sampling.num_top_S)), plan)
+        logits_AV = draft_logits(both, features_SD, config=config)
+        words, noise = both[1]["draft"].get("target_ids_V"), config.target.kernels.noise
+        if words is not None:
+            noise = partial(_noise_of_words, words)
+        ids_A = sample(logits_AV, sampling, part=config.words, most_top=1, noise=noise).ids_S
+        return ids_A if words is None else words[ids_A]
+
+    def ahead(carry: tuple[jax.Array, ...], step: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        features_SD, pages, ids_A = carry
+        at_S = positions_S + 1 + step
+        at_S = jnp.where((positions_S >= 0) & (at_S < table_SP.shape[1] * page_size), at_S, -1)
+        pages_S = jnp.take_along_axis(table_SP, jnp.maximum(at_S, 0)[:, None] // page_size, axis=1)[:, 0]
+        slots_S = jnp.where(at_S >= 0, pages_S * page_size + at_S % page_size, 0)
+        own_ids_S = ids_A.reshape(plan.data_size, -1)[plan.data_rank()]
+        batch = TokenBatch(own_ids_S, at_S, slots_S, table_SP, len(rows_S))
+        features_SD, pages = draft_features(both, pages, batch, features_SD, config=config)
+        ids_A = drawn(features_SD, positions_S + 3 + step)
+        return (features_SD, pages, ids_A), ids_A
+
+    features_SD = draft.features_RD.at[rows_S].get(mode="clip")
+    first_A = drawn(features_SD, positions_S + 2)
+    carry = features_SD, draft.kv_pages, first_A
+    (_, pages, _), others_KA = jax.lax.scan(ahead, carry, jnp.arange(most_drafts - 1))
+    return jnp.concatenate([first_A[None], others_KA]), pages
+
+
+def _noise_of_words(
+    words_V: jax.Array, seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
+) -> jax.Array:
+    """The noise of the target's words that stand for the draft's, from `first` on."""
+    ids_V = words_V.at[first + jnp.arange(size)].get(mode="clip")
+    return gumbel_noise_of(ids_V, seed_S, choice_S, position_S)
+
+
+def _with_scratch(state: DeviceState, rows_S: jax.Array, positions_S: jax.Array, *, num_scratch: int) -> jax.Array:
+    """The page tables of rows, with pages of their own behind that of their last position."""
+    num_pages, page_size = _draft_of(state).kv_pages.shape[:2]
+    first_scratch = num_pages - len(state.last_tokens_R) * num_scratch
+    table_SP = state.page_table_RP.at[rows_S].get(mode="clip")
+    beyond_SP = jnp.arange(table_SP.shape[1]) - (positions_S // page_size)[:, None]
+    scratch_SP = first_scratch + rows_S[:, None] * num_scratch + beyond_SP - 1
+    is_scratch_SP = (beyond_SP > 0) & (beyond_SP <= num_scratch) & (positions_S >= 0)[:, None]
+    return jnp.where(is_scratch_SP, scratch_SP, table_SP)
+
+
+def _both(weights: ModelWeights) -> tuple[Parameters, Parameters]:
+    assert weights.draft is not None, "there is no draft model"
+    return weights.params, weights.draft
+
+
+def _draft_of(state: DeviceState) -> DraftState:
+    assert state.draft is not None, "there is no draft model"
+    return state.draft
+
+
+def draft_axes(config: DraftConfig) -> tuple[tuple[str | None, ...], ...]:
+    """Logical axes of the arrays of a draft's state over all data ranks."""
+    model = config.layer
+    row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows)
+    return row.pool_axes, ROW_AXES, ROW_AXES[:1]

@@ -1,0 +1,134 @@
+"""The forward pass of a draft model on one device, inside the sharded step."""
+
+# T tokens   D model width   S rows   V vocabulary (local share)   W rows of all data ranks
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.decoder_layers import (
+    ModelConfig,
+    Parameters,
+    Rows,
+    StepInputs,
+    attend,
+    dense_mlp,
+    first_carry,
+    moe_layer,
+    norm_rows,
+    step_inputs,
+)
+from rayserve_moe.model.draft_spec import DraftSpec
+from rayserve_moe.model.layer_runs import LayerRun
+from rayserve_moe.model.transformer import ForwardOutput, embedded, normed_logits, words_of
+from rayserve_moe.model.vocabulary import score_my_words
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
+
+FIRST = np.int32(0)
+"""The only layer there is."""
+ALONE = LayerRun(is_moe=True, first=0, first_of_kind=0, length=1)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A draft model on the mesh of its target: its layer and the target, each as it is computed."""
+
+    draft: DraftSpec
+    layer: ModelConfig
+    target: ModelConfig
+
+    @property
+    def words(self) -> VocabularyPart:
+        """The words that a device scores: those of the draft's own head, or of the target's."""
+        return words_of(self.layer if self.draft.has_head else self.target)
+
+
+def target_features(target: Parameters, draft: Parameters, out: ForwardOutput, *, config: DraftConfig) -> jax.Array:
+    """What the target says of its tokens, [T, D]: `out` has the inputs of `aux_layers`."""
+    if config.draft.aux_layers:
+        return _product(jnp.concatenate(out.entering, axis=1), draft["draft"])
+    return norm_rows(out.hidden_TD, target["embedding"]["final_norm_D"], config.target)
+
+
+@jax.named_scope("draft_layer")
+def draft_features(
+    weights: tuple[Parameters, Parameters],
+    kv_pages: jax.Array,
+    batch: TokenBatch,
+    features_TD: jax.Array,
+    *,
+    config: DraftConfig,
+) -> Rows:
+    """The draft's own features [T, D], and its pool; `weights` are the target's and its own.
+
+    The tokens of `batch` are those that follow the positions they stand at; `features_TD` are of these positions.
+    """
+    target, params = weights
+    model, own = config.layer, params["draft"]
+    inputs = step_inputs(batch, kv_pages, model)
+    embedded_TD = embedded(target, batch.token_ids_T, config=config.target).astype(features_TD.dtype)
+    if config.draft.algorithm == "NEXTN":
+        joined = [
+            norm_rows(rows_TD, own[name], model)
+            for rows_TD, name in ((embedded_TD, "embedding_norm_D"), (features_TD, "hidden_norm_D"))
+        ]
+        hidden_TD = _product(jnp.concatenate(joined, axis=1), own)
+        carry, _ = moe_layer(params, first_carry(hidden_TD, kv_pages), run=ALONE, inputs=inputs, config=model)
+        hidden_TD, kv_pages = carry.hidden_TD + carry.added_TD, carry.kv_pages
+    elif config.draft.algorithm == "EAGLE3":
+        hidden_TD, kv_pages = _eagle3(params, (features_TD, kv_pages), embedded_TD, inputs=inputs, config=config)
+    else:
+        hidden_TD = _product(jnp.concatenate([embedded_TD, features_TD], axis=1), own)
+        hidden_TD, kv_pages = _unnormed_layer(params, (hidden_TD, kv_pages), inputs=inputs, config=model)
+    if config.draft.recycles_normed and "norm_D" in own:
+        hidden_TD = norm_rows(hidden_TD, own["norm_D"], model)
+    return hidden_TD, kv_pages
+
+
+@jax.named_scope("draft_head")
+def draft_logits(weights: tuple[Parameters, Parameters], features_SD: jax.Array, *, config: DraftConfig) -> jax.Array:
+    """Float32 logits [W, V] of the tokens after the next, of the features of all data ranks, for `config.words`."""
+    target, params = weights
+    own = params["draft"]
+    if "norm_D" in own and not config.draft.recycles_normed:
+        features_SD = norm_rows(features_SD, own["norm_D"], config.layer)
+    if not config.draft.has_head:
+        return normed_logits(target, features_SD, config=config.target)
+    head = partial(config.layer.kernels.head, head_VD=own["head_VD"])
+    return score_my_words(features_SD, head, part=config.words, plan=config.layer.plan)
+
+
+def _product(joined_TA: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
+    out_TD = jnp.matmul(joined_TA, own["fc_AD"], preferred_element_type=jnp.float32)
+    out_TD = out_TD + own["fc_bias_D"].astype(jnp.float32) if "fc_bias_D" in own else out_TD
+    return out_TD.astype(joined_TA.dtype)
+
+
+def _eagle3(params: Parameters, rows: Rows, embedded_TD: jax.Array, *, inputs: StepInputs, config: DraftConfig) -> Rows:
+    (features_TD, kv_pages), model = rows, config.layer
+    normed_TD = norm_rows(features_TD, params["draft"]["hidden_norm_D"], model)
+    stream_TD = normed_TD if config.draft.norms_residual else features_TD
+    embedded_TD = norm_rows(embedded_TD, params["attention"]["norm_LD"][FIRST], model)
+    joined = jnp.concatenate([embedded_TD, normed_TD], axis=1), kv_pages
+    out_TD, kv_pages = attend(params["attention"], joined, jnp.asarray(FIRST), inputs=inputs, config=model)
+    return _after_attention(params, (stream_TD + out_TD[:, : stream_TD.shape[1]], kv_pages), model)
+
+
+def _unnormed_layer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
+    """A layer without a norm ahead of its attention (EAGLE)."""
+    out_TD, kv_pages = attend(params["attention"], rows, jnp.asarray(FIRST), inputs=inputs, config=config)
+    return _after_attention(params, (rows[0] + out_TD, kv_pages), config)
+
+
+def _after_attention(params: Parameters, rows: Rows, config: ModelConfig) -> Rows:
+    hidden_TD, kv_pages = rows
+    normed_TD = norm_rows(hidden_TD, params["mlp_norm"]["scale"][FIRST], config)
+    return hidden_TD + dense_mlp(params["dense"], normed_TD, jnp.asarray(FIRST), config).astype(
+        hidden_TD.dtype
+    ), kv_pages

@@ -1,0 +1,165 @@
+"""Draft models say what their files say, and change nothing but time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from rayserve_moe import Engine
+from rayserve_moe.engine.model_drafts import ModelProposer
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.step import weight_partitions
+from rayserve_moe.model.draft_layer import draft_logits
+from rayserve_moe.scheduling.sequence import Sequence
+from tests.pipelines.conftest import EngineFactory
+from tests.support.checkpoints import NUM_PAGES
+from tests.support.draft_models import AUX_KEY, ENTERED, with_prediction_layer, write_eagle_head
+from tests.support.draft_reference import DraftReference
+from tests.support.drive import preempt_every, run_together
+from tests.support.outcomes import assert_same
+from tests.support.speculating import DRAFTS, PLAIN, SPECULATES, assert_unchanged, random_requests
+from tests.support.workload import request_for
+
+HEADS: dict[str, dict[str, Any]] = {
+    "EAGLE3 of some words": {"algorithm": "EAGLE3", "num_words": 100},
+    "EAGLE3 of all words": {
+        "algorithm": "EAGLE3",
+        "layer": "model.layers.0",
+        "norm_before_residual": True,
+        AUX_KEY: ENTERED,
+    },
+    "EAGLE": {"algorithm": "EAGLE", "layer": "layers.0"},
+    "NEXTN": {"algorithm": "NEXTN"},
+}
+TOLERANCE = 1e-5
+slow = pytest.mark.slow
+SOME = ["EAGLE3 of some words", *(pytest.param(name, marks=slow) for name in list(HEADS)[1:])]
+
+
+@pytest.fixture(scope="session")
+def drafting_engine(core_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, engine_with: EngineFactory):
+    """The engine of each kind of draft model, started once."""
+    folder, engines = tmp_path_factory.mktemp("drafts"), {}
+
+    def start(kind: str, **settings: Any) -> tuple[Engine, DraftReference]:
+        head = folder / kind.replace(" ", "-")
+        given = dict(HEADS[kind])
+        if not head.exists() and given["algorithm"] == "NEXTN":
+            with_prediction_layer(head, core_checkpoint)
+        elif not head.exists():
+            write_eagle_head(head, json.loads((core_checkpoint / "config.json").read_text()), **given)
+        target = core_checkpoint
+        asked = {**SPECULATES, "speculative_algorithm": given["algorithm"], **settings}
+        asked["speculative_draft_model_path"] = str(head)
+        reference = DraftReference(head) if given["algorithm"] == "NEXTN" else DraftReference(target, head)
+        key = kind, repr(settings)
+        engines.setdefault(key, (engine_with(**asked), reference))
+        return engines[key]
+
+    return start
+
+
+def logits_of_row(runner: HostRunner, row: int) -> np.ndarray:
+    """Logits of the draft's head of what is kept of a row."""
+    config, draft = runner.served.draft, runner.state.draft
+    assert config is not None and draft is not None
+
+    def on_device(weights: Any, features_RD: jax.Array) -> jax.Array:
+        return draft_logits((weights.params, weights.draft), features_RD, config=config)
+
+    whole = PartitionSpec()
+    parts = weight_partitions(runner.config, config), whole
+    mesh = runner.config.plan.mesh
+    scored = jax.shard_map(on_device, mesh=mesh, in_specs=parts, out_specs=whole, check_vma=False)
+    return np.asarray(jax.jit(scored)(runner.weights, draft.features_RD))[row]
+
+
+@pytest.mark.float32("drafts are held to numpy")
+@pytest.mark.parametrize("kind", SOME)
+def test_features_logits_and_drafts_are_those_of_the_files(drafting_engine, kind: str):
+    engine, reference = drafting_engine(kind)
+    proposer, compared = ModelProposer("drafts"), []
+
+    def check(cycle: StepCycle, _: int) -> Iterable[Sequence]:
+        for sequence in (each for each in cycle.scheduler.running if each.num_outputs):
+            token_ids = sequence.token_ids[: sequence.num_tokens]
+            features, logits, drafts = reference.ahead(token_ids, DRAFTS)
+            (row,) = (row for row, other in enumerate(cycle.scheduler.table.sequences) if other is sequence)
+            kept = np.asarray(engine.runner.state.draft.features_RD)[row]
+            scale = np.abs(features[0]).max()
+            np.testing.assert_allclose(kept, features[0], atol=TOLERANCE * scale)
+            found = logits_of_row(engine.runner, row)
+            np.testing.assert_allclose(found, logits[0], atol=TOLERANCE * np.abs(logits[0]).max())
+            assert proposer.propose(sequence, DRAFTS).tolist() == drafts
+            compared.append(sequence.num_tokens)
+        return ()
+
+    way = replace(PLAIN, proposer=proposer, num_drafts=DRAFTS, intervene=check)
+    requests = [request_for(np.arange(5, 25), max_new_tokens=12), request_for(np.arange(40, 90), max_new_tokens=9)]
+    run_together(engine.runner, engine.card, requests, way=way)
+    assert len(compared) > 10
+
+
+@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("seed", [11])
+def test_drafts_of_models_do_not_show(drafting_engine, kind: str, seed: int):
+    engine, _ = drafting_engine(kind)
+    check_law(engine, seed, count=16)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["EAGLE3 of some words", "NEXTN"])
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_drafts_of_models_do_not_show_in_many_mixes(drafting_engine, kind: str, seed: int):
+    engine, _ = drafting_engine(kind)
+    check_law(engine, seed, count=32)
+
+
+@slow
+@pytest.mark.float32("devices add up parts of sums")
+@pytest.mark.parametrize("kind", ["EAGLE3 of some words", "NEXTN"])
+@pytest.mark.parametrize("backend", ["replicated", "all_to_all"])
+def test_drafts_of_models_do_not_show_over_two_data_ranks(drafting_engine, kind: str, backend: str):
+    spread = {"devices_per_host": 4, "data_parallel_size": 2, "expert_backend": backend}
+    engine, _ = drafting_engine(kind, **spread)
+    check_law(engine, 30, count=24)
+
+
+def check_law(engine: Engine, seed: int, *, count: int) -> None:
+    """A run with drafts is the plain one, alone and beside preemptions, chunks and a small pool."""
+    requests, generator = random_requests(seed, count=count, layout=engine.card.routing), np.random.default_rng(seed)
+    plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
+    alone = replace(PLAIN, proposer=ModelProposer("drafts"), num_drafts=DRAFTS)
+    assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=alone), plain)
+    way = replace(
+        alone,
+        proposer=ModelProposer("drafts"),
+        chunk_tokens=7,
+        num_pages=60,
+        intervene=preempt_every(int(generator.integers(17, 25)), forgets=bool(generator.random() < 0.5)),
+    )
+    found = run_together(engine.runner, engine.card, requests, way=way)
+    for key, outcome in plain.items():
+        assert_same(found[key], outcome, routing=outcome.routing is not None)
+
+
+@slow
+def test_a_new_prediction_layer_comes_with_new_weights_or_the_old_one_stays(
+    drafting_engine, core_checkpoint: Path, tmp_path: Path
+):
+    engine, _ = drafting_engine("NEXTN", num_pages=NUM_PAGES // 2)
+    before = np.asarray(engine.runner.weights.draft["draft"]["fc_AD"]).copy()
+    assert engine.update_weights_from_disk(core_checkpoint).success
+    np.testing.assert_array_equal(np.asarray(engine.runner.weights.draft["draft"]["fc_AD"]), before)
+    other = with_prediction_layer(tmp_path / "other", core_checkpoint, seed=1)
+    assert engine.update_weights_from_disk(other).success
+    assert not np.array_equal(np.asarray(engine.runner.weights.draft["draft"]["fc_AD"]), before)

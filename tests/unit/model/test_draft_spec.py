@@ -1,0 +1,60 @@
+"""A head names layers of its target as its exporter does, and is refused by key where it is not of this target."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from rayserve_moe.model.draft_spec import AUX_KEY, DraftSpec, eagle_spec
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import UnsupportedModelError
+from tests.support.checkpoints import CORE_CONFIG
+
+TARGET = spec_from_config({"architectures": ["Qwen3MoeForCausalLM"], **asdict(CORE_CONFIG)})
+DEEP = replace(TARGET, num_layers=48)
+HEAD: dict[str, Any] = {
+    "hidden_size": TARGET.hidden_size,
+    "vocab_size": TARGET.vocab_size,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+
+
+def head_of(names: tuple[str, ...] = ("lm_head.weight",), **config: Any) -> DraftSpec:
+    return eagle_spec({**HEAD, **config}, DEEP, algorithm="EAGLE3", names=names)
+
+
+def test_layers_are_named_by_what_leaves_or_by_what_enters_them():
+    assert head_of().aux_layers == (2, 24, 45)
+    assert head_of(eagle_config={AUX_KEY: [1, 23, 44]}) == head_of(**{AUX_KEY: [2, 24, 45]}) == head_of()
+    assert head_of(eagle_config={AUX_KEY: [47, -1, 3]}).aux_layers == (48, 0, 4)
+
+
+def test_words_are_the_target_s_unless_files_map_them():
+    assert not head_of(()).has_head and not head_of().maps_words
+    few = head_of(("lm_head.weight", "d2t"), draft_vocab_size=100)
+    assert few.maps_words and few.has_head and few.layer.vocab_size == 100
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"eagle_config": {AUX_KEY: [1, 23, 48]}}, f"{AUX_KEY} must list layers from -1 to 47"),
+        ({AUX_KEY: [1, 23, 49]}, f"{AUX_KEY} must list layers from 0 to 48"),
+        ({AUX_KEY: [1, 1, 2]}, "each layer once"),
+        ({"draft_vocab_size": 100}, "needs a tensor d2t"),
+        ({"hidden_size": 64}, "hidden_size must be the target's"),
+        ({"vocab_size": 64}, "vocab_size must be the target's"),
+        ({"fc_norm": True}, "fc_norm"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+    ],
+)
+def test_other_heads_are_refused_by_name(config: dict[str, Any], named: str):
+    with pytest.raises(UnsupportedModelError, match=named):
+        head_of(**config)
