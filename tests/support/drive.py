@@ -13,6 +13,7 @@ import numpy as np
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import ending_ids
 from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.guides import guides_of
 from rayserve_moe.engine.proposers import Proposer
 from rayserve_moe.engine.routing_capture import RoutingCapture
@@ -69,6 +70,7 @@ class Way:
     proposer: Proposer | None = None
     num_drafts: int = 1
     constraints: ConstraintCompiler | None = None
+    executor: Executor | None = None
 
 
 def run_together(
@@ -76,7 +78,8 @@ def run_together(
 ) -> Outcomes:
     """Run all requests at once until they end, with nothing cached; in the end all pages are free.
 
-    They are computed in the runner's own pool: whatever else was cached there has to be flushed.
+    They are computed in the runner's own pool, or by the executor of the `way`; whatever else was cached there has to
+    be flushed.
     """
     way = way or Way()
     cycle = cycle_for(runner, card, way)
@@ -135,7 +138,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         speculation = Speculation(scheduler.table, way.proposer, most_drafts=way.num_drafts, is_fixed=True)
     return StepCycle(
         scheduler,
-        PreparedExecutor(runner, way.num_pages),
+        way.executor or PreparedExecutor(runner, way.num_pages),
         capture=capture if way.with_capture else None,
         overlaps=way.overlaps,
         eplb=way.eplb,

@@ -235,8 +235,7 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError("admin_api_key is api_key: give it another value, or leave it empty")
     _check_parallel(settings.parallel)
     _check_selection(settings)
-    selection, num_hosts = settings.experts.selection, settings.parallel.num_hosts
-    check_speculation(settings.speculation, selection=selection, num_hosts=num_hosts)
+    check_speculation(settings.speculation, selection=settings.experts.selection)
     check_slices(settings.cluster, settings.parallel)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:

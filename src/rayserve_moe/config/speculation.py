@@ -36,9 +36,8 @@ def in_own_terms(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def check_speculation(settings: SpeculationSettings, *, selection: str, num_hosts: int = 1) -> None:
-    """SettingsError where settings of speculation are at odds with each other, with how experts are selected, or with
-    the number of hosts."""
+def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
+    """SettingsError where settings of speculation are at odds with each other or with how experts are selected."""
     steps, tokens = settings.num_steps, settings.num_draft_tokens
     if not settings.most_drafts:
         return
@@ -46,10 +45,6 @@ def check_speculation(settings: SpeculationSettings, *, selection: str, num_host
         raise SettingsError(f"speculative_eagle_topk {settings.eagle_topk}: drafts are a chain, only 1 is served")
     if settings.algorithm in ("EAGLE", "EAGLE3") and not settings.draft_model_path:
         raise SettingsError(f"speculative_algorithm {settings.algorithm} needs speculative_draft_model_path")
-    if settings.algorithm in DRAFT_MODELS and num_hosts > 1:
-        raise SettingsError(
-            f"speculative_algorithm {settings.algorithm} is served by one host, num_hosts is {num_hosts}: take NGRAM"
-        )
     if settings.draft_model_path and settings.algorithm not in DRAFT_MODELS:
         raise SettingsError(f"speculative_draft_model_path is not for speculative_algorithm {settings.algorithm}")
     if tokens == 1:

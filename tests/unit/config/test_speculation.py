@@ -52,7 +52,6 @@ def test_draft_models_of_vllm_are_those_of_sglang(method, algorithm):
     [
         ({"speculative_algorithm": "EAGLE3"}, "EAGLE3 needs speculative_draft_model_path"),
         ({"speculative_algorithm": "nextn", "speculative_eagle_topk": 4}, "drafts are a chain, only 1 is served"),
-        ({"speculative_algorithm": "nextn", "num_hosts": 2}, "is served by one host, num_hosts is 2"),
         ({"speculative_algorithm": "dflash"}, "DFLASH takes a draft model of a kind that is not served"),
         ({**NGRAM, "speculative_draft_model_path": "h"}, "is not for speculative_algorithm NGRAM"),
         ({"speculative_algorithm": "MAGIC"}, "must be one of off, NGRAM, SIBLINGS"),
