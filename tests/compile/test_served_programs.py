@@ -103,6 +103,21 @@ def test_8_bit_keys_take_half_the_memory_and_an_even_number_of_heads():
         lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", kv_cache_dtype="fp8"))
 
 
+def test_a_draft_model_is_laid_out_by_its_config_with_its_own_pool_and_programs(tmp_path):
+    layer = {"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 6144}
+    head = {"hidden_size": 2048, "vocab_size": 151936, "draft_vocab_size": 32000, "num_hidden_layers": 1, **layer}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    eagle3 = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
+    for model, values in (("qwen3-30b-a3b", eagle3), ("glm-4.5-air", {"speculative_algorithm": "NEXTN"})):
+        drafting = lay_out(case_of_model(model, "v6e:2x4", num_layers=2, **values))
+        assert "draft_16" in {program.name for program in programs_of(drafting, num_pages=64)}
+        own = drafting.state(64).draft
+        assert own is not None and own.kv_pages.shape[0] == drafting.config.plan.data_size * (64 + drafting.num_rows)
+    (tmp_path / "config.json").write_text(json.dumps({**head, "num_key_value_heads": 1}))
+    with pytest.raises(SettingsError, match="fp8 takes an even number of KV heads on a device, there are 1"):
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", kv_cache_dtype="fp8", **eagle3))
+
+
 def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):
     on_cpu = [path for path in CONFIGS if path not in ON_TPU]
     assert len(on_cpu) == 2

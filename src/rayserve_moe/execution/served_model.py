@@ -210,7 +210,8 @@ def served_model(
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
     of_draft = None if draft is None else draft_config(draft, config)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft)
-    check_kv_heads(config, kv_dtype=served.kv_dtype)
+    for each in (config,) if of_draft is None else (config, of_draft.layer):
+        check_kv_heads(each, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
 

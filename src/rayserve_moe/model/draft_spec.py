@@ -20,6 +20,7 @@ from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import AttentionSpec, ModelSpec, UnsupportedModelError
 
+HEAD = "lm_head.weight"
 EAGLE_TENSORS = {
     **{role: f"self_attn.{role}_proj.weight" for role in ("q", "k", "v", "o")},
     **{f"{role}_bias": f"self_attn.{role}_proj.bias" for role in ("q", "k", "v")},
@@ -30,7 +31,7 @@ EAGLE_TENSORS = {
     "fc": "fc.weight",
     "fc_bias": "fc.bias",
     "draft_norm": "norm.weight",
-    "head": "lm_head.weight",
+    "head": HEAD,
 }
 """The ends of names: exporters put `midlayer.`, `layers.0.` or `model.` in front of them."""
 MAP = "d2t"

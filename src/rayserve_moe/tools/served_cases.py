@@ -14,10 +14,12 @@ from jax.experimental import topologies
 from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, TRAINED_PREFIX, resolve_model_path
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.load import default_cache_directory, settings_from, settings_from_yaml
-from rayserve_moe.config.settings import Settings
+from rayserve_moe.config.settings import DRAFT_MODELS, Settings, SpeculationSettings
 from rayserve_moe.config.topology import MOST_CHIPS_PER_HOST, slice_for
 from rayserve_moe.execution.served_model import ServedModel, runner_settings, served_model
+from rayserve_moe.model.draft_spec import HEAD, MAP, DraftSpec, eagle_spec, prediction_spec
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.presets import cut_to, preset_names, read_config
 
@@ -102,11 +104,28 @@ def lay_out(case: ServedCase) -> ServedModel:
         devices = devices[:wanted]
     plan = plan_for(devices, data_size=parallel.data_parallel_size, num_slices=parallel.num_slices)
     runner = runner_settings(settings, settings.model)
-    served = served_model(spec_from_config(case.model), plan, settings=runner)
+    spec = spec_from_config(case.model)
+    draft = _draft_for(spec, settings.speculation)
+    served = served_model(spec, plan, settings=runner, draft=draft)
     if not case.num_layers:
         return served
-    few = served_model(spec_from_config(cut_to(case.model, case.num_layers)), plan, settings=runner)
-    return replace(few, shapes=served.shapes)
+    few = spec_from_config(cut_to(case.model, case.num_layers))
+    if draft is not None and draft.algorithm == "NEXTN":
+        draft = prediction_spec(few)
+    elif draft is not None:
+        draft = replace(draft, aux_layers=tuple(range(len(draft.aux_layers))))
+    return replace(served_model(few, plan, settings=runner, draft=draft), shapes=served.shapes)
+
+
+def _draft_for(target: ModelSpec, settings: SpeculationSettings) -> DraftSpec | None:
+    """What drafts for a target, by a head's config alone: its files have a head, and a map if it has a vocabulary."""
+    if settings.algorithm not in DRAFT_MODELS:
+        return None
+    if settings.algorithm == "NEXTN":
+        return prediction_spec(target)
+    config = read_config(settings.draft_model_path)
+    names = (HEAD, MAP) if config.get("draft_vocab_size") else (HEAD,)
+    return eagle_spec(config, target, algorithm=settings.algorithm, names=names)
 
 
 def _topology_of(settings: Settings) -> str:
