@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rayserve_moe.request_fields import PROCESSED
+
 
 @dataclass(frozen=True)
 class RoutingLayout:
@@ -41,3 +43,4 @@ class ModelCard:
     path: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
+    logprobs_mode: str = PROCESSED

@@ -13,7 +13,7 @@ import numpy as np
 
 from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_constraints import constraint_of
-from rayserve_moe.request_fields import OPENAI, SGLANG, VLLM, RequestField, declared
+from rayserve_moe.request_fields import OPENAI, RAW, SGLANG, VLLM, RequestField, declared
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, RoutedExperts, SamplingParams
 
 Given = Mapping[str, Any]
@@ -92,6 +92,8 @@ def build_request(
         options["priority"] = -options.get("priority", 0)
     options["num_top_logprobs"], scored_from = _SCORES[dialect](given, len(prompt_ids))
     waits = dialect == OPENAI and scored_from is not None
+    constraint = constraint_of(given)
+    options |= _evidence(given, options, dialect=dialect, card=card, differs=constraint or _is_processed(sampling))
     return GenerationRequest(
         request_id or uuid.uuid4().hex,
         prompt_ids,
@@ -99,9 +101,32 @@ def build_request(
         **options,
         incremental=(is_streamed and not waits) or sampling.is_watched,
         score_prompt_from=scored_from,
-        constraint=constraint_of(given),
+        constraint=constraint,
         forced_routing=forced,
     )
+
+
+def _evidence(given: Given, options: Given, *, dialect: str, card: ModelCard, differs: object) -> dict[str, Any]:
+    """What of a request's evidence is wanted, which goes with log-probs; the model's own only where it `differs`.
+
+    RequestError for listed ids without log-probs, unless in the dialect that passes over all that goes with them.
+    """
+    flag = given.get("return_logprob" if dialect == SGLANG else "logprobs")
+    has_logprobs = flag is not None and flag is not False
+    listed, mode = options.get("logprob_token_ids", ()), options.get("logprobs_mode") or card.logprobs_mode
+    if listed and not has_logprobs and dialect != SGLANG:
+        raise RequestError("is only for requests with `logprobs`", "logprob_token_ids")
+    if listed and dialect == SGLANG and has_logprobs and given.get("logprob_start_len", -1) not in (-1, None):
+        raise RequestError("is not computed for the prompt: leave `logprob_start_len` out", "logprob_token_ids")
+    is_raw = bool(has_logprobs and mode == RAW and differs)
+    return {"logprob_token_ids": listed if has_logprobs else (), "raw_logprobs": is_raw}
+
+
+def _is_processed(sampling: SamplingParams) -> bool:
+    """Whether a request's logits are changed before its tokens are drawn, other than by truncation."""
+    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    listed = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words
+    return bool(listed or sampling.min_new_tokens) or penalties != (1, 0, 0) or sampling.temperature not in (0, 1)
 
 
 def param_names(dialect: str, record: Any, *, prefix: str = "") -> dict[str, str]:

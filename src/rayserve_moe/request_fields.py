@@ -18,6 +18,8 @@ SGLANG, OPENAI, VLLM = "sglang", "openai", "vllm"
 INT32_MAX = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that the devices return for one position."""
+MAX_LISTED_IDS = 128
+"""Tokens whose log-probs one request can list."""
 MAX_LOGIT_BIASES = 256
 """Tokens that one request can bias or be limited to."""
 
@@ -160,7 +162,13 @@ def _is_bias_key(key: Any) -> bool:
 
 COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
+LISTED_IDS = one_or_several(COUNT, MAX_LISTED_IDS)
 ANY_OBJECT = Values({"type": "object"}, partial(_read, lambda it: isinstance(it, Mapping), dict, "should be an object"))
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
+LOGPROBS_MODE = Values(
+    {"enum": [PROCESSED, RAW]},
+    partial(_read, lambda it: it in (PROCESSED, RAW), str, f"should be {PROCESSED} or {RAW}"),
+)
 LONG_TEXT = text(1 << 24)
 PATTERN = text(256)
 OBJECT_OR_TEXT = Values(

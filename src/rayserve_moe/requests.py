@@ -18,6 +18,8 @@ from rayserve_moe.request_fields import (
     COUNT,
     FLAG,
     INT32_MAX,
+    LISTED_IDS,
+    LOGPROBS_MODE,
     MAX_LOGIT_BIASES,
     MAX_TOP_LOGPROBS,
     REPETITION,
@@ -119,6 +121,14 @@ class GenerationRequest:
         0, whole(0, MAX_TOP_LOGPROBS), sglang="top_logprobs_num", openai="top_logprobs", vllm=None
     )
     """Likeliest tokens returned with every log-prob."""
+    logprob_token_ids: tuple[int, ...] = stated((), LISTED_IDS, sglang="token_ids_logprob", vllm=None)
+    """Ids whose log-probs are returned at every output."""
+    return_entropy: bool = stated(False, FLAG, openai=None, vllm=None)
+    """Return the entropy at every output."""
+    logprobs_mode: str | None = stated(None, LOGPROBS_MODE)
+    """What log-probs of outputs are of: the distribution that is sampled before truncation, or the model's own."""
+    raw_logprobs: bool = False
+    """They are the model's own, and that may be another."""
     score_prompt_from: int | None = None
     """Return log-probs of the prompt tokens at positions above this one."""
     forced_routing: RoutedExperts | None = None
@@ -194,7 +204,8 @@ class ChoiceResult:
     last update. So does `routing`, or, streamed, with every one: then it starts where that of the one before has ended.
     `ranks` go with `logprobs` (see `PromptScores`), `top` too where it was asked for. `weight_versions` are pairs of a
     position and the weights that outputs from there on were sampled under, up to the next pair, for all of the choice
-    so far, and so are `drafts`.
+    so far, and so are `drafts`. `evidence` float32 [N, 1 + n] has of every output the entropy in nats, then the
+    log-probs of the n `logprob_token_ids`; None where no evidence is asked.
     """
 
     request_id: str = ""
@@ -209,6 +220,7 @@ class ChoiceResult:
     weight_versions: tuple[tuple[int, str], ...] = ()
     ranks: list[int] = field(default_factory=list)
     text: str = ""
+    evidence: np.ndarray | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def add(self, update: ChoiceResult) -> None:
@@ -220,6 +232,8 @@ class ChoiceResult:
         self.finish = update.finish or self.finish
         self.routing = joined_routing(self.routing, update.routing)
         self.top = joined_top(self.top, update.top)
+        parts = [each for each in (self.evidence, update.evidence) if each is not None]
+        self.evidence = np.concatenate(parts) if parts else None
         self.prompt_scores = update.prompt_scores or self.prompt_scores
         self.weight_versions = update.weight_versions or self.weight_versions
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)

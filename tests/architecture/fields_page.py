@@ -59,6 +59,14 @@ Where one name means two things, the route decides, as its own system does:
 Requests that wait are admitted in the order of their priority; those that run are not preempted for it. `stop_regex` is
 matched by RE2, in time linear in the text: there are no references back and no look-around. A pattern that is trimmed
 from the text holds back the text of a stream until it ends.
+
+Log-probs of outputs are of the distribution that is sampled before truncation: after masks, bias, penalties and
+temperature, which counts as 1 where it is 0. `logprobs_mode: "raw_logprobs"` has them be the model's own, before all
+that, as those of prompts are; the setting of that name says what they are where a request does not.
+`logprob_token_ids` (up to 128 ids, beside `logprobs`) come after the sampled token in the place of the likeliest
+ones, without rank. On `/generate` they are called `token_ids_logprob`, and stand in `output_token_ids_logprobs` where
+`return_logprob` is true; entropies in nats in `output_token_entropy`. These fields, and `raw_logprobs` where it
+differs, need the setting `structured_output`: such samples are drawn by a program of their own, and without drafts.
 """
 
 

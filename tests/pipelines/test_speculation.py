@@ -26,7 +26,7 @@ from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import EngineFactory
 from tests.pipelines.test_migration import heading_elsewhere
 from tests.support.checkpoints import PAGE_SIZE
-from tests.support.constraints import compiler, synthetic_tokenizer
+from tests.support.constraints import synthetic_tokenizer
 from tests.support.drive import cycle_for, run_on, run_together
 from tests.support.engines import MOVING
 from tests.support.oracle import Oracle
@@ -103,7 +103,7 @@ def test_long_drafts_do_not_show_over_small_pages(engine_with: EngineFactory, nu
     plain = run_together(engine.runner, engine.card, requests, way=way)
     oracle = Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE)
     for num_pages in (60, 400):
-        drafting = replace(way, proposer=oracle, num_drafts=num_drafts, num_pages=num_pages)
+        drafting = replace(PLAIN, proposer=oracle, num_drafts=num_drafts, num_pages=num_pages)
         found = run_together(engine.runner, engine.card, requests, way=drafting)
         assert_unchanged(engine, found, plain)
 
@@ -234,14 +234,13 @@ def test_one_draft_too_many_would_be_seen(speculating: Engine):
 
 def test_constrained_sequences_have_no_drafts_and_drafts_of_others_change_nothing_beside_them(speculating: Engine):
     """Their samples are held in steps that verify drafts of other sequences."""
-    way = replace(PLAIN, constraints=compiler())
     requests = random_requests(9, count=6, layout=speculating.card.routing)
     constraint = Constraint("regex", "([a-d]{3} ){2,6}")
     sampled = {"max_new_tokens": 30, "temperature": 1.0, "ignore_eos": False}
     held = [replace(request_for([5, 6 + i], f"held{i}", seed=i, **sampled), constraint=constraint) for i in range(3)]
-    plain = run_together(speculating.runner, speculating.card, [*held, *requests], way=way)
+    plain = run_together(speculating.runner, speculating.card, [*held, *requests], way=PLAIN)
     oracle = Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE)
-    drafting = replace(way, proposer=oracle, num_drafts=DRAFTS)
+    drafting = replace(PLAIN, proposer=oracle, num_drafts=DRAFTS)
     found = run_together(speculating.runner, speculating.card, [*held, *requests], way=drafting)
     assert_unchanged(speculating, found, plain)
     assert all(re.fullmatch("([a-d]{3} ){2,6}", text_of(found[f"held{i}", 0])) for i in range(3))

@@ -22,7 +22,7 @@ from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
-from rayserve_moe.scheduling.sequence import Sequence, top_of
+from rayserve_moe.scheduling.sequence import Sequence, evidence_of, top_of
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
@@ -207,6 +207,7 @@ def _take_over(outcomes: Outcomes, ended: Iterable[Sequence]) -> None:
         outcome.finish, outcome.routing = sequence.finish, sequence.final_routing
         outcome.num_cached = sequence.num_cached
         outcome.top = top_of(sequence, first, stop=last)
+        outcome.evidence = evidence_of(sequence, first, stop=last)
         outcome.scores = sequence.scoring and sequence.scoring.scores()
 
 

@@ -18,7 +18,8 @@ LOGPROB_TOLERANCE = 1e-5
 class Outcome:
     """Generated ids with their log-probs, the end, and routing [rows, MoE layers, k] where it was asked for.
 
-    `num_cached` tokens of the prompt were found cached; `top` and `scores` are there where they were asked for.
+    `num_cached` tokens of the prompt were found cached; `top`, `scores` and `evidence` are there where they were
+    asked for.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -28,6 +29,7 @@ class Outcome:
     num_cached: int = 0
     top: TopLogprobs | None = None
     scores: PromptScores | None = None
+    evidence: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -65,6 +67,9 @@ def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> 
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
     assert_same_top(actual.top, expected.top)
     assert_same_scores(actual.scores, expected.scores)
+    assert (actual.evidence is None) == (expected.evidence is None)
+    if actual.evidence is not None and expected.evidence is not None:
+        np.testing.assert_allclose(actual.evidence, expected.evidence, rtol=0, atol=LOGPROB_TOLERANCE)
     if routing:
         np.testing.assert_array_equal(actual.rows, expected.rows)
         assert actual.routing is not None and actual.routing.missing == ()

@@ -12,6 +12,7 @@ from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.kernels.registry import CPU_NATIVE
 from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.constraints import compiler
 from tests.support.drive import Intervention, Way, preempt_every, run_together
 from tests.support.oracle import Oracle
 from tests.support.outcomes import Outcomes, assert_identical, assert_same
@@ -27,7 +28,7 @@ SPECULATES: dict[str, Any] = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_steps": DRAFTS,
 }
-PLAIN = Way(num_rows=ROWS, step_tokens=64, chunk_tokens=64)
+PLAIN = Way(num_rows=ROWS, step_tokens=64, chunk_tokens=64, constraints=compiler())
 TOLERANCE = 1e-6
 """Of log-probs, absolute, and again relative: XLA adds up float32 in another order in other compiled shapes."""
 VOCAB_SIZE = CORE_CONFIG.vocab_size
@@ -92,7 +93,7 @@ def check_mix(
 
 def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[GenerationRequest]:
     """Requests that share prompts, greedy and sampled, with penalties, biases, allowed ids, ends, several choices,
-    scores, and forced routing."""
+    scores, evidence of samples, and forced routing."""
     generator = np.random.default_rng(seed)
     stems = [draw_prompt(generator, int(generator.integers(1, LONGEST_STEM))) for _ in range(NUM_STEMS)]
     requests = [_random_request(generator, stems, f"{seed}-{i}") for i in range(count)]
@@ -116,6 +117,9 @@ def _random_request(generator: np.random.Generator, stems: list[np.ndarray], nam
         request = replace(request, num_top_logprobs=int(generator.integers(1, 5)))
     if generator.random() < 0.2:
         request = replace(request, score_prompt_from=int(generator.integers(len(prompt_ids))))
+    if generator.random() < 0.15:
+        listed = tuple(int(word) for word in generator.integers(0, CORE_CONFIG.vocab_size, 4))
+        request = replace(request, logprob_token_ids=listed, raw_logprobs=bool(generator.random() < 0.5))
     return replace(request, speculative=bool(generator.random() < 0.9))
 
 

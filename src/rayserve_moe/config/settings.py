@@ -1,8 +1,7 @@
 """All settings, frozen, one section per owner. `load` fills them, `derive` computes what follows from them.
 
-Each field names its key on the wire (YAML, keyword arguments) where that differs from the field's own name, and other
-names that users know it by. Numbers state the least and the most that they may be, words what they may say: the loader
-refuses everything else, and a number without bounds.
+Each field names its key on the wire (YAML, keyword arguments) where that differs from its own name, and other names
+that users know it by. Numbers state their bounds, words what they may say: the loader refuses all else.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ class ModelSettings:
     """`float32`, `bfloat16`, or `auto`: the checkpoint's on an accelerator or by native CPU kernels, else float32."""
     max_model_len: int = _number(0, (0, MOST_TOKENS))
     """Longest prompt plus output, tokens; 0 takes the checkpoint's own limit."""
+    logprobs_mode: str = _choice("processed_logprobs", "raw_logprobs")
+    """Log-probs of outputs where a request does not say: of what is sampled before truncation, or the model's own."""
     checkpoint_cache: str = "auto"
     """Directory on each host's own disk that keeps what was read of a remote checkpoint, for later starts; `auto` is
     one in the user's cache directory, `off` none. A tenth of the disk stays free."""
@@ -79,8 +80,7 @@ class SpeculationSettings:
     eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
     """Drafts of a draft model for each place; only 1, a chain, is served."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
-    """Drafts of a sequence in one step at most; 0 is 7. Steps have 0, 1, 3, 5 or 7, as measured times of steps make
-    worth it."""
+    """Drafts of a sequence in one step at most; 0 is 7. Steps have 0, 1, 3, 5 or 7, whichever measured times favour."""
     num_draft_tokens: int = _number(0, (0, 8), "speculative_num_draft_tokens")
     """The same as rows that are verified: `speculative_num_steps` and one more."""
     shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")

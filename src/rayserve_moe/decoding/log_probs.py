@@ -4,6 +4,7 @@ What devices exchange is a few numbers per row; logits stay where they were comp
 """
 
 # S rows   V vocabulary (local share)   P parts   J likeliest tokens   C candidates of all parts
+# L listed tokens
 
 from __future__ import annotations
 
@@ -75,6 +76,19 @@ def log_prob_of(logprobs_SV: jax.Array, ids_S: jax.Array, *, part: VocabularyPar
     """Log-probability of one token of each row, float32 [S]."""
     is_it_SV = part.ids() == ids_S[:, None]
     return part.sum(jnp.sum(logprobs_SV, axis=-1, where=is_it_SV))
+
+
+def log_probs_at(logprobs_SV: jax.Array, ids_SL: jax.Array, *, part: VocabularyPart) -> jax.Array:
+    """Log-probabilities of several tokens of each row, float32 [S, L], LOWEST_LOGPROB at least; 0 for ids below 0."""
+    places_SL = part.places(ids_SL)
+    values_SL = jnp.take_along_axis(logprobs_SV, jnp.minimum(places_SL, part.width - 1), axis=1)
+    return part.sum(jnp.where(places_SL < part.width, jnp.maximum(values_SL, LOWEST_LOGPROB), 0.0))
+
+
+def entropy_of(logprobs_SV: jax.Array, *, part: VocabularyPart) -> jax.Array:
+    """Entropy of each row in nats, float32 [S]; what has no probability adds nothing."""
+    terms_SV = -jnp.exp(logprobs_SV) * logprobs_SV
+    return part.sum(jnp.sum(terms_SV, axis=-1, where=jnp.isfinite(logprobs_SV)))
 
 
 @jax.named_scope("log_probs")

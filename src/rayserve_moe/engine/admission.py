@@ -104,6 +104,8 @@ def _check_allowed(sampling: SamplingParams, card: ModelCard) -> None:
 
 
 def _check_scoring(request: GenerationRequest, card: ModelCard) -> None:
+    if not all(0 <= token_id < card.vocab_size for token_id in request.logprob_token_ids):
+        raise RequestError(f"token ids must lie in [0, {card.vocab_size})", "logprob_token_ids")
     if request.num_top_logprobs > card.vocab_size:
         raise RequestError(f"the vocabulary has {card.vocab_size} tokens", "top_logprobs")
     first = request.score_prompt_from

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
 from rayserve_moe.requests import (
     ChoiceResult,
@@ -50,6 +52,8 @@ def native_answer(
         "logprob_weight_versions": [list(labelled) for labelled in versions],
     }
     meta_info |= _native_drafts(result.drafts)
+    if request.return_entropy and result.evidence is not None:
+        meta_info["output_token_entropy"] = result.evidence[:, 0].tolist()
     if return_logprob:
         meta_info |= _native_logprobs(request, result, token_text or _no_text)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
@@ -110,17 +114,30 @@ def error_of(finish: FinishReason | None) -> dict:
 
 
 class TokenLogprob(NamedTuple):
-    """A token at one position, with its log-prob and its place among all tokens there, from 1 on."""
+    """A token at one position, with its log-prob and its place among all tokens there, from 1 on, where it is known."""
 
     token_id: int
     logprob: float
-    rank: int
+    rank: int | None
 
 
-def output_logprobs(result: ChoiceResult, *, num_top: int) -> list[list[TokenLogprob]]:
-    """Per output the token itself, then the `num_top` likeliest besides it, in vLLM's order: so many or one more."""
+def output_logprobs(result: ChoiceResult, *, num_top: int, listed_ids: Sequence[int] = ()) -> list[list[TokenLogprob]]:
+    """Per output the token itself, then the `num_top` likeliest besides it, in vLLM's order: so many or one more.
+
+    Where a request lists ids, those come in their place.
+    """
     own = map(TokenLogprob, result.token_ids, result.logprobs, result.ranks)
-    return _with_likeliest(own, result.top, num_top)
+    if not listed_ids or result.evidence is None:
+        return _with_likeliest(own, result.top, num_top)
+    return [
+        [token, *(TokenLogprob(i, value, None) for value, i in listed if i != token.token_id)]
+        for token, listed in zip(own, _listed(result.evidence, listed_ids), strict=True)
+    ]
+
+
+def _listed(evidence: np.ndarray, listed_ids: Sequence[int]) -> list[list[tuple[float, int]]]:
+    """Pairs of log-prob and token id, in the order of the list, per output."""
+    return [list(zip(values, listed_ids, strict=True)) for values in evidence[:, 1:].tolist()]
 
 
 def prompt_logprobs_of(
@@ -213,6 +230,9 @@ def _native_logprobs(request: GenerationRequest, result: ChoiceResult, token_tex
     if request.num_top_logprobs and "input_token_logprobs" in fields:
         tops = [] if scores is None or scores.top is None else likeliest(scores.top)
         fields["input_top_logprobs"] = [] if start is None else [None, *map(entries, tops)]
+    if ids := request.logprob_token_ids:
+        found = [] if result.evidence is None else _listed(result.evidence, ids)
+        fields |= {"input_token_ids_logprobs": [], "output_token_ids_logprobs": list(map(entries, found))}
     return fields
 
 

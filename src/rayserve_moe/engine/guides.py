@@ -32,12 +32,13 @@ def guides_of(
     """
     constraint, sampling, words = request.constraint, request.sampling, request.bad_word_ids
     guides: list[Guide | None] = [None] * sampling.n
-    if constraint is None and not words:
+    wanting = _wanting(request)
+    if wanting is None:
         return guides
     if compiler is None:
         raise RequestError(
             "structured output is off: it needs `structured_output: true`, and a tokenizer with an end of sequence",
-            "bad_words" if constraint is None else constraint.param,
+            wanting,
         )
     if constraint is not None:
         compiled = compiler.submit(constraint).result()
@@ -46,3 +47,16 @@ def guides_of(
         return guides
     allowed = sampling.allowed_token_ids
     return [WordBans(words, num_ids=num_ids, allowed_ids=allowed, inner=guide) for guide in guides]
+
+
+def _wanting(request: GenerationRequest) -> str | None:
+    """The field for which samples of a request are held; None where none are."""
+    if request.constraint is not None:
+        return request.constraint.param
+    wants = {
+        "bad_words": request.bad_word_ids,
+        "logprob_token_ids": request.logprob_token_ids,
+        "return_entropy": request.return_entropy,
+        "logprobs_mode": request.raw_logprobs,
+    }
+    return next((name for name, is_wanted in wants.items() if is_wanted), None)

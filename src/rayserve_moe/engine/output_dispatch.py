@@ -11,7 +11,7 @@ from rayserve_moe.engine.step_cycle import NO_ROWS
 from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence, top_of
+from rayserve_moe.scheduling.sequence import Sequence, evidence_of, top_of
 
 Sink = Callable[[list[ChoiceResult]], Iterable[int] | None]
 """Takes updates of one request; returns the choices that a stop string has completed, so that they end here."""
@@ -151,6 +151,7 @@ def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResul
         weight_versions=sequence.weight_versions,
         ranks=sequence.ranks[first:last].tolist(),
         drafts=sequence.drafts,
+        evidence=evidence_of(sequence, first, stop=last),
     )
 
 

@@ -74,6 +74,7 @@ def model_card(
         routing=spec.routing_layout,
         returns_routing=replay.enabled,
         path=model.path,
+        logprobs_mode=model.logprobs_mode,
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
 

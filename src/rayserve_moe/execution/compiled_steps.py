@@ -42,6 +42,7 @@ from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.request_fields import MAX_LISTED_IDS
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_THREADS = 4
@@ -51,7 +52,7 @@ UPDATE, ADJUST, READ_COUNTS, FETCH, SWAP = "update_rows", "adjust_rows", "read_c
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
 CompiledSampler = Callable[..., tuple[DeviceState, StepOutput]]
-"""Takes DeviceState, `logits_AV` of a step, `samples_N3S` and `mask_AW`."""
+"""Takes DeviceState, `logits_AV` of a step, `samples_N3S`, `mask_AW` and `asked_AF`."""
 CompiledDraft = Callable[..., tuple[DeviceState, jax.Array]]
 """Takes ModelWeights, DeviceState and `rows_NS`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
@@ -253,6 +254,7 @@ def _sample_program(num_singles: int, served: ServedModel, *, config: StepConfig
     inputs = {
         "samples_N3S": _integers(served, plan.data_size, 3, num_singles),
         "mask_AW": _integers(served, count, mask_words(part.num_words)),
+        "asked_AF": _integers(served, count, 1 + MAX_LISTED_IDS),
     }
     return Program(sampler_name(num_singles), partial(sample_step, config=config), (state, logits), inputs, donated=0)
 

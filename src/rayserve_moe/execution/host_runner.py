@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -163,7 +163,7 @@ class HostRunner:
             return None
         if self._held is not None:
             held, self._held = self._held, None
-            held.drawn = self._launch(partial(self._draw, held, held.mask(plan.masks, num_words=self._mask_words)))
+            held.drawn = self._launch(partial(self._draw, held, held.inputs(plan.masks, num_words=self._mask_words)))
         before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
         return before() if before is not None else None
 
@@ -185,8 +185,8 @@ class HostRunner:
         pack_s = time.perf_counter() - started
         return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, later=later)
 
-    def _draw(self, held: HeldSamples, mask: np.ndarray) -> StepOutput:
-        self._state, output = held.draw(self.programs.samplers, self.state, mask=mask)
+    def _draw(self, held: HeldSamples, inputs: Mapping[str, np.ndarray]) -> StepOutput:
+        self._state, output = held.draw(self.programs.samplers, self.state, inputs=inputs)
         return start_copies(output, is_needed=self._copies_to_host)
 
     def _run(

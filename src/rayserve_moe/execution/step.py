@@ -91,23 +91,29 @@ def _samples_of(step: DeviceInput) -> SampleInput:
 
 
 def sample_step(
-    state: DeviceState, logits_AV: jax.Array, *, samples_N3S: jax.Array, mask_AW: jax.Array, config: StepConfig
+    state: DeviceState,
+    logits_AV: jax.Array,
+    *,
+    samples_N3S: jax.Array,
+    mask_AW: jax.Array,
+    asked_AF: jax.Array,
+    config: StepConfig,
 ) -> tuple[DeviceState, StepOutput]:
     """Sample what a step has held (`sample_held`) on every device of the mesh; the output has samples alone."""
     plan, whole, parts = config.model.plan, PartitionSpec(), state_partitions(config.model, config.draft)
 
-    def on_device(
-        state: DeviceState, logits_AV: jax.Array, samples_N3S: jax.Array, mask_AW: jax.Array
-    ) -> tuple[DeviceState, StepOutput]:
-        return sample_held(state, logits_AV, samples_N3S=samples_N3S, mask_AW=mask_AW, config=config)
+    def on_device(state: DeviceState, logits_AV: jax.Array, *inputs: jax.Array) -> tuple[DeviceState, StepOutput]:
+        samples_N3S, mask_AW, asked_AF = inputs
+        given = {"samples_N3S": samples_N3S, "mask_AW": mask_AW, "asked_AF": asked_AF}
+        return sample_held(state, logits_AV, **given, config=config)
 
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(parts, plan.partition(WORD_AXES), whole, whole),
+        in_specs=(parts, plan.partition(WORD_AXES), whole, whole, whole),
         out_specs=(parts, whole),
         check_vma=False,
-    )(state, logits_AV, samples_N3S, mask_AW)
+    )(state, logits_AV, samples_N3S, mask_AW, asked_AF)
 
 
 def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | None:

@@ -62,6 +62,7 @@ def step_result(
         expert_counts=None if output.expert_counts_ME is None else np.asarray(output.expert_counts_ME),
         tally=None if output.tally_N4 is None else np.asarray(output.tally_N4).sum(axis=0, dtype=np.int64),
         failed_fetch=failed_fetch,
+        evidence=None if output.evidence_AF is None else np.asarray(output.evidence_AF)[packed.sample_places],
     )
 
 

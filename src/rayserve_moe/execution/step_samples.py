@@ -1,7 +1,7 @@
 """Sampling in a step, and what rows remember of it; at once, or held until masks have come from the host."""
 
 # S samples of a data rank   A samples of all data ranks   V vocabulary (local share)   J likeliest tokens
-# P values of a sample   W words of a mask   R rows   N data ranks
+# P values of a sample   W words of a mask   R rows   N data ranks   F what is asked of a sample
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
 from rayserve_moe.decoding.drafts import accepted, drafts_of
+from rayserve_moe.decoding.evidence import EvidenceLogits, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.masks import masked
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
@@ -89,15 +90,33 @@ def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
 
 
 def sample_held(
-    state: DeviceState, logits_AV: jax.Array, *, samples_N3S: jax.Array, mask_AW: jax.Array, config: StepConfig
+    state: DeviceState,
+    logits_AV: jax.Array,
+    *,
+    samples_N3S: jax.Array,
+    mask_AW: jax.Array,
+    asked_AF: jax.Array,
+    config: StepConfig,
 ) -> tuple[DeviceState, StepOutput]:
-    """On one device: sample what a step has held. `samples_N3S` int32 are the rows of its samples, the positions where
-    the new tokens will stand, and the tokens before them."""
-    plan = config.model.plan
+    """On one device: sample what a step has held, and find the evidence that is asked of it (`with_evidence`).
+
+    `samples_N3S` int32 are the rows of its samples, the positions where the new tokens will stand, and the tokens
+    before them.
+    """
+    plan, part = config.model.plan, words_of(config.model)
     rows_S, positions_S, ids_S = samples_N3S[plan.data_rank()]
     samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), ids_S)
-    sampled, _, _, state = sample_rows(logits_AV, state, samples=samples, config=config, mask_AW=mask_AW)
-    return state, StepOutput(sampled_bits(sampled, plan.data_size), top_N2SJ=top_bits(sampled.top, plan.data_size))
+    sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, mask_AW=mask_AW)
+    sampled, evidence_AF = with_evidence(
+        sampled,
+        EvidenceLogits(logits_AV, masked(adjusted_AV, mask_AW, part=part)),
+        asked_SF=asked_AF,
+        rows=gather_rows(samples.sampling, plan),
+        part=part,
+        masses=config.model.kernels.masses,
+    )
+    bits = sampled_bits(sampled, plan.data_size), top_bits(sampled.top, plan.data_size)
+    return state, StepOutput(bits[0], top_N2SJ=bits[1], evidence_AF=evidence_AF)
 
 
 def sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:

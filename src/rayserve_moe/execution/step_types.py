@@ -126,7 +126,8 @@ class StepOutput:
     Shapes with prefill blocks have `scores_N2X`: bits of the log-probs of targets, and ranks; and `score_top_N2XJ`: the
     likeliest tokens there, as in `top_N2SJ`. `expert_counts_ME` of all data ranks is there after steps that want it.
     `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`). `logits_AV`
-    float32, of each device its share of the vocabulary, are there for samples that are held.
+    float32, of each device its share of the vocabulary, are there for samples that are held; `evidence_AF` float32,
+    as `with_evidence` returns it, once those are drawn.
     `drafts_NSK` int32 is there after steps that want drafts: those of each row that has sampled (`draft_rows`).
     """
 
@@ -139,3 +140,4 @@ class StepOutput:
     tally_N4: jax.Array | None = None
     logits_AV: jax.Array | None = None
     drafts_NSK: jax.Array | None = None
+    evidence_AF: jax.Array | None = None

@@ -18,7 +18,7 @@ FORCED = "forced_routed_experts"
 OPTIONS = {"return_logprob", "logprob_start_len", "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
 """Keywords of a call of `Engine` besides sampling parameters."""
 _SCORES = ("logprobs", "prompt_logprobs")
-_OPTIONS_OF_LLM = {*_SCORES, *param_names(VLLM, GenerationRequest).values()}
+_OPTIONS_OF_LLM = {*_SCORES, "logprob_token_ids", *param_names(VLLM, GenerationRequest).values()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,9 @@ class SamplingParams(SharedSampling):
     """How the tokens of one prompt are chosen, and what is returned about them.
 
     `max_tokens` 0 runs the prompt only, None continues to the end of the context. `logprobs` k returns the log-prob of
-    every token and of the k likeliest ones beside it, `prompt_logprobs` those of the prompt. Nothing ends within the
-    first `min_tokens` tokens. Routing rows before position `routed_experts_prompt_start` are left out.
+    every token and of the k likeliest ones beside it, or of the `logprob_token_ids`, `prompt_logprobs` those of the
+    prompt. Nothing ends within the first `min_tokens` tokens. Routing rows before position
+    `routed_experts_prompt_start` are left out.
     """
 
     max_tokens: int | None = 16
@@ -39,6 +40,8 @@ class SamplingParams(SharedSampling):
     bad_words: Sequence[str] | None = None
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    logprobs_mode: str | None = None
     prompt_logprobs: int | None = None
     routed_experts_prompt_start: int = 0
 

@@ -19,7 +19,7 @@ class Logprob:
     """Log-prob of one token at one position, and its place among all tokens there: the likeliest has `rank` 1."""
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 
@@ -103,7 +103,9 @@ class OutputWriter:
             info = routed_experts_info(routing_from(routing, params.routed_experts_prompt_start), self.layout)
         logprobs = None
         if params.logprobs is not None:
-            logprobs = list(map(self._by_id, output_logprobs(result, num_top=params.logprobs)))
+            listed_ids = request.logprob_token_ids
+            found = output_logprobs(result, num_top=params.logprobs, listed_ids=listed_ids)
+            logprobs = list(map(self._by_id, found))
         return CompletionOutput(
             index=index,
             text=result.text,

@@ -75,7 +75,7 @@ def build_schedule(
         wants_top=table.num_wanting_top > 0 and bool(table.num_top[sampling_rows].any()),
         wants_score_top=any(sequence.num_top for sequence, _, _ in scored),
         most_drafts=most_drafts,
-        holds_samples=table.num_guided > 0 and bool(table.is_guided[sampling_rows].any()),
+        holds_samples=table.num_held > 0 and bool(table.are_held[sampling_rows].any()),
     )
     generations = table.generations[sampling_rows]
     return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), scored)

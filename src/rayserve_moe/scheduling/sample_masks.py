@@ -1,4 +1,4 @@
-"""Which words the samples of a step may be, where their sequences are guided."""
+"""Which words the held samples of a step may be, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def with_masks(plan: StepPlan, before: Schedule | None, *, table: RowTable) -> t
 
 
 def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:
-    """Masks for the samples of a step that holds them, and the sequences that cannot go on, with the reason.
+    """Masks for the samples of a step that holds them, with what is asked of them, and the sequences that cannot go on,
+    with the reason.
 
     All tokens before the step must have been committed. Samples of rows with another owner by now may be any word.
     Guides come in the order of what they took last, so that those over the budget are the ones that spend it.
@@ -46,14 +47,26 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
             samples.append(sample)
             bits.append(mask)
     stacked = np.stack(bits) if bits else np.zeros((0, 0), np.int32)
-    return SampleMasks(np.asarray(samples, np.intp), stacked), endings
+    masks = SampleMasks(np.asarray(samples, np.intp), stacked)
+    asking = [(sample, sequence.asked) for sample, sequence in _held(table, schedule) if sequence.asked is not None]
+    if asking:
+        of_samples, asked = zip(*asking, strict=True)
+        masks = replace(masks, asking=np.asarray(of_samples, np.intp), asked=np.stack(asked))
+    return masks, endings
 
 
 def _guided(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence, Guide]]:
-    """The samples of a step whose rows are guided and have the owner that they had, with sequences and guides."""
+    """The held samples of a step whose sequences are guided, with these and their guides."""
+    for sample, sequence in _held(table, schedule):
+        if sequence.guide is not None:
+            yield sample, sequence, sequence.guide
+
+
+def _held(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence]]:
+    """The held samples of a step whose rows have the owner that they had, with their sequences."""
     rows = schedule.sampling_rows
     is_own = table.generations[rows] == schedule.sampling_generations
-    for sample in np.flatnonzero(table.is_guided[rows] & is_own).tolist():
+    for sample in np.flatnonzero(table.are_held[rows] & is_own).tolist():
         sequence = table.sequences[rows[sample]]
-        assert sequence is not None and sequence.guide is not None, "a guided row has a sequence with a guide"
-        yield sample, sequence, sequence.guide
+        assert sequence is not None, "a row whose samples are held has a sequence"
+        yield sample, sequence

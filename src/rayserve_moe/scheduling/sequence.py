@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from rayserve_moe.request_fields import MAX_LISTED_IDS
 from rayserve_moe.requests import DraftCounts, FinishReason, GenerationRequest, RoutedExperts, TopLogprobs
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand, PromptScoring, demand_of
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix
@@ -51,8 +52,10 @@ class Guide(Protocol):
 class Sequence:
     """Tokens, pages and row of one choice.
 
-    What it samples is what its `guide` allows. It ends at `stop_token_ids`; its first `min_new_tokens` tokens are none
-    of `withheld_ids`. `choices` are those of its request, itself among them; `followers` wait for its prompt. Its
+    What it samples is what its `guide` allows; `asked` int32 [F] is the evidence that its request wants of samples, a
+    row of `decoding.evidence`, and `evidence_of_outputs` what was found at each output. It ends at `stop_token_ids`;
+    its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of its request, itself among them;
+    `followers` wait for its prompt. Its
     client knows the first `num_published` tokens. `num_to_recompute` positions were computed before it was preempted.
     `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once
     more; later ones outrank. `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its
@@ -89,17 +92,16 @@ class Sequence:
         self.withheld_ids = withheld_ids
         self.guide = guide
         self.num_prompt_tokens = prompt_len
-        self.num_cached = 0
+        self.num_cached = self.data_rank = 0
         self.row = NO_ROW
-        self.data_rank = 0
         self.finish: FinishReason | None = None
         self.choices: list[Sequence] = [self]
         self.followers: list[Sequence] = []
         self.num_top = request.num_top_logprobs
+        self.asked = asked_of(request)
         self.namespace: Hashable = request.cache_salt
         self.prefix: CachedPrefix | None = None
-        self.num_flushes = 0
-        self.num_passed_over = 0
+        self.num_flushes = self.num_passed_over = 0
         self.num_published = prompt_len
         self.num_to_recompute = 0
         self.origins: tuple[tuple[int, int, str], ...] = ()
@@ -112,6 +114,7 @@ class Sequence:
         self.num_published_rows = request.routed_experts_start
         self.final_routing: RoutedExperts | None = None
         self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
+        self.evidence_of_outputs: list[np.ndarray] = []
         self.scoring: PromptScoring | None = None
         self.drafts = DraftCounts()
         self.counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
@@ -120,6 +123,11 @@ class Sequence:
         self.ranks = np.zeros(prompt_len, np.int32)
         self.page_ids = np.zeros(0, np.int32)
         self.page_generations = np.zeros(0, np.int64)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its samples are drawn by a program of their own."""
+        return self.guide is not None or self.asked is not None
 
     @property
     def num_tokens(self) -> int:
@@ -179,6 +187,25 @@ def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:
     return TopLogprobs(
         np.asarray(ids, np.int32).reshape(-1, count), np.asarray(logprobs, np.float32).reshape(-1, count)
     )
+
+
+def asked_of(request: GenerationRequest) -> np.ndarray | None:
+    """What a request asks of its samples, padded with -1; None where that is nothing."""
+    ids = request.logprob_token_ids
+    if not (ids or request.return_entropy or request.raw_logprobs):
+        return None
+    asked = np.full(1 + MAX_LISTED_IDS, -1, np.int32)
+    asked[: 1 + len(ids)] = (request.raw_logprobs, *ids)
+    return asked
+
+
+def evidence_of(sequence: Sequence, start: int, *, stop: int) -> np.ndarray | None:
+    """Evidence of the outputs at positions `[start, stop)`, as in `ChoiceResult`; None where it is not wanted."""
+    if sequence.asked is None:
+        return None
+    first = sequence.num_prompt_tokens
+    rows = sequence.evidence_of_outputs[start - first : stop - first]
+    return np.asarray(rows, np.float32).reshape(-1, 1 + len(sequence.request.logprob_token_ids))
 
 
 def chunk_demand(sequence: Sequence, start: int, *, stop: int) -> ChunkDemand | None:

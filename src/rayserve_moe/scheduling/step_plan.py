@@ -26,6 +26,7 @@ import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.config.derive import PageGroup
+from rayserve_moe.request_fields import MAX_LISTED_IDS
 from rayserve_moe.requests import TopLogprobs
 
 LAST_SAMPLED = -1
@@ -135,10 +136,13 @@ class BlockWork:
 @dataclass(frozen=True)
 class SampleMasks:
     """The words that samples of a plan may be: `samples` intp [N] says which, in the plan's order; the others may be
-    any. `bits` int32 [N, W] has bit i % 32 of number i // 32 for id i."""
+    any. `bits` int32 [N, W] has bit i % 32 of number i // 32 for id i. Of the samples `asking` intp [M] evidence is
+    `asked`, int32 [M, F], as `Sequence.asked` has it."""
 
     samples: np.ndarray
     bits: np.ndarray
+    asking: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    asked: np.ndarray = field(default_factory=lambda: _empty(np.int32, 1 + MAX_LISTED_IDS))
 
 
 NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(), BlockWork()
@@ -210,7 +214,8 @@ class StepResult:
     layers, k] holds the rows of all its tokens, in the order of the plan, where some were wanted, `top` the likeliest
     tokens of its samples, `scores` what was scored. The host of rank 0 spent `pack_s` and `device_s` on the step.
     `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
-    They wrap around: take differences. `tally` int64 [4] is set where slots have a capacity: how many assignments its
+    They wrap around: take differences. `evidence` float32 [samples, F] is there where some was asked: entropy, then
+    log-probs of listed ids. `tally` int64 [4] is set where slots have a capacity: how many assignments its
     tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
     `failed_fetch` is set in every result until another migration begins. `drafts` int32 [rows, most drafts] are those
     of a draft model, where they were wanted, of every row that has sampled, in the order of the plan; waiting for them
@@ -231,6 +236,7 @@ class StepResult:
     failed_fetch: FailedFetch | None = None
     drafts: np.ndarray | None = None
     draft_s: float = 0.0
+    evidence: np.ndarray | None = None
 
     @property
     def finite(self) -> np.ndarray:

@@ -26,7 +26,7 @@ def commit_tokens(
     were not finite gets no token, and ends.
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
-    ranks, top = result.ranks, result.top
+    ranks, top, evidence = result.ranks, result.top, result.evidence
     endings: list[tuple[int, FinishReason]] = []
     all_finite = np.count_nonzero(ranks) == len(rows)
     if table.num_departures != schedule.num_departures or not all_finite or counts is not None:
@@ -37,6 +37,7 @@ def commit_tokens(
         kept &= result.finite
         rows, ids, logprobs, ranks = rows[kept], ids[kept], logprobs[kept], ranks[kept]
         top = top and TopLogprobs(top.token_ids[kept], top.logprobs[kept])
+        evidence = None if evidence is None else evidence[kept]
     places = table.num_tokens[rows]
     if counts is not None:
         places = places + _places_in_runs(rows)
@@ -49,6 +50,8 @@ def commit_tokens(
         _drop_rejected(table, schedule)
     if top is not None:
         _note_top(table, rows, top)
+    if evidence is not None:
+        _note_evidence(table, rows, evidence)
     over = places >= table.limits[rows]
     if table.num_with_stop_ids:
         over |= (table.stop_ids[rows] == ids[:, None]).any(axis=1)
@@ -81,6 +84,15 @@ def _note_top(table: RowTable, rows: np.ndarray, top: TopLogprobs) -> None:
         sequence, count = table.sequences[rows[i]], counts[i]
         assert sequence is not None, "a sample belongs to a sequence"
         sequence.top_of_outputs.append((top.token_ids[i, :count], top.logprobs[i, :count]))
+
+
+def _note_evidence(table: RowTable, rows: np.ndarray, evidence: np.ndarray) -> None:
+    """Append the evidence of each sample to the sequences that ask for it."""
+    for i in np.flatnonzero(table.are_held[rows]).tolist():
+        sequence = table.sequences[rows[i]]
+        assert sequence is not None, "a sample belongs to a sequence"
+        if sequence.asked is not None:
+            sequence.evidence_of_outputs.append(evidence[i, : 1 + len(sequence.request.logprob_token_ids)])
 
 
 def commit_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:

@@ -180,6 +180,8 @@ class ChoiceText:
             del values[num_kept:]
         if update.top is not None:
             update.top = TopLogprobs(update.top.token_ids[:num_kept], update.top.logprobs[:num_kept])
+        if update.evidence is not None:
+            update.evidence = update.evidence[:num_kept]
         if update.routing is not None:
             update.routing = _until(update.routing, self._num_prompt_tokens + self._num_kept - 1)
         if update.finish is not None and update.finish.kind != "error":

@@ -33,6 +33,8 @@ WHOLE = StepResult(
     expert_counts=np.arange(6, dtype=np.int32).reshape(2, 3),
     tally=np.arange(4, dtype=np.int64),
     failed_fetch=FailedFetch(1, 2),
+    evidence=np.ones((4, 3), np.float32),
+    drafts=np.arange(8, dtype=np.int32).reshape(4, 2),
 )
 
 

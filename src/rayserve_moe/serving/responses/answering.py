@@ -131,6 +131,7 @@ def size_of(results: Iterable[ChoiceResult]) -> int:
     size = 0
     for result in results:
         num_logprobs = len(result.token_ids) + (0 if result.top is None else result.top.logprobs.size)
+        num_logprobs += 0 if result.evidence is None else result.evidence.size
         if (scores := result.prompt_scores) is not None:
             num_logprobs += scores.logprobs.size + (0 if scores.top is None else scores.top.logprobs.size)
         size += num_logprobs * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)

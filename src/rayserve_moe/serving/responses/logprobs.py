@@ -19,7 +19,7 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, *, body: CompletionBody) -> None:
         self._tokenizer, self._request, self._num_top = tokenizer, request, body.logprobs or 0
-        self._offset = 0
+        self._listed, self._offset = request.logprob_token_ids, 0
         self._name = token_name if body.return_tokens_as_token_ids else tokenizer.token_text
         self._echo_pending = body.echo
         skip_special_tokens = request.sampling.skip_special_tokens
@@ -37,7 +37,9 @@ class CompletionLogprobs:
             self._add(written, zip(prompt_ids, scored, strict=True), detokenizer)
             self._offset += len(detokenizer.flush())
         self._add(
-            written, zip(delta.token_ids, output_logprobs(delta, num_top=num_top), strict=True), self._detokenizer
+            written,
+            zip(delta.token_ids, output_logprobs(delta, num_top=num_top, listed_ids=self._listed), strict=True),
+            self._detokenizer,
         )
         return written
 
@@ -73,7 +75,14 @@ def token_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int, as_ids: bool = False) -> dict:
+def chat_logprobs(
+    tokenizer: Tokenizer,
+    delta: ChoiceResult,
+    *,
+    num_top: int,
+    listed_ids: Sequence[int] = (),
+    as_ids: bool = False,
+) -> dict:
     """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself.
 
     Tokens are called by their text, or `as_ids`; `bytes` are those of the text.
@@ -84,23 +93,29 @@ def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceResult, *, num_top: int, as
         spelled = tokenizer.token_bytes(token.token_id)
         return {"token": name(token.token_id), "logprob": token.logprob, "bytes": list(spelled)}
 
-    return {"content": _content(delta, entry, num_top), "refusal": None}
+    return {"content": _content(delta, entry, num_top, listed_ids), "refusal": None}
 
 
-def token_logprobs(delta: ChoiceResult, *, num_logprobs: int) -> dict:
-    """Return the object of a choice of `/inference/v1/generate`: more than one asks for the likeliest tokens too."""
+def token_logprobs(delta: ChoiceResult, *, num_logprobs: int, listed_ids: Sequence[int] = ()) -> dict:
+    """Return the object of a choice of `/inference/v1/generate`: more than one asks for the likeliest tokens too.
+
+    A listed token has no rank.
+    """
 
     def entry(token: TokenLogprob) -> dict:
         name = token_name(token.token_id)
         return {"token": name, "token_id": token.token_id, "logprob": token.logprob, "rank": token.rank}
 
-    return {"content": _content(delta, entry, num_logprobs if num_logprobs > 1 else 0)}
+    return {"content": _content(delta, entry, num_logprobs if num_logprobs > 1 else 0, listed_ids)}
 
 
-def _content(delta: ChoiceResult, entry: Callable[[TokenLogprob], dict], num_top: int) -> list[dict]:
+def _content(
+    delta: ChoiceResult, entry: Callable[[TokenLogprob], dict], num_top: int, listed_ids: Sequence[int]
+) -> list[dict]:
+    shown = 1 + len(listed_ids) if listed_ids else num_top
     return [
-        {**entry(tokens[0]), "top_logprobs": list(map(entry, tokens[:num_top]))}
-        for tokens in output_logprobs(delta, num_top=num_top)
+        {**entry(tokens[0]), "top_logprobs": list(map(entry, tokens[:shown]))}
+        for tokens in output_logprobs(delta, num_top=num_top, listed_ids=listed_ids)
     ]
 
 

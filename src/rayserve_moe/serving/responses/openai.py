@@ -157,7 +157,8 @@ class OpenAIWriter:
             if not is_wanted:
                 return None
             as_ids = self._body.return_tokens_as_token_ids
-            return chat_logprobs(self._tokenizer, delta, num_top=num_top, as_ids=as_ids)
+            listed_ids = self._request_of_choice[choice].logprob_token_ids
+            return chat_logprobs(self._tokenizer, delta, num_top=num_top, listed_ids=listed_ids, as_ids=as_ids)
         return self._logprobs[choice].write(delta) if self._logprobs else None
 
     def _routing_fields(self, choice: int, delta: ChoiceResult) -> dict:

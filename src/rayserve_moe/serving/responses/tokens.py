@@ -73,13 +73,16 @@ class TokenWriter:
 
     def _choice(self, choice: int, delta: ChoiceResult) -> dict:
         request, num_logprobs = self._request_of_choice[choice], self._body.sampling_params.logprobs
+        listed_ids = request.logprob_token_ids
         return {
             "index": choice,
             "token_ids": list(delta.token_ids),
             "finish_reason": None if delta.finish is None else delta.finish.kind,
             "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
             **error_of(delta.finish),
-            "logprobs": None if num_logprobs is None else token_logprobs(delta, num_logprobs=num_logprobs),
+            "logprobs": None
+            if num_logprobs is None
+            else token_logprobs(delta, num_logprobs=num_logprobs, listed_ids=listed_ids),
             **self.routing.fields(choice, delta),
         }
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from rayserve_moe.request_fields import INT32_MAX, MAX_TOP_LOGPROBS, RequestField, declared
+from rayserve_moe.request_fields import INT32_MAX, LISTED_IDS, LOGPROBS_MODE, MAX_TOP_LOGPROBS, RequestField, declared
 
 MAX_CHOICES = 4096
 LONGEST_RID = 256
@@ -20,6 +20,8 @@ _JSON_DIALECTS = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "ar
 
 Schema = TypeVar("Schema", bound=BaseModel)
 NumTopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+ListedIds = Annotated[Any, PlainValidator(LISTED_IDS.read), WithJsonSchema(dict(LISTED_IDS.schema))]
+LogprobsMode = Annotated[Any, PlainValidator(LOGPROBS_MODE.read), WithJsonSchema(dict(LOGPROBS_MODE.schema))]
 MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
 RoutingFormat = Literal["sglang", "nested", "npy", "packed"]

@@ -135,12 +135,10 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("c h is", "watermarking", (False,)),
     ("c h g", "watermark", (False, {"enabled": False})),
     # evidence returned
-    ("c h is", "logprob_token_ids", ()),
     ("is", "prompt_logprob_start", (0,)),
     ("is", "prompt_logprob_token_ids", ()),
     ("is", "flat_logprobs", (False,)),
-    ("g", "token_ids_logprob", ()),
-    ("g", "return_entropy return_indexer_topk", (False,)),
+    ("g", "return_indexer_topk", (False,)),
     ("h g", "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_sampling_mask", (False,)),
     ("h g", "sampling_logprobs_mode", ("selected",)),
     ("h", "return_input_ids_in_sglext return_output_ids_in_sglext", (False,)),

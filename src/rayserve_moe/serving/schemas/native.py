@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.constraint_fields import ConstraintFields
-from rayserve_moe.request_fields import FLAG, INT32_MAX, MAX_TOP_LOGPROBS, SGLANG, Values, text, whole
+from rayserve_moe.request_fields import FLAG, INT32_MAX, LISTED_IDS, MAX_TOP_LOGPROBS, SGLANG, Values, text, whole
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
     LONGEST_RID,
@@ -39,15 +39,15 @@ class Each(list):
     """One value per prompt of a batch."""
 
 
-def _reader(values: Values) -> PlainValidator:
-    """Read one value for all prompts, or a list with one for each."""
+def _reader(values: Values, *, takes_lists: bool = False) -> PlainValidator:
+    """Read one value for all prompts, or a list with one for each; values that are lists hold none themselves."""
 
     def read(value: object) -> Any:
-        if not isinstance(value, list):
+        if not isinstance(value, list) or (takes_lists and not any(isinstance(each, list) for each in value)):
             return values.read(value)
         if len(value) > MAX_PROMPTS:
             raise fault(f"should hold at most {MAX_PROMPTS} entries")
-        return Each(map(values.read, value))
+        return Each(values.read([] if takes_lists and each is None else each) for each in value)
 
     return PlainValidator(read)
 
@@ -61,6 +61,7 @@ _START, _COUNT, _SALT = whole(-1, INT32_MAX), whole(0, MAX_TOP_LOGPROBS), text(2
 Flags = Annotated[Any, _reader(FLAG), _schema(FLAG)]
 Starts = Annotated[Any, _reader(_START), _schema(_START)]
 Counts = Annotated[Any, _reader(_COUNT), _schema(_COUNT)]
+Listed = Annotated[Any, _reader(LISTED_IDS, takes_lists=True), _schema(LISTED_IDS)]
 Salts = Annotated[Any, _reader(_SALT), _schema(_SALT)]
 
 _RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": LONGEST_RID}
@@ -102,6 +103,7 @@ class GenerateBody(RoutingFields):
     return_logprob: Flags = False
     logprob_start_len: Starts = -1
     top_logprobs_num: Counts = 0
+    token_ids_logprob: Listed = ()
     cache_salt: Salts = ""
     return_text_in_logprobs: bool = False
     routed_experts_format: RoutingFormat = "sglang"

@@ -10,6 +10,8 @@ from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_fields import VLLM
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
+    ListedIds,
+    LogprobsMode,
     NumTopLogprobs,
     RequestBody,
     RequestId,
@@ -30,9 +32,11 @@ class TokenSampling(RequestBody):
     logprobs: NumTopLogprobs | None = None
     prompt_logprobs: NumTopLogprobs | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
+    logprob_token_ids: ListedIds = ()
+    logprobs_mode: LogprobsMode = None
 
 
-@record_fields(VLLM, GenerationRequest, without={START})
+@record_fields(VLLM, GenerationRequest, without={START, "logprobs_mode"})
 class TokenBody(StreamedBody):
     """One prompt of token ids. Routing comes back where the server captures it, unless it is switched off."""
 
