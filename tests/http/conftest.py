@@ -17,6 +17,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.support import steps
 from tests.support.engines import ONE_ROW, SERVED, write_served
+from tests.support.scripted import MARKERS, MODEL, SCRIPTS, SPECIAL, TEMPLATE, write_scripted
 from tests.support.serving import running
 
 POISONED_TOKEN_ID = 300
@@ -99,6 +100,35 @@ def client(url, engine):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
         yield client
     assert_idle(engine)
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory):
+    """An engine whose chats write what a script says (`tests.support.scripted`)."""
+    path = tmp_path_factory.mktemp("checkpoints") / MODEL
+    write_scripted(path, SCRIPTS, template=TEMPLATE, special=SPECIAL, markers=MARKERS)
+    with Engine(model_path=str(path), **SERVED) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def scripted_url(scripted):
+    with served(scripted) as url:
+        yield url
+
+
+@pytest.fixture
+def scripted_http(scripted_url, scripted):
+    with httpx.Client(base_url=scripted_url, timeout=600) as client:
+        yield client
+    assert_idle(scripted)
+
+
+@pytest.fixture
+def scripted_client(scripted_url, scripted):
+    with openai.OpenAI(base_url=f"{scripted_url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+    assert_idle(scripted)
 
 
 def assert_idle(engine, within_s=600.0):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 
-import httpx
-import openai
 import pytest
 
-from rayserve_moe import Engine
 from rayserve_moe.serving.response_store import ResponseStore
 from tests.http.asking import CHAT, ask
-from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
-from tests.http.test_tools import MODEL, SCRIPTS, SPECIAL, TEMPLATE, TOOLS, USER
-from tests.support.engines import SERVED
-from tests.support.scripted import write_scripted
+from tests.http.test_tools import TOOLS, USER
+from tests.support.scripted import MODEL, SCRIPTS
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 THEIR_TOOLS = [{"name": name, "input_schema": {"type": "object", "properties": {}}} for name in "fg"]
@@ -24,36 +19,9 @@ ANTHROPIC = {"model": MODEL, "messages": USER, "max_tokens": 30, "temperature": 
 ASKED = {"model": MODEL, "input": "hi", "max_output_tokens": 30, "temperature": 0, "tools": FLAT_TOOLS}
 
 
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    path = write_scripted(tmp_path_factory.mktemp("checkpoints") / MODEL, SCRIPTS, template=TEMPLATE, special=SPECIAL)
-    with Engine(model_path=str(path), **SERVED) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def scripted_url(scripted):
-    with served(scripted) as url:
-        yield url
-
-
-@pytest.fixture
-def http(scripted_url, scripted):
-    with httpx.Client(base_url=scripted_url, timeout=600) as client:
-        yield client
-    assert_idle(scripted)
-
-
-@pytest.fixture
-def client(scripted_url, scripted):
-    with openai.OpenAI(base_url=f"{scripted_url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-    assert_idle(scripted)
-
-
-def typed_events(http, path, **body):
+def typed_events(scripted_http, path, **body):
     """Post a body with `stream`; returns its events, each named after its type."""
-    answer = http.post(path, json={**body, "stream": True})
+    answer = scripted_http.post(path, json={**body, "stream": True})
     assert answer.status_code == 200, answer.text
     events = []
     for block in answer.text.strip().split("\n\n"):
@@ -72,8 +40,8 @@ def without(value, *names):
     return value
 
 
-def test_a_message_has_thinking_text_and_tool_use(http):
-    told = ask(http, MESSAGES, **ANTHROPIC)
+def test_a_message_has_thinking_text_and_tool_use(scripted_http):
+    told = ask(scripted_http, MESSAGES, **ANTHROPIC)
     thinking, text, *calls = told["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "I need f.") and thinking["signature"]
     assert text == {"type": "text", "text": "Let me see."}
@@ -86,10 +54,10 @@ def test_a_message_has_thinking_text_and_tool_use(http):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_streamed_message_is_the_whole_one(http, script):
+def test_a_streamed_message_is_the_whole_one(scripted_http, script):
     body = ANTHROPIC | {"system": "", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
-    whole = ask(http, MESSAGES, **body)
-    events = typed_events(http, MESSAGES, **body)
+    whole = ask(scripted_http, MESSAGES, **body)
+    events = typed_events(scripted_http, MESSAGES, **body)
     assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
         *("message_start", "message_delta", "message_stop")
     ]
@@ -117,12 +85,12 @@ def test_a_streamed_message_is_the_whole_one(http, script):
     assert without(message, "id", "signature", "usage") == without(whole, "id", "signature", "usage")
 
 
-def test_tokens_are_counted_as_the_chat_counts_them(http):
-    counted = ask(http, f"{MESSAGES}/count_tokens", model=MODEL, messages=USER, tools=THEIR_TOOLS)
-    assert counted == {"input_tokens": ask(http, CHAT, messages=USER, tools=TOOLS)["usage"]["prompt_tokens"]}
+def test_tokens_are_counted_as_the_chat_counts_them(scripted_http):
+    counted = ask(scripted_http, f"{MESSAGES}/count_tokens", model=MODEL, messages=USER, tools=THEIR_TOOLS)
+    assert counted == {"input_tokens": ask(scripted_http, CHAT, messages=USER, tools=TOOLS)["usage"]["prompt_tokens"]}
 
 
-def test_history_reaches_the_template(http):
+def test_history_reaches_the_template(scripted_http):
     history = [
         {"role": "user", "content": "hi"},
         {
@@ -142,8 +110,8 @@ def test_history_reaches_the_template(http):
         {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "7"},
     ]
-    wanted = ask(http, "/tokenize", messages=chat)["count"]
-    assert ask(http, f"{MESSAGES}/count_tokens", messages=history, system="be") == {"input_tokens": wanted}
+    wanted = ask(scripted_http, "/tokenize", messages=chat)["count"]
+    assert ask(scripted_http, f"{MESSAGES}/count_tokens", messages=history, system="be") == {"input_tokens": wanted}
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "why"}], "summary": []},
@@ -151,7 +119,7 @@ def test_history_reaches_the_template(http):
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "1", "output": "7"},
     ]
-    told = ask(http, RESPONSES, input=items, instructions="be", max_output_tokens=1)
+    told = ask(scripted_http, RESPONSES, input=items, instructions="be", max_output_tokens=1)
     assert told["usage"]["input_tokens"] == wanted
 
 
@@ -177,31 +145,31 @@ def test_history_reaches_the_template(http):
         (RESPONSES, {"top_p": "x"}, "top_p"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(http, path, fields, named):
+def test_what_cannot_be_served_is_refused_by_name(scripted_http, path, fields, named):
     body = (ANTHROPIC if path == MESSAGES else ASKED) | fields
-    assert named in check_error(http.post(path, json=body), 400)["message"]
+    assert named in check_error(scripted_http.post(path, json=body), 400)["message"]
 
 
-def test_a_response_has_items_in_order(http):
-    told = ask(http, RESPONSES, **ASKED, metadata={"a": "b"})
+def test_a_response_has_items_in_order(scripted_http):
+    told = ask(scripted_http, RESPONSES, **ASKED, metadata={"a": "b"})
     reasoning, message, *calls = told["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "I need f."}]
     assert message["content"] == [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
     assert [(call["name"], call["arguments"]) for call in calls] == [("f", '{"n": 5, "s": "é <b>"}'), ("g", "{}")]
     assert told["status"] == "completed" and told["metadata"] == {"a": "b"}
-    cut = ask(http, RESPONSES, **ASKED | {"max_output_tokens": 3})
+    cut = ask(scripted_http, RESPONSES, **ASKED | {"max_output_tokens": 3})
     assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_events_build_up_the_response(http, script):
+def test_events_build_up_the_response(scripted_http, script):
     body = ASKED | {"chat_template_kwargs": {"script": script}, "include": ["message.output_text.logprobs"]}
-    events = typed_events(http, RESPONSES, **body)
+    events = typed_events(scripted_http, RESPONSES, **body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     response = events[-1]["response"]
     assert without(response, "id", "created_at", "call_id", "usage") == without(
-        ask(http, RESPONSES, **body), *("id", "created_at", "call_id", "usage")
+        ask(scripted_http, RESPONSES, **body), *("id", "created_at", "call_id", "usage")
     )
     open_items, texts = [], {}
     for event in events[2:-1]:
@@ -219,26 +187,26 @@ def test_events_build_up_the_response(http, script):
             assert without(item, "logprobs") == without(response["output"][event["output_index"]], "logprobs")
 
 
-def test_a_response_continues_another(http, client):
-    first = client.responses.create(model=MODEL, input="hi", temperature=0, max_output_tokens=9)
-    assert client.responses.retrieve(first.id).output_text == first.output_text
-    second = client.responses.create(
+def test_a_response_continues_another(scripted_http, scripted_client):
+    first = scripted_client.responses.create(model=MODEL, input="hi", temperature=0, max_output_tokens=9)
+    assert scripted_client.responses.retrieve(first.id).output_text == first.output_text
+    second = scripted_client.responses.create(
         model=MODEL, input="more", previous_response_id=first.id, temperature=0, max_output_tokens=2
     )
     message = {"role": "assistant", "content": first.output_text}
     if reasoning := [part.text for item in first.output if item.type == "reasoning" for part in item.content]:
         message["reasoning_content"] = reasoning[0]
     history = [USER[0], message, {"role": "user", "content": "more"}]
-    assert second.usage.input_tokens == ask(http, "/tokenize", messages=history)["count"]
-    client.responses.delete(first.id)
+    assert second.usage.input_tokens == ask(scripted_http, "/tokenize", messages=history)["count"]
+    scripted_client.responses.delete(first.id)
     body = {"input": "x", "previous_response_id": first.id}
-    assert check_error(http.post(RESPONSES, json=body), 404)["param"] == "previous_response_id"
-    unkept = client.responses.create(model=MODEL, input="x", max_output_tokens=1, store=False)
-    assert check_error(http.get(f"{RESPONSES}/{unkept.id}"), 404)
+    assert check_error(scripted_http.post(RESPONSES, json=body), 404)["param"] == "previous_response_id"
+    unkept = scripted_client.responses.create(model=MODEL, input="x", max_output_tokens=1, store=False)
+    assert check_error(scripted_http.get(f"{RESPONSES}/{unkept.id}"), 404)
 
 
-def test_the_openai_package_reads_the_stream(client):
-    with client.responses.stream(model=MODEL, input="hi", temperature=0, max_output_tokens=30) as stream:
+def test_the_openai_package_reads_the_stream(scripted_client):
+    with scripted_client.responses.stream(model=MODEL, input="hi", temperature=0, max_output_tokens=30) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert "response.output_text.delta" in kinds and kinds[-1] == "response.completed"

@@ -6,69 +6,20 @@ import json
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
-from rayserve_moe import Engine, extract_routed_experts_from_meta_info
+from rayserve_moe import extract_routed_experts_from_meta_info
 from tests.http.asking import CHAT, ask, stream
-from tests.http.conftest import assert_idle, served
+from tests.http.conftest import served
 from tests.http.test_bad_inputs import check_error
-from tests.support.engines import SERVED
-from tests.support.scripted import write_scripted
+from tests.support.scripted import MODEL, SCRIPTS
 
-MODEL = "scripted"
-SCRIPTS = {
-    "a": [
-        *("<think>", "\nI nee", "d f.\n", "</th", "ink>", "\n\nLet me", " see.", "\n<tool", "_call>\n"),
-        *('{"name": "f", "argu', 'ments": {"n": 5, "s": "é <b>"}}', "\n</tool_call>\n"),
-        *('<tool_call>{"name":"g"}</tool_', "call>"),
-    ],
-    "b": ["<tool_call>", '{"name": "f", ', '"arguments": {"n":5 }}', "</tool_call>"],
-    "c": ['Done.<tool_call>{"name": ', "oops}", "</tool_ca", "ll>"],
-    "d": ["Reasons </thi", "nk> and", " more"],
-}
-SPECIAL = ["<tool_call>", "</tool_call>"]
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }} in <tool_call>{% endif %}"
-    "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content or '') }}"
-    "{% if m.reasoning_content %}{{ '(</think>' ~ m.reasoning_content ~ ')' }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "{{ eos_token }}{% endfor %}{{ reasoning_effort or '' }}{{ 'off' if enable_thinking is false }}"
-    "{{ 'assistant: ' ~ (script or 'a') }}"
-)
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in "fg"
 ]
 USER = [{"role": "user", "content": "hi"}]
 ASKED = {"model": MODEL, "messages": USER, "temperature": 0, "max_tokens": 30, "tools": TOOLS}
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    path = write_scripted(tmp_path_factory.mktemp("checkpoints") / MODEL, SCRIPTS, template=TEMPLATE, special=SPECIAL)
-    with Engine(model_path=str(path), **SERVED) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def scripted_url(scripted):
-    with served(scripted) as url:
-        yield url
-
-
-@pytest.fixture
-def http(scripted_url, scripted):
-    with httpx.Client(base_url=scripted_url, timeout=600) as client:
-        yield client
-    assert_idle(scripted)
-
-
-@pytest.fixture
-def client(scripted_url, scripted):
-    with openai.OpenAI(base_url=f"{scripted_url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-    assert_idle(scripted)
 
 
 def on(script: str):
@@ -100,8 +51,8 @@ def joined(events):
     return message, calls, finishes[-1]
 
 
-def test_the_openai_package_sees_calls_and_reasoning(client):
-    answer = client.chat.completions.create(**ASKED)
+def test_the_openai_package_sees_calls_and_reasoning(scripted_client):
+    answer = scripted_client.chat.completions.create(**ASKED)
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."
@@ -112,10 +63,10 @@ def test_the_openai_package_sees_calls_and_reasoning(client):
     assert first.id.startswith("chatcmpl-tool-") and first.id != second.id
 
 
-def test_the_openai_package_streams_calls(client):
-    with client.chat.completions.stream(**ASKED) as events:
+def test_the_openai_package_streams_calls(scripted_client):
+    with scripted_client.chat.completions.stream(**ASKED) as events:
         message = events.get_final_completion().choices[0].message
-    whole = client.chat.completions.create(**ASKED).choices[0].message
+    whole = scripted_client.chat.completions.create(**ASKED).choices[0].message
     assert [call.function.arguments for call in message.tool_calls] == ['{"n": 5, "s": "é <b>"}', "{}"]
     assert [call.function.name for call in message.tool_calls] == [call.function.name for call in whole.tool_calls]
     assert message.content == whole.content and message.reasoning_content == whole.reasoning_content
@@ -126,10 +77,10 @@ def test_the_openai_package_streams_calls(client):
     "reasoning", [{}, {"include_reasoning": False}, {"separate_reasoning": False}, {"stream_reasoning": False}]
 )
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_stream_adds_up_to_the_plain_answer(http, script, fields, reasoning):
+def test_a_stream_adds_up_to_the_plain_answer(scripted_http, script, fields, reasoning):
     asked = {**ASKED, **on(script), **fields, **reasoning, "ignore_eos": False}
-    (choice,) = ask(http, CHAT, **asked)["choices"]
-    events = stream(http, CHAT, **asked)
+    (choice,) = ask(scripted_http, CHAT, **asked)["choices"]
+    events = stream(scripted_http, CHAT, **asked)
     if fields == {} or reasoning == {}:
         assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     message, calls, finish = joined(events)
@@ -143,35 +94,35 @@ def test_a_stream_adds_up_to_the_plain_answer(http, script, fields, reasoning):
     assert len(calls) < 2 or fields == {}
 
 
-def test_calls_alone_leave_no_content_and_special_markers_are_seen(http):
-    (choice,) = ask(http, CHAT, **ASKED, **on("b"))["choices"]
+def test_calls_alone_leave_no_content_and_special_markers_are_seen(scripted_http):
+    (choice,) = ask(scripted_http, CHAT, **ASKED, **on("b"))["choices"]
     assert choice["message"]["content"] is None and choice["message"]["reasoning"] is None
     assert without_ids(choice["message"]["tool_calls"]) == [
         {"type": "function", "function": {"name": "f", "arguments": '{"n":5 }'}}
     ]
-    (choice,) = ask(http, CHAT, **ASKED, **on("b"), return_meta_info=True)["choices"]
+    (choice,) = ask(scripted_http, CHAT, **ASKED, **on("b"), return_meta_info=True)["choices"]
     assert choice["message"]["content"] == "" and choice["message"]["tool_calls"][0]["id"].startswith("call_")
     plain = {**ASKED, **on("b"), "tools": None}
-    (choice,) = ask(http, CHAT, **plain)["choices"]
+    (choice,) = ask(scripted_http, CHAT, **plain)["choices"]
     assert choice["message"]["content"] == '{"name": "f", "arguments": {"n":5 }}' and choice["finish_reason"] == "stop"
 
 
-def test_a_broken_call_is_content(http):
-    (choice,) = ask(http, CHAT, **ASKED, **on("c"))["choices"]
+def test_a_broken_call_is_content(scripted_http):
+    (choice,) = ask(scripted_http, CHAT, **ASKED, **on("c"))["choices"]
     assert choice["message"]["content"] == "".join(SCRIPTS["c"]) and choice["finish_reason"] == "stop"
-    (choice,) = ask(http, CHAT, **{**ASKED, "max_tokens": 9}, **on("a"))["choices"]
+    (choice,) = ask(scripted_http, CHAT, **{**ASKED, "max_tokens": 8}, **on("a"))["choices"]
     assert choice["message"]["content"] == "Let me see.\n<tool_call>\n" and choice["finish_reason"] == "length"
     assert "tool_calls" not in choice["message"]
 
 
-def test_evidence_is_complete_however_the_text_is_split(http):
+def test_evidence_is_complete_however_the_text_is_split(scripted_http):
     asked = {**ASKED, "logprobs": True, "return_routed_experts": True, "return_token_ids": True}
-    answer = ask(http, CHAT, **asked)
+    answer = ask(scripted_http, CHAT, **asked)
     (choice,) = answer["choices"]
     num_tokens = answer["usage"]["completion_tokens"]
     assert num_tokens == len(SCRIPTS["a"]) + 1
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == [*SCRIPTS["a"], "</s>"]
-    events = stream(http, CHAT, **asked, stream_routed_experts=True)
+    events = stream(scripted_http, CHAT, **asked, stream_routed_experts=True)
     choices = [event["choices"][0] for event in events]
     assert [i for each in choices for i in each.get("token_ids", [])] == choice["token_ids"]
     entries = [entry for each in choices for entry in (each["logprobs"] or {"content": []})["content"]]
@@ -181,13 +132,13 @@ def test_evidence_is_complete_however_the_text_is_split(http):
     np.testing.assert_array_equal(np.concatenate([row.reshape(-1) for row in rows]), whole.reshape(-1))
 
 
-def test_history_and_tools_reach_the_template(http, scripted):
+def test_history_and_tools_reach_the_template(scripted_http, scripted):
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"n":  5}'}}
     turn = {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call]}
     asked = {**ASKED, "messages": [*USER, turn, {"role": "tool", "tool_call_id": "x", "content": "6"}]}
 
     def prompt(**fields):
-        ids = ask(http, CHAT, **{**asked, **fields}, return_token_ids=True)["prompt_token_ids"]
+        ids = ask(scripted_http, CHAT, **{**asked, **fields}, return_token_ids=True)["prompt_token_ids"]
         return scripted.tokenizer.decode(ids, skip_special_tokens=False)
 
     turns = 'user: hi</s>assistant: (</think>why)f{"n": 5}</s>tool: 6</s>assistant: a'
@@ -206,8 +157,8 @@ def test_history_and_tools_reach_the_template(http, scripted):
         ({}, "</s>assistant: a"),
     ],
 )
-def test_the_effort_reaches_the_template(http, scripted, fields, end):
-    ids = ask(http, CHAT, **ASKED, **fields, return_token_ids=True)["prompt_token_ids"]
+def test_the_effort_reaches_the_template(scripted_http, scripted, fields, end):
+    ids = ask(scripted_http, CHAT, **ASKED, **fields, return_token_ids=True)["prompt_token_ids"]
     assert scripted.tokenizer.decode(ids, skip_special_tokens=False).endswith(end)
 
 
@@ -218,33 +169,33 @@ NAMED = {"type": "function", "function": {"name": "g"}}
 
 @pytest.mark.parametrize(("choice", "finish"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
 @pytest.mark.parametrize("script", "ad")
-def test_a_call_can_be_demanded_whatever_the_model_would_write(http, script, choice, finish):
+def test_a_call_can_be_demanded_whatever_the_model_would_write(scripted_http, script, choice, finish):
     asked = {**ASKED, **on(script), "tools": CALLABLE, "tool_choice": choice, "parallel_tool_calls": False}
     asked["max_tokens"] = 150
-    (answer,) = ask(http, CHAT, **asked)["choices"]
+    (answer,) = ask(scripted_http, CHAT, **asked)["choices"]
     (call,) = answer["message"]["tool_calls"]
     assert answer["finish_reason"] == finish and answer["message"]["content"] is None
     assert call["function"]["name"] in ("fg" if choice == "required" else "g")
     assert json.loads(call["function"]["arguments"])["n"] in (5, 7)
-    message, calls, streamed_finish = joined(stream(http, CHAT, **asked))
+    message, calls, streamed_finish = joined(stream(scripted_http, CHAT, **asked))
     assert not message.get("content") and streamed_finish == finish
     assert without_ids(calls) == without_ids([call])
 
 
 @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "h"}}, "odd", 5, {"type": "x"}])
-def test_a_choice_that_is_none_is_refused(http, choice):
-    error = check_error(http.post(CHAT, json={**ASKED, "tool_choice": choice}), 400)
+def test_a_choice_that_is_none_is_refused(scripted_http, choice):
+    error = check_error(scripted_http.post(CHAT, json={**ASKED, "tool_choice": choice}), 400)
     assert "tool_choice" in error["message"]
 
 
-def test_a_constraint_and_a_demanded_call_exclude_each_other(http):
+def test_a_constraint_and_a_demanded_call_exclude_each_other(scripted_http):
     asked = {**ASKED, "tool_choice": "required", "response_format": {"type": "json_object"}}
-    assert check_error(http.post(CHAT, json=asked), 400)["param"] == "response_format"
+    assert check_error(scripted_http.post(CHAT, json=asked), 400)["param"] == "response_format"
 
 
 @pytest.mark.parametrize("tools", ["x", [5], [{"type": "web_search"}], [{"type": "function", "function": {}}]])
-def test_tools_are_functions_with_names(http, tools):
-    assert check_error(http.post(CHAT, json={**ASKED, "tools": tools}), 400)["param"] == "tools"
+def test_tools_are_functions_with_names(scripted_http, tools):
+    assert check_error(scripted_http.post(CHAT, json={**ASKED, "tools": tools}), 400)["param"] == "tools"
 
 
 def test_tools_need_a_parser(scripted):
@@ -254,7 +205,7 @@ def test_tools_need_a_parser(scripted):
     assert error["param"] == "tools" and "tool_call_parser" in error["message"]
 
 
-def test_tools_need_a_template(http, engine):
+def test_tools_need_a_template(scripted_http, engine):
     with served(engine, tool_call_parser="hermes") as url:
         answer = httpx.post(f"{url}{CHAT}", json={**ASKED, "model": None}, timeout=600)
     assert "template" in check_error(answer, 400)["message"]

@@ -18,19 +18,46 @@ from tests.support.engines import write_served
 
 FIRST_ID = 300
 SURE = 50.0
+MODEL = "scripted"
+"""The checkpoint that tests of chats serve."""
+SCRIPTS = {
+    "a": [
+        *("<think>", "\nI nee", "d f.\n", "</think>", "\n\nLet me", " see.", "\n<tool", "_call>\n"),
+        *('{"name": "f", "argu', 'ments": {"n": 5, "s": "é <b>"}}', "\n</tool_call>\n"),
+        *('<tool_call>{"name":"g"}</tool_', "call>"),
+    ],
+    "b": ["<tool_call>", '{"name": "f", ', '"arguments": {"n":5 }}', "</tool_call>"],
+    "c": ['Done.<tool_call>{"name": ', "oops}", "</tool_ca", "ll>"],
+    "d": ["Reasons </thi", "nk> and", " more"],
+}
+SPECIAL, MARKERS = ["<tool_call>", "</tool_call>"], ["<think>", "</think>"]
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} in <tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content or '') }}"
+    "{% if m.reasoning_content %}{{ '(</think>' ~ m.reasoning_content ~ ')' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ eos_token }}{% endfor %}{{ reasoning_effort or '' }}{{ 'off' if enable_thinking is false }}"
+    "{{ 'assistant: ' ~ (script or 'a') }}"
+)
 
 
 def write_scripted(
-    directory: Path, scripts: Mapping[str, Sequence[str]], *, template: str, special: Sequence[str] = ()
+    directory: Path,
+    scripts: Mapping[str, Sequence[str]],
+    *,
+    template: str,
+    special: Sequence[str] = (),
+    markers: Sequence[str] = (),
 ) -> Path:
     """Write a checkpoint that answers a prompt that ends in a script's character with the tokens of the script.
 
-    No two tokens may be alike. `special` are those that are special ones.
+    No two tokens may be alike. `special` are those that are special ones, `markers` those that are read as one token
+    without being special.
     """
     path = write_served(directory)
     ids = {piece: FIRST_ID + i for i, piece in enumerate(piece for script in scripts.values() for piece in script)}
     assert len(ids) == sum(map(len, scripts.values()))
-    vocabulary = _rename(path / "tokenizer.json", ids, special)
+    vocabulary = _rename(path / "tokenizer.json", ids, special=special, markers=markers)
     (path / "chat_template.jinja").write_text(template)
     after = {
         one: other
@@ -51,7 +78,7 @@ def write_scripted(
     return path
 
 
-def _rename(file: Path, ids: Mapping[str, int], special: Sequence[str]) -> dict[str, int]:
+def _rename(file: Path, ids: Mapping[str, int], *, special: Sequence[str], markers: Sequence[str]) -> dict[str, int]:
     """Give tokens new texts; returns the vocabulary."""
     written = json.loads(file.read_text())
     vocabulary = written["model"]["vocab"]
@@ -59,7 +86,9 @@ def _rename(file: Path, ids: Mapping[str, int], special: Sequence[str]) -> dict[
     for piece, token_id in ids.items():
         del vocabulary[f"<id_{token_id}>"]
         vocabulary["".join(word for word, _ in spell(piece))] = token_id
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    written["added_tokens"] += [{"id": ids[token], "content": token, **flags} for token in special]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for tokens, is_special in ((special, True), (markers, False)):
+        flags["special"] = is_special
+        written["added_tokens"] += [{"id": ids[token], "content": token, **flags} for token in tokens]
     file.write_text(json.dumps(written))
     return vocabulary
