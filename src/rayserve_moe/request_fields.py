@@ -162,6 +162,8 @@ def _is_bias_key(key: Any) -> bool:
 
 COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
+BUDGET = whole(-1, INT32_MAX)
+"""-1 is none."""
 LISTED_IDS = one_or_several(COUNT, MAX_LISTED_IDS)
 ANY_OBJECT = Values({"type": "object"}, partial(_read, lambda it: isinstance(it, Mapping), dict, "should be an object"))
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"

@@ -14,7 +14,9 @@ from rayserve_moe.constraint_fields import Constraint
 from rayserve_moe.finish_reason import FinishReason
 from rayserve_moe.model_card import ModelCard as ModelCard
 from rayserve_moe.model_card import RoutingLayout as RoutingLayout
+from rayserve_moe.reasoning_span import ThinkingLimit
 from rayserve_moe.request_fields import (
+    BUDGET,
     COUNT,
     FLAG,
     INT32_MAX,
@@ -129,6 +131,10 @@ class GenerationRequest:
     """What log-probs of outputs are of: the distribution that is sampled before truncation, or the model's own."""
     raw_logprobs: bool = False
     """They are the model's own, and that may be another."""
+    thinking_token_budget: int | None = stated(None, BUDGET, sglang="max_thinking_tokens", vllm=None)
+    """Tokens of reasoning, after which it is ended."""
+    thinking: ThinkingLimit | None = None
+    """The same with markers, which the text layer knows."""
     score_prompt_from: int | None = None
     """Return log-probs of the prompt tokens at positions above this one."""
     forced_routing: RoutedExperts | None = None

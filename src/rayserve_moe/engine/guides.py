@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
+from rayserve_moe.constraints.thinking_budget import ThinkingBudget
 from rayserve_moe.constraints.word_bans import WordBans
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.sequence import Guide
@@ -43,9 +44,11 @@ def guides_of(
     if constraint is not None:
         compiled = compiler.submit(constraint).result()
         guides = [compiled.guide(sampling) for _ in guides]
+    allowed = sampling.allowed_token_ids
+    if (limit := request.thinking) is not None:
+        guides = [ThinkingBudget(limit, num_ids=num_ids, allowed_ids=allowed, inner=guide) for guide in guides]
     if not words:
         return guides
-    allowed = sampling.allowed_token_ids
     return [WordBans(words, num_ids=num_ids, allowed_ids=allowed, inner=guide) for guide in guides]
 
 
@@ -55,6 +58,7 @@ def _wanting(request: GenerationRequest) -> str | None:
         return request.constraint.param
     wants = {
         "bad_words": request.bad_word_ids,
+        "thinking_token_budget": request.thinking,
         "logprob_token_ids": request.logprob_token_ids,
         "return_entropy": request.return_entropy,
         "logprobs_mode": request.raw_logprobs,

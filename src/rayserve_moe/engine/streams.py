@@ -11,7 +11,9 @@ from dataclasses import replace
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from rayserve_moe.text.bad_words import bad_word_ids
+from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.choice_text import ChoiceText
+from rayserve_moe.text.thinking_limits import with_thinking_limit
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -26,6 +28,8 @@ class GenerationStream:
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, request: GenerationRequest) -> None:
         if request.sampling.bad_words:
             request = replace(request, bad_word_ids=bad_word_ids(tokenizer, request.sampling.bad_words))
+        if request.thinking_token_budget is not None and request.thinking is None:
+            request = with_thinking_limit(request, ChatOutput(tokenizer))
         num_prompt_tokens = len(request.prompt_ids)
         self._texts = [
             ChoiceText(

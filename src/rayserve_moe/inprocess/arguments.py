@@ -18,7 +18,12 @@ FORCED = "forced_routed_experts"
 OPTIONS = {"return_logprob", "logprob_start_len", "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
 """Keywords of a call of `Engine` besides sampling parameters."""
 _SCORES = ("logprobs", "prompt_logprobs")
-_OPTIONS_OF_LLM = {*_SCORES, "logprob_token_ids", *param_names(VLLM, GenerationRequest).values()}
+_OPTIONS_OF_LLM = {
+    *_SCORES,
+    "logprob_token_ids",
+    "thinking_token_budget",
+    *param_names(VLLM, GenerationRequest).values(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,7 @@ class SamplingParams(SharedSampling):
     logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     logprobs_mode: str | None = None
+    thinking_token_budget: int | None = None
     prompt_logprobs: int | None = None
     routed_experts_prompt_start: int = 0
 

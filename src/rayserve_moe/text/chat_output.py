@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from rayserve_moe.reasoning_span import ReasoningMarkers, ReasoningSpan
 from rayserve_moe.text.chat import template_text
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.by_template import split_by_template
 from rayserve_moe.text.tool_calls.call_grammar import CallForm, form_of
-from rayserve_moe.text.tool_calls.harmony import split_harmony
+from rayserve_moe.text.tool_calls.harmony import REASONING, split_harmony
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, HARMONY, RESPONSE_TEMPLATE, THINKING, output_format
 from rayserve_moe.text.tool_calls.splitter import OutputSplitter, Split, Thinking, split_text
 from rayserve_moe.text.tool_calls.tape import Tools
@@ -76,6 +78,30 @@ class ChatOutput:
         """What ends the reasoning that a prompt has begun; empty where none has begun."""
         thinking = self._thinking(self.format.reasoning, prompt_ids)
         return thinking.end if thinking is not None and thinking.is_begun else ""
+
+    def reasoning_markers(self, prompt_ids: np.ndarray) -> ReasoningMarkers | None:
+        """The ids around reasoning in the answer to a prompt; None where they are not known."""
+        if self._markers is None:
+            return None
+        thinking = self._thinking(self.format.reasoning, prompt_ids)
+        return self._markers._replace(is_begun=thinking is not None and thinking.is_begun)
+
+    def num_reasoning_tokens(self, prompt_ids: np.ndarray, output_ids: Sequence[int]) -> int:
+        """How many tokens of an answer are reasoning; 0 where that is not known."""
+        if (markers := self.reasoning_markers(prompt_ids)) is None:
+            return 0
+        span = ReasoningSpan(markers)
+        span.follow(output_ids)
+        return span.num_tokens
+
+    @cached_property
+    def _markers(self) -> ReasoningMarkers | None:
+        name = self.format.reasoning
+        if name is None or name == RESPONSE_TEMPLATE:
+            return None
+        texts = REASONING if name == HARMONY else THINKING[name][:2]
+        begin, end = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return ReasoningMarkers(begin, end)
 
     def call_form(self) -> CallForm | None:
         """How calls are written, where their arguments are JSON."""

@@ -29,7 +29,7 @@ class OpenAIWriter:
         answer_id: str,
         streams: RequestStreams,
     ) -> None:
-        self._card, self._tokenizer = state.card, state.tokenizer
+        self._card, self._tokenizer, self._output = state.card, state.tokenizer, state.chat_output
         self._body, self._is_chat = body, isinstance(body, ChatBody)
         self._envelope = {"id": answer_id, "created": int(time.time()), "model": self._card.name}
         self._request_of_choice = request_of_choice = streams.request_of_choice
@@ -60,7 +60,7 @@ class OpenAIWriter:
             "choices": choices,
             **self._prompt_rows(choices),
             **self._evidence.of_chat(results),
-            "usage": usage_of(self._request_of_choice, results),
+            "usage": self.usage(results),
         }
 
     def defers(self, delta: ChoiceResult) -> bool:
@@ -93,7 +93,16 @@ class OpenAIWriter:
         """Return the event that counts tokens, if it was asked for."""
         if not (options := self._body.stream_options) or not options.include_usage:
             return []
-        return [{**self._event([]), "usage": usage_of(self._request_of_choice, results)}]
+        return [{**self._event([]), "usage": self.usage(results)}]
+
+    def usage(self, results: Sequence[ChoiceResult]) -> dict:
+        """Count tokens as `usage_of`; in a chat those of reasoning too."""
+        counted = usage_of(self._request_of_choice, results)
+        if isinstance(self._body, ChatBody):
+            pairs = zip(self._request_of_choice, results, strict=True)
+            count = sum(self._output.num_reasoning_tokens(each.prompt_ids, result.token_ids) for each, result in pairs)
+            counted["completion_tokens_details"] = {"reasoning_tokens": count}
+        return counted
 
     def _event(self, choices: list[dict]) -> dict:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"

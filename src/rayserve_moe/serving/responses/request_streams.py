@@ -17,6 +17,7 @@ from rayserve_moe.requests import ChoiceResult, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
+from rayserve_moe.text.thinking_limits import with_thinking_limit
 
 NumberedDelta = tuple[int, ChoiceResult]
 _Item = TypeVar("_Item")
@@ -107,6 +108,8 @@ async def open_streams(
 
     `param_names` maps the engine's names of fields to the route's. Between many choices other tasks run.
     """
+    with refusals_named(param_names or {}):
+        requests = [with_thinking_limit(request, state.chat_output) for request in requests]
     streams, num_choices = RequestStreams(state, requests), 0
     with contextlib.ExitStack() as undo, refusals_named(param_names or {}):
         undo.callback(streams.close)

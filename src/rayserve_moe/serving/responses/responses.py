@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
-from rayserve_moe.serving.responses.openai import OpenAIWriter, usage_of
+from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.response_items import ItemEvents, items_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.schemas.responses import ResponsesBody
@@ -67,7 +67,7 @@ class ResponsesWriter:
         """Return the end of the last item, and the response."""
         assert self._items is not None, "an answer ends after it has begun"
         events = list(self._items.closed())
-        response = self._ended(self._items.items(), usage_of([self._request], results))
+        response = self._ended(self._items.items(), self._chat.usage(results))
         kind = "incomplete" if response["status"] == "incomplete" else "completed"
         return list(self._numbered([*events, {"type": f"response.{kind}", "response": response}]))
 
@@ -122,6 +122,6 @@ def _usage(usage: dict) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

@@ -21,11 +21,12 @@ from rayserve_moe.serving.responses.request_streams import open_streams, refusal
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.responses.tokens import TokenWriter
 from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of
-from rayserve_moe.serving.schemas.tokens import START, TokenBody
+from rayserve_moe.serving.schemas.tokens import IN_SAMPLING, START, TokenBody
 
 _PARAM_NAMES = {
     **param_names(VLLM, SamplingParams, prefix="sampling_params."),
     **param_names(VLLM, ConstraintFields, prefix="sampling_params."),
+    **{name: f"sampling_params.{name}" for name in IN_SAMPLING},
     "prompt": "token_ids",
     "rid": "request_id",
     ROW_START: f"sampling_params.{START}",

@@ -119,9 +119,8 @@ _ACCEPTED = (
 
 _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # length, stopping, text
-    ("c h is", "thinking_token_budget", ()),
     ("is", "truncate_prompt_tokens", ()),
-    ("g gs", "max_thinking_tokens", ()),
+    ("gs", "max_thinking_tokens", ()),
     ("i", "output_mode", ("tokens",)),
     # distribution
     ("c h is", "logits_processors", ()),
@@ -179,7 +178,7 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("r", "conversation context_management max_tool_calls prompt moderation", ()),
     ("r", "mm_processor_kwargs media_io_kwargs vllm_xargs previous_input_messages", ()),
     ("r", "enable_response_messages", (False,)),
-    ("r", "kv_transfer_params ec_transfer_params thinking_token_budget repetition_detection", ()),
+    ("r", "kv_transfer_params ec_transfer_params", ()),
     # control
     ("tokenize", "chat_template tools return_offsets", ()),
     ("tokenize", "mm_processor_kwargs media_io_kwargs", ()),

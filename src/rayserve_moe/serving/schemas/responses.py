@@ -17,6 +17,7 @@ _CHAT_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "chat_template_kwargs"),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "include_reasoning"),
+    *("thinking_token_budget", "repetition_detection"),
 )
 """Fields that mean the same in a chat."""
 
@@ -60,6 +61,8 @@ class ResponsesBody(RequestBody):
     skip_special_tokens: Any = None
     structured_outputs: Any = None
     include_reasoning: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
 
     @property
     def has_logprobs(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rayserve_moe.constraint_fields import ConstraintFields
-from rayserve_moe.request_fields import VLLM
+from rayserve_moe.request_fields import INT32_MAX, VLLM
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
     ListedIds,
@@ -22,6 +22,8 @@ from rayserve_moe.serving.schemas.openai import StreamedBody
 from rayserve_moe.serving.schemas.prompt_types import TokenIds
 
 START = "routed_experts_prompt_start"
+IN_SAMPLING = ("logprob_token_ids", "logprobs_mode", "thinking_token_budget")
+"""Fields that are no sampling parameters elsewhere."""
 
 
 @record_fields(VLLM, SamplingParams)
@@ -34,6 +36,7 @@ class TokenSampling(RequestBody):
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
     logprob_token_ids: ListedIds = ()
     logprobs_mode: LogprobsMode = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
 
 
 @record_fields(VLLM, GenerationRequest, without={START, "logprobs_mode"})

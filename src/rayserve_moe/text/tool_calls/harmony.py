@@ -15,6 +15,9 @@ START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 
+REASONING = f"{CHANNEL}analysis{MESSAGE}", END
+"""What begins and ends a message of reasoning."""
+
 _ENDS = (END, CALL, RETURN)
 _HEADER = re.compile(
     r"\s*(?:assistant)?\s*(?:to=(?P<role_to>\S+?))?\s*<\|channel\|>\s*(?P<channel>analysis|commentary|final)"
