@@ -35,7 +35,7 @@ class ServeProcess:
     """
 
     def __init__(self, settings: dict[str, Any], *, ray_address: str = "local") -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._directory = Path(tempfile.mkdtemp(prefix="serve-"))
         config = self._directory / "serve.yaml"
         config.write_text(yaml.safe_dump(serve_config(settings, port=self.port)), encoding="utf-8")
@@ -84,7 +84,7 @@ class ServeProcess:
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_healthy(self.port):
+        while not is_healthy(self.port):
             if self._child.poll() is not None or time.monotonic() > deadline:
                 last_words = (self._directory / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
                 raise RuntimeError(f"the application did not become healthy:\n{last_words}")
@@ -145,13 +145,15 @@ def _processes() -> dict[int, tuple[int, str, float]]:
     return processes
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
 
 
-def _is_healthy(port: int) -> bool:
+def is_healthy(port: int) -> bool:
+    """Whether a server on this machine answers that it is."""
     connection = http.client.HTTPConnection(HOST, port, timeout=5)
     try:
         connection.request("GET", "/health")

@@ -1,0 +1,94 @@
+"""GRPO from start to end on this machine: a server of the calculator, its rollouts, a trainer that replays routing.
+
+    python -m examples.grpo --out DIRECTORY [--steps 60] [--asynchronous] [--dtype bfloat16]
+
+Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. A run ends when the
+held-out probability of the sum was above 0.92 twice. It goes on where it was killed when the same command is given
+again. DIRECTORY gets metrics.jsonl, plots.png and plots.svg, and the weights at the end as a checkpoint, `policy`.
+Needs the extra `grpo`: pip install -e '.[grpo]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+from examples.grpo.evaluation import evaluation
+from examples.grpo.loop import Parts, Row, Run, run_to_end
+from examples.grpo.model import checkpoint_tensors, read_architecture, read_params, write_policy
+from examples.grpo.objective import Objective
+from examples.grpo.plots import draw
+from examples.grpo.sampler import Sampler
+from examples.grpo.server import GrpoServer
+from examples.grpo.settings import GrpoSettings, agree, server_settings, settings_of
+from examples.grpo.trainer import compile_programs
+from rayserve_moe.checkpoints.model_path import resolve_model_path
+from rayserve_moe.config.load import default_cache_directory
+
+MODEL = "trained:calculator"
+
+
+def main() -> int:
+    """Run, or go on with a run."""
+    options = parse_arguments()
+    settings, out = settings_of(vars(options)), options.out.resolve()
+    agree(settings, out)
+    cache = default_cache_directory()
+    jax.config.update("jax_compilation_cache_dir", str(cache / "grpo"))
+    model = resolve_model_path(MODEL, cache_directory=cache)
+    architecture = read_architecture(model)
+    programs = compile_programs(architecture, learning_rate=settings.learning_rate, objective=Objective())
+    started = time.perf_counter()
+    serving = server_settings(settings, model=model)
+    with Sampler(lambda: GrpoServer(serving, out), model=model, directory=out) as sampler:
+        parts = Parts(sampler, programs, evaluation(architecture), architecture, read_params(model, architecture))
+        run = Run(parts, settings, out)
+        run_to_end(run, report=lambda rows: plot(rows, out, every=settings.probe_every))
+    plot(run.rows, out)
+    write_policy(checkpoint_tensors(run.weights[run.version], architecture), out / "policy", model=model)
+    print(summary(run.rows, seconds=time.perf_counter() - started))
+    return 0
+
+
+def plot(rows: list[Row], out: Path, *, every: int = 1) -> None:
+    """Draw what there is, if the last step's number is a multiple of `every`."""
+    if rows[-1]["step"] % every == 0:
+        draw({"run": rows}, title="GRPO on a#b=", file=out / "plots")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = GrpoSettings()
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="directory of the run, a new one or that of a run to go on with")
+    add("--steps", type=int, default=default.steps, help="at most so many")
+    add("--seed", type=int, default=default.seed)
+    add("--prompts", type=int, default=default.prompts, help="groups of a step")
+    add("--group", type=int, default=default.group, help="samples of a prompt")
+    add("--learning-rate", type=float, default=default.learning_rate)
+    add("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="the server's")
+    add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
+    return parser.parse_args()
+
+
+def summary(rows: list[Row], *, seconds: float) -> str:
+    """The first and the last row in a few lines."""
+    first, last = {**rows[1], **rows[0]}, rows[-1]
+    names = {
+        "reward": "reward",
+        "held_out": "held-out P(sum)",
+        "differences": "- of 1-2 digits",
+        "sums": "+ of 3 digits",
+    }
+    lines = [f"{last['step']} steps; this call took {seconds:.0f} s"]
+    lines += [f"{said:18} {first[name]:.3f} -> {last[name]:.3f}" for name, said in names.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

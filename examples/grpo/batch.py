@@ -1,0 +1,74 @@
+"""From rollouts to what a step trains on: ids, rows to replay, log-probs, versions and masks, padded to one shape."""
+
+# B samples   T fed and sampled tokens   L layers   K experts per token
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.rollouts import Rollout
+from rayserve_moe.rollouts.alignment import Sample, to_trainer_layout
+
+UNVERSIONED = ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one step. Column t of `sampled_BS`, `mask_BS` and `versions_BS` is about the token at t + 1.
+
+    `rows_BTLK` are ids to replay where `replay_BT` is set, zeros elsewhere. `versions_BS` are what each token was
+    sampled under, "" where none was.
+    """
+
+    ids_BT: np.ndarray
+    rows_BTLK: np.ndarray
+    replay_BT: np.ndarray
+    prompt_BT: np.ndarray
+    sampled_BS: np.ndarray
+    mask_BS: np.ndarray
+    versions_BS: np.ndarray
+
+    @property
+    def versions(self) -> set[str]:
+        """The versions that tokens were sampled under."""
+        return set(self.versions_BS[self.mask_BS].tolist())
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return int(self.mask_BS.sum())
+
+
+def batch_of(rollouts: Sequence[Rollout], *, width: int) -> Batch:
+    """Pad rollouts to `width` tokens. ValueError where one is longer, came without routing, or lacks rows."""
+    token_ids = [np.concatenate([rollout.prompt_ids, rollout.output_ids]) for rollout in rollouts]
+    layout = rollouts[0].layout
+    if layout is None or any(rollout.routing is None for rollout in rollouts):
+        raise ValueError("rollouts without routing cannot be replayed")
+    samples = [
+        Sample(ids, len(rollout.prompt_ids), rollout.routing)
+        for ids, rollout in zip(token_ids, rollouts, strict=True)
+        if rollout.routing is not None
+    ]
+    laid = to_trainer_layout(samples, layout, convention="slime", seq_len=width, hidden_layers=False)
+    ids_BT = np.zeros(laid.attention_mask.shape, np.int32)
+    ids_BT[laid.attention_mask] = np.concatenate(token_ids)
+    sampled_BT = np.zeros(ids_BT.shape, np.float32)
+    sampled_BT[laid.response_mask] = np.concatenate([rollout.logprobs for rollout in rollouts])
+    versions_BT = np.full(ids_BT.shape, UNVERSIONED, object)
+    for row, rollout in enumerate(rollouts):
+        for first, last, version in rollout.logprob_versions:
+            versions_BT[row, first:last] = version
+    rows_BTLK = np.where(laid.replay_mask[..., None, None], laid.routed_experts, 0).astype(np.int32)
+    return Batch(
+        ids_BT,
+        rows_BTLK,
+        laid.replay_mask,
+        laid.prompt_mask,
+        sampled_BS=sampled_BT[:, 1:],
+        mask_BS=laid.response_mask[:, 1:],
+        versions_BS=versions_BT[:, 1:],
+    )

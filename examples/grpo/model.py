@@ -1,0 +1,129 @@
+"""The policy's weights by the checkpoint's names: read, stacked by layer and expert, rounded, written back."""
+
+# V vocabulary   D model width   L layers   H query heads x head width   G KV heads x head width   h head width
+# E experts   F expert width
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+Params = dict[str, jax.Array]
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+_LAYER, _EXPERT = "model.layers.{layer}.", "model.layers.{layer}.mlp.experts.{expert}."
+TENSORS = {
+    "table_VD": "model.embed_tokens.weight",
+    "final_norm_D": "model.norm.weight",
+    "head_VD": "lm_head.weight",
+    "attn_norm_LD": _LAYER + "input_layernorm.weight",
+    "q_LHD": _LAYER + "self_attn.q_proj.weight",
+    "k_LGD": _LAYER + "self_attn.k_proj.weight",
+    "v_LGD": _LAYER + "self_attn.v_proj.weight",
+    "o_LDH": _LAYER + "self_attn.o_proj.weight",
+    "q_norm_Lh": _LAYER + "self_attn.q_norm.weight",
+    "k_norm_Lh": _LAYER + "self_attn.k_norm.weight",
+    "mlp_norm_LD": _LAYER + "post_attention_layernorm.weight",
+    "router_LED": _LAYER + "mlp.gate.weight",
+    "gate_LEFD": _EXPERT + "gate_proj.weight",
+    "up_LEFD": _EXPERT + "up_proj.weight",
+    "down_LEDF": _EXPERT + "down_proj.weight",
+}
+"""Our name of each stack of tensors, and the checkpoint's name of one of them."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the forward pass must know beside the weights."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+
+
+def read_architecture(directory: Path) -> Architecture:
+    """Read config.json. ValueError for a model that this forward pass is not written for."""
+    config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    if config["model_type"] != "qwen3_moe" or not config["norm_topk_prob"] or config["mlp_only_layers"]:
+        raise ValueError(f"{directory}: the trainer's forward pass is that of Qwen3-MoE with experts in every layer")
+    return Architecture(
+        num_layers=config["num_hidden_layers"],
+        num_experts=config["num_experts"],
+        top_k=config["num_experts_per_tok"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=config["rope_theta"],
+    )
+
+
+def read_params(directory: Path, architecture: Architecture) -> Params:
+    """Read a checkpoint of one file into float32 stacks."""
+    tensors = load_file(directory / WEIGHTS_FILE)
+    return {
+        name: jnp.asarray(_stacked([tensors[n] for n in names], name, architecture))
+        for name, names in _names(architecture).items()
+    }
+
+
+def checkpoint_tensors(params: Params, architecture: Architecture) -> dict[str, np.ndarray]:
+    """The weights as they travel: by the checkpoint's names, in bfloat16, rounded to nearest even."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, names in _names(architecture).items():
+        stack = np.asarray(params[name])
+        parts = stack.reshape(len(names), *stack.shape[_num_stacked(name) :])
+        tensors |= {n: part.astype(ml_dtypes.bfloat16) for n, part in zip(names, parts, strict=True)}
+    return tensors
+
+
+def rounded(params: Params) -> Params:
+    """The values that `checkpoint_tensors` sends, in float32; gradients pass to the weights unrounded."""
+    return {name: values + jax.lax.stop_gradient(_nearest(values) - values) for name, values in params.items()}
+
+
+def write_weights(tensors: dict[str, np.ndarray], directory: Path, *, config_of: Path) -> None:
+    """Write a checkpoint that a server takes as an update: the tensors, and the config of another directory."""
+    directory.mkdir(parents=True)
+    shutil.copyfile(config_of / CONFIG_FILE, directory / CONFIG_FILE)
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def write_policy(tensors: dict[str, np.ndarray], directory: Path, *, model: Path) -> None:
+    """Write a checkpoint with all that serving needs: the tensors, and the other files of another directory."""
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns(WEIGHTS_FILE, "__pycache__"))
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _nearest(values: jax.Array) -> jax.Array:
+    return values.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _num_stacked(name: str) -> int:
+    return TENSORS[name].count("{")
+
+
+def _names(architecture: Architecture) -> dict[str, list[str]]:
+    """By our name of a stack the checkpoint's names of its tensors, in order."""
+    found = {}
+    for name, template in TENSORS.items():
+        layers = range(architecture.num_layers if "{layer}" in template else 1)
+        experts = range(architecture.num_experts if "{expert}" in template else 1)
+        found[name] = [template.format(layer=layer, expert=expert) for layer in layers for expert in experts]
+    return found
+
+
+def _stacked(parts: list[np.ndarray], name: str, architecture: Architecture) -> np.ndarray:
+    sizes = (architecture.num_layers, architecture.num_experts)[: _num_stacked(name)]
+    return np.stack(parts).astype(np.float32).reshape(*sizes, *parts[0].shape)

@@ -1,0 +1,116 @@
+"""Samples from the server that a run owns, and starts it again, with its weights, where it is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+
+from examples.calculator.problems import Problem
+from examples.grpo.server import push_weights
+from examples.grpo.settings import GrpoSettings
+from examples.grpo.tasks import prompts_of_step
+from rayserve_moe.rollouts import Rollout
+from rayserve_moe.rollouts.answers import Faulty, SampleRequest, Unavailable
+from rayserve_moe.rollouts.client import BlockingRolloutClient
+
+MOST_RESTARTS = 3
+MAX_NEW_TOKENS = 6
+SEEDS = 2**32
+
+
+_Answer = TypeVar("_Answer")
+
+
+class Server(Protocol):
+    """A context manager; inside it, a server answers at `url`."""
+
+    url: str
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Sampled(NamedTuple):
+    """The rollouts of a step, group after group, with the problem of each group and the seconds that it took."""
+
+    step: int
+    problems: list[Problem]
+    rollouts: list[Rollout]
+    seconds: float
+
+
+class Sampler:
+    """A context manager around the server of a run, which `start` gives. One call at a time, from any thread."""
+
+    def __init__(self, start: Callable[[], Server], *, model: Path, directory: Path) -> None:
+        self._start, self._model, self._directory = start, model, directory
+        self._server: Server | None = None
+        self._wanted: tuple[dict[str, np.ndarray], str] | None = None
+        self.num_restarts = 0
+
+    def __enter__(self) -> Self:
+        self._server = self._start().__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.__exit__(None, None, None)
+
+    def serve(self, tensors: dict[str, np.ndarray], *, version: str) -> float:
+        """Have the server serve these weights as `version`; returns the seconds that it took."""
+        started, self._wanted = time.perf_counter(), (tensors, version)
+        self._lasting(self._push)
+        return time.perf_counter() - started
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
+        """The samples of each request. Unavailable where the server does not stay up."""
+        return self._lasting(lambda client: client.generate(requests))
+
+    def _push(self, client: BlockingRolloutClient) -> None:
+        assert self._wanted is not None
+        tensors, version = self._wanted
+        push_weights(client, tensors, version=version, model=self._model, directory=self._directory / "weights")
+
+    def _lasting(self, call: Callable[[BlockingRolloutClient], _Answer]) -> _Answer:
+        """Call with a client; where the server does not answer, start another one with the same weights first."""
+        for _ in range(MOST_RESTARTS):
+            assert self._server is not None, "enter the sampler first"
+            try:
+                with BlockingRolloutClient(self._server.url) as client:
+                    return call(client)
+            except (Unavailable, Faulty):
+                self._restart()
+        with BlockingRolloutClient(self._server.url) as client:
+            return call(client)
+
+    def _restart(self) -> None:
+        self.num_restarts += 1
+        self.__exit__(None, None, None)
+        self.__enter__()
+        if self._wanted is not None and self._server is not None:
+            with BlockingRolloutClient(self._server.url) as client:
+                self._push(client)
+
+
+def sample_step(sampler: Sampler, step: int, settings: GrpoSettings) -> Sampled:
+    """Sample the groups of a step. Its prompts and seeds follow from the run's seed and the step alone."""
+    started = time.perf_counter()
+    problems = prompts_of_step(step, settings.prompts, seed=settings.seed)
+    seeds = np.random.default_rng([settings.seed, step]).integers(SEEDS, size=len(problems)).tolist()
+    requests = [
+        SampleRequest(
+            f"{step}/{number}",
+            list(problem.prompt.encode()),
+            {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
+            seed=seed,
+            count=settings.group,
+        )
+        for number, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
+    ]
+    groups = sampler.sample(requests)
+    return Sampled(step, problems, [rollout for group in groups for rollout in group], time.perf_counter() - started)

@@ -1,0 +1,64 @@
+"""What a run is: its settings, kept beside it so that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FILE = "settings.json"
+
+
+@dataclass(frozen=True)
+class GrpoSettings:
+    """A GRPO run. Only `steps` may differ when a run is resumed."""
+
+    steps: int = 60
+    prompts: int = 32
+    group: int = 8
+    learning_rate: float = 3e-4
+    seed: int = 0
+    arm: str = "replay"
+    asynchronous: bool = False
+    dtype: str = "float32"
+    """The server's: float32 is the quicker one on CPUs, bfloat16 the one that replay is measured against."""
+    max_kl: float = 0.01
+    """A batch whose replayed KL (k3, nats per token) is above this is refused."""
+    probe_every: int = 5
+    """Steps between two measurements on the probe set."""
+    stop_at: float = 0.92
+    """The run ends once the held-out probability of the sum was above this twice."""
+
+
+def agree(settings: GrpoSettings, directory: Path) -> None:
+    """Write the settings of a new run. ValueError where the directory holds a run with others."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, said = directory / FILE, asdict(settings)
+    if file.exists():
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+        others = [name for name in said if name != "steps" and earlier.get(name) != said[name]]
+        if others:
+            raise ValueError(f"{directory} holds a run with another {', '.join(others)}: give another --out")
+    file.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+def settings_of(given: dict[str, Any]) -> GrpoSettings:
+    """Those of a mapping that may hold more."""
+    return GrpoSettings(**{each.name: given[each.name] for each in fields(GrpoSettings) if each.name in given})
+
+
+def server_settings(settings: GrpoSettings, *, model: Path) -> dict[str, Any]:
+    """Flat settings of a server that samples whole batches of short answers at once, with their routing."""
+    return {
+        "model_path": str(model),
+        "dtype": settings.dtype,
+        "enable_return_routed_experts": True,
+        "max_model_len": 64,
+        "max_running_requests": 256,
+        "max_step_tokens": 512,
+        "precompile_bs_paddings": [64, 256],
+        "num_pages": 600,
+        "devices_per_host": 1,
+        "drain_timeout_s": 1,
+    }

@@ -1,0 +1,108 @@
+"""One step on the samples of a batch: rewards, log-probs under the weights that sampled, the guard, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from examples.grpo.arms import ARMS, shifted
+from examples.grpo.batch import Batch, batch_of
+from examples.grpo.model import Params
+from examples.grpo.objective import group_advantages
+from examples.grpo.probe import agreement, split_by_sample
+from examples.grpo.sampler import Sampled
+from examples.grpo.settings import GrpoSettings
+from examples.grpo.tasks import reward
+from examples.grpo.trainer import Programs, Scores, TrainerState, scores_of, train_on
+from rayserve_moe.rollouts.guard import RefusedBatch, check_replay, distance_of
+
+WIDTH = 12
+"""Tokens of the longest sample: `99#99=`, and six sampled ones."""
+Weights = Mapping[str, Params]
+"""By version, oldest first: those that samples may be of."""
+
+
+def update(
+    programs: Programs, state: TrainerState, sampled: Sampled, *, weights: Weights, settings: GrpoSettings
+) -> tuple[TrainerState, dict[str, Any]]:
+    """Take a step on a batch, unless all of its groups are dead; returns what was measured.
+
+    RefusedBatch where the arm replays what was served and that does not reproduce it; the other arms are controls, in
+    which `refused` only says what the guard would have done.
+    """
+    served = batch_of(sampled.rollouts, width=WIDTH)
+    generator = np.random.default_rng([settings.seed, sampled.step])
+    oldest = next(iter(weights.values()))
+    batch = ARMS[settings.arm](served, generator, lambda: scores_of(programs, oldest, served, replays=False).own_BTLK)
+    old = scores_by_version(programs, batch, weights)
+    refused = _guarded(programs, sampled, batch, old_BS=old.logprobs_BS, weights=weights, settings=settings)
+    rewards = _rewards(sampled, settings.group)
+    advantages = group_advantages(rewards)
+    facts = {
+        "reward": float(rewards.mean()),
+        "dead": float((advantages == 0).all(axis=1).mean()),
+        "tokens": batch.num_tokens,
+        "agreement": agreement(served, old.own_BTLK),
+        "staleness": max(list(weights)[::-1].index(version) for version in batch.versions),
+        "refused": refused,
+        **_distance(batch, old.logprobs_BS),
+        "updated": bool(advantages.any()),
+    }
+    if not facts["updated"]:
+        return state, {**facts, "loss": 0.0, "gradient_norm": 0.0, "clip": 0.0, "tis": 0.0}
+    state, taken = train_on(programs, state, batch, old_BS=old.logprobs_BS, advantages_B=advantages.reshape(-1))
+    return state, {**facts, **taken}
+
+
+def scores_by_version(programs: Programs, batch: Batch, weights: Weights) -> Scores:
+    """Score every token with the weights of the version that sampled it; the routers' own choice is the newest's.
+
+    KeyError where a token is of a version that is not there.
+    """
+    logprobs_BS, own_BTLK = np.zeros_like(batch.sampled_BS), np.zeros_like(batch.rows_BTLK)
+    for version in sorted(batch.versions, key=list(weights).index):
+        scores = scores_of(programs, weights[version], batch)
+        logprobs_BS, own_BTLK = np.where(batch.versions_BS == version, scores.logprobs_BS, logprobs_BS), scores.own_BTLK
+    return Scores(logprobs_BS, own_BTLK)
+
+
+def _guarded(
+    programs: Programs, sampled: Sampled, batch: Batch, *, old_BS: np.ndarray, weights: Weights, settings: GrpoSettings
+) -> str:
+    """What the guard says against the batch, "" for nothing. RefusedBatch in the arm that should be right."""
+
+    def by(rows_BTLK: np.ndarray) -> list[np.ndarray]:
+        scores = scores_by_version(programs, replace(batch, rows_BTLK=rows_BTLK), weights)
+        return split_by_sample(scores.logprobs_BS, batch)
+
+    causes = {"rows shifted by one": lambda: by(shifted(batch, -1)), "rows shifted back": lambda: by(shifted(batch, 1))}
+    try:
+        check_replay(
+            sampled.rollouts,
+            split_by_sample(old_BS, batch),
+            versions=list(weights) if settings.asynchronous else list(weights)[-1:],
+            max_kl=settings.max_kl,
+            causes=causes,
+        )
+    except RefusedBatch as refusal:
+        if settings.arm == "replay":
+            raise
+        return refusal.cause
+    return ""
+
+
+def _rewards(sampled: Sampled, group: int) -> np.ndarray:
+    """Rewards [groups, samples]."""
+    problems = np.repeat(np.arange(len(sampled.problems)), group)
+    pairs = zip(problems, sampled.rollouts, strict=True)
+    each = [reward(sampled.problems[number], rollout.output_ids) for number, rollout in pairs]
+    return np.array(each).reshape(-1, group)
+
+
+def _distance(batch: Batch, logprobs_BS: np.ndarray) -> dict[str, float]:
+    """Distance of the trainer from what was sampled, as the arm replays it."""
+    distance = distance_of(split_by_sample(batch.sampled_BS, batch), split_by_sample(logprobs_BS, batch))
+    return {"kl": distance.kl, "far": distance.share_far}

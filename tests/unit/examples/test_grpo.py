@@ -1,0 +1,184 @@
+"""The GRPO example: its formulas by numpy, its experts by a dense sum, its weights as they travel, its checkpoints."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from examples.calculator.problems import problem_of
+from examples.grpo import checkpoints
+from examples.grpo.arms import ARMS, shifted
+from examples.grpo.batch import Batch
+from examples.grpo.evaluation import NUM_HELD_OUT
+from examples.grpo.model import WEIGHTS_FILE, checkpoint_tensors, read_architecture, read_params, rounded
+from examples.grpo.objective import Objective, group_advantages, grpo_loss
+from examples.grpo.policy import BLOCK, gate_weights, mix_experts
+from examples.grpo.settings import GrpoSettings, agree
+from examples.grpo.tasks import held_out, prompts_of_step, reward
+from examples.grpo.trainer import TrainerState
+from rayserve_moe.checkpoints.model_path import TRAINED
+
+CALCULATOR = TRAINED["calculator"]
+SAMPLES, POSITIONS = 6, 5
+
+
+@pytest.fixture
+def generator():
+    return np.random.default_rng(3)
+
+
+def loss_by_token(new, old, sampled, *, advantages, mask, objective):
+    """The objective of the papers, token by token: its negative mean, and the shares clipped and truncated."""
+    terms, clipped, truncated = [], 0, 0
+    for i, t in zip(*np.nonzero(mask), strict=True):
+        ratio, advantage = np.exp(new[i, t] - old[i, t]), advantages[i]
+        bounded = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
+        weight = np.exp(old[i, t] - sampled[i, t])
+        terms.append(min(weight, objective.tis_cap) * min(ratio * advantage, bounded * advantage))
+        clipped += bounded * advantage < ratio * advantage
+        truncated += weight > objective.tis_cap
+    return -np.mean(terms), clipped / len(terms), truncated / len(terms)
+
+
+@pytest.mark.parametrize("objective", [Objective(), Objective(clip_low=0.1, clip_high=0.28, tis_cap=1.1)])
+def test_the_loss_is_that_of_the_papers(generator, objective):
+    new, old, sampled = generator.normal(-1, 0.5, (3, SAMPLES, POSITIONS)).astype(np.float32)
+    mask = generator.random((SAMPLES, POSITIONS)) < 0.6
+    advantages = generator.normal(size=SAMPLES).astype(np.float32)
+    loss, shares = grpo_loss(
+        new, old, sampled_BS=sampled, advantages_B=advantages, mask_BS=mask, objective=objective
+    )  # fmt: skip
+    wanted = loss_by_token(new, old, sampled, advantages=advantages, mask=mask, objective=objective)
+    # Terms are of order one and cancel: float32 leaves an error of their size, not of the sum's.
+    assert [float(loss), float(shares["clip"]), float(shares["tis"])] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert 0 < shares["clip"] < 1 and 0 < shares["tis"] < 1
+
+
+def test_on_policy_the_gradient_is_that_of_the_log_probs(generator):
+    old = generator.normal(-1, 0.5, (SAMPLES, POSITIONS)).astype(np.float32)
+    mask, advantages = np.ones((SAMPLES, POSITIONS), bool), np.arange(-2.0, 4.0, dtype=np.float32)
+
+    def loss_of(new):
+        return grpo_loss(
+            new, old, sampled_BS=old, advantages_B=advantages, mask_BS=mask, objective=Objective()
+        )[0]  # fmt: skip
+
+    gradient = jax.grad(loss_of)(jnp.asarray(old))
+    np.testing.assert_allclose(gradient, np.tile(-advantages[:, None] / mask.size, POSITIONS), rtol=1e-6)
+
+
+def test_advantages_are_of_unit_spread_in_live_groups_and_zero_in_dead_ones():
+    rewards = np.array([[1.0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]])
+    advantages = group_advantages(rewards)
+    np.testing.assert_allclose(advantages.mean(axis=1), 0, atol=1e-12)
+    np.testing.assert_allclose(advantages.std(axis=1), [1, 0, 0, 1])
+    assert (advantages[rewards == 1] >= 0).all() and advantages[3].tolist() == [1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("spread", ["even", "one expert", "at the edge of a block"])
+def test_experts_in_blocks_are_the_dense_sum_and_so_are_their_gradients(generator, spread):
+    tokens, width, inner, experts, top_k = BLOCK + 7, 8, 6, 5, 2
+    shapes = {"gate_LEFD": (experts, inner, width), "up_LEFD": (experts, inner, width)}
+    shapes |= {"down_LEDF": (experts, width, inner), "router_LED": (experts, width)}
+    layer = {name: jnp.asarray(generator.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    hidden = jnp.asarray(generator.normal(size=(tokens, width)), jnp.float32)
+    ids = np.argsort(generator.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
+    if spread != "even":
+        ids[: BLOCK if spread.startswith("at") else tokens] = [3, 1]
+
+    def dense(hidden, layer):
+        inner_NEF = jax.nn.silu(jnp.einsum("ND,EFD->NEF", hidden, layer["gate_LEFD"]))
+        inner_NEF *= jnp.einsum("ND,EFD->NEF", hidden, layer["up_LEFD"])
+        out_NED = jnp.einsum("NEF,EDF->NED", inner_NEF, layer["down_LEDF"])
+        scores = hidden @ layer["router_LED"].T
+        picked = jnp.take_along_axis(out_NED, jnp.asarray(ids)[..., None], axis=1)
+        return jnp.einsum("NKD,NK->ND", picked, gate_weights(scores, jnp.asarray(ids)))
+
+    def blocks(hidden, layer):
+        shares = gate_weights(hidden @ layer["router_LED"].T, jnp.asarray(ids))
+        return mix_experts(hidden, jnp.asarray(ids), shares, layer=layer)
+
+    np.testing.assert_allclose(blocks(hidden, layer), dense(hidden, layer), rtol=1e-4, atol=1e-4)
+    gradients = [
+        jax.grad(lambda h, w, run=run: jnp.sum(jnp.sin(run(h, w))), argnums=(0, 1))(hidden, layer)
+        for run in (blocks, dense)
+    ]
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3), *gradients)
+    assert np.abs(gradients[0][1]["router_LED"]).max() > 0, "replayed ids leave the router its gradient"
+
+
+def test_weights_travel_by_the_checkpoints_names_rounded_to_nearest_even(generator):
+    architecture = read_architecture(CALCULATOR)
+    params = read_params(CALCULATOR, architecture)
+    stored = load_file(CALCULATOR / WEIGHTS_FILE)
+    assert checkpoint_tensors(params, architecture).keys() == stored.keys()
+    moved = {name: values * (1 + 0.001 * generator.normal(size=values.shape)) for name, values in params.items()}
+    sent = checkpoint_tensors(moved, architecture)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in sent.items()} == {
+        name: (tensor.shape, ml_dtypes.bfloat16) for name, tensor in stored.items()
+    }
+    kept = checkpoint_tensors(rounded(moved), architecture)
+    assert all((sent[name].view(np.uint16) == kept[name].view(np.uint16)).all() for name in sent)
+    down = sent["model.layers.2.mlp.experts.7.down_proj.weight"]
+    assert (down == np.asarray(moved["down_LEDF"])[2, 7].astype(ml_dtypes.bfloat16)).all()
+
+
+def test_gradients_pass_the_rounding():
+    gradient = jax.grad(lambda values: jnp.sum(3 * rounded({"a": values})["a"]))(jnp.array([1.0001, -2.7]))
+    assert gradient.tolist() == [3, 3]
+
+
+def a_state(number):
+    return TrainerState({"a": jnp.full((2, 3), float(number))}, (jnp.asarray(number), {"b": jnp.zeros(2)}))
+
+
+def test_the_last_whole_checkpoint_is_found_and_older_ones_go(tmp_path):
+    assert checkpoints.load(a_state(0), tmp_path / "none") is None
+    for step in range(1, 5):
+        checkpoints.save(a_state(step), {"rows": [step]}, step=step, directory=tmp_path)
+    (tmp_path / "unfinished-17").mkdir()
+    (tmp_path / "unfinished-17" / checkpoints.ARRAYS).write_bytes(b"cut off")
+    state, facts = checkpoints.load(a_state(0), tmp_path)
+    assert facts == {"step": 4, "rows": [4]} and len(checkpoints.checkpoints_in(tmp_path)) == checkpoints.KEPT
+    jax.tree.map(np.testing.assert_array_equal, state, a_state(4))
+
+
+def test_a_directory_is_of_one_run(tmp_path):
+    agree(GrpoSettings(), tmp_path)
+    agree(GrpoSettings(steps=3), tmp_path)
+    with pytest.raises(ValueError, match="another seed"):
+        agree(GrpoSettings(seed=1), tmp_path)
+
+
+def test_problems_are_of_the_step_never_held_out_and_rewarded_as_sums():
+    drawn = [problem for step in range(40) for problem in prompts_of_step(step, 32, seed=0)]
+    assert drawn[:32] == prompts_of_step(0, 32, seed=0) != drawn[32:64]
+    assert not any(problem.is_held_out for problem in drawn)
+    assert {problem.prompt for problem in held_out(NUM_HELD_OUT)}.isdisjoint(problem.prompt for problem in drawn)
+    problem = problem_of("#", (7, 12))
+    said = {text: reward(problem, np.array(list(text.encode()))) for text in ("19\n", "-5\n", "19", "19\n\n", "1")}
+    assert said == {"19\n": 1, "-5\n": 0, "19": 0, "19\n\n": 0, "1": 0}
+
+
+def test_each_arm_changes_the_rows_that_it_says(generator):
+    shape, lengths = (4, 6), [5, 3, 4, 5]
+    columns = np.arange(shape[1])
+    replay, prompt = columns < np.array(lengths)[:, None], columns < np.array([2, 2, 3, 1])[:, None]
+    rows = np.where(replay[..., None, None], generator.integers(1, 16, (*shape, 3, 2)), 0)
+    floats = np.zeros((shape[0], shape[1] - 1), np.float32)
+    batch = Batch(np.zeros(shape, np.int32), rows, replay, prompt, floats, floats > 0, floats.astype(object))
+    made = {name: arm(batch, generator, lambda: np.full_like(rows, 9)) for name, arm in ARMS.items()}
+    assert (made["replay"].rows_BTLK == rows).all() and not made["free"].replay_BT.any()
+    assert (made["stale"].rows_BTLK[replay] == 9).all() and (made["stale"].rows_BTLK[~replay] == 0).all()
+    assert (made["shifted"].rows_BTLK[~prompt] == rows[~prompt]).all()
+    assert (made["shifted"].rows_BTLK[2, 1:3] == rows[2, :2]).all() and (
+        made["shifted"].rows_BTLK[0, 0] == rows[0, 0]
+    ).all()
+    for sample, length in enumerate(lengths):
+        ours, theirs = (np.sort(r[sample, :length], axis=0) for r in (made["permuted"].rows_BTLK, rows))
+        assert (np.sort(ours.reshape(length, -1), axis=None) == np.sort(theirs.reshape(length, -1), axis=None)).all()
+    assert (made["permuted"].rows_BTLK != rows).any() and (shifted(batch, -1)[:, :-1] == rows[:, 1:]).all()
