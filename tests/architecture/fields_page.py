@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, KnownFields, known_fields
+from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, KnownFields, known_fields, plain_objects
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http_fields.md"
 TITLES = {
@@ -39,10 +40,10 @@ nothing in the answer. *Refused* ones would change it and are not computed: they
 value switches them off
 ({_OFF}, and what stands in brackets).
 
-Any field may be null, which is the same as not given. A name that is not in the list of `sampling_params` or
-`stream_options` is answered 400 with the nearest name that is. At the top level such a name is ignored, logged once and
-listed in the answer's header `x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then `+` and how
-many more.
+Any field may be null, which is the same as not given. A name that is not in the list of an object within a body, such
+as `sampling_params`, is answered 400 with the nearest name that is. At the top level such a name is ignored, logged
+once and listed in the answer's header `x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then
+`+` and how many more.
 
 Options of `/pause`, `/abort_requests`, `/flush_cache`, `/reset_prefix_cache` and `/update_weight_version` may stand in
 the query as well, and those of the query count.
@@ -72,7 +73,13 @@ differs, need the setting `structured_output`: such samples are drawn by a progr
 
 def page() -> str:
     """Return the page's text."""
-    return "\n".join([INTRODUCTION, *(_section(TITLES[key], known_fields(key)) for key in OBJECTS)])
+    return "\n".join([INTRODUCTION, *(section for key in OBJECTS for section in _sections(key))])
+
+
+def _sections(key: str) -> Iterator[str]:
+    yield _section(TITLES[key], known_fields(key))
+    for name, known in plain_objects(key).items():
+        yield _section(f"`{name}` of `{TITLES[key].removeprefix('`POST ')}", known)
 
 
 def _section(title: str, known: KnownFields) -> str:

@@ -11,7 +11,7 @@ import pytest
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
 from rayserve_moe.serving.middleware.json_body import taken_fields
-from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields
+from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields, plain_objects
 from tests.architecture.fields_page import PAGE, page
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.peer_fields import RECORDED
@@ -165,7 +165,7 @@ def test_every_field_of_other_systems_is_known(system, key):
 def test_the_table_is_served(http):
     told = http.get("/v1/fields").json()
     described = http.get("/openapi.json").json()["paths"]
-    assert len(told["objects"]) == len(OBJECTS)
+    assert len(told["objects"]) == len(OBJECTS) + sum(len(plain_objects(key)) for key in OBJECTS)
     for each in told["objects"]:
         assert all(path in described for path in each["routes"])
     (sampling,) = [each for each in told["objects"] if each["routes"] == ["/generate"] and each["object"] != "body"]
@@ -176,3 +176,43 @@ def test_the_table_is_served(http):
 def test_the_page_of_fields_is_the_table():
     """`python -m tests.architecture.fields_page` writes it anew."""
     assert Path(PAGE).read_text(encoding="utf-8") == page()
+
+
+MESSAGE = {"max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+PLAIN = {
+    "m": ("/v1/messages", MESSAGE),
+    "mc": ("/v1/messages/count_tokens", MESSAGE),
+    "r": ("/v1/responses", {"input": "x"}),
+}
+
+
+def with_object(key, path, known, **fields):
+    """A body with an object at a path, and what errors call that."""
+    value = ({"type": known.kinds[0]} if known.kinds else {}) | fields
+    outer, _, inner = path.partition(".")
+    if inner:
+        value = {inner: value}
+    return PLAIN[key][1] | {outer: [value] if outer == "tools" else value}, f"{path}.0" if outer == "tools" else path
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_unknown_names_in_objects_without_a_schema_are_refused(http, key):
+    for path, known in plain_objects(key).items():
+        body, param = with_object(key, path, known, **{"zq7-marker": 5})
+        error = check_error(http.post(PLAIN[key][0], json=body), 400)
+        assert error["param"] == param and "nearest" in error["message"]
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_what_such_an_object_cannot_have_is_refused_by_name(http, key):
+    for path, known in plain_objects(key).items():
+        for name, values in known.refused.items():
+            body, param = with_object(key, path, known, **{name: 7})
+            assert check_error(http.post(PLAIN[key][0], json=body), 400)["param"] == f"{param}.{name}"
+            assert taken_fields({name: values[0] if values else None}, known) == ({}, [])
+
+
+def test_names_of_such_objects_are_told_too(http):
+    told = http.get("/v1/fields").json()["objects"]
+    (thinking,) = [each for each in told if each["object"] == "thinking" and each["routes"] == ["/v1/messages"]]
+    assert thinking["fields"]["budget_tokens"] == {"standing": "computed"}

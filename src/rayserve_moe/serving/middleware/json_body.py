@@ -139,7 +139,7 @@ def _within(value: Any, known: KnownFields, path: str) -> Any:
     """Check a nested object, or each in a list; the schema refuses other values."""
     if isinstance(value, list):
         return [_within(each, known, f"{path}.{place}") for place, each in enumerate(value)]
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or (known.kinds and value.get("type") not in known.kinds):
         return value
     taken, unknown = _taken(value, known, path=f"{path}.")
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,13 +11,13 @@ from starlette.responses import Response
 from rayserve_moe.serving.openapi import answers
 from rayserve_moe.serving.responses.streaming import json_answer
 from rayserve_moe.serving.routes.models import package_version
-from rayserve_moe.serving.schemas.known_fields import NOTHING, PLACES, KnownFields, known_fields
+from rayserve_moe.serving.schemas.known_fields import NOTHING, PLACES, KnownFields, known_fields, plain_objects
 
 
 def fields_router() -> APIRouter:
     """Return the route."""
     router = APIRouter()
-    told = {"version": package_version(), "switched_off_by": list(NOTHING), "objects": list(map(_object, PLACES))}
+    told = {"version": package_version(), "switched_off_by": list(NOTHING), "objects": list(_objects())}
 
     @router.get("/v1/fields", **answers())
     async def fields() -> Response:
@@ -25,10 +26,12 @@ def fields_router() -> APIRouter:
     return router
 
 
-def _object(key: str) -> dict[str, Any]:
-    """One JSON object of a request: where it stands, and its fields by name."""
-    routes, place = PLACES[key]
-    return {"routes": list(routes), "object": place, "fields": _fields(known_fields(key))}
+def _objects() -> Iterator[dict[str, Any]]:
+    """The JSON objects of requests: where each stands, and its fields by name."""
+    for key, (routes, place) in PLACES.items():
+        yield {"routes": list(routes), "object": place, "fields": _fields(known_fields(key))}
+        for name, known in plain_objects(key).items():
+            yield {"routes": list(routes), "object": name, "fields": _fields(known)}
 
 
 def _fields(known: KnownFields) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from rayserve_moe.serving.schemas.control import (
 )
 from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
+from rayserve_moe.serving.schemas.nested_fields import NESTED_FIELDS, NestedFields
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody, StreamOptions
 from rayserve_moe.serving.schemas.responses import ResponsesBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
@@ -192,7 +193,8 @@ class KnownFields:
     """The fields of one JSON object, by what comes of them.
 
     `other_names` gives the computed field that a name stands for, `refused` the values besides NOTHING that switch one
-    off. `nested` are computed fields that are declared objects themselves, or lists of such.
+    off. `nested` are computed fields that are declared objects themselves, or lists of such. Where there are `kinds`,
+    only objects with such a `type` are looked at.
     """
 
     computed: frozenset[str]
@@ -200,6 +202,7 @@ class KnownFields:
     accepted: frozenset[str]
     refused: Mapping[str, tuple[Any, ...]]
     nested: Mapping[str, KnownFields]
+    kinds: tuple[str | None, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -219,7 +222,29 @@ def known_fields(key: str) -> KnownFields:
         refused=MappingProxyType(
             {name: off for keys, names, off in _REFUSED if key in keys.split() for name in names.split()}
         ),
-        nested=MappingProxyType(dict(_nested_in(schema))),
+        nested=MappingProxyType(
+            dict(_nested_in(schema)) | {name: _plain(fields) for name, fields in NESTED_FIELDS.get(key, {}).items()}
+        ),
+    )
+
+
+def plain_objects(key: str) -> dict[str, KnownFields]:
+    """Return the fields of objects within one of OBJECTS that have no schema of their own, by path."""
+    found: dict[str, KnownFields] = {}
+    for name in NESTED_FIELDS.get(key, {}):
+        found[name] = outer = known_fields(key).nested[name]
+        found |= {f"{name}.{inner}": fields for inner, fields in outer.nested.items()}
+    return found
+
+
+def _plain(fields: NestedFields) -> KnownFields:
+    return KnownFields(
+        computed=frozenset(fields.computed.split()),
+        other_names={},
+        accepted=frozenset(fields.accepted.split()),
+        refused=fields.refused,
+        nested={name: _plain(inner) for name, inner in fields.within.items()},
+        kinds=fields.kinds,
     )
 
 
