@@ -59,7 +59,8 @@ Where one name means two things, the route decides, as its own system does:
 
 Requests that wait are admitted in the order of their priority; those that run are not preempted for it. `stop_regex` is
 matched by RE2, in time linear in the text: there are no references back and no look-around. A pattern that is trimmed
-from the text holds back the text of a stream until it ends.
+from the text holds back as many characters of a stream as it can match, and all of them until the end where that is not
+bounded (`a+`) or not known (`[[:alpha:]]`, `\\Q`, `\\p`).
 
 Log-probs of outputs are of the distribution that is sampled before truncation: after masks, bias, penalties and
 temperature, which counts as 1 where it is 0. `logprobs_mode: "raw_logprobs"` has them be the model's own, before all

@@ -13,9 +13,9 @@ from rayserve_moe.request_fields import Repetition
 from rayserve_moe.requests import ChoiceResult, FinishReason, RequestError, SamplingParams
 from rayserve_moe.text.choice_text import ChoiceText
 from rayserve_moe.text.repetitions import RepetitionDetector
-from rayserve_moe.text.stop_patterns import PatternScanner, check_pattern, escaped
+from rayserve_moe.text.stop_patterns import PatternScanner, check_pattern, escaped, longest_match
 
-PATTERNS = ("ab+a", "(a|b)(é)", "[(]a|[^](b]a", "[bé]{3}", "(?i)AA€", "b|é€", "^aé", r"€\b")
+PATTERNS = ("ab+a", "(a|b)(é)", "[(]a|[^](b]a", "[bé]{3}", "(?i)AA€", "b|é€", "^aé", r"€\b", "ab?", "(aé){1,3}b")
 
 
 def first_end(texts: list[str], patterns: tuple[str, ...], stops: tuple[str, ...]) -> tuple[int, int] | None:
@@ -48,6 +48,37 @@ def test_text_ends_where_a_pattern_first_matches(pieces, patterns, stops, keeps)
     count, start = found
     assert scanner.matched in (*patterns, *stops) and scanner.flush() == ""
     assert passed == (whole[:start] if keeps is None else "".join(pieces[:count]))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "longest"),
+    [
+        ("ab{2,4}c|x", 6),
+        (r"\d{3}(?P<n>é|foo)?$", 6),
+        ("(?i)stop[.!]", 5),
+        ("a+", None),
+        ("x{,5}", None),
+        ("(ab){2}+", None),
+        ("x?+", None),
+        ("[[:alpha:]]b", None),
+        (r"\Qa.b\E", None),
+        (r"\pL", None),
+        (r"\z", None),
+        ("a{1000}b{1000}", None),
+    ],
+)
+def test_what_is_held_back_is_bounded_where_python_and_re2_read_alike(pattern, longest):
+    assert longest_match(pattern) == longest
+
+
+def test_text_that_no_match_can_reach_is_passed_on():
+    scanner = PatternScanner(["[0-9]{2}!", "END"], ["stop"])
+    assert [scanner.push(piece) for piece in ("hello ", "wörld", " 4", "2", "!")] == ["he", "llo w", "ör", "l", "d "]
+    assert scanner.matched == "[0-9]{2}!"
+    looking_on = PatternScanner([r"fo\B"])
+    assert [looking_on.push(piece) for piece in ("fo", "x")] == ["", ""] and looking_on.matched
+    unbounded = PatternScanner(["a+b", "x"])
+    assert unbounded.push("hello ") == "" and unbounded.flush() == "hello "
 
 
 def test_a_match_that_comes_too_early_is_not_one():
