@@ -62,6 +62,7 @@ GROUPS = {
         "/pause_generation": "run no steps: `abort`, `retract` or `in_place`",
         "/continue_generation": "end a pause",
         "/update_weights_from_disk": "serve the weights of another checkpoint of the same model",
+        "/update_weights_from_tensor": "serve weights that are sent as safetensors, in buckets; DELETE drops them",
         "/flush_cache": "forget cached prefixes, while nothing runs",
         "/reset_prefix_cache": "vLLM's name of `/flush_cache`; `reset_running_requests` has requests computed anew",
         "/pause": "vLLM's name of `/pause_generation`: `keep`, `wait` or `abort`",

@@ -13,10 +13,12 @@ from rayserve_moe.cluster import group_executor
 from rayserve_moe.cluster.fencing import HostProcess, this_process
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.heartbeat import Heartbeat
+from rayserve_moe.cluster.host_group import HostGroup
 from rayserve_moe.cluster.step_sockets import Address
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.served_model import RunnerSettings
+from rayserve_moe.scheduling.step_plan import StepPlan
 
 PAGES = (70, 50, 60)
 
@@ -63,6 +65,18 @@ def test_a_host_that_dies_while_it_drops_weights_is_lost(raylets: int) -> None:
     with pytest.raises(ExecutorFailure, match="lost"):
         group.stage_weights("/unread", None)
     group.shutdown()
+
+
+def test_weights_that_were_sent_are_not_replaced_by_older_ones() -> None:
+    """No disk has them: hosts that are lost then are not replaced."""
+    settings = settings_from({"model_path": "unread"})
+    runner = cast(RunnerSettings, SimpleNamespace(updates=settings.updates))
+    group = GroupExecutor(runner, parallel=settings.parallel, cluster=settings.cluster)
+    group._group = cast(HostGroup, SimpleNamespace(execute=lambda _: None, end=lambda: None, loss=None))
+    group.tensors.finish()
+    group.execute(StepPlan(step_id=0, takes_staged_weights=True))
+    with pytest.raises(ExecutorFailure, match="had been sent"):
+        group.rebuild()
 
 
 def test_hosts_have_the_pages_of_the_smallest(raylets: int, monkeypatch: pytest.MonkeyPatch) -> None:

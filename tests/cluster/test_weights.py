@@ -14,16 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from safetensors.numpy import load_file
 
 from rayserve_moe import Engine
+from rayserve_moe.checkpoints.bucket import SentBucket, SentTensor
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.control import WeightOrder
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.executor import TensorReceiver
 from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.engine.tensor_updates import BucketOrder
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
@@ -51,6 +55,10 @@ class OverGroup(OverTransport):
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         self._group.stage_weights(model_path, expert_of_slot)
+
+    @property
+    def tensors(self) -> TensorReceiver:
+        return self._group.tensors
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +119,50 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
             assert result.routing is not None and result.routing.weight_version[-1][2] == versions[-1]
             assert_same(complete(loop, tokenizer), answers[path])
     assert_nothing_was_compiled(group[0])
+
+
+def sent(path: Path, *, only: str = "") -> list[SentTensor]:
+    """The tensors of a checkpoint whose names hold a word."""
+    tensors = load_file(path / "model.safetensors")
+    return [SentTensor(name, values) for name, values in tensors.items() if only in name]
+
+
+def send(loop: EngineLoop, tensors: list[SentTensor], version: str) -> WeightOutcome:
+    """Send tensors in three buckets."""
+    for number in range(3):
+        order = BucketOrder(version, WeightOrder("", version), number, is_last=number == 2)
+        outcome = loop.control.tensors.stage(SentBucket(tuple(tensors[number::3])), order).result(UPDATED_WITHIN_S)
+    return outcome
+
+
+def test_hosts_are_sent_their_shares_while_a_request_runs(
+    group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
+) -> None:
+    """What serves then is what both would have read; of an expert a host is sent what its devices hold, once."""
+    card, answers = expected
+    executor, tokenizer = group[0], Tokenizer(checkpoint)
+    with running_loop(group, card, "sockets") as loop:
+        for path in (other_checkpoint, checkpoint):
+            deltas = iter(GenerationStream(loop, tokenizer, request=long_request(f"sent {path.name}")))
+            result = ChoiceResult()
+            while len(result.token_ids) < 25:
+                result.add(next(deltas))
+            assert send(loop, sent(path), f"sent {path.name}").success
+            for delta in deltas:
+                result.add(delta)
+            assert [version for _, version in result.weight_versions][-1] == f"sent {path.name}"
+            assert_same(complete(loop, tokenizer), answers[path])
+        before, experts = list(executor.tensors.sent_bytes), sent(checkpoint, only=".experts.")
+        assert send(loop, experts, "experts alone").success
+        counted = [after - earlier for earlier, after in zip(before, executor.tensors.sent_bytes, strict=True)]
+        assert counted == [sum(tensor.values.nbytes for tensor in experts) // 2] * 2
+        refused = loop.control.tensors.stage(
+            SentBucket((SentTensor("model.x", np.zeros(3, np.float32)),)), BucketOrder("wrong", WeightOrder(""))
+        ).result(UPDATED_WITHIN_S)
+        assert not refused.success and "host 0: the model has no tensor model.x" in refused.message
+        assert_same(complete(loop, tokenizer), answers[checkpoint])
+        assert loop.control.update_weights(WeightOrder(str(checkpoint), "0")).result(UPDATED_WITHIN_S).success
+    assert_nothing_was_compiled(executor)
 
 
 @pytest.mark.slow

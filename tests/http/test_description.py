@@ -21,12 +21,13 @@ ROUTES = {
     "post": {
         COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",
         "/pause_generation", "/continue_generation", "/update_weights_from_disk",
+        "/update_weights_from_tensor",
         "/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/pause", "/resume", "/abort_requests",
         "/inference/v1/abort_requests", "/update_weights", "/update_weight_version", "/begin_weight_update",
         "/end_weight_update", "/areal_update_weights", "/areal_pause_generation", "/areal_continue_generation",
         "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", *REASONS,
     },
-    "delete": {"/v1/responses/{response_id}"},
+    "delete": {"/v1/responses/{response_id}", "/update_weights_from_tensor"},
 }  # fmt: skip
 GOOD = [
     (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "logit_bias": {"5": 1.5}, "stop": ["a"], "echo": True}),

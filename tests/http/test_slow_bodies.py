@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from tests.support.serving import running
 BODY_TIMEOUT_S = 0.3
 DEADLINE_S = 60.0
 MAX_BYTES = 1000
+BUCKETS = "/update_weights_from_tensor"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,7 @@ def url() -> Iterator[str]:
         await asyncio.sleep(2 * BODY_TIMEOUT_S)
         yield body
 
+    @app.post(BUCKETS)
     @app.post("/")
     async def answer(request: Request) -> StreamingResponse:
         return StreamingResponse(slowly(await request.body()))
@@ -42,11 +45,11 @@ def url() -> Iterator[str]:
         yield address
 
 
-def sent(url: str, framing: bytes) -> bytes:
+def sent(url: str, framing: bytes, *, path: str = "/") -> bytes:
     """What is answered to the beginning of a request, up to the end of its connection."""
     where = urlsplit(url)
     with socket.create_connection((where.hostname, where.port), timeout=DEADLINE_S) as client:
-        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + framing)
+        client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode() + framing)
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
@@ -73,3 +76,16 @@ def test_half_a_body_that_is_too_long_is_not_waited_for_either(framing: bytes, u
 
 def test_a_whole_body_is_answered_for_as_long_as_it_takes(url: str) -> None:
     assert httpx.post(url, content=b"whole", timeout=DEADLINE_S).text == "wholewhole"
+
+
+def test_a_bucket_of_weights_has_that_long_for_each_part_of_it(url: str) -> None:
+    """However long it is; one that stops half-way is given up."""
+
+    def parts() -> Iterator[bytes]:
+        for _ in range(6):
+            time.sleep(BODY_TIMEOUT_S / 3)
+            yield b"x" * MAX_BYTES
+
+    answer = httpx.post(url + BUCKETS, content=parts(), timeout=DEADLINE_S)
+    assert answer.status_code == 200 and len(answer.content) == 2 * 6 * MAX_BYTES
+    assert sent(url, b"Content-Length: 10\r\n\r\nhalf", path=BUCKETS).startswith(b"HTTP/1.1 408 ")

@@ -78,7 +78,7 @@ FLOWS = {
     "verl": [
         ("POST", "/abort_request", {"rid": "", "abort_all": True}, 200, {}),
         ("GET", "/flush_cache", None, None, {}),
-        ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["x"], "flush_cache": False}, 501, {}),
+        ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["x"], "flush_cache": False}, 400, {}),
         ("POST", "/release_memory_occupation", {"tags": ["kv_cache"]}, 501, {}),
     ],
     "NeMo-RL": [

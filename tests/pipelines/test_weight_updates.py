@@ -17,6 +17,7 @@ import pytest
 from rayserve_moe import Engine
 from tests.pipelines.conftest import EngineFactory, ReferenceFactory
 from tests.support.engines import ONE_BUCKET
+from tests.support.sending import send_weights
 from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
 from tests.support.versions import Answer, VersionedReference
 from tests.support.workload import draw_prompt
@@ -95,6 +96,7 @@ def loaded(engine: Engine, *, longest: int = 90) -> Iterator[Load]:
 def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
     changing: Engine, paths: list[Path], reference: VersionedReference
 ) -> None:
+    """Whether hosts read the weights or are sent them."""
     num_compilations = changing.runner.num_compilations_since_start
     with loaded(changing) as load:
         for update in range(NUM_UPDATES):
@@ -102,7 +104,8 @@ def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
             wait_for_tokens(changing.loop, 40)
             if mode is not None:
                 changing.pause_generation(mode)
-            outcome = changing.update_weights_from_disk(path, weight_version=version)
+            change = send_weights if update % 3 == 1 else Engine.update_weights_from_disk
+            outcome = change(changing, path, weight_version=version)
             assert outcome.success and outcome.weight_version == version == changing.card.weight_version
             assert mode in (None, "abort") or outcome.num_paused > 0
             reference.note(version, path, is_recomputed=mode in ("retract", "abort"))

@@ -30,8 +30,9 @@ STORED_DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
+    "U32": np.dtype(np.uint32),
 }
-"""The same, with those that the parts of quantised weights have (see `quantized`)."""
+"""The same, with those that the parts of quantised weights (see `quantized`), and positions (see `bucket`), have."""
 
 MOST_DIMS = 8
 LONGEST_NAME = 256
@@ -70,6 +71,22 @@ def read_header(file: AnyFile, source: ByteSource) -> dict[str, TensorEntry]:
 
     CheckpointError unless the tensors fill the source from the header to its end, without gap or overlap.
     """
+    header, start = _parsed(file, source)
+    entries = {name: _entry(file, name, fields, start) for name, fields in header.items() if name != "__metadata__"}
+    _check_places(file, list(entries.values()), start, source.num_bytes)
+    return entries
+
+
+def read_metadata(file: AnyFile, source: ByteSource) -> dict[str, str]:
+    """Read the texts that a header has besides its tensors. CheckpointError where they are no texts."""
+    found = _parsed(file, source)[0].get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{file}: __metadata__ must map names to texts")
+    return found
+
+
+def _parsed(file: AnyFile, source: ByteSource) -> tuple[dict[str, Any], int]:
+    """The header of a source, and where its tensors begin."""
     size = source.num_bytes
     if size < _LENGTH_BYTES:
         raise CheckpointError(f"{file}: truncated: {size} bytes are no safetensors file")
@@ -82,10 +99,7 @@ def read_header(file: AnyFile, source: ByteSource) -> dict[str, TensorEntry]:
         header = parse_json_object(source.read(header_bytes, _LENGTH_BYTES))
     except GivenFileError as error:
         raise CheckpointError(f"{file}: not a safetensors file: header {error}") from error
-    start = _LENGTH_BYTES + header_bytes
-    entries = {name: _entry(file, name, fields, start) for name, fields in header.items() if name != "__metadata__"}
-    _check_places(file, list(entries.values()), start, size)
-    return entries
+    return header, _LENGTH_BYTES + header_bytes
 
 
 def is_usable_name(name: Any) -> bool:

@@ -7,11 +7,8 @@ filled part by part on all cores. Parts of a remote checkpoint are read ahead, m
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import jax
@@ -19,13 +16,24 @@ import numpy as np
 
 from rayserve_moe.checkpoints.casting import assign, is_finite
 from rayserve_moe.checkpoints.channels import quantize_columns
-from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.header import CheckpointError
-from rayserve_moe.checkpoints.names import SpecTree, tensor_name, verify, walk
+from rayserve_moe.checkpoints.names import SpecTree, verify, walk
+from rayserve_moe.checkpoints.parts import (
+    WeightSource,
+    columns_of_piece,
+    empty_blocks,
+    filled_part,
+    parts_of,
+    pieces_of,
+    regions_of,
+    scale_region,
+    views_of,
+)
 from rayserve_moe.checkpoints.pieces import (
     OpenedPieces,
     Piece,
     PieceReader,
+    PieceSource,
     Region,
     as_read,
     fill_all,
@@ -33,27 +41,10 @@ from rayserve_moe.checkpoints.pieces import (
 )
 from rayserve_moe.checkpoints.staged import StagedParameter, on_devices
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
-from rayserve_moe.kernels.narrow_weights import scale_rows
 from rayserve_moe.model.param_spec import ParamSpec
-
-PART_BYTES = 16 << 20
-"""Of a tensor, in float32, that is read, cast and put into its place at once, by one thread."""
 
 Scales = dict[tuple[str, Region], np.ndarray]
 """Scales of quantised matrices by role and region, float32, from when those are read until they are asked for."""
-
-
-@dataclass(frozen=True)
-class WeightSource:
-    """What parameters are read from: files, the family's rules for names, the expert of every slot, int [M, P].
-
-    Without `expert_of_slot` slot i holds expert i. Tensors that match a pattern of `ignored` are not read.
-    """
-
-    files: CheckpointFiles
-    rules: Mapping[str, str]
-    expert_of_slot: np.ndarray | None = None
-    ignored: tuple[str, ...] = ()
 
 
 def load_parameters(
@@ -85,7 +76,7 @@ def load_parameters(
         def load(spec: ParamSpec) -> jax.Array | StagedParameter:
             sharding = sharding_of(spec)
             if spec.is_scale:
-                found = ((scales.pop((spec.role, region)), held) for region, held in _regions(spec, sharding).items())
+                found = ((scales.pop((spec.role, region)), held) for region, held in regions_of(spec, sharding).items())
             shards = found if spec.is_scale else _shards(source, spec, sharding, pieces=pieces, scales=scales)
             if in_host_memory:
                 return StagedParameter(spec, sharding, tuple(shards))
@@ -113,28 +104,19 @@ def _mapped(read: Callable[[ParamSpec], Any], tree: SpecTree) -> dict[str, Any]:
     return {key: read(node) if isinstance(node, ParamSpec) else _mapped(read, node) for key, node in tree.items()}
 
 
-def _regions(spec: ParamSpec, sharding: jax.sharding.Sharding) -> dict[Region, list[jax.Device]]:
-    """The shards of the devices of this host."""
-    devices_by_region: dict[Region, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
-        assert index is not None, "every addressable device holds a shard"
-        devices_by_region.setdefault(_region(index, spec.shape), []).append(device)
-    return devices_by_region
-
-
 def _all_pieces(
     source: WeightSource, tree: SpecTree, sharding_of: Callable[[ParamSpec], jax.sharding.Sharding]
 ) -> Iterator[Piece]:
     """The pieces of all shards in the order in which they are wanted first, those of a parameter once."""
     for spec in (spec for _, spec in walk(tree) if not spec.is_scale):
-        regions = _regions(spec, sharding_of(spec))
+        regions = regions_of(spec, sharding_of(spec))
         yield from dict.fromkeys(piece for region in regions for piece in _wanted(source, spec, region))
 
 
 def _wanted(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Piece]:
     """The pieces of a region, in the order of its parts, as they are read."""
-    for part in _parts(source, spec, region):
-        for _, piece in _pieces(source, spec, part):
+    for part in parts_of(source, spec, region=region):
+        for _, piece in pieces_of(source, spec, region=part):
             yield as_read(source.files, piece)
 
 
@@ -142,7 +124,7 @@ def _shards(
     source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding, *, pieces: OpenedPieces, scales: Scales
 ) -> Iterator[tuple[np.ndarray, list[jax.Device]]]:
     """Read the shards of the devices of this host, one region after the other; their `scales` are added to those."""
-    devices_by_region = _regions(spec, sharding)
+    devices_by_region = regions_of(spec, sharding)
     wanted = (piece for region in devices_by_region for piece in _wanted(source, spec, region))
     reader = PieceReader(source.files, wanted, dtype=_read_dtype(spec), ahead=pieces.ahead)
     for region, devices in devices_by_region.items():
@@ -152,18 +134,6 @@ def _shards(
 def _read_dtype(spec: ParamSpec) -> np.dtype:
     """What pieces are kept in until they are held: what is quantised, as files have it."""
     return np.dtype(np.float32) if spec.is_quantized else jax.numpy.dtype(spec.dtype)
-
-
-def _scale_region(spec: ParamSpec, region: Region) -> Region:
-    """Where the scales of a region of a matrix lie among all of its scales."""
-    return (*region[:-2], (0, scale_rows(spec.shape[-2]) if spec.scale_block else 1), region[-1])
-
-
-def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    """Turn a device's index into `[from, to)` per dimension."""
-    bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-    assert all(step == 1 for _, _, step in bounds), "a shard must be contiguous in every dimension"
-    return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def read_region(
@@ -181,39 +151,34 @@ def read_region(
     takes those of a quantised block, which has all rows of its matrices.
     """
     reader = reader or PieceReader(source.files, _wanted(source, spec, region), dtype=_read_dtype(spec))
-    dtype = jax.numpy.dtype(spec.dtype)
-    # Numbers of 8 bits are filled in as their bits: numpy copies those of dtypes of its own alone without the lock.
-    blocks = [np.zeros([stop - start for start, stop in region], np.int8 if spec.is_quantized else dtype)]
-    if spec.is_quantized:
-        of_scales = _scale_region(spec, region)
-        blocks.append(np.zeros([stop - start for start, stop in of_scales], np.float32))
-        if scales is not None:
-            scales[spec.role, of_scales] = blocks[1]
+    blocks = empty_blocks(spec, region)
+    if spec.is_quantized and scales is not None:
+        scales[spec.role, scale_region(spec, region)] = blocks[1]
 
     def fill(part: Region) -> None:
-        place = [slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, region, strict=True)]
-        at_scales = (*place[:-2], slice(None), place[-1])
-        within = [block[tuple(at)] for block, at in zip(blocks, (place, at_scales), strict=False)]
-        _fill(source, spec, within, part=part, reader=reader)
+        fill_part(source, spec, blocks=views_of(blocks, part, region=region), part=part, reader=reader)
 
-    parts = _parts(source, spec, region)
+    parts = parts_of(source, spec, region=region)
     if pool is None:
         for part in parts:
             fill(part)
     else:
         fill_all(pool, parts, fill=fill)
-    return LAYOUTS[spec.layout](blocks[0]).view(dtype)
+    return LAYOUTS[spec.layout](blocks[0]).view(jax.numpy.dtype(spec.dtype))
 
 
-def _fill(
-    source: WeightSource, spec: ParamSpec, blocks: Sequence[np.ndarray], *, part: Region, reader: PieceReader
+def fill_part(
+    source: WeightSource, spec: ParamSpec, *, blocks: Sequence[np.ndarray], part: Region, reader: PieceSource
 ) -> None:
-    """Read a part of a region into its place: its values, or integers and their scales."""
+    """Read a part of a region into its place: its values, or integers and their scales.
+
+    CheckpointError for values that are not finite.
+    """
     values, *scales = blocks
-    filled = _filled(spec, part)
+    filled = filled_part(spec, part)
     within = tuple(slice(0, stop - start) for start, stop in filled)
-    for place, piece in _pieces(source, spec, part):
-        columns = _columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
+    for place, piece in pieces_of(source, spec, region=part):
+        columns = columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
         read = reader.take(piece)
         read = read.reshape(read.shape[spec.num_leading_dims :])
         held = read.T if spec.transposed else read
@@ -240,61 +205,3 @@ def _scales_in_files(source: WeightSource, spec: ParamSpec, piece: Piece) -> np.
         return None
     scales = source.files.read_scales(*piece, dtype=spec.dtype, block=spec.scale_block)
     return None if scales is None else scales.T
-
-
-def _parts(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Region]:
-    """Cut a region into parts of one tensor each, and of PART_BYTES of its rows: what is read at once."""
-    stacked, within = region[: spec.num_stacked_dims], region[spec.num_stacked_dims :]
-    row_dim = 0
-    if len(within) > 1:
-        name = tensor_name(spec, (0,) * len(stacked), rules=source.rules)
-        # What is quantised is cut between columns, so that each of them has all of its rows.
-        rows_last = spec.is_quantized or (source.files.row_dim(name) == -1) != spec.transposed
-        row_dim = len(within) - 1 if rows_last else 0
-    start, stop = within[row_dim]
-    row_bytes = 4 * math.prod(spec.file_shape[spec.num_leading_dims :]) // max(1, _file_rows(spec, row_dim))
-    num_rows = max(1, PART_BYTES // max(1, row_bytes))
-    if spec.scale_block:  # whole blocks
-        num_rows = -(-num_rows // spec.scale_block) * spec.scale_block
-    for index in product(*(range(*bounds) for bounds in stacked)):
-        for first in range(start, stop, num_rows):
-            rows = first, min(first + num_rows, stop)
-            yield (*((each, each + 1) for each in index), *within[:row_dim], rows, *within[row_dim + 1 :])
-
-
-def _file_rows(spec: ParamSpec, row_dim: int) -> int:
-    """Rows of a tensor of the file, those of other parameters included."""
-    is_columns = row_dim == spec.column_dim % len(spec.filled_shape)
-    return spec.num_file_columns if is_columns else spec.filled_shape[row_dim]
-
-
-def _pieces(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[tuple[tuple[int, ...], Piece]]:
-    """Yield the pieces of a region with their places on its stacked dimensions; none where all of it is padding."""
-    filled = _filled(spec, region)
-    if any(stop <= start for start, stop in filled):
-        return
-    columns = spec.columns_in_file(*filled[spec.column_dim])
-    held = list(filled)
-    held[spec.column_dim] = int(columns.min()), int(columns.max()) + 1
-    in_file = held[::-1] if spec.transposed else held
-    stacked = region[: spec.num_stacked_dims]
-    for stack_index in product(*(range(*bounds) for bounds in stacked)):
-        place = tuple(index - start for index, (start, _) in zip(stack_index, stacked, strict=True))
-        if spec.num_experts and source.expert_of_slot is not None:
-            stack_index = (*stack_index[:-1], int(source.expert_of_slot[stack_index]))
-        leading = ((stack_index[-1], stack_index[-1] + 1),) if spec.experts_in_file else ((0, 1),) * spec.file_row
-        yield place, (tensor_name(spec, stack_index, rules=source.rules), (*leading, *in_file))
-
-
-def _filled(spec: ParamSpec, region: Region) -> Region:
-    """The part of a region's inner dimensions that is no padding."""
-    within = region[spec.num_stacked_dims :]
-    return tuple((start, min(stop, size)) for (start, stop), size in zip(within, spec.filled_shape, strict=True))
-
-
-def _columns_of_piece(columns: np.ndarray) -> slice | np.ndarray:
-    """Which columns of a piece are `columns` of its file, from the least of which it begins: a slice if it can be."""
-    steps = np.unique(np.diff(columns))
-    if len(steps) > 1 or (steps < 1).any():
-        return columns - columns.min()
-    return slice(None, None, *(int(step) for step in steps))

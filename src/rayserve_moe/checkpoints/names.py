@@ -84,9 +84,7 @@ def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], 
     head where the tree ties it to the embedding.
     """
     places = tensor_places(tree, rules)
-    has_head = any(place.spec.role == "head" for of_tensor in places.values() for place in of_tensor)
-    ignorable = (*IGNORABLE, *ignored, *_prediction_layers(files, tree, rules))
-    ignorable = ignorable if has_head else (*ignorable, rules.get("head", ""))
+    ignorable = (*_ignorable(tree, rules, ignored), *_prediction_layers(files, tree, rules))
     problems = [
         _summary("missing", _missing(files, places)),
         _summary("unexpected", _unexpected(files, places, ignorable)),
@@ -96,6 +94,16 @@ def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], 
     found = [problem for problem in problems if problem]
     if found:
         raise CheckpointError(f"{files.directory}: the checkpoint does not fit its config: {'; '.join(found)}")
+
+
+def is_ignorable(name: str, tree: SpecTree, *, rules: Mapping[str, str], ignored: tuple[str, ...] = ()) -> bool:
+    """Whether no parameter needs a tensor, though checkpoints of the family may hold it."""
+    return any(fnmatchcase(name, pattern) for pattern in _ignorable(tree, rules, ignored))
+
+
+def _ignorable(tree: SpecTree, rules: Mapping[str, str], ignored: tuple[str, ...]) -> tuple[str, ...]:
+    has_head = any(spec.role == "head" for _, spec in walk(tree))
+    return (*IGNORABLE, *ignored, *(() if has_head else (rules.get("head", ""),)))
 
 
 def _prediction_layers(files: CheckpointFiles, tree: SpecTree, rules: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -57,6 +57,14 @@ def read_piece(files: CheckpointFiles, piece: Piece) -> np.ndarray:
     """Read a piece in the file's orientation and dtype."""
     name, region = piece
     return files.read(name, tuple(slice(*bounds) for bounds in region))
+
+
+class PieceSource(Protocol):
+    """Where the pieces of parameters are taken from."""
+
+    def take(self, piece: Piece) -> np.ndarray:
+        """Return a piece in the file's orientation."""
+        ...
 
 
 class PieceReader:

@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
+from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
@@ -59,11 +60,16 @@ class GroupExecutor:
         self._reservation: SliceReservation | None = None
         self._group: HostGroup | None = None
         self._weights = GroupWeights()
-        self._staged_source = ""
+        self._staged_source: str | None = ""
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
         self.workers: list[ActorHandle] = []
+        self.tensors = GroupTensors(
+            lambda: self.workers,
+            timeout_s=lambda: self._settings.updates.staging_timeout_s,
+            on_finish=self._note_sent,
+        )
 
     @property
     def phase(self) -> str:
@@ -94,6 +100,8 @@ class GroupExecutor:
     def rebuild(self) -> None:
         self._clock.enter("ending")
         self._end_group()
+        if self._weights.source is None:
+            raise ExecutorFailure(f"{self.phase}: the weights that served had been sent: no disk has them")
         try:
             report = self._start()
         except (RayError, TimeoutError, OSError, RuntimeError, ValueError) as error:
@@ -141,6 +149,9 @@ class GroupExecutor:
         while None in (outcomes := results_of([worker.staging_outcome.remote() for worker in workers])):
             time.sleep(POLL_S)
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def _note_sent(self) -> None:
+        self._staged_source = None
 
     def _one_revision_of(self, model_path: str) -> str:
         """The same for all hosts, where it is a URL; WeightsRefusedError where it lies below no root, or nowhere."""

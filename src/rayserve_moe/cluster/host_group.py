@@ -37,9 +37,12 @@ NUM_PORTS_TRIED = 5
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """What a group loads: a checkpoint that has replaced the model's own, if any, and how many pages (None: any)."""
+    """What a group loads: a checkpoint that has replaced the model's own, if any, and how many pages (None: any).
 
-    source: str = ""
+    `source` is None where the weights that serve were sent: no group can load them.
+    """
+
+    source: str | None = ""
     num_pages: int | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from rayserve_moe.cluster.fencing import HostProcess, this_process
 from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, LOADING, SERVING, WARMING, Heartbeat
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
+from rayserve_moe.cluster.worker_tensors import WorkerTensors
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
@@ -91,6 +93,7 @@ class HostWorker:
         how = served.dtype, kernels, served.expert_dtype
         log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)
         self._reading = WeightReading(self._runner.staged)
+        self._tensors = WorkerTensors(self._runner.tensors, self._reading)
         return self._runner.load(source)
 
     def prepare(self, num_pages: int) -> None:
@@ -122,6 +125,10 @@ class HostWorker:
         owned = None if expert_of_slot is None else np.array(expert_of_slot)
         self._reading.begin(model_path, owned)
 
+    def take_tensors(self, call: str, *arguments: Any) -> Any:
+        """Take weights that are sent, beside the steps: a call of `WorkerTensors`."""
+        return self._tensors.answer(call, *arguments)
+
     def staging_outcome(self) -> str | None:
         """None while weights are being read, empty once they are there, otherwise why they cannot be used."""
         return self._reading.outcome()
@@ -129,6 +136,7 @@ class HostWorker:
     def drop_staged(self) -> None:
         """Drop staged weights, and give up reading others."""
         self._reading.give_up()
+        self._tensors.drop()
 
     def num_compilations_since_start(self) -> int:
         return self._runner.num_compilations_since_start

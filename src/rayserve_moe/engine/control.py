@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,42 +18,15 @@ from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.recovery import Recovery
 from rayserve_moe.engine.step_cycle import NO_ROWS, StepCycle
+from rayserve_moe.engine.tensor_updates import BetweenSteps, TensorUpdates
+from rayserve_moe.engine.weight_orders import LOST_WHILE_CHANGING, LOST_WHILE_READING, WeightOrder, WeightOutcome
 from rayserve_moe.requests import FinishReason, ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 
 PAUSE_MODES = ("abort", "retract", "in_place")
-LOST_WHILE_READING = "a host was lost while hosts read the new weights: the old ones serve on"
-LOST_WHILE_CHANGING = "a host was lost before all served the new weights: the old ones serve on"
 ABORTED = FinishReason("abort")
 """The finish reason of an aborted choice."""
-
-
-@dataclass(frozen=True)
-class WeightOrder:
-    """The checkpoint to take weights from: a directory that every host sees at the same absolute path, or a URL.
-
-    Without `weight_version` the number after the last one is taken. `aborts_requests` aborts all requests when the
-    weights change.
-    """
-
-    model_path: str
-    weight_version: str | None = None
-    aborts_requests: bool = False
-
-
-@dataclass(frozen=True)
-class WeightOutcome:
-    """Whether the weights have changed, a sentence about it, and how many choices a pause holds.
-
-    `weight_version` is that of the current weights, `gap_s` how long no step could run.
-    """
-
-    success: bool
-    message: str
-    weight_version: str
-    num_paused: int = 0
-    gap_s: float = 0.0
 
 
 class EngineControl:
@@ -77,6 +50,10 @@ class EngineControl:
         self._held: list[list[Sequence]] | None = None
         self.num_updates = 0
         self.card = card
+        between = BetweenSteps(
+            self._hold_experts, self._let_experts_move, self._swap, self.note_loss, lambda: self.card.weight_version
+        )
+        self.tensors = TensorUpdates(executor, commands, between=between, updates=self._updates)
 
     @property
     def is_paused(self) -> bool:
@@ -152,6 +129,7 @@ class EngineControl:
 
     def close(self) -> None:
         """Start no further update."""
+        self.tensors.close()
         self._updates.shutdown(wait=False, cancel_futures=True)
 
     def _pause(self, mode: str) -> None:
@@ -197,6 +175,7 @@ class EngineControl:
 
     def _update(self, order: WeightOrder) -> WeightOutcome:
         """In the thread of updates: stage, then swap."""
+        self.tensors.end_open()
         try:
             expert_of_slot, generation = self._commands.call(self._hold_experts).result()
             try:
@@ -223,7 +202,7 @@ class EngineControl:
         if not self._cycle.take_staged_weights(version):
             return WeightOutcome(False, LOST_WHILE_CHANGING, self.card.weight_version, gap_s=_since(started))
         self.num_updates += 1
-        self.card = replace(self.card, weight_version=version, path=order.model_path)
+        self.card = replace(self.card, weight_version=version, path=order.model_path or self.card.path)
         num_paused = len(there) if self._cycle.is_paused else 0
         return WeightOutcome(True, "the new weights serve", version, num_paused, _since(started))
 

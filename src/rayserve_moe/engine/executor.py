@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from rayserve_moe.checkpoints.bucket import SentTensor
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
@@ -20,11 +22,34 @@ class ExecutorFailure(RuntimeError):
         self.in_step = in_step
 
 
+class TensorReceiver(Protocol):
+    """Takes weights that are sent, beside the steps, one call at a time and none beside `Executor.stage_weights`.
+
+    WeightsRefusedError where a host cannot use them. A plan with `takes_staged_weights` puts to use what is `finish`ed.
+    """
+
+    def begin(self, expert_of_slot: np.ndarray | None) -> None:
+        """Forget what is staged, and begin an update. Experts go where `expert_of_slot` says, as in `stage_weights`."""
+        ...
+
+    def stage(self, tensors: Sequence[SentTensor]) -> None:
+        """Give every host its share of some tensors, or changes of them."""
+        ...
+
+    def finish(self) -> None:
+        """Have every host lay out what has come, with the weights that serve where nothing has."""
+        ...
+
+    def drop(self) -> None:
+        """Forget the update."""
+        ...
+
+
 class Executor(Protocol):
     """Runs steps: in this process (`execution.host_runner`) or on other hosts (`cluster.step_transport`).
 
-    Calls come from one thread, but for `stage_weights`. After `ExecutorFailure` only `shutdown` may follow,
-    or a `Rebuilder.rebuild` of the same object (`engine.recovery`).
+    Calls come from one thread, but for `stage_weights` and those of `tensors`. After `ExecutorFailure` only `shutdown`
+    may follow, or a `Rebuilder.rebuild` of the same object (`engine.recovery`).
     """
 
     def start(self) -> StartReport:
@@ -45,6 +70,11 @@ class Executor(Protocol):
         `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them, or has not read them
         in time: then none keeps any.
         """
+        ...
+
+    @property
+    def tensors(self) -> TensorReceiver:
+        """Takes weights that are sent."""
         ...
 
     def release(self) -> None:

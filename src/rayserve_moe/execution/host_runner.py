@@ -38,6 +38,7 @@ from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, dra
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step_results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
+from rayserve_moe.execution.tensor_staging import TensorStaging
 from rayserve_moe.execution.weights import load_weights, open_model, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import platform_of
@@ -75,15 +76,14 @@ class HostRunner:
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
         self._compilations = CompilationCount()
-        self._report = StartReport(
-            0, num_expert_ranks=plan.num_expert_ranks, num_redundant_experts=self.config.experts.num_redundant
-        )
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
         self._in_flight: Callable[[], StepResult] | None = None  # waits for the result of the step launched last
         self._held: HeldSamples | None = None  # those of the step launched last
         self._mask_words = mask_words(self.config.spec.vocab_size)
         self.staged = _staging_for(self.served)
+        self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
+        self._report = self.tensors.unstarted()
 
     def load(self, source: str = "") -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices.

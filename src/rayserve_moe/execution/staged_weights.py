@@ -6,6 +6,8 @@ import dataclasses
 import logging
 import math
 import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -89,18 +91,15 @@ class StagedWeights:
         """
         self.drop()
         reach = Reach(self._roots, given_up or threading.Event())
-        try:
+        with refusing(directory):
             ready = self._read(directory, expert_of_slot, spare=spare, reach=reach)
-        except (CheckpointError, UnsupportedModelError) as error:
-            raise WeightsRefusedError(one_line(_without_place(str(error), directory))) from error
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            raise WeightsRefusedError("a host has no memory for the new weights beside the old ones") from error
-        except Exception as error:
-            log.exception("a checkpoint could not be read")
-            raise WeightsRefusedError(f"the checkpoint cannot be read ({type(error).__name__})") from error
+        self.hold(ready, given_up=reach.given_up)
+
+    def hold(self, ready: dict[str, Any], *, given_up: threading.Event) -> None:
+        """Stage parameters: the whole tree, or those that change. WeightsRefusedError once `given_up` is set."""
         with self._changing:
-            if reach.given_up.is_set():
-                raise WeightsRefusedError("reading was given up")
+            if given_up.is_set():
+                raise WeightsRefusedError(GIVEN_UP)
             self._ready = ready
 
     def take(self, serving: ModelWeights) -> ModelWeights:
@@ -137,10 +136,28 @@ class StagedWeights:
         return ready
 
 
+@contextmanager
+def refusing(directory: str = "") -> Generator[None]:
+    """Turn whatever is wrong with weights into a WeightsRefusedError of one line, without the path of a checkpoint."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        message = _without_place(str(error), directory) if directory else str(error)
+        raise WeightsRefusedError(one_line(message)) from error
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        raise WeightsRefusedError("a host has no memory for the new weights beside the old ones") from error
+    except Exception as error:
+        log.exception("a checkpoint could not be read")
+        raise WeightsRefusedError(f"the checkpoint cannot be read ({type(error).__name__})") from error
+
+
 def _put(ready: Any, serving: Any) -> Any:
-    """The arrays of a tree, those that are still in host memory in the place of those that serve."""
+    """The arrays of a tree, those that are still in host memory in the place of those that serve.
+
+    What is not in the tree serves on.
+    """
     if isinstance(ready, dict):
-        return {key: _put(node, serving[key]) for key, node in ready.items()}
+        return {key: _put(ready[key], node) if key in ready else node for key, node in serving.items()}
     if isinstance(ready, StagedParameter):
         serving.delete()
         return ready.on_devices()
@@ -184,15 +201,17 @@ class WeightReading:
     def begin(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         """Read a checkpoint, as `StagedWeights.read` does; an earlier one is given up."""
         self.give_up()
+        self.run(lambda given_up: self._staged.read(model_path, expert_of_slot, given_up=given_up))
+
+    def run(self, call: Callable[[threading.Event], None]) -> None:
+        """Run what raises WeightsRefusedError, or is given up by the event; nothing else runs by now."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._current = reading = _Reading()
         if len(self._threads) >= MOST_STUCK:
             reading.refusal = f"{len(self._threads)} earlier readings hang in their files"
             reading.done.set()
             return
-        thread = threading.Thread(
-            target=self._read, args=(reading, model_path, expert_of_slot), name="weights", daemon=True
-        )
+        thread = threading.Thread(target=_run, args=(reading, call), name="weights", daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -210,12 +229,13 @@ class WeightReading:
             reading.refusal = GIVEN_UP
             reading.done.set()
 
-    def _read(self, reading: _Reading, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        try:
-            self._staged.read(model_path, expert_of_slot, given_up=reading.given_up)
-        except WeightsRefusedError as refusal:
-            reading.refusal = str(refusal)
-        reading.done.set()
+
+def _run(reading: _Reading, call: Callable[[threading.Event], None]) -> None:
+    try:
+        call(reading.given_up)
+    except WeightsRefusedError as refusal:
+        reading.refusal = str(refusal)
+    reading.done.set()
 
 
 def too_late(timeout_s: float) -> WeightsRefusedError:

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import numpy as np
 
+from rayserve_moe.checkpoints.bucket import SentTensor, cut
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.staged_weights import WeightReading, too_late
+from rayserve_moe.execution.staged_weights import WeightReading, refusing, too_late
+from rayserve_moe.execution.tensor_staging import TensorStaging
 from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+
+
+class LocalTensors:
+    """Stages tensors in this process, as an `engine.executor.TensorReceiver`."""
+
+    def __init__(self, staging: TensorStaging) -> None:
+        self._staging = staging
+
+    def begin(self, expert_of_slot: np.ndarray | None) -> None:
+        self._staging.begin(expert_of_slot)
+
+    def stage(self, tensors: Sequence[SentTensor]) -> None:
+        wanted = self._staging.wanted([(tensor.name, tensor.shape) for tensor in tensors])
+        for tensor, share in zip(tensors, wanted, strict=True):
+            with refusing():
+                pieces = cut(tensor, share)
+            self._staging.add(pieces)
+
+    def finish(self) -> None:
+        self._staging.finish(threading.Event())
+
+    def drop(self) -> None:
+        self._staging.drop()
 
 
 class LocalExecutor:
@@ -16,6 +44,7 @@ class LocalExecutor:
 
     def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
         self.runner = runner
+        self.tensors = LocalTensors(runner.tensors)
         self._reading, self._updates = WeightReading(runner.staged), updates or UpdateSettings()
 
     def start(self) -> StartReport:

@@ -250,7 +250,8 @@ class StartReport:
 
     `page_groups` are the groups of layers, where there are several or some have a window.
     `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
-    which `num_programs_found` were on disk. `first_run_s` is running every program once.
+    which `num_programs_found` were on disk. `first_run_s` is running every program once. `dtype` is that of
+    the weights, but for tensors by the names of `float32_tensors`, in which `*` stands for numbers.
     """
 
     num_pages: int
@@ -263,6 +264,8 @@ class StartReport:
     num_expert_ranks: int = 1
     num_redundant_experts: int = 0
     page_groups: tuple[PageGroup, ...] = ()
+    dtype: str = ""
+    float32_tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         windowed = "".join(f", {size} for a window of {window}" for window, size in self.page_groups if window)
@@ -274,8 +277,9 @@ class StartReport:
 
     def statistics(self) -> dict[str, float]:
         """All but the pages and how experts are spread, by name."""
-        left_out = ("num_pages", "page_groups", "num_expert_ranks", "num_redundant_experts")
-        return {f"start_{name}": float(value) for name, value in asdict(self).items() if name not in left_out}
+        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
+        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
+        return {f"start_{name}": float(value) for name, value in numbers.items() if name not in left_out}
 
 
 def slowest_start(reports: Sequence[StartReport]) -> StartReport:

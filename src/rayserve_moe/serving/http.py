@@ -19,6 +19,7 @@ from rayserve_moe.serving.routes.openai import openai_router
 from rayserve_moe.serving.routes.probes import probe_router
 from rayserve_moe.serving.routes.responses import responses_router
 from rayserve_moe.serving.routes.statistics import statistics_router
+from rayserve_moe.serving.routes.tensor_updates import tensor_router
 from rayserve_moe.serving.routes.text_tokens import text_tokens_router
 from rayserve_moe.serving.routes.tokens import token_router
 from rayserve_moe.serving.routes.trainer_control import trainer_control_router
@@ -64,8 +65,8 @@ def create_api(state: ApiState) -> FastAPI:
     # Routes are tried in order: the most used come first.
     for router in (native_router, openai_router, token_router, messages_router, responses_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
-    others = (control_router, trainer_control_router, model_router, statistics_router, probe_router, text_tokens_router)
-    for router in others:
+    others = (model_router, statistics_router, probe_router, text_tokens_router)
+    for router in (control_router, trainer_control_router, tensor_router, *others):
         app.include_router(router(state))
     app.include_router(fields_router())
     app.include_router(unsupported_router())

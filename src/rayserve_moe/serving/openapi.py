@@ -20,6 +20,7 @@ MEANINGS = {
     400: "The request is wrong: the error names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
+    409: "This does not follow from what the server holds: begin anew.",
     413: "The body is longer than the server takes.",
     422: "The model produced logits that are not numbers.",
     429: "Too many requests wait: try again later.",

@@ -1,4 +1,5 @@
-"""Weights of every family change while an engine serves on four devices: those that come back answer as they did."""
+"""Weights of every family change while an engine serves on four devices: those that come back, or are sent,
+answer as they did from disk."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from rayserve_moe import Engine
 from tests.pipelines.families.conftest import families
 from tests.support.engines import CORE
+from tests.support.sending import send_weights
 
 pytestmark = families("gpt_oss-0")
 
@@ -15,7 +17,7 @@ SPREAD: dict[str, Any] = {"devices_per_host": 4, "data_parallel_size": 2, "num_r
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 40)]
 
 
-def test_weights_that_come_back_answer_as_they_did(
+def test_weights_that_come_back_or_are_sent_answer_as_they_did(
     core_checkpoint: Path, other_checkpoint: Path, kernel_settings: dict[str, str]
 ):
     with Engine(str(core_checkpoint), **CORE, **SPREAD, **kernel_settings) as engine:
@@ -24,6 +26,8 @@ def test_weights_that_come_back_answer_as_they_did(
         changed = _answers(engine)
         assert engine.update_weights_from_disk(core_checkpoint).success
         assert _answers(engine) == before
+        send_weights(engine, other_checkpoint)
+        assert _answers(engine) == changed
     assert all(one["output_ids"] != other["output_ids"] for one, other in zip(before, changed, strict=True))
 
 

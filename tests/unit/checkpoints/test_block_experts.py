@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from rayserve_moe.checkpoints import loader
+from rayserve_moe.checkpoints import parts
 from rayserve_moe.checkpoints.channels import quantize_columns
 from rayserve_moe.checkpoints.files import SINGLE_FILE, open_checkpoint
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
@@ -81,10 +81,10 @@ def test_every_number_comes_back_from_what_it_stands_for(dtype):
 
 
 @DTYPE
-@pytest.mark.parametrize("part_bytes", [loader.PART_BYTES, 128])
+@pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])
 def test_blocks_of_files_keep_their_bytes_and_scales(plain, tmp_path, monkeypatch, dtype, part_bytes):
     """However large the parts are that are read at once."""
-    monkeypatch.setattr(loader, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
     path = stored_in_blocks(plain, tmp_path / "model", dtype)
     found, tensors = experts_of(path, dtype="bfloat16", expert_dtype=dtype), load_file(plain / SINGLE_FILE)
     moe_layers = spec_from_config(open_checkpoint(path).config).moe_layer_ids
@@ -111,11 +111,11 @@ def test_what_they_stand_for_has_the_bits_of_what_is_read_as_bfloat16(plain, tmp
 
 
 @DTYPE
-@pytest.mark.parametrize("part_bytes", [loader.PART_BYTES, 128])
+@pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])
 def test_an_update_without_blocks_is_quantised_into_them(plain, tmp_path, monkeypatch, dtype, part_bytes):
     """As the files that are served have been: of the same values, the same bytes and scales."""
     served = stored_in_blocks(plain, tmp_path / "model", dtype)
-    monkeypatch.setattr(loader, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
     found = experts_of(plain, dtype="bfloat16", of=served, expert_dtype=dtype)
     for name, array in experts_of(served, dtype="bfloat16", expert_dtype=dtype).items():
         np.testing.assert_array_equal(found[name].view(np.uint8), array.view(np.uint8))

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from rayserve_moe.checkpoints import loader
+from rayserve_moe.checkpoints import parts
 from rayserve_moe.checkpoints.channels import quantize_columns
 from rayserve_moe.checkpoints.files import SINGLE_FILE, CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.loader import StagedParameter, WeightSource, load_parameters
@@ -94,9 +94,9 @@ def test_what_is_quantised_stays_as_it_is():
 
 
 @pytest.mark.parametrize("sharding_of", [on_one, over_experts])
-@pytest.mark.parametrize("part_bytes", [loader.PART_BYTES, 128])
+@pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])
 def test_any_sharding_and_any_parts_hold_the_same(single, wanted, sharding_of, part_bytes, monkeypatch):
-    monkeypatch.setattr(loader, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
     experts = experts_of(single, sharding_of=sharding_of)
     assert_held(experts, wanted)
     assert experts["router_MDE"].dtype == np.float32
@@ -109,10 +109,10 @@ def parameter_specs_of(path: Path) -> dict[str, ParamSpec]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("part_bytes", [loader.PART_BYTES, 128])
+@pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])
 def test_experts_in_one_tensor_are_quantised_alike(single, wanted, tmp_path, monkeypatch, layout, part_bytes):
     monkeypatch.setitem(FAMILIES, layout, fused_family(layout))
-    monkeypatch.setattr(loader, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
     assert_held(experts_of(fused(single, tmp_path / layout, layout), rules=FUSED_RULES), wanted)
 
 

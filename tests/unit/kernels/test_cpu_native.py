@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayserve_moe.kernels.cpu_native import calls
-from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns, take_columns
+from rayserve_moe.kernels.cpu_native.layout import INVERSES, LAYOUTS, pack, pack_columns, take_columns
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
 from rayserve_moe.kernels.layers import gumbel_noise, masses_of, rms_norm, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
@@ -284,3 +284,11 @@ def test_no_item_is_lost_or_done_twice_when_calls_follow_each_other():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, range(4)))
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (2, 3, 32, 40), (6, 20)])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int8])
+def test_layouts_can_be_undone(shape, dtype):
+    values = np.random.default_rng(0).integers(-100, 100, shape).astype(dtype)
+    for name, layout in LAYOUTS.items():
+        np.testing.assert_array_equal(INVERSES[name](layout(values)), values)

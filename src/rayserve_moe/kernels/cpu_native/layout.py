@@ -61,6 +61,38 @@ def _panels(weights_KN: jax.Array, width: int) -> jax.Array:
     return cut.transpose(*range(places), places + 2, places, places + 3, places + 1).reshape(*outer, depth * columns)
 
 
+def unpack(packed_KN: np.ndarray) -> np.ndarray:
+    """What `pack` has laid out so, [..., K, N]."""
+    *outer, depth, columns = packed_KN.shape
+    whole = columns - columns % PANEL
+    flat = packed_KN.reshape(*outer, depth * columns)
+    parts = [
+        _from_panels(flat[..., begin * depth : end * depth], depth, width=width)
+        for begin, end, width in ((0, whole, PANEL), (whole, columns, columns - whole))
+        if end > begin
+    ]
+    return np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+
+
+def _from_panels(panels: np.ndarray, depth: int, *, width: int) -> np.ndarray:
+    """[..., K, N] of panels of `width` columns, [..., K * N]."""
+    outer, places = panels.shape[:-1], panels.ndim - 1
+    columns = panels.shape[-1] // depth
+    if panels.dtype.itemsize == 1:
+        cut = panels.reshape(*outer, columns // width, depth // 2, 2, 2, width // 2)
+        order = (places + 1, places + 3, places, places + 2, places + 4)
+    else:
+        cut = panels.reshape(*outer, columns // width, depth // 2, width, 2)
+        order = (places + 1, places + 3, places, places + 2)
+    return cut.transpose(*range(places), *order).reshape(*outer, depth, columns)
+
+
+def unpack_columns(packed_VD: np.ndarray) -> np.ndarray:
+    """What `pack_columns` has laid out so, [..., V, D]."""
+    *outer, words, width = packed_VD.shape
+    return unpack(packed_VD.reshape(*outer, width, words)).swapaxes(-1, -2)
+
+
 def pack_columns(table_VD: jax.Array) -> jax.Array:
     """Lay out [..., V, D] whose rows are the columns of a product, as the table of tied embeddings; the shape stays."""
     return pack(table_VD.swapaxes(-1, -2)).reshape(table_VD.shape)
@@ -72,6 +104,8 @@ def _plain(array: jax.Array) -> jax.Array:
 
 LAYOUTS: dict[str, Callable[[Any], Any]] = {"": _plain, "packed": pack, "packed_columns": pack_columns}
 """What is done to a device's share of a parameter before it gets there, by `ParamSpec.layout`."""
+INVERSES: dict[str, Callable[[Any], Any]] = {"": _plain, "packed": unpack, "packed_columns": unpack_columns}
+"""What undoes it, for arrays of numpy."""
 
 
 def take_columns(packed_VD: jax.Array, ids_T: jax.Array) -> jax.Array:

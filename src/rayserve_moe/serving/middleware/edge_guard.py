@@ -20,6 +20,7 @@ ADMIN_PATHS = frozenset(
         "/pause_generation",
         "/continue_generation",
         "/update_weights_from_disk",
+        "/update_weights_from_tensor",
         "/flush_cache",
         "/reset_prefix_cache",
         "/pause",
@@ -39,6 +40,10 @@ _DISCARDED_BODIES = 4
 """Refused bodies are read up to this many times the limit: a client that still writes cannot read our answer."""
 BODY_TIMEOUT_S = 120.0
 """For a body to arrive: until then it counts against the open requests that Serve allows."""
+
+STREAMED_PATHS = frozenset({"/update_weights_from_tensor"})
+"""Paths whose bodies are long: each part of one has the time of a body, and MOST_STREAMED_BYTES bound it."""
+MOST_STREAMED_BYTES = 4 << 30
 
 _ANTHROPIC = "/v1/messages"
 """Its clients send their key in a header of its own."""
@@ -61,7 +66,6 @@ def _is_bearer(authorization: bytes, key: str) -> bool:
 
 def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = BODY_TIMEOUT_S) -> ASGIApp:
     """Return ASGI middleware that refuses a missing key (401), a body over the limit (413), and a late one (408)."""
-    max_bytes = server.max_body_bytes
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,6 +74,8 @@ def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = 
         headers = dict(scope["headers"])
         REQUEST_ID.set(request_id_from(headers.get(b"x-request-id", b"")))
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        is_streamed = path in STREAMED_PATHS
+        max_bytes = MOST_STREAMED_BYTES if is_streamed else server.max_body_bytes
         length = headers.get(b"content-length", b"")
         key = headers.get(b"authorization", b"")
         if not key and path.startswith(_ANTHROPIC):
@@ -80,7 +86,7 @@ def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = 
             await _discard(receive, max_bytes, body_timeout_s)
             await _too_large(max_bytes).response()(scope, receive, send)
         else:
-            await app(scope, _limited(receive, max_bytes, body_timeout_s), send)
+            await app(scope, _limited(receive, max_bytes, body_timeout_s, is_streamed=is_streamed), send)
 
     return guarded
 
@@ -97,8 +103,11 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"the request body is longer than {max_bytes} bytes", code="body_too_large")
 
 
-def _limited(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
-    """Limit the bytes and the time of a body as it arrives: a chunked one announces no length."""
+def _limited(receive: Receive, max_bytes: int, timeout_s: float, *, is_streamed: bool) -> Receive:
+    """Limit the bytes and the time of a body as it arrives, a streamed one's for each part of it.
+
+    A chunked one announces no length.
+    """
     num_bytes = 0
     deadline: float | None = asyncio.get_running_loop().time() + timeout_s
 
@@ -111,6 +120,8 @@ def _limited(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
             raise ApiError(408, "the request body did not arrive in time", code="request_timeout") from None
         if not message.get("more_body", False):
             deadline = None  # only the client's disconnect may follow
+        elif is_streamed:
+            deadline = asyncio.get_running_loop().time() + timeout_s
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:
             if message.get("more_body", False):

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.engine.control import WeightOrder
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.recovery import progress_of
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
@@ -94,7 +94,11 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
 
 async def update_answer(state: ApiState, order: WeightOrder, *, param: str = "model_path") -> Response:
     """Change the weights. A refusal has an error object beside SGLang's fields; `param` is the field of the path."""
-    outcome = await asyncio.wrap_future(state.loop.control.update_weights(order))
+    return outcome_answer(await asyncio.wrap_future(state.loop.control.update_weights(order)), param=param)
+
+
+def outcome_answer(outcome: WeightOutcome, *, param: str | None = None) -> Response:
+    """The answer to an update: a refusal is 400."""
     fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     if outcome.success:
         return json_answer({**fields, "weight_version": outcome.weight_version})

@@ -99,4 +99,6 @@ def _model_description(state: ApiState) -> dict:
         "moe_layer_ids": list(card.routing.layer_ids),
         "num_experts": card.routing.num_experts,
         "num_experts_per_tok": card.routing.top_k,
+        "dtype": state.loop.start_report.dtype,
+        "float32_tensors": list(state.loop.start_report.float32_tensors),
     }

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.openapi import answers
 
-_INSTEAD = "write a checkpoint and POST its path to /update_weights_from_disk"
+_INSTEAD = "POST safetensors to /update_weights_from_tensor, or the path of a checkpoint to /update_weights_from_disk"
 BY_COLLECTIVE = f"weights do not arrive over NCCL collectives here: {_INSTEAD}"
 _BY_MEMORY = f"weights do not arrive as CUDA memory handles here: {_INSTEAD}"
 _MEMORY = "device memory stays with the server while it runs: stop it to have the memory"
@@ -24,7 +24,7 @@ _UNSUPPORTED_CONTROL = {
         /init_weight_transfer_engine /start_weight_update /finish_weight_update /collective_rpc /fetch_weights
         /pull_weights /areal_init_weights_update_group /areal_set_update_weight_meta /areal_update_weights_xccl
         /areal_set_update_weight_meta_lora /areal_update_weights_lora_xccl""",
-    _BY_MEMORY: "/update_weights_from_tensor /post_process_weights",
+    _BY_MEMORY: "/post_process_weights",
     _MEMORY: "/release_memory_occupation /resume_memory_occupation /sleep /wake_up",
     _ADAPTERS: """/load_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter /skyrl/v1/load_lora_adapter
         /areal_update_weights_lora""",

@@ -91,3 +91,17 @@ class UpdateWeightsBody(RequestBody):
     weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
     flush_cache: bool = True
     abort_all_requests: bool = False
+
+
+class BucketOptions(RequestBody):
+    """Query of `/update_weights_from_tensor`: the update of a bucket, its number there from 0, whether it is the last.
+
+    The other fields count with the last one, as those of `/update_weights_from_disk`.
+    """
+
+    update_id: RequestId
+    bucket: Annotated[int, Field(ge=0)] | None = None
+    last: bool = False
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
+    flush_cache: bool = True
+    abort_all_requests: bool = False

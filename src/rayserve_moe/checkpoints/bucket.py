@@ -1,0 +1,212 @@
+"""Buckets of weights that travel: safetensors in memory, with a checksum per tensor, whole or as changed positions.
+
+Metadata `crc32` is JSON `{name: integer}` over the bytes of every tensor. A delta has `base_version` there, and for a
+tensor NAME of the checkpoint `NAME.positions` (uint32, flat, C order) and as many `NAME.values`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from rayserve_moe.checkpoints.casting import is_finite
+from rayserve_moe.checkpoints.header import DTYPES, STORED_DTYPES, CheckpointError, TensorEntry, read_header
+from rayserve_moe.checkpoints.header import read_metadata as metadata_of
+from rayserve_moe.checkpoints.pieces import Region
+from rayserve_moe.config.given_files import GivenFileError, parse_json_object
+
+POSITIONS, VALUES = ".positions", ".values"
+BUCKET = Path("the bucket")
+"""What messages call it."""
+_ALIGNMENT = 8
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """A tensor of the checkpoint as it was sent: its values, in the shape of files; of a delta those at `positions`."""
+
+    name: str
+    values: np.ndarray
+    positions: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """None of a delta, which does not say it."""
+        return self.values.shape if self.positions is None else None
+
+
+@dataclass(frozen=True)
+class SentPiece:
+    """A part of a sent tensor: `region` is `[from, to)` of each dimension in files, `values` those in it, in its shape.
+
+    Of a delta, `values` are those at `positions`, which are flat within the region, in C order. Where there is a
+    `dtype`, `values` are the bits of it.
+    """
+
+    name: str
+    region: Region
+    values: np.ndarray
+    positions: np.ndarray | None = None
+    dtype: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+    def as_bits(self) -> SentPiece:
+        """The same with values as unsigned integers: those of bfloat16 are pickled in band, and copied by each get."""
+        bits = np.ascontiguousarray(self.values).view(f"u{self.values.itemsize}")
+        return replace(self, values=bits, dtype=self.values.dtype.name)
+
+    def as_typed(self) -> SentPiece:
+        """The same with values in their dtype."""
+        return replace(self, values=self.values.view(np.dtype(self.dtype)), dtype="")
+
+
+@dataclass(frozen=True)
+class SentBucket:
+    """The tensors of one bucket; `base_version` of a delta is that of the weights which it changes."""
+
+    tensors: tuple[SentTensor, ...]
+    base_version: str | None = None
+
+
+@dataclass(frozen=True)
+class WantedTensor:
+    """What a host wants of a sent tensor: its `shape` in files, and the `regions` of it in the host's share."""
+
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+
+class _Memory:
+    """Bytes in memory as a `header.ByteSource`."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._body)
+
+    def read(self, num_bytes: int, offset: int = 0) -> bytes:
+        return bytes(self._body[offset : offset + num_bytes])
+
+
+def read_bucket(body: bytes | bytearray) -> SentBucket:
+    """Read a bucket and check it; its tensors are views of `body`.
+
+    CheckpointError for what is truncated or malformed, a checksum that is missing or wrong, values that are not finite.
+    """
+    view = memoryview(body)
+    entries, metadata = read_header(BUCKET, _Memory(view)), metadata_of(BUCKET, _Memory(view))
+    _check_sums(entries, metadata, view)
+    arrays = {name: _array(entry, view) for name, entry in entries.items()}
+    base_version = metadata.get("base_version")
+    tensors = _whole(arrays) if base_version is None else _deltas(arrays)
+    for tensor in tensors:
+        if not is_finite(tensor.values):
+            raise CheckpointError(f"tensor {tensor.name} holds values that are not finite")
+    return SentBucket(tensors, base_version)
+
+
+def write_bucket(tensors: Sequence[SentTensor], *, base_version: str | None = None) -> Iterator[bytes | memoryview]:
+    """The bytes of a bucket, part by part; tensors are not copied where they are contiguous."""
+    arrays: dict[str, np.ndarray] = {}
+    for tensor in tensors:
+        if tensor.positions is None:
+            arrays[tensor.name] = tensor.values
+        else:
+            arrays |= {tensor.name + POSITIONS: tensor.positions, tensor.name + VALUES: tensor.values}
+    raw = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for name, array in arrays.items()}
+    header: dict[str, object] = {"__metadata__": {"crc32": json.dumps({name: zlib.crc32(raw[name]) for name in raw})}}
+    if base_version is not None:
+        header["__metadata__"] |= {"base_version": base_version}  # type: ignore[operator]
+    begin = 0
+    for name, array in arrays.items():
+        end = begin + array.nbytes
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    yield from raw.values()
+
+
+def cut(tensor: SentTensor, wanted: WantedTensor) -> list[SentPiece]:
+    """The pieces of a tensor that a host wants; CheckpointError for positions outside of it."""
+    if tensor.positions is None:
+        return [SentPiece(tensor.name, region, tensor.values[_slices(region)]) for region in wanted.regions]
+    if tensor.positions.size and int(tensor.positions.max()) >= math.prod(wanted.shape):
+        raise CheckpointError(f"{tensor.name}{POSITIONS} name places outside of shape {list(wanted.shape)}")
+    return [_cut_delta(tensor, tensor.positions, wanted.shape, region) for region in wanted.regions]
+
+
+def _cut_delta(tensor: SentTensor, positions: np.ndarray, shape: tuple[int, ...], region: Region) -> SentPiece:
+    if all(bounds == (0, size) for bounds, size in zip(region, shape, strict=True)):
+        return SentPiece(tensor.name, region, tensor.values, positions)
+    places = np.unravel_index(positions, shape)
+    is_within = np.ones(len(positions), bool)
+    for place, (start, stop) in zip(places, region, strict=True):
+        is_within &= (place >= start) & (place < stop)
+    local = tuple(place[is_within] - start for place, (start, _) in zip(places, region, strict=True))
+    flat = np.ravel_multi_index(local, tuple(stop - start for start, stop in region))
+    return SentPiece(tensor.name, region, tensor.values[is_within], flat)
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in region)
+
+
+def _check_sums(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], view: memoryview) -> None:
+    try:
+        sums = parse_json_object(metadata.get("crc32", "{}").encode())
+    except GivenFileError as error:
+        raise CheckpointError(f"crc32 in __metadata__ must be JSON {{name: integer}}: {error}") from error
+    for name, entry in entries.items():
+        if name not in sums:
+            raise CheckpointError(f"tensor {name} has no crc32 in __metadata__")
+        if sums[name] != zlib.crc32(view[entry.begin : entry.end]):
+            raise CheckpointError(f"tensor {name} does not have the crc32 that __metadata__ states")
+
+
+def _array(entry: TensorEntry, view: memoryview) -> np.ndarray:
+    if entry.dtype not in STORED_DTYPES:
+        raise CheckpointError(f"tensor {entry.name} has dtype {entry.dtype} (readable: {', '.join(DTYPES)})")
+    dtype = STORED_DTYPES[entry.dtype]
+    return np.frombuffer(view[entry.begin : entry.end], dtype).reshape(entry.shape)
+
+
+def _whole(arrays: Mapping[str, np.ndarray]) -> tuple[SentTensor, ...]:
+    for name, array in arrays.items():
+        _check_floating(name, array)
+    return tuple(SentTensor(name, array) for name, array in arrays.items())
+
+
+def _deltas(arrays: Mapping[str, np.ndarray]) -> tuple[SentTensor, ...]:
+    """The tensors of a delta, some of which may be whole."""
+    tensors = []
+    for name, array in arrays.items():
+        stem = name.removesuffix(POSITIONS)
+        if stem != name:
+            values = arrays.get(stem + VALUES)
+            if values is None or array.dtype != np.uint32 or array.ndim != 1 or values.shape != array.shape:
+                raise CheckpointError(f"{name} must be uint32 [n], beside as many {stem}{VALUES}")
+            _check_floating(stem + VALUES, values)
+            tensors.append(SentTensor(stem, values, array))
+        elif name.removesuffix(VALUES) + POSITIONS not in arrays:
+            _check_floating(name, array)
+            tensors.append(SentTensor(name, array))
+    return tuple(tensors)
+
+
+def _check_floating(name: str, array: np.ndarray) -> None:
+    if array.dtype not in DTYPES.values():
+        raise CheckpointError(f"tensor {name} has dtype {_NAMES[array.dtype]}, expected one of {', '.join(DTYPES)}")

@@ -1,0 +1,108 @@
+"""Weights that are sent, to the hosts of a group: each of them is given its share, as one object per bucket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from rayserve_moe.checkpoints.bucket import SentTensor, WantedTensor, cut
+from rayserve_moe.checkpoints.header import CheckpointError
+from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, WANTED
+from rayserve_moe.config.given_files import one_line
+from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.execution.staged_weights import too_late
+from rayserve_moe.requests import WeightsRefusedError
+
+POLL_S = 0.005
+"""From asking the hosts whether they have staged a bucket to asking again."""
+DROP_TIMEOUT_S = 10.0
+
+
+class GroupTensors:
+    """An `engine.executor.TensorReceiver` of the hosts that `workers` returns; each call of them has `timeout_s()`.
+
+    `sent_bytes` counts, by host, what all updates have sent there. `on_finish` is called once all have laid out theirs.
+    """
+
+    def __init__(
+        self, workers: Callable[[], list[ActorHandle]], *, timeout_s: Callable[[], float], on_finish: Callable[[], None]
+    ) -> None:
+        self._workers, self._timeout_s, self._on_finish = workers, timeout_s, on_finish
+        self.sent_bytes: list[int] = []
+
+    def begin(self, expert_of_slot: np.ndarray | None) -> None:
+        self._check(self._ask(BEGIN, expert_of_slot))
+
+    def stage(self, tensors: Sequence[SentTensor]) -> None:
+        shares = self._ask(WANTED, [(tensor.name, tensor.shape) for tensor in tensors])
+        self._check([share if isinstance(share, str) else "" for share in shares])
+        self.sent_bytes = self.sent_bytes or [0] * len(shares)
+        with self._failing():
+            calls = [
+                worker.take_tensors.remote(ADD, self._share_of(host_id, tensors, share))
+                for host_id, (worker, share) in enumerate(zip(self._workers(), shares, strict=True))
+            ]
+            ray.get(calls, timeout=self._timeout_s())
+        self._wait()
+
+    def finish(self) -> None:
+        self._ask(FINISH)
+        self._wait()
+        self._on_finish()
+
+    def drop(self) -> None:
+        with suppress(RayError):  # who is lost is noticed by its steps
+            ray.get([worker.drop_staged.remote() for worker in self._workers()], timeout=DROP_TIMEOUT_S)
+
+    def _share_of(self, host_id: int, tensors: Sequence[SentTensor], wanted: list[WantedTensor]) -> ray.ObjectRef:
+        try:
+            pieces = [
+                piece.as_bits() for tensor, share in zip(tensors, wanted, strict=True) for piece in cut(tensor, share)
+            ]
+        except CheckpointError as error:
+            raise WeightsRefusedError(one_line(str(error))) from error
+        self.sent_bytes[host_id] += sum(piece.num_bytes for piece in pieces)
+        return ray.put(pieces)
+
+    def _wait(self) -> None:
+        """Wait until every host has staged what it was given. WeightsRefusedError where one has refused it."""
+        deadline = time.monotonic() + self._timeout_s()
+        while None in (outcomes := self._outcomes()):
+            if time.monotonic() > deadline:
+                raise too_late(self._timeout_s())
+            time.sleep(POLL_S)
+        self._check(outcomes)
+
+    def _outcomes(self) -> list[str | None]:
+        with self._failing():
+            return ray.get([worker.staging_outcome.remote() for worker in self._workers()], timeout=self._timeout_s())
+
+    def _ask(self, call: str, *arguments: Any) -> list[Any]:
+        with self._failing():
+            calls = [worker.take_tensors.remote(call, *arguments) for worker in self._workers()]
+            return ray.get(calls, timeout=self._timeout_s())
+
+    def _check(self, refusals: Sequence[str | None]) -> None:
+        """WeightsRefusedError of the first host that has refused."""
+        for host_id, refusal in enumerate(refusals):
+            if refusal:
+                raise WeightsRefusedError(f"host {host_id}: {refusal}")
+
+    @contextmanager
+    def _failing(self) -> Generator[None]:
+        """Turn errors of Ray into refusals, or into the loss of a host."""
+        try:
+            yield
+        except GetTimeoutError as error:
+            raise too_late(self._timeout_s()) from error
+        except RayTaskError as error:
+            raise WeightsRefusedError("a host could not take the weights") from error
+        except RayError as error:
+            raise ExecutorFailure(f"a host was lost while it took new weights: {error}") from error

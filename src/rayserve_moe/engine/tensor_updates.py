@@ -1,0 +1,171 @@
+"""Weights that a trainer sends in buckets: each is staged beside the steps, and the last one has all of them serve."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from rayserve_moe.checkpoints.bucket import SentBucket
+from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
+from rayserve_moe.engine.executor import Executor, ExecutorFailure
+from rayserve_moe.engine.weight_orders import LOST_WHILE_READING, WeightOrder, WeightOutcome
+from rayserve_moe.requests import WeightsRefusedError
+
+IDLE_S = 600.0
+"""Longest time between two buckets of an update; after it what has come is forgotten."""
+MOST_REMEMBERED = 256
+"""Ids of updates that have ended: what is left of one of them must not begin another."""
+
+
+class UpdateConflictError(ValueError):
+    """A bucket that does not follow what was sent before, or a delta of other weights than those that serve."""
+
+
+@dataclass(frozen=True)
+class BucketOrder:
+    """One bucket of the update `update_id`; `number`, from 0, is its place among them, where the sender says it.
+
+    With the last one the weights change as `order` says.
+    """
+
+    update_id: str
+    order: WeightOrder
+    number: int | None = None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class BetweenSteps:
+    """What happens in the engine thread: experts held and let go, weights swapped as for a checkpoint, losses noted."""
+
+    hold: Callable[[], tuple[np.ndarray | None, int]]
+    let_go: Callable[[], None]
+    swap: Callable[[WeightOrder, int], WeightOutcome]
+    note_loss: Callable[..., None]
+    version: Callable[[], str]
+
+
+@dataclass
+class _Open:
+    """The update that is being sent, and the generation of the hosts that it is sent to."""
+
+    update_id: str
+    generation: int
+    num_buckets: int = 0
+
+
+class TensorUpdates:
+    """At most one update is open; another id, an update from disk, or `idle_s` without a bucket ends it.
+
+    What is refused ends its update too: nothing has changed then.
+    """
+
+    def __init__(
+        self, executor: Executor, commands: CommandQueue, *, between: BetweenSteps, updates: ThreadPoolExecutor
+    ) -> None:
+        self._executor, self._commands, self._between, self._updates = executor, commands, between, updates
+        self._open: _Open | None = None
+        self._ended: deque[str] = deque(maxlen=MOST_REMEMBERED)
+        self._timer: threading.Timer | None = None
+        self.idle_s = IDLE_S
+
+    def stage(self, bucket: SentBucket, order: BucketOrder) -> Future[WeightOutcome]:
+        """Stage a bucket; the outcome says whether that succeeded, and with the last one whether all of it serves.
+
+        The future fails with UpdateConflictError for a bucket out of its order.
+        """
+        self._commands.check_open()
+        return self._updates.submit(self._stage, bucket, order)
+
+    def drop(self, update_id: str) -> Future[bool]:
+        """Forget an update; returns whether it was open. No bucket of it is taken any more."""
+        self._commands.check_open()
+        return self._updates.submit(self._drop, update_id)
+
+    def end_open(self) -> None:
+        """Forget the update that is open, in the thread of updates."""
+        self.close()
+        if self._open is not None:
+            self._ended.append(self._open.update_id)
+            self._open = None
+            self._executor.tensors.drop()
+            with suppress(EngineStoppedError):
+                self._commands.call(self._between.let_go)
+
+    def close(self) -> None:
+        """Wait for no further bucket."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _drop(self, update_id: str) -> bool:
+        was_open = self._open is not None and self._open.update_id == update_id
+        if was_open:
+            self.end_open()
+        elif update_id not in self._ended:
+            self._ended.append(update_id)
+        return was_open
+
+    def _stage(self, bucket: SentBucket, order: BucketOrder) -> WeightOutcome:
+        self._check_order(order)
+        self.close()
+        with ExitStack() as ending:
+            ending.callback(self._drop, order.update_id)
+            try:
+                outcome = self._taken(bucket, order)
+            except WeightsRefusedError as refusal:
+                return WeightOutcome(False, str(refusal), self._between.version())
+            if not order.is_last:
+                ending.pop_all()
+                self._timer = threading.Timer(self.idle_s, self._end_idle, [order.update_id])
+                self._timer.daemon = True
+                self._timer.start()
+        return outcome
+
+    def _check_order(self, order: BucketOrder) -> None:
+        """UpdateConflictError where a bucket neither goes on with the open update nor begins one."""
+        if order.update_id in self._ended:
+            raise UpdateConflictError("this update has ended: begin one with another update_id")
+        opened = self._open
+        if opened is not None and opened.update_id == order.update_id:
+            if order.number not in (None, opened.num_buckets):
+                self.end_open()
+                raise UpdateConflictError(f"bucket {opened.num_buckets} is missing: the update has ended")
+        elif order.number not in (None, 0):
+            raise UpdateConflictError("this update has no bucket before this one here: begin with bucket 0")
+
+    def _taken(self, bucket: SentBucket, order: BucketOrder) -> WeightOutcome:
+        served_version = self._between.version()
+        if bucket.base_version not in (None, served_version):
+            raise UpdateConflictError("`base_version` of the delta is not the version that serves")
+        if self._open is None or self._open.update_id != order.update_id:
+            self.end_open()
+            expert_of_slot, generation = self._commands.call(self._between.hold).result()
+            self._open = _Open(order.update_id, generation)
+            self._reach(partial(self._executor.tensors.begin, expert_of_slot))
+        self._reach(partial(self._executor.tensors.stage, bucket.tensors))
+        self._open.num_buckets += 1
+        if not order.is_last:
+            return WeightOutcome(True, "the bucket is staged", served_version)
+        self._reach(self._executor.tensors.finish)
+        return self._commands.call(partial(self._between.swap, order.order, self._open.generation)).result()
+
+    def _reach(self, call: Callable[[], None]) -> None:
+        """Call hosts; WeightsRefusedError where one is lost."""
+        assert self._open is not None, "an update is open"
+        try:
+            call()
+        except ExecutorFailure as failure:
+            generation = self._open.generation
+            self._commands.call(partial(self._between.note_loss, failure, generation=generation)).result()
+            raise WeightsRefusedError(LOST_WHILE_READING) from failure
+
+    def _end_idle(self, update_id: str) -> None:
+        with suppress(RuntimeError):  # no further update is taken
+            self._updates.submit(self._drop, update_id)
