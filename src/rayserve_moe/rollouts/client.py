@@ -11,12 +11,21 @@ import json
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
+from urllib.parse import urlencode
 
 import aiohttp
 
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable, rollouts_in
 from rayserve_moe.rollouts.schema import Rollout
+from rayserve_moe.rollouts.weights import (
+    SAFETENSORS,
+    HeldDtypes,
+    WeightSending,
+    in_chunks,
+    rounded,
+    sent_tensors,
+)
 
 REQUEST_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 30.0
@@ -97,6 +106,27 @@ class RolloutClient:
             raise Refused(str(answer.get("message")))
         return answer
 
+    async def update_weights_from(
+        self, params: Mapping[str, Any], *, weight_version: str, base: Mapping[str, Any] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Serve `params`: arrays of numpy or JAX under the checkpoint's names, all of the weights or some.
+
+        They are rounded to nearest even to what the server holds, as `weights.rounded` does, and sent in buckets.
+        `base` are the arrays of the version that serves now: of a tensor that differs in few places these alone are
+        sent. `options` are those of `weights.WeightSending`. Refused where the server keeps its old weights, with
+        status 409 where it serves another version than `base_version`.
+        """
+        info = await self.model_info()
+        held = HeldDtypes(info["dtype"], tuple(info["float32_tensors"]))
+        sending = WeightSending(weight_version, served_version=info["weight_version"], **options)
+        tensors = sent_tensors(rounded(params, held), None if base is None else rounded(base, held))
+        answer: dict[str, Any] = {}
+        for query, bucket in sending.buckets(tensors, is_delta=base is not None):
+            path = f"/update_weights_from_tensor?{urlencode(query)}"
+            raw = await self._ask("POST", path, body=None, accept="application/json", content=bucket)
+            answer = json.loads(raw)
+        return answer
+
     async def flush(self) -> None:
         """Forget all cached prefixes. Refused while requests run."""
         await self._json("POST", "/flush_cache", {})
@@ -111,11 +141,23 @@ class RolloutClient:
             raise Faulty(f"the answer of {path} is no object")
         return answer
 
-    async def _ask(self, method: str, path: str, *, body: Mapping[str, Any] | None, accept: str) -> bytes:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None,
+        accept: str,
+        content: Sequence[bytes | memoryview] | None = None,
+    ) -> bytes:
         assert self._session is not None, "enter the client first"
+        headers, sent = {"Accept": accept}, None
+        if content is not None:
+            headers |= {"Content-Type": SAFETENSORS, "Content-Length": str(sum(map(len, content)))}
+            sent = in_chunks(content)
         try:
             async with self._session.request(
-                method, self._url + path, json=body, headers={"Accept": accept}
+                method, self._url + path, json=body, data=sent, headers=headers
             ) as response:
                 raw = await response.read()
         except aiohttp.ClientError as error:
@@ -165,6 +207,10 @@ class BlockingRolloutClient:
     def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
         """As `RolloutClient.update_weights`."""
         return self._run(self._client.update_weights(model_path, weight_version=weight_version, **options))
+
+    def update_weights_from(self, params: Mapping[str, Any], *, weight_version: str, **options: Any) -> dict[str, Any]:
+        """As `RolloutClient.update_weights_from`."""
+        return self._run(self._client.update_weights_from(params, weight_version=weight_version, **options))
 
     def flush(self) -> None:
         """As `RolloutClient.flush`."""

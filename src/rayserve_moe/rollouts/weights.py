@@ -1,0 +1,129 @@
+"""A trainer's weights as a server is sent them: rounded to what it holds, whole or where they differ, in buckets."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
+from rayserve_moe.checkpoints.casting import BFLOAT16, cast, is_finite
+
+SAFETENSORS = "application/vnd.safetensors"
+BUCKET_BYTES = 256 << 20
+CHUNK_BYTES = 1 << 20
+"""Of a body that is written at once."""
+POSITION_BYTES = 4
+_DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+_FLOATING = (*_DTYPES.values(), np.dtype(np.float64), np.dtype(ml_dtypes.float8_e4m3fn))
+
+
+@dataclass(frozen=True)
+class HeldDtypes:
+    """What a server holds weights in: `dtype`, and float32 where a name matches one of `float32_tensors`.
+
+    Both are fields of `/model_info`.
+    """
+
+    dtype: str
+    float32_tensors: tuple[str, ...] = ()
+
+    def of(self, name: str) -> np.dtype:
+        is_float32 = any(fnmatchcase(name, pattern) for pattern in self.float32_tensors)
+        return _DTYPES["float32" if is_float32 else self.dtype]
+
+
+def rounded(params: Mapping[str, Any], held: HeldDtypes) -> dict[str, np.ndarray]:
+    """Arrays of numpy or JAX as the server will hold them, rounded to nearest, ties to even.
+
+    A trainer's log-probs are those of the server where its forward takes these. ValueError for what is not finite once
+    it is rounded, and for arrays that are no floats.
+    """
+    return {name: _rounded(name, np.asarray(array), held.of(name)) for name, array in params.items()}
+
+
+def _rounded(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if array.dtype not in _FLOATING:
+        raise ValueError(f"{name} is {array.dtype}, not a floating dtype")
+    wide = array if array.dtype in _DTYPES.values() else array.astype(np.float32)
+    if wide.dtype != dtype and dtype.itemsize < 4 and wide.dtype.itemsize < 4:
+        wide = wide.astype(np.float32)
+    found = cast(np.ascontiguousarray(wide), dtype).reshape(array.shape)
+    if not is_finite(found):
+        raise ValueError(f"{name} holds values that are not finite in {dtype}")
+    return found
+
+
+def sent_tensors(params: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None) -> list[SentTensor]:
+    """What is sent of rounded arrays: all of them, or what differs from `base`, place by place where that is less.
+
+    Bits are compared: a zero of another sign differs. ValueError for a name that `base` lacks.
+    """
+    if base is None:
+        return [SentTensor(name, values) for name, values in params.items()]
+    if lacking := [name for name in params if name not in base or base[name].shape != params[name].shape]:
+        raise ValueError(f"base lacks {lacking[0]}, or has it in another shape")
+    found = (_difference(name, values, base[name]) for name, values in params.items())
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _difference(name: str, values: np.ndarray, base: np.ndarray) -> SentTensor | None:
+    bits = np.dtype(f"u{values.itemsize}")
+    flat = values.reshape(-1)
+    at = np.flatnonzero(flat.view(bits) != base.reshape(-1).view(bits))
+    if not len(at):
+        return None
+    if len(at) * (POSITION_BYTES + values.itemsize) >= values.nbytes or values.size >= 2**32:
+        return SentTensor(name, values)
+    return SentTensor(name, flat[at], at.astype(np.uint32))
+
+
+@dataclass(frozen=True)
+class WeightSending:
+    """How one update is sent: in buckets of about `bucket_bytes`, of whole tensors.
+
+    `base_version` is the version of `base`, that which serves where nothing is said.
+    """
+
+    weight_version: str
+    served_version: str
+    base_version: str | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    abort_all_requests: bool = False
+
+    def buckets(
+        self, tensors: Sequence[SentTensor], *, is_delta: bool
+    ) -> Iterator[tuple[dict[str, str], list[bytes | memoryview]]]:
+        """The query and the body of every request, in their order; at least one."""
+        groups = _grouped(tensors, self.bucket_bytes)
+        update_id, base_version = uuid.uuid4().hex, self.base_version or self.served_version
+        for number, group in enumerate(groups):
+            query = {"update_id": update_id, "bucket": str(number), "weight_version": self.weight_version}
+            query["abort_all_requests"] = str(self.abort_all_requests).lower()
+            query["last"] = str(number == len(groups) - 1).lower()
+            yield query, list(write_bucket(group, base_version=base_version if is_delta else None))
+
+
+def _grouped(tensors: Sequence[SentTensor], bucket_bytes: int) -> list[list[SentTensor]]:
+    groups: list[list[SentTensor]] = [[]]
+    num_bytes = 0
+    for tensor in tensors:
+        size = tensor.values.nbytes + (0 if tensor.positions is None else tensor.positions.nbytes)
+        if groups[-1] and num_bytes + size > bucket_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(tensor)
+        num_bytes += size
+    return groups
+
+
+async def in_chunks(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
+    """The parts of a body, none longer than CHUNK_BYTES."""
+    for part in parts:
+        for begin in range(0, len(part), CHUNK_BYTES):
+            yield part[begin : begin + CHUNK_BYTES]
