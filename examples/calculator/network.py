@@ -25,10 +25,12 @@ RESIDUAL_OUTPUTS = ("o", "expert_down")
 
 
 class Scores(NamedTuple):
-    """Logits [B, T, V], and how unevenly experts were loaded: one per layer for even loads, E for all on one."""
+    """Logits [B, T, V], and how unevenly experts were loaded: one per layer for even loads, E for all on one; and what
+    enters each layer [B, T, D]."""
 
     logits_BTV: jax.Array
     unevenness: jax.Array
+    entering: tuple[jax.Array, ...] = ()
 
 
 def initial_weights(spec: ModelSpec, *, seed: int) -> Weights:
@@ -67,8 +69,9 @@ def score(weights: Weights, ids_BT: jax.Array, segments_BT: jax.Array, *, spec: 
     seen_BTT = causal_TT & (segments_BT[:, :, None] == segments_BT[:, None, :])
     valid_N = segments_BT.reshape(-1) >= 0
     hidden_BTD = weights["embedding"]["table_VD"][ids_BT]
-    unevenness = jnp.zeros(())
+    unevenness, entering = jnp.zeros(()), []
     for layer in range(spec.num_layers):
+        entering.append(hidden_BTD)
         attention = {name: values[layer] for name, values in weights["attention"].items()}
         experts = {name: values[layer] for name, values in weights["experts"].items()}
         hidden_BTD += _attend(rms_norm(hidden_BTD, attention["norm_LD"], eps), attention, seen_BTT, spec)
@@ -77,7 +80,8 @@ def score(weights: Weights, ids_BT: jax.Array, segments_BT: jax.Array, *, spec: 
         hidden_BTD += out_ND.reshape(hidden_BTD.shape)
         unevenness += layer_unevenness
     embedding = weights["embedding"]
-    return Scores(project(rms_norm(hidden_BTD, embedding["final_norm_D"], eps), embedding["head_VD"].T), unevenness)
+    logits_BTV = project(rms_norm(hidden_BTD, embedding["final_norm_D"], eps), embedding["head_VD"].T)
+    return Scores(logits_BTV, unevenness, tuple(entering))
 
 
 def _attend(hidden_BTD: jax.Array, weights: dict[str, jax.Array], seen_BTT: jax.Array, spec: ModelSpec) -> jax.Array:
