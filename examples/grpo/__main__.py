@@ -1,10 +1,15 @@
 """GRPO from start to end on this machine: a server of the calculator, its rollouts, a trainer that replays routing.
 
     python -m examples.grpo --out DIRECTORY [--steps 60] [--asynchronous] [--dtype bfloat16]
+    python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
 
 Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. A run ends when the
 held-out probability of the sum was above 0.92 twice. It goes on where it was killed when the same command is given
 again. DIRECTORY gets metrics.jsonl, plots.png and plots.svg, and the weights at the end as a checkpoint, `policy`.
+
+With `--ablation` each arm of `arms.ARMS` runs with each seed: what replay changes, beside controls that replay wrong
+rows. DIRECTORY gets ablation.md, ablation.png and ablation.svg.
+
 Needs the extra `grpo`: pip install -e '.[grpo]'.
 """
 
@@ -17,6 +22,7 @@ from pathlib import Path
 
 import jax
 
+from examples.grpo.ablation import run_arms
 from examples.grpo.evaluation import evaluation
 from examples.grpo.loop import Parts, Row, Run, run_to_end
 from examples.grpo.model import checkpoint_tensors, read_architecture, read_params, write_policy
@@ -36,7 +42,10 @@ def main() -> int:
     """Run, or go on with a run."""
     options = parse_arguments()
     settings, out = settings_of(vars(options)), options.out.resolve()
-    agree(settings, out)
+    if options.ablation:
+        out.mkdir(parents=True, exist_ok=True)
+    else:
+        agree(settings, out)
     cache = default_cache_directory()
     jax.config.update("jax_compilation_cache_dir", str(cache / "grpo"))
     model = resolve_model_path(MODEL, cache_directory=cache)
@@ -46,6 +55,9 @@ def main() -> int:
     serving = server_settings(settings, model=model)
     with Sampler(lambda: GrpoServer(serving, out), model=model, directory=out) as sampler:
         parts = Parts(sampler, programs, evaluation(architecture), architecture, read_params(model, architecture))
+        if options.ablation:
+            print(run_arms(parts, settings, num_seeds=options.seeds, out=out))
+            return 0
         run = Run(parts, settings, out)
         run_to_end(run, report=lambda rows: plot(rows, out, every=settings.probe_every))
     plot(run.rows, out)
@@ -72,7 +84,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--group", type=int, default=default.group, help="samples of a prompt")
     add("--learning-rate", type=float, default=default.learning_rate)
     add("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="the server's")
+    add("--max-kl", type=float, default=default.max_kl, help="of a batch under replay, or it is refused")
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
+    add("--ablation", action="store_true", help="run all arms, each with every seed")
+    add("--seeds", type=int, default=5, help="of the ablation")
     return parser.parse_args()
 
 

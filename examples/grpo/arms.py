@@ -40,6 +40,10 @@ def shifted(batch: Batch, by: int = 1) -> np.ndarray:
     return rows
 
 
+def _wholly_shifted(batch: Batch, generator: np.random.Generator, earlier: FreeRows) -> Batch:
+    return replace(batch, rows_BTLK=shifted(batch))
+
+
 ARMS: dict[str, Arm] = {
     "replay": lambda batch, generator, earlier: batch,
     "free": _off,
@@ -49,3 +53,10 @@ ARMS: dict[str, Arm] = {
 }
 """By name: what is replayed. `stale` has the rows of the version before under the label of the one that sampled,
 `shifted` those of the position before inside the prompt, `permuted` those of random positions of the sample."""
+
+CONTROLS: dict[str, Arm] = {
+    "wholly shifted": _wholly_shifted,
+    "shifted in the prompt": _shifted_prompt,
+    "stale": _stale,
+}
+"""By name: wrong rows that are only scored, to see which of them the guard would refuse."""

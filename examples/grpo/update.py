@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.grpo.arms import ARMS, shifted
+from examples.grpo.arms import ARMS, CONTROLS, Arm, shifted
 from examples.grpo.batch import Batch, batch_of
 from examples.grpo.model import Params
 from examples.grpo.objective import group_advantages
@@ -36,7 +36,15 @@ def update(
     served = batch_of(sampled.rollouts, width=WIDTH)
     generator = np.random.default_rng([settings.seed, sampled.step])
     oldest = next(iter(weights.values()))
-    batch = ARMS[settings.arm](served, generator, lambda: scores_of(programs, oldest, served, replays=False).own_BTLK)
+
+    def earlier() -> np.ndarray:
+        return scores_of(programs, oldest, served, replays=False).own_BTLK
+
+    def score_control(arm: Arm) -> float:
+        wrong = arm(served, generator, earlier)
+        return _distance(wrong, scores_by_version(programs, wrong, weights).logprobs_BS)["kl"]
+
+    batch = ARMS[settings.arm](served, generator, earlier)
     old = scores_by_version(programs, batch, weights)
     refused = _guarded(programs, sampled, batch, old_BS=old.logprobs_BS, weights=weights, settings=settings)
     rewards = _rewards(sampled, settings.group)
@@ -49,12 +57,20 @@ def update(
         "staleness": max(list(weights)[::-1].index(version) for version in batch.versions),
         "refused": refused,
         **_distance(batch, old.logprobs_BS),
+        "controls": {name: score_control(CONTROLS[name]) for name in _controls(batch, weights, settings)},
         "updated": bool(advantages.any()),
     }
     if not facts["updated"]:
         return state, {**facts, "loss": 0.0, "gradient_norm": 0.0, "clip": 0.0, "tis": 0.0}
     state, taken = train_on(programs, state, batch, old_BS=old.logprobs_BS, advantages_B=advantages.reshape(-1))
     return state, {**facts, **taken}
+
+
+def _controls(batch: Batch, weights: Weights, settings: GrpoSettings) -> list[str]:
+    """Wrong rows to score beside the right arm: stale ones only where there are weights before those that sampled."""
+    if settings.arm != "replay":
+        return []
+    return [name for name in CONTROLS if name != "stale" or next(iter(weights)) not in batch.versions]
 
 
 def scores_by_version(programs: Programs, batch: Batch, weights: Weights) -> Scores:

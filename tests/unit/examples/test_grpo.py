@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from examples.calculator.problems import problem_of
 from examples.grpo import checkpoints
+from examples.grpo.ablation_tables import mean_rows, tables
 from examples.grpo.arms import ARMS, shifted
 from examples.grpo.batch import Batch
 from examples.grpo.evaluation import NUM_HELD_OUT
@@ -182,3 +183,34 @@ def test_each_arm_changes_the_rows_that_it_says(generator):
         ours, theirs = (np.sort(r[sample, :length], axis=0) for r in (made["permuted"].rows_BTLK, rows))
         assert (np.sort(ours.reshape(length, -1), axis=None) == np.sort(theirs.reshape(length, -1), axis=None)).all()
     assert (made["permuted"].rows_BTLK != rows).any() and (shifted(batch, -1)[:, :-1] == rows[:, 1:]).all()
+
+
+def test_the_tables_of_the_ablation_state_medians_and_what_is_caught():
+    def run(top, *, refused, controls):
+        last = {"reward": top, "differences": 0.9, "sums": 0.8}
+        rows = [{"step": 0, "held_out": 0.4}]
+        for step in (1, 2, 3):
+            row = {
+                "step": step,
+                "held_out": step * top / 3,
+                "kl": 1e-5 * step,
+                "refused": refused,
+                "controls": controls,
+            }
+            rows.append({**row, **last})
+        return rows
+
+    controls = {"stale": 0.001, "wholly shifted": 3.0}
+    runs = {"replay": [run(top, refused="", controls=controls) for top in (0.93, 0.95, 0.99)], "free": []}
+    runs["permuted"] = [run(0.7, refused="shifted rows", controls={})]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables(runs, max_kl=0.01).splitlines()]
+    by_name = {line[0]: line[1:] for line in lines if line}
+    assert by_name["replay"] == ["3", "3", "3 (3 of 3)", "0.950", "0.950", "0.900", "0.800", "2.0e-05", "0%"]
+    assert by_name["permuted"][2] == "never" and by_name["permuted"][-1] == "100%" and "free" not in by_name
+    assert by_name["as served"] == ["9", "1.0e-05", "2.0e-05", "3.0e-05", "0%"]
+    assert by_name["stale"][-1] == "0%" and by_name["wholly shifted"][-1] == "100%"
+    means = mean_rows(runs["replay"])
+    assert [row["step"] for row in means] == [0, 1, 2, 3] and means[3]["reward"] == pytest.approx(
+        np.mean([0.93, 0.95, 0.99])
+    )
+    assert "reward" not in means[0]
