@@ -16,10 +16,10 @@ from rayserve_moe.engine.proposers import Proposer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_nothing_was_compiled, transport_to, two_hosts
 from tests.support.draft_models import write_eagle_head
-from tests.support.drive import Way, run_together
+from tests.support.drive import run_together
 from tests.support.oracle import Oracle
 from tests.support.outcomes import Outcomes, assert_same
-from tests.support.speculating import DRAFTS, VOCAB_SIZE, random_requests
+from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, random_requests
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": DRAFTS}
 PAGES = {"page_size": 16, "num_pages": SETTINGS["num_pages"]}
@@ -52,7 +52,7 @@ def check_law(checkpoint: Path, *proposers: Callable[[Outcomes], Proposer], **sp
         Engine(str(checkpoint), **(SETTINGS | PAGES), **speculates, devices_per_host=4) as engine,
         two_hosts(checkpoint, **speculates) as (executor, _),
     ):
-        plain_way = Way(num_rows=4, step_tokens=32, chunk_tokens=32, **PAGES)
+        plain_way = replace(PLAIN, step_tokens=32, chunk_tokens=32, **PAGES)
         requests = random_requests(1, count=24, layout=engine.card.routing)
         plain = run_together(engine.runner, engine.card, requests, way=plain_way)
         for proposer_for in proposers:
