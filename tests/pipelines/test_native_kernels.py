@@ -46,7 +46,7 @@ def engine_at(path: Path, **settings: object) -> Engine:
 LATENT = SyntheticModel(
     dict(FAMILY_PRESETS["deepseek-v3-tiny"].config)
     | {
-        "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 6, "q_lora_rank": 40, "kv_lora_rank": 36,
+        "num_hidden_layers": 3, "hidden_size": 74, "num_attention_heads": 6, "q_lora_rank": 40, "kv_lora_rank": 36,
         "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 18, "attention_bias": True,
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
     },

@@ -91,8 +91,10 @@ def draft_config(draft: DraftSpec, target: ModelConfig) -> DraftConfig:
     """
     plan, attention = target.plan, draft.layer.attention
     kernels = kernels_for(draft.layer, KERNELS[target.kernels.name], prefers_flat=target.kernels.has_flat_rows)
-    depths = {} if attention.latent else {"head_dim": attention.head_dim}
-    if kernels.name == CPU_NATIVE.name and (problem := shape_problem(draft.layer.hidden_size, depths)):
+    depths = {"hidden_size": draft.layer.hidden_size}
+    if not attention.latent:
+        depths["head_dim"] = attention.head_dim
+    if kernels.name == CPU_NATIVE.name and (problem := shape_problem(depths)):
         raise SettingsError(f"cpu_kernels native cannot compute the draft model: {problem}; take cpu_kernels off")
     if attention.num_heads % plan.tensor_size or draft.layer.dense_intermediate_size % plan.tensor_size:
         raise SettingsError(f"heads or MLP of the draft model do not divide over {plan.tensor_size} devices")

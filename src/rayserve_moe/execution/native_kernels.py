@@ -155,7 +155,7 @@ def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: b
         return "the devices are no CPUs"
     if _is_float32(spec, dtype=dtype, is_asked_for=is_asked_for):
         return "they compute in bfloat16, and the model in float32"
-    return shape_problem(spec.hidden_size, _depths_of_attention(spec.attention, plan))
+    return shape_problem({"hidden_size": spec.hidden_size, **_depths_of_attention(spec.attention, plan)})
 
 
 def _depths_of_attention(attention: AttentionSpec, plan: ParallelPlan) -> dict[str, int]:

@@ -145,7 +145,7 @@ def test_they_are_chosen_where_they_help():
     ("spec", "dtype", "reason"),
     [
         (spec_with(), "float32", "in bfloat16, and the model in float32"),
-        (spec_with(hidden_size=144), "auto", "hidden_size 144 does not divide by 32"),
+        (spec_with(hidden_size=145), "auto", "hidden_size 145 is odd"),
         (family_spec("glm4_moe-0", head_dim=33), "auto", "head_dim 33 is odd"),
         (family_spec("deepseek_v3-0", kv_lora_rank=23), "auto", "kv_lora_rank 23 is odd"),
         (family_spec("deepseek_v2-0", q_lora_rank=21), "auto", "q_lora_rank 21 is odd"),
@@ -209,9 +209,9 @@ def test_falling_back_is_a_warning_where_the_processor_could_do_better(monkeypat
 
     monkeypatch.setattr(native_kernels, "check_cpu", check)
     with caplog.at_level(logging.INFO):
-        assert chosen("auto", spec_with(hidden_size=144)) is CPU
+        assert chosen("auto", spec_with(hidden_size=145)) is CPU
         assert [record.levelno for record in caplog.records] == [level]
-        assert "hidden_size 144" in caplog.text
+        assert "hidden_size 145" in caplog.text
         chosen("auto", dtype="float32")
     assert caplog.records[-1].levelno == logging.INFO, "none asked for bfloat16"
 

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "panels.h"
 #include "products.h"
 #include "scratch.h"
 #include "threads.h"
@@ -61,7 +62,13 @@ struct ColumnScales {
       : of_slot(scales ? scales + slot * blocks * columns : nullptr), blocks(blocks), columns(columns) {}
   const float* of_sums(int64_t column) const { return of_slot && blocks == 1 ? of_slot + column : nullptr; }
   BlockScales of_weights(int64_t column) const {
-    return of_slot && blocks > 1 ? BlockScales{of_slot + column, columns} : BlockScales{};
+    if (!of_slot || blocks <= 1) return {};
+    if (columns - column >= kPanel) return {of_slot + column, columns};
+    thread_local std::vector<float> copy;  // of a narrower panel, with zeros beside it
+    copy.assign(blocks * kPanel, 0);
+    for (int64_t b = 0; b < blocks; ++b)
+      std::copy_n(of_slot + b * columns + column, columns - column, copy.data() + b * kPanel);
+    return {copy.data(), kPanel};
   }
 };
 
@@ -73,23 +80,28 @@ inline void multiply_panels(const bf16* left, int64_t stride, int64_t num_rows, 
   else multiply_by_any(left, stride, num_rows, depth, panels, done);
 }
 
-// What a panel of sums is multiplied by, and what is added to it then; null: nothing.
+// What a panel of sums is multiplied by, and what is added to it then; null: nothing. `columns` of it are there.
 struct Affine {
   const float* scale;
   const bf16* bias;
   float unit;  // of the scale
+  __mmask16 low, high;
 
-  Affine(const float* scales, const bf16* biases, int64_t column, float unit)
-      : scale(scales), bias(biases ? biases + column : nullptr), unit(unit) {}
+  Affine(const float* scales, const bf16* biases, int64_t column, float unit, int64_t columns = kPanel)
+      : scale(scales),
+        bias(biases ? biases + column : nullptr),
+        unit(unit),
+        low(lanes_of(0, columns)),
+        high(columns > 16 ? lanes_of(16, columns) : __mmask16(0)) {}
 
   Pair operator()(Pair value) const {
     if (scale) {
       const __m512 of_unit = _mm512_set1_ps(unit);
-      value.low = _mm512_mul_ps(value.low, _mm512_mul_ps(_mm512_loadu_ps(scale), of_unit));
-      value.high = _mm512_mul_ps(value.high, _mm512_mul_ps(_mm512_loadu_ps(scale + 16), of_unit));
+      value.low = _mm512_mul_ps(value.low, _mm512_mul_ps(_mm512_maskz_loadu_ps(low, scale), of_unit));
+      value.high = _mm512_mul_ps(value.high, _mm512_mul_ps(_mm512_maskz_loadu_ps(high, scale + 16), of_unit));
     }
     if (!bias) return value;
-    return {_mm512_add_ps(value.low, wide(bias)), _mm512_add_ps(value.high, wide(bias + 16))};
+    return {_mm512_add_ps(value.low, wide(bias, low)), _mm512_add_ps(value.high, wide(bias + 16, high))};
   }
 };
 
@@ -165,20 +177,17 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
 template <class Weight>
 inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays<Weight>& arrays,
                           const bf16* inner, bf16* results) {
-  const int64_t num_panels = shapes.width / kPanel;
+  const int64_t width = shapes.width, num_panels = native::num_panels(width);
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
-    const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
-    const int64_t of_column = grouped.slots[group] * shapes.width + column;
-    const ColumnScales of_matrix(arrays.down_scale, grouped.slots[group], arrays.down_blocks, shapes.width);
-    const Affine of_down(of_matrix.of_sums(column), arrays.down_bias, of_column, kUnit<Weight>);
-    const Weight* panels[1] = {arrays.down + of_column * shapes.inner};
+    const int64_t group = item / num_panels, panel = item % num_panels, begin = grouped.begins[group];
+    const int64_t of_slot = grouped.slots[group] * width, column = panel * kPanel;
+    const ColumnScales of_matrix(arrays.down_scale, grouped.slots[group], arrays.down_blocks, width);
+    const Affine of_down(of_matrix.of_sums(column), arrays.down_bias, of_slot + column, kUnit<Weight>, width - column);
+    const Weight* panels[1] = {panel_of(arrays.down + of_slot * shapes.inner, shapes.inner, width, panel)};
     const BlockScales scales[1] = {of_matrix.of_weights(column)};
     multiply_panels(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
                     scales, [&](int64_t r, const Pair(&result)[1]) {
-                      bf16* target = results + grouped.picks[begin + r] * shapes.width + column;
-                      const Pair sum = of_down(result[0]);
-                      store(target, sum.low);
-                      store(target + 16, sum.high);
+                      store_columns(results + grouped.picks[begin + r] * width, of_down(result[0]), column, width);
                     });
   });
 }
@@ -198,12 +207,13 @@ inline void expert_sums(const ExpertShapes& shapes, const ExpertArrays<Weight>& 
   for_pieces(shapes.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t d = 0; d < shapes.width; d += 16) {
+        const __mmask16 lanes = lanes_of(d, shapes.width);
         __m512 sum = _mm512_setzero_ps();
         for (int64_t pick = t * shapes.top_k; pick < (t + 1) * shapes.top_k; ++pick) {
           if (arrays.slots[pick] < 0 || arrays.slots[pick] >= shapes.num_slots) continue;
-          sum = _mm512_fmadd_ps(_mm512_set1_ps(arrays.gates[pick]), wide(results + pick * shapes.width + d), sum);
+          sum = _mm512_fmadd_ps(_mm512_set1_ps(arrays.gates[pick]), wide(results + pick * shapes.width + d, lanes), sum);
         }
-        _mm512_storeu_ps(arrays.out + t * shapes.width + d, sum);
+        _mm512_mask_storeu_ps(arrays.out + t * shapes.width + d, lanes, sum);
       }
     }
   });

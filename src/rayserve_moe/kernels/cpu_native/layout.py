@@ -1,8 +1,8 @@
 """Which shapes the native CPU kernels take, and how weights lie for them.
 
 [K, N] lies as panels of 32 columns, in each the pairs of neighbouring k, those of 8 bits by halves of the columns;
-`products.h` says why. A packed array keeps
-its shape, so code that moves, shards or counts weights by their leading dimensions is not concerned.
+`products.h` says why. A packed array keeps its shape, so code that moves, shards or counts weights by their leading
+dimensions is not concerned.
 """
 
 # K depth   N columns   V vocabulary   D model width   T tokens
@@ -24,14 +24,12 @@ DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}", f"-DNATIVE_SCALE_BLOCK={SCALE_BLOCK}")
 """The same for the compiler."""
 
 
-def shape_problem(hidden_size: int, depths: Mapping[str, int]) -> str | None:
-    """Why rows of this size, or products of these `depths` by name, are not supported. None: they are.
+def shape_problem(depths: Mapping[str, int]) -> str | None:
+    """Why products of these `depths`, by name, are not supported. None: they are.
 
     Numbers of tokens, heads, KV heads that divide them, experts, assignments, layers, pages and places in a page are
     free; widths of experts, of dense MLPs and the vocabulary are padded.
     """
-    if hidden_size % PANEL:
-        return f"hidden_size {hidden_size} does not divide by {PANEL}"
     return next((f"{name} {depth} is odd" for name, depth in depths.items() if depth % 2), None)
 
 
@@ -53,7 +51,7 @@ def _panels(weights_KN: jax.Array, width: int) -> jax.Array:
     """The panels of `width` columns one after the other, [..., K * N]."""
     *outer, depth, columns = weights_KN.shape
     places = len(outer)
-    if weights_KN.dtype.itemsize == 1:
+    if weights_KN.dtype.itemsize == 1 and width == PANEL:
         cut = weights_KN.reshape(*outer, depth // 2, 2, columns // width, 2, width // 2)
         order = (places + 2, places, places + 3, places + 1, places + 4)
         return cut.transpose(*range(places), *order).reshape(*outer, depth * columns)

@@ -115,7 +115,7 @@ ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up
   if (!(sizeof(Weight) == 1 ? have_scales : have_none)) return wrong("columns of 8 bits have scales, and no others");
   if (num_slots < 0 || first < 0 || num_slots > all - first) return wrong("there are no such expert slots");
   if (shapes.num_tokens * shapes.top_k > INT32_MAX) return wrong("there are too many picks");
-  if (shapes.width % native::kPanel || shapes.inner % native::kPanel) return wrong("widths of experts must divide by 32");
+  if (shapes.width % 2 || shapes.inner % native::kPanel) return wrong("experts take even rows, and inner ones of whole panels");
   if (shapes.activation == native::Activation::kUnknown) return wrong("experts have no such activation");
   native::ExpertArrays<Weight> arrays{numbers(hidden), slots.typed_data(), gates.typed_data()};
   arrays.gate = from_row<Weight>(gate, first, size), arrays.up = from_row<Weight>(up, first, size);

@@ -11,16 +11,25 @@ namespace native {
 
 inline int64_t num_panels(int64_t width) { return (width + kPanel - 1) / kPanel; }
 
+// Pairs of a narrow panel, `columns` of them, to where those of a whole one lie.
+inline void widen_pairs(const bf16* pairs, int64_t columns, bf16* out) { std::memcpy(out, pairs, 2 * columns * sizeof(bf16)); }
+
+template <class Narrow>
+inline void widen_pairs(const Narrow* pairs, int64_t columns, Narrow* out) {  // of 8 bits
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t i = 0; i < 2; ++i) out[c / 16 * kPanel + 16 * i + c % 16] = pairs[2 * c + i];
+}
+
 // A panel of a packed [depth, width] matrix. A narrower one is copied with zeros beside it, and lies there until this
 // thread asks for the next.
-inline const bf16* panel_of(const bf16* matrix, int64_t depth, int64_t width, int64_t panel) {
+template <class Weight>
+inline const Weight* panel_of(const Weight* matrix, int64_t depth, int64_t width, int64_t panel) {
   const int64_t columns = width - panel * kPanel;
-  const bf16* here = matrix + panel * kPanel * depth;
+  const Weight* here = matrix + panel * kPanel * depth;
   if (columns >= kPanel) return here;
-  thread_local std::vector<bf16> copy;
-  copy.assign(depth * kPanel, 0);
-  for (int64_t k = 0; k < depth; k += 2)
-    std::memcpy(copy.data() + k * kPanel, here + k * columns, 2 * columns * sizeof(bf16));
+  thread_local std::vector<Weight> copy;
+  copy.assign(depth * kPanel, Weight{});
+  for (int64_t k = 0; k < depth; k += 2) widen_pairs(here + k * columns, columns, copy.data() + k * kPanel);
   return copy.data();
 }
 

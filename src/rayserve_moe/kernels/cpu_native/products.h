@@ -6,8 +6,9 @@
 // has tiles (amx.h), all that `multiply_rows` computes is computed by them, one row too: they round sums otherwise.
 //
 // Matrices of int8 or e4m3 are multiplied as the bfloat16 numbers that their own are, and have the same bits. Their pairs
-// of 32 columns lie as [2][2][16]: of each half of the columns the first numbers, then the second ones. What has a scale
-// for each block of rows is scaled and rounded to bfloat16 once, and has the bits of a matrix that was held as such.
+// of 32 columns lie as [2][2][16]: of each half of the columns the first numbers, then the second ones; those of a
+// narrower panel lie as in bfloat16. What has a scale for each block of rows is scaled and rounded to bfloat16 once, and
+// has the bits of a matrix that was held as such.
 #pragma once
 
 #include <immintrin.h>

@@ -60,14 +60,15 @@ struct Case {
   }
 };
 
-// [K, N] as panels of 32 columns, the last one of what remains, in each the pairs of neighbouring k.
+// [K, N] as panels of 32 columns, the last one of what remains, in each the pairs of neighbouring k. Pairs of int8 lie by
+// halves of the columns of a whole panel.
 template <class Number>
 std::vector<Number> packed(const std::vector<Number>& plain, int64_t depth, int64_t width) {
   std::vector<Number> out(plain.size());
   for (int64_t k = 0; k < depth; ++k)
     for (int64_t n = 0; n < width; ++n) {
       const int64_t columns = std::min<int64_t>(32, width - n / 32 * 32);
-      const int64_t of_pair = sizeof(Number) == 1 ? n % 32 / 16 * 32 + k % 2 * 16 + n % 16 : n % 32 * 2 + k % 2;
+      const int64_t of_pair = sizeof(Number) == 1 && columns == 32 ? n % 32 / 16 * 32 + k % 2 * 16 + n % 16 : n % 32 * 2 + k % 2;
       out[n / 32 * 32 * depth + k / 2 * 2 * columns + of_pair] = plain[k * width + n];
     }
   return out;

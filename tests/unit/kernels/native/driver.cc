@@ -198,12 +198,13 @@ int main(int, char** arguments) {
   for (int64_t tokens : {0, 1, 7, 40})
     for (int64_t top_k : {1, 2, 8})
       for (int64_t slots : {1, 3, 16})
-        for (int64_t inner : {32, 96}) {
-          cases.push_back([=](int i) { experts({"experts", i, std::mt19937(i)}, tokens, top_k, 64, inner, slots); });
-          cases.push_back([=](int i) {
-            narrow_experts<int8_t>({"int8", i, std::mt19937(i)}, false, tokens, top_k, 64, inner, slots);
-          });
-        }
+        for (int64_t inner : {32, 96})
+          for (int64_t width : {64, inner == 32 ? 10 : 50}) {
+            cases.push_back([=](int i) { experts({"experts", i, std::mt19937(i)}, tokens, top_k, width, inner, slots); });
+            cases.push_back([=](int i) {
+              narrow_experts<int8_t>({"int8", i, std::mt19937(i)}, false, tokens, top_k, width, inner, slots);
+            });
+          }
   for (int64_t head_width : {32, 64, 160, 2, 24, 80})
     for (auto heads : {std::pair{1, 1}, {2, 1}, {6, 2}, {3, 3}, {14, 2}})
       for (int64_t page_size : {1, 16, 33, 128})
@@ -232,6 +233,9 @@ int main(int, char** arguments) {
         });
         cases.push_back([=](int i) {
           narrow_experts<int8_t>({"int8 in blocks", i, std::mt19937(i)}, true, tokens, 2, 160, inner, slots);
+        });
+        cases.push_back([=](int i) {
+          narrow_experts<native::Fp8>({"fp8, narrow panel", i, std::mt19937(i)}, i % 2, tokens, 2, 150, inner, slots);
         });
       }
   std::vector<int> chosen;
