@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -67,10 +68,10 @@ class Route(NamedTuple):
 
 
 class Underway(NamedTuple):
-    """The first round of a chunk on its way: its route, and rows, first those received, then their results."""
+    """The first round of a chunk on its way: its route, and rows: those received, their results, those returned."""
 
     route: Route
-    rows_CQV: jax.Array
+    rows_XQV: jax.Array
 
 
 class Chunk(NamedTuple):
@@ -94,29 +95,30 @@ def run_in_turn(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) ->
 
 
 def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
-    """Exchange chunks [G, ...], each sent while the one before is multiplied; returns [G, T, D].
+    """Exchange chunks [G, ...] while others are multiplied and added up; returns [G, T, D].
 
-        [ send chunk i + 1 | multiply chunk i ]  return chunk i
+        return chunk i - 1, add it up  |  multiply chunk i  |  send chunk i + 1
 
-    Neither of the two needs the other, and nothing that follows starts before both are done: so the exchange can run
-    between start and end of the product.
+    None of the three needs another one, so both exchanges can run while the core multiplies and adds up.
     """
     if len(chunks.slots_TK) == 1:
         return run_in_turn(chunks, multiply=multiply, config=config)
+    send, add_up = partial(send_chunk, config=config), partial(add_up_chunk, multiply=multiply, config=config)
+    multiplied_by = partial(multiply_chunk, multiply=multiply, config=config)
+    returned = partial(return_chunk, config=config)
 
-    def finish(chunk: Chunk, multiplied: Underway) -> jax.Array:
-        return finish_chunk(chunk, multiplied, multiply=multiply, config=config)
+    def visit(carry: list[Underway], chunk: tuple[Chunk, Chunk]) -> tuple[list[Underway], jax.Array]:
+        (received, before), (previous, following) = carry, chunk
+        out_TD = add_up(previous, returned(previous, before))
+        return [send(following), multiplied_by(received)], out_TD
 
-    def visit(received: Underway, pair: tuple[Chunk, Chunk]) -> tuple[Underway, jax.Array]:
-        chunk, following = pair
-        both = send_chunk(following, config=config), multiply_chunk(received, multiply=multiply, config=config)
-        received_next, multiplied = jax.lax.optimization_barrier(both)
-        return received_next, finish(chunk, multiplied)
-
-    first = send_chunk(_of_chunks(chunks, 0), config=config)
-    last, out_GTD = jax.lax.scan(visit, first, (_of_chunks(chunks, slice(-1)), _of_chunks(chunks, slice(1, None))))
-    out_TD = finish(_of_chunks(chunks, -1), multiply_chunk(last, multiply=multiply, config=config))
-    return jnp.concatenate([out_GTD, out_TD[None]])
+    first, second, previous, last = (_of_chunks(chunks, which) for which in (0, 1, -2, -1))
+    carry = jax.lax.optimization_barrier([send(second), multiplied_by(send(first))])
+    pairs = _of_chunks(chunks, slice(-2)), _of_chunks(chunks, slice(2, None))
+    (received, before), out_GTD = jax.lax.scan(visit, carry, pairs)
+    both = jax.lax.optimization_barrier((returned(previous, before), multiplied_by(received)))
+    out_TD = add_up(previous, both[0]), add_up(last, returned(last, both[1]))
+    return jnp.concatenate([out_GTD, jnp.stack(out_TD)])
 
 
 def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
@@ -127,7 +129,7 @@ def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) 
     """
     if _fits_one_round(chunk, config):
         underway = multiply_chunk(send_chunk(chunk, config=config), multiply=multiply, config=config)
-        return finish_chunk(chunk, underway, multiply=multiply, config=config)
+        return add_up_chunk(chunk, return_chunk(chunk, underway, config=config), multiply=multiply, config=config)
     route = plan_route(chunk.slots_TK, config=config)
     results_NQV = _rounds(chunk, route, _empty_results(chunk), first=0, multiply=multiply, config=config)
     return _add_up(chunk, route, results_NQV, config)
@@ -145,10 +147,15 @@ def multiply_chunk(underway: Underway, *, multiply: Multiply, config: ExchangeCo
     return Underway(route, multiply(rows_CQV, _slots_of_round(route, 0, config)))
 
 
-def finish_chunk(chunk: Chunk, multiplied: Underway, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
-    """Last stage: return the results, do further rounds where a rank is overfull, and add them up: [T, D]."""
+def return_chunk(chunk: Chunk, multiplied: Underway, *, config: ExchangeConfig) -> Underway:
+    """Third stage: return the results of the first round."""
     route, rows_CQV = multiplied
-    results_NQV = _return_results(rows_CQV, _empty_results(chunk), route, 0, config)
+    return Underway(route, _return_results(rows_CQV, _empty_results(chunk), route, 0, config))
+
+
+def add_up_chunk(chunk: Chunk, returned: Underway, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
+    """Last stage: do further rounds where a rank is overfull, and add up all results: [T, D]."""
+    route, results_NQV = returned
     if not _fits_one_round(chunk, config):
         results_NQV = _rounds(chunk, route, results_NQV, first=1, multiply=multiply, config=config)
     return _add_up(chunk, route, results_NQV, config)

@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 
 SEND_BYTES = 16 << 20
-"""Rows that a device sends per chunk at most: large enough that a chunk's products outlast reading the weights."""
+"""Rows that a device sends per chunk, or an eighth more: its products should outlast reading the weights."""
+
+MANY_CHUNKS, LARGE_SEND_BYTES = 8, 24 << 20
+"""A step of so many chunks may have larger ones: of every chunk each expert's last tile of rows is half empty, and its
+weights are read anew."""
+
+ROWS_TOGETHER = 8
+"""Rows of a tile on a TPU: results of chunks of other sizes are moved into their places slowly."""
 
 LEAST_ROUND_ROWS = 256
 """Rows that are always taken at once: at decode a few hot experts are common and buffers are small."""
@@ -57,12 +64,19 @@ def take_part(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> Route
 def chunk_tokens(num_tokens: int, *, top_k: int, row_bytes: int, overlapped: bool = False) -> int:
     """Tokens of this device per chunk; an `overlapped` exchange has two chunks or more as soon as they are not small.
 
-    `row_bytes` is the size of one token's hidden state.
+    `row_bytes` is the size of one token's hidden state. A few more tokens than so many chunks may have, as decoding
+    rows beside whole blocks of prompts are, make no chunk of their own.
     """
-    num_chunks = -(-num_tokens // max(1, SEND_BYTES // (top_k * row_bytes)))
+
+    def chunks_of(num_bytes: int) -> int:
+        most = max(1, num_bytes // (top_k * row_bytes))
+        return -(-(num_tokens - most // 8) // most)
+
+    num_chunks = max(1, min(chunks_of(SEND_BYTES), MANY_CHUNKS), chunks_of(LARGE_SEND_BYTES))
     if overlapped and num_tokens >= 2 * LEAST_FUSED_CHUNK:
         num_chunks = max(2, num_chunks)
-    return -(-num_tokens // max(1, num_chunks))
+    chunk = -(-num_tokens // num_chunks)
+    return chunk if num_chunks == 1 or chunk < 16 * ROWS_TOGETHER else -(-chunk // ROWS_TOGETHER) * ROWS_TOGETHER
 
 
 def round_rows(chunk: int, *, top_k: int, num_ranks: int) -> int:

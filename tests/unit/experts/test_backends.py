@@ -144,11 +144,13 @@ def test_the_grouped_product_of_another_platform_gives_the_same_sums(backend):
     assert_close(run(None), dense(CASE, 2))
 
 
-@SHARED
-def test_cutting_into_chunks_does_not_show(backend, monkeypatch):
-    """Four or more chunks of a few tokens, each with a choice of slots of its own."""
+@pytest.mark.parametrize(
+    ("backend", "most_tokens"), [("replicated", 9), ("all_to_all", 9), ("fused", 9), ("fused", 13), ("fused", 19)]
+)
+def test_cutting_into_chunks_does_not_show(backend, most_tokens, monkeypatch):
+    """Four chunks, each with a choice of slots of its own; stages of three and of two overlap in other ways."""
     token_bytes = CASE.top_k * CASE.width * 4
-    monkeypatch.setattr("rayserve_moe.experts.tokens.SEND_BYTES", 9 * token_bytes)
+    monkeypatch.setattr("rayserve_moe.experts.tokens.SEND_BYTES", most_tokens * token_bytes)
     monkeypatch.setattr("rayserve_moe.experts.replicated.RESULT_BYTES", 18 * token_bytes)
     run = MoeRun(CASE, plan_of(2, 1), backend=backend, num_redundant=8)
     for placement in placements_for(CASE, run.plan, 8):

@@ -10,8 +10,8 @@ from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
 from rayserve_moe.tools.estimate.dump import Schedules
 from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
 from rayserve_moe.tools.estimate.links import Slice
-from rayserve_moe.tools.estimate.program_ops import Op, ProgramReader, divides_over_cores, scope_of
-from rayserve_moe.tools.estimate.step_time import Estimate, estimate
+from rayserve_moe.tools.estimate.program_ops import Block, Op, ProgramReader, divides_over_cores, scope_of
+from rayserve_moe.tools.estimate.step_time import Estimate, Pricing, estimate
 from rayserve_moe.tools.hlo_text import Instruction, read_program
 
 V6E = CHIPS["v6e"]
@@ -196,6 +196,13 @@ ENTRY %main (arg.1: (s32[], f32[8]), big.1: f32[1024,1024], chosen.1: pred[]) ->
     plain, found = read(), read(called, SCHEDULES | {"ahead": schedule(9000)})
     costs = {one.op.name: one.seconds for one in plain.ops}
     assert {one.op.name: one.seconds for one in found.ops if one.op.name != "ahead"} == costs
+
+
+def test_exchanges_that_are_underway_together_share_what_hides_them():
+    """Of 10 us of computing the first takes 8 of the links' time, and leaves 2 to the second."""
+    computing = Op("product", "fusion", "", bundles=10e-6 * V6E.clock_hz)
+    one, other = (Op(name, "ragged-all-to-all", "", link_s=8e-6, starts_at=0) for name in ("one", "other"))
+    assert Pricing(V6E).costs(Block([computing, one, other]), 0.0) == pytest.approx([10e-6, 0.0, 6e-6])
 
 
 def test_a_collective_costs_its_links():

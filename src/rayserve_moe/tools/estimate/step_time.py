@@ -158,9 +158,14 @@ class Pricing:
         return max(0.0, seconds - hidden)
 
     def _leaves_free(self, item: Op | Loop | Branches, cost: float, op: Op) -> float:
-        """For how long an item leaves free what `op` needs: links, or HBM."""
+        """For how long an item leaves free what `op` needs: links, or HBM.
+
+        Less than nothing where it used the links beside other items: no two exchanges have them at a time.
+        """
         if not isinstance(item, Op):
             return 0.0
+        if op.link_s and item.link_s and item.starts_at >= 0:
+            return min(0.0, cost - item.link_s)
         taken = item.link_s if op.link_s else item.hbm_bytes / self.chip.device_hbm_bytes
         return max(0.0, cost - taken)
 
