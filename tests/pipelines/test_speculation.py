@@ -114,7 +114,7 @@ def test_drafts_that_are_right_take_fewer_steps(speculating: Engine):
     for share, num_steps in ((1.0, 1 + 6), (0.0, 24)):
         way = replace(PLAIN, proposer=Oracle(plain, share=share, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS)
         cycle = cycle_for(speculating.runner, speculating.card, way)
-        assert_unchanged(speculating, run_on(cycle, speculating.card, requests), plain)
+        assert_unchanged(speculating, run_on(cycle, speculating.card, requests, constraints=PLAIN.constraints), plain)
         cycle.scheduler.flush()
         assert cycle.statistics()["steps"] == num_steps
         assert cycle.statistics()["tokens_sampled"] == 24
@@ -125,7 +125,7 @@ def test_a_request_that_wants_no_drafts_has_none(speculating: Engine):
     plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
     way = replace(PLAIN, proposer=Oracle(plain, share=1.0, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS)
     cycle = cycle_for(speculating.runner, speculating.card, way)
-    run_on(cycle, speculating.card, requests)
+    run_on(cycle, speculating.card, requests, constraints=PLAIN.constraints)
     cycle.scheduler.flush()
     assert cycle.speculation is not None and cycle.speculation.totals.drafted == 0
 
@@ -200,7 +200,8 @@ def run_with_drafts(engine: Engine, *, share: float = 0.6) -> None:
     way = replace(PLAIN, proposer=oracle, num_drafts=DRAFTS, intervene=check_store)
     cycle = cycle_for(engine.runner, engine.card, way)
     try:
-        assert_unchanged(engine, run_on(cycle, engine.card, requests, intervene=check_store), plain)
+        found = run_on(cycle, engine.card, requests, intervene=check_store, constraints=PLAIN.constraints)
+        assert_unchanged(engine, found, plain)
     finally:
         engine.runner.execute(cycle.scheduler.empty_plan())
 
