@@ -77,7 +77,10 @@ def kill(title: str) -> None:
 
 @pytest.mark.slow
 def test_whatever_is_killed_every_sample_comes_once(url: str, prompts: Path, tmp_path: Path) -> None:
-    """Three drivers, a worker and the replica are killed; the samples equal those of an undisturbed run."""
+    """Three drivers, a worker and the replica are killed; the samples equal those of an undisturbed run.
+
+    The replica replaces its worker under the requests, so that only a killed replica has to be asked again.
+    """
     out = tmp_path / "out"
     for count in (100, 250, 400):
         with start(prompts, out, url) as driver:
@@ -88,7 +91,6 @@ def test_whatever_is_killed_every_sample_comes_once(url: str, prompts: Path, tmp
         wait_for_samples(out, driver, 600)
         driver.terminate()
         assert driver.wait(timeout=1800) == TOLD_TO_STOP
-    assert summary_in(out)["retries"] > 0, "nobody asked for anything while there was no worker"
     with start(prompts, out, url) as driver:
         wait_for_samples(out, driver, 700)
         kill("ray::ServeReplica:rollouts:")
