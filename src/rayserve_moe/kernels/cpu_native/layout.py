@@ -76,7 +76,7 @@ def _from_panels(panels: np.ndarray, depth: int, *, width: int) -> np.ndarray:
     """[..., K, N] of panels of `width` columns, [..., K * N]."""
     outer, places = panels.shape[:-1], panels.ndim - 1
     columns = panels.shape[-1] // depth
-    if panels.dtype.itemsize == 1:
+    if panels.dtype.itemsize == 1 and width == PANEL:
         cut = panels.reshape(*outer, columns // width, depth // 2, 2, 2, width // 2)
         order = (places + 1, places + 3, places, places + 2, places + 4)
     else:
