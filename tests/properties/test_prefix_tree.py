@@ -14,8 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
-from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
+from rayserve_moe.scheduling.prefix_tree import PrefixTree
 
 NAMESPACES = ("", "salt", ("salt", 7))
 MOST_HOLDERS = 8

@@ -16,6 +16,7 @@ from rayserve_moe.config.given_files import is_url
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import OutputDispatch
+from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.engine.recovery import Recovery
 from rayserve_moe.engine.step_cycle import NO_ROWS, StepCycle
 from rayserve_moe.engine.tensor_updates import BetweenSteps, TensorUpdates
@@ -54,6 +55,7 @@ class EngineControl:
             self._hold_experts, self._let_experts_move, self._swap, self.note_loss, lambda: self.card.weight_version
         )
         self.tensors = TensorUpdates(executor, commands, between=between, updates=self._updates)
+        self.pages = PageWatch(cycle, commands)
 
     @property
     def is_paused(self) -> bool:

@@ -5,62 +5,15 @@ It knows pages and token ids only; the caller decides when to evict.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import Any
+from collections.abc import Hashable
 
 import numpy as np
 
+from rayserve_moe.scheduling.cached_prefix import CachedPrefix, LeafQueue, pages_of
+from rayserve_moe.scheduling.page_events import PagesAdded, PagesCleared, PagesRemoved, PageWatcher
 from rayserve_moe.scheduling.pages import NULL_PAGE, PageAllocator
 
 TOKEN_BYTES = 4
-
-
-@dataclass(slots=True, eq=False)
-class CachedPrefix:
-    """A cached run of whole pages, as the node of the tree where it ends; sure to stay only while locked.
-
-    The node adds `own_page_ids` int32 with the tokens `run` to what `parent` holds; a root has no parent and adds
-    nothing. `run` is the int32 token ids as bytes, so that a prompt is matched by comparing memory. `key` is the node's
-    place among its parent's children. `num_pages` are those from the root on, below 0 once it was evicted. `num_locks`
-    counts the locks on this node and below, `num_own_locks` those that end here.
-    """
-
-    key: Any = None
-    parent: CachedPrefix | None = None
-    run: bytes = b""
-    own_page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    num_pages: int = 0
-    last_used: int = 0
-    children: dict[Any, CachedPrefix] = field(default_factory=dict)
-    num_locks: int = 0
-    num_own_locks: int = 0
-    is_queued: bool = False
-
-    @property
-    def page_ids(self) -> np.ndarray:
-        """All its pages in the order of the tokens, int32 [num_pages]."""
-        return _pages_of(reversed(list(self.path_up())))
-
-    @property
-    def is_evictable(self) -> bool:
-        return not self.children and not self.num_locks and self.parent is not None
-
-    def path_up(self) -> Iterator[CachedPrefix]:
-        """This node and all above it, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
-
-    def below(self) -> Iterator[CachedPrefix]:
-        """All nodes under this one, each after its parent."""
-        stack = list(self.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
 
 
 class PrefixTree:
@@ -79,10 +32,10 @@ class PrefixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = CachedPrefix()
         self._cleared = CachedPrefix()  # above the paths that were cleared while they were locked
-        self._queue = _LeafQueue()
+        self._queue = LeafQueue()
         self._clock = 0
-        self.num_cached_pages = 0
-        self.num_evictable = 0
+        self._watcher: PageWatcher | None = None
+        self.num_cached_pages = self.num_evictable = 0
 
     def match(self, namespace: Hashable, token_ids: np.ndarray) -> CachedPrefix:
         """The longest cached run of whole pages at the start of `token_ids` int32 [T]; marks it as used now."""
@@ -111,6 +64,8 @@ class PrefixTree:
             self._allocator.share(added)
             run = np.asarray(token_ids[node.num_pages * self._page_size :], np.int32).tobytes()
             key = run[: self._page_bytes] if node.parent else (namespace, run[: self._page_bytes])
+            if self._watcher is not None:
+                self._watcher(PagesAdded(namespace, node.last_page, run, added))
             node.children[key] = CachedPrefix(key, node, run, added, node.num_pages + len(added))
             node = node.children[key]
             self.num_cached_pages += len(added)
@@ -150,6 +105,10 @@ class PrefixTree:
     def clear(self, namespace: Hashable = None) -> None:
         """Remove a namespace, or all of them for None. Locked pages are freed by their last unlock."""
         tops = [node for key, node in self._root.children.items() if namespace is None or key[0] == namespace]
+        if self._watcher is not None:
+            gone = (PagesRemoved(node.own_page_ids) for top in tops for node in (top, *top.below()))
+            for change in [PagesCleared()] if namespace is None else gone:
+                self._watcher(change)
         unlocked: list[CachedPrefix] = []
         for top in tops:
             del self._root.children[top.key]
@@ -163,11 +122,19 @@ class PrefixTree:
                     unlocked.append(node)
         if tops:
             self._drop(unlocked)
-            self._queue = _LeafQueue(self._root.below())
+            self._queue = LeafQueue(self._root.below())
+
+    def watch(self, watcher: PageWatcher) -> None:
+        """Report what can be matched now, and every change of it from now on."""
+        self._watcher = watcher
+        for (namespace, _), top in self._root.children.items():
+            for node in (top, *top.below()):
+                above = node.parent or self._root
+                watcher(PagesAdded(namespace, above.last_page, node.run, node.own_page_ids))
 
     def held_page_ids(self) -> np.ndarray:
         """Every page the tree holds a reference to, int32, with those that wait for their last unlock."""
-        return _pages_of([*self._root.below(), *self._cleared.below()])
+        return pages_of([*self._root.below(), *self._cleared.below()])
 
     def check_integrity(self) -> None:
         """Assert that structure, locks, counts and eviction queue agree with an independent walk over the tree."""
@@ -181,9 +148,9 @@ class PrefixTree:
             assert above.parent is None or node.last_used <= above.last_used, "a node was used without the way to it"
             assert node.num_locks == node.num_own_locks + num_locks_below, "locks are miscounted"
         assert all(node.num_locks for node in waiting), "a cleared page waits without a lock"
-        page_ids, held = _pages_of(cached), self.held_page_ids()
+        page_ids, held = pages_of(cached), self.held_page_ids()
         assert len(np.unique(page_ids)) == len(page_ids) == self.num_cached_pages, "cached pages are miscounted"
-        evictable = _pages_of(node for node in cached if node.num_locks == 0)
+        evictable = pages_of(node for node in cached if node.num_locks == 0)
         assert len(evictable) == self.num_evictable, "evictable pages are miscounted"
         assert NULL_PAGE not in held and self._allocator.references(held).all(), "a page is held without a reference"
         self._queue.check_integrity(cached)
@@ -235,6 +202,8 @@ class PrefixTree:
         kept = len(leaf.own_page_ids) - count
         above = self._split(leaf, kept) if kept else leaf.parent
         assert above is not None, "a root is no leaf"
+        if self._watcher is not None:
+            self._watcher(PagesRemoved(leaf.own_page_ids))
         self.num_cached_pages -= count
         self.num_evictable -= count
         self._drop([leaf])
@@ -242,52 +211,14 @@ class PrefixTree:
 
     def _drop(self, nodes: list[CachedPrefix]) -> None:
         """Remove nodes together with all below them, and free their pages."""
-        self._allocator.release(_pages_of(nodes))
+        self._allocator.release(pages_of(nodes))
         for node in nodes:
             assert node.parent is not None, "a node is dropped twice"
             del node.parent.children[node.key]
             node.parent, node.num_pages = None, -1
 
 
-class _LeafQueue:
-    """Leaves by their last use, as a heap with lazy deletion: an entry is checked when it is popped."""
-
-    def __init__(self, nodes: Iterable[CachedPrefix] = ()) -> None:
-        self._heap: list[tuple[int, int, CachedPrefix]] = []  # last use when queued, tie-break, node
-        for node in nodes:
-            node.is_queued = False
-            self.add(node)
-
-    def add(self, node: CachedPrefix) -> None:
-        """Queue a node where it can be evicted, once."""
-        if node.is_evictable and not node.is_queued:
-            node.is_queued = True
-            heappush(self._heap, (node.last_used, id(node), node))
-
-    def pop(self) -> CachedPrefix | None:
-        """Take out the evictable leaf that was used least recently, if there is one."""
-        while self._heap:
-            last_used, _, node = heappop(self._heap)
-            node.is_queued = False
-            if node.is_evictable and node.last_used == last_used:
-                return node
-            self.add(node)
-        return None
-
-    def check_integrity(self, cached: list[CachedPrefix]) -> None:
-        """Assert that each evictable node of `cached` is queued, once, and by no later time than its last use."""
-        queued = {node for _, _, node in self._heap}
-        assert len(queued) == len(self._heap) and queued <= set(cached), "a node is queued twice, or after its end"
-        assert queued == {node for node in cached if node.is_queued}, "a node has lost its place in the queue"
-        assert queued >= {node for node in cached if node.is_evictable}, "a leaf is not queued"
-        assert all(last_used <= node.last_used for last_used, _, node in self._heap), "a node is queued too late"
-
-
 def _num_common_tokens(run: bytes, other: bytes) -> int:
     size = min(len(run), len(other))
     differs = np.frombuffer(run[:size], np.int32) != np.frombuffer(other[:size], np.int32)
     return int(differs.argmax()) if differs.any() else len(differs)
-
-
-def _pages_of(nodes: Iterable[CachedPrefix]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, np.int32), *(node.own_page_ids for node in nodes)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -13,6 +14,7 @@ from rayserve_moe.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests import GenerationRequest
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
+from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
 from rayserve_moe.scheduling.row_table import RowTable
@@ -70,8 +72,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.held: list[Sequence] = []
         self.preemptions: list[Preemption] = []
-        self.num_preemptions = 0
-        self._next_step_id = 0
+        self.page_events: PageEvents | None = None
+        self.num_preemptions = self._next_step_id = 0
 
     @property
     def running(self) -> list[Sequence]:
@@ -259,7 +261,7 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
     weights; one that was sampling continues from the keys and values that it holds. If it is recomputed later, its
     routing rows are of older weights than its keys, so that its pages are not shared.
     """
-    scheduler.weight_version = weight_version
+    _name_weights(scheduler, weight_version)
     for sequence in reversed(scheduler.running):
         if sequence.num_outputs == 0 or sequence.num_computed < sequence.num_prompt_tokens:
             scheduler.preempt(sequence)
@@ -274,6 +276,20 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
 
 def rename_weights(scheduler: Scheduler, weight_version: str) -> None:
     """Call the same weights by another version for what is computed from now on; nothing computed before is lost."""
-    scheduler.weight_version = weight_version
+    _name_weights(scheduler, weight_version)
     for sequence in unfinished(scheduler):
         note_weights(sequence, weight_version)
+
+
+def watch_pages(scheduler: Scheduler, events: PageEvents) -> None:
+    """Record what can be found in the prefix cache, and every change of it, from now on."""
+    scheduler.page_events = events
+    events.record(0, WeightsNamed(scheduler.weight_version))
+    for rank in scheduler.ranks:
+        rank.tree.watch(partial(events.record, rank.index))
+
+
+def _name_weights(scheduler: Scheduler, weight_version: str) -> None:
+    scheduler.weight_version = weight_version
+    if scheduler.page_events is not None:
+        scheduler.page_events.record(0, WeightsNamed(weight_version))

@@ -11,8 +11,8 @@ import numpy as np
 
 from rayserve_moe.request_fields import MAX_LISTED_IDS
 from rayserve_moe.requests import DraftCounts, FinishReason, GenerationRequest, RoutedExperts, TopLogprobs
+from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand, PromptScoring, demand_of
-from rayserve_moe.scheduling.prefix_tree import CachedPrefix
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)

@@ -1,0 +1,25 @@
+"""Lets another thread follow what the prefix cache of a running engine holds."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+
+from rayserve_moe.engine.command_queue import CommandQueue
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.scheduling.page_events import PageEvents
+from rayserve_moe.scheduling.scheduler import watch_pages
+
+
+class PageWatch:
+    """Without a call of `start` nothing is recorded. `num_data_ranks`, `num_pages` and `page_size` are the engine's."""
+
+    def __init__(self, cycle: StepCycle, commands: CommandQueue) -> None:
+        self._cycle, self._commands = cycle, commands
+        ranks, table = cycle.scheduler.ranks, cycle.scheduler.table
+        self.num_data_ranks, self.num_pages = len(ranks), ranks[0].allocator.num_usable + 1
+        self.page_size = table.page_size
+
+    def start(self, events: PageEvents) -> Future[None]:
+        """Record the pages that can be found now, and every change from now on, in place of any recorder before."""
+        return self._commands.call(partial(watch_pages, self._cycle.scheduler, events))

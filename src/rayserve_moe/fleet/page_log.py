@@ -1,0 +1,96 @@
+"""The page events of one engine as others read them: digests instead of pages and tokens, numbered within an epoch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from rayserve_moe.scheduling.page_digests import DIGEST_BYTES, chained_digests, root_digest
+from rayserve_moe.scheduling.page_events import PageChange, PagesAdded, PagesCleared, PagesRemoved
+from rayserve_moe.scheduling.pages import NULL_PAGE
+
+ADDED, REMOVED, CLEARED, WEIGHTS = range(4)
+"""Kinds of events. Their bodies: digests one after the other, the same, nothing, a version in UTF-8."""
+SNAPSHOT_DIGESTS = 8192
+"""Digests in one part of a snapshot: a few milliseconds of its reader."""
+EVENTS = -1
+
+Event = tuple[int, int, bytes]
+"""Kind, data rank, body."""
+
+
+class PageMessage(NamedTuple):
+    """Events with the numbers `first`, `first + 1`, ... of an epoch, where `num_to_come` is EVENTS.
+
+    Otherwise a part of a snapshot, which `num_to_come` others follow: all parts are what the events before `first` come
+    to, and have no numbers of their own.
+    """
+
+    epoch: str
+    first: int
+    num_to_come: int
+    events: tuple[Event, ...]
+
+
+class PageLog:
+    """Turns changes of pages into events, and knows what all of them come to.
+
+    `num_pages` and `page_size` are those of every data rank. Namespaces that are no tuple of a salt are private, and
+    their pages never published. Another log is another epoch, even after the same engine.
+    """
+
+    def __init__(self, key: bytes, *, num_data_ranks: int, num_pages: int, page_size: int) -> None:
+        self.epoch = secrets.token_hex(8)
+        self._key, self._page_bytes = key, 4 * page_size
+        self._digests = np.zeros((num_data_ranks, num_pages), np.uint64)  # 0: not published
+        self._version = ""
+        self._next = 0
+
+    def publish(self, changes: Iterable[tuple[int, PageChange]]) -> PageMessage:
+        """Take changes, each with its data rank, in their order; return the events that follow from them."""
+        events = tuple(event for rank, change in changes if (event := self._event(rank, change)) is not None)
+        first, self._next = self._next, self._next + len(events)
+        return PageMessage(self.epoch, first, EVENTS, events)
+
+    def snapshot(self) -> list[PageMessage]:
+        """Return all that can be found now, in parts of bounded size."""
+        events: list[Event] = [(WEIGHTS, 0, self._version.encode())]
+        for rank, digests in enumerate(self._digests):
+            held = digests[digests != 0]
+            parts = range(0, len(held), SNAPSHOT_DIGESTS)
+            events += [(ADDED, rank, held[start : start + SNAPSHOT_DIGESTS].tobytes()) for start in parts]
+        return [PageMessage(self.epoch, self._next, len(events) - i, (event,)) for i, event in enumerate(events, 1)]
+
+    def _event(self, rank: int, change: PageChange) -> Event | None:
+        table = self._digests[rank]
+        if isinstance(change, PagesAdded):
+            return self._added(rank, change)
+        if isinstance(change, PagesRemoved):
+            gone = table[change.page_ids]
+            table[change.page_ids] = 0
+            body = gone[gone != 0].tobytes()
+            return (REMOVED, rank, body) if body else None
+        if isinstance(change, PagesCleared):
+            table[:] = 0
+            return CLEARED, rank, b""
+        self._version = change.version
+        return WEIGHTS, rank, change.version.encode()
+
+    def _added(self, rank: int, change: PagesAdded) -> Event | None:
+        table = self._digests[rank]
+        if not isinstance(change.namespace, tuple):
+            return None
+        above = table[change.above].tobytes()
+        if change.above == NULL_PAGE:
+            above = root_digest(self._key, change.namespace[0])
+        body = b"".join(chained_digests(self._key, above, run=change.run, page_bytes=self._page_bytes))
+        table[change.page_ids] = np.frombuffer(body, np.uint64)
+        return ADDED, rank, body
+
+
+def digests_in(body: bytes) -> list[bytes]:
+    """The digests in the body of an event."""
+    return [body[start : start + DIGEST_BYTES] for start in range(0, len(body), DIGEST_BYTES)]
