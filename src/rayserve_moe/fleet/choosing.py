@@ -1,0 +1,83 @@
+"""Chooses a replica for a request: prompt tokens that it would compute there, times what runs there already.
+
+As LMetric (arXiv 2603.15202) multiplies them: a prompt token that is computed delays everything that runs beside it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rayserve_moe.fleet.bookings import Bookings
+from rayserve_moe.fleet.prefix_index import PrefixIndex
+
+ANSWER_TOKENS = 64
+"""What an answer costs a replica, in prompt tokens: where a prompt is cached everywhere, load alone decides."""
+QUEUE_TOKENS = 4096
+"""So many prompt tokens that wait weigh as one more running request."""
+NEARLY = 1.01
+"""Costs within this factor of the least are equal: one of them is drawn."""
+
+
+class Prompt(NamedTuple):
+    """The prompt of a request, as far as a router understands it: tokens, and the digests of its whole pages."""
+
+    num_tokens: int = 0
+    digests: Sequence[bytes] = ()
+    page_size: int = 1
+
+
+UNKNOWN = Prompt()
+"""Of a body that is not understood."""
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """What a replica reports: requests in progress, and prompt tokens that are still to be computed."""
+
+    num_requests: int = 0
+    queued_tokens: int = 0
+
+
+class Choosing:
+    """One router's choices, over an index that others fill. `clock` is in seconds."""
+
+    def __init__(self, index: PrefixIndex, *, draw: random.Random, clock: Callable[[], float]) -> None:
+        self._index, self._draw, self._clock = index, draw, clock
+        self._loads: dict[str, ReplicaLoad] = {}
+        self.bookings = Bookings()
+
+    def report(self, replica_id: str, load: ReplicaLoad) -> None:
+        """Note a replica's load as of now."""
+        self._loads[replica_id] = load
+        self.bookings.reported(replica_id, self._clock())
+
+    def forget(self, replica_id: str) -> None:
+        """Forget load and bookings of a replica that is gone, or has started over."""
+        self._loads.pop(replica_id, None)
+        self.bookings.forget(replica_id)
+
+    def choose(self, prompt: Prompt, replica_ids: Sequence[str]) -> str:
+        """Return one of the replicas, of which there are some, and book the request there."""
+        now = self._clock()
+        new = {name: prompt.num_tokens - self._num_cached(name, prompt, now) for name in replica_ids}
+        costs = {name: (tokens + ANSWER_TOKENS) * self._load(name) for name, tokens in new.items()}
+        least = min(costs.values())
+        chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
+        self.bookings.add(chosen, prompt.digests, num_new_tokens=new[chosen], now=now)
+        return chosen
+
+    def num_cached(self, replica_id: str, prompt: Prompt) -> int:
+        """Tokens of a prompt that a replica need not compute, by events and bookings."""
+        return self._num_cached(replica_id, prompt, self._clock())
+
+    def _num_cached(self, replica_id: str, prompt: Prompt, now: float) -> int:
+        held = self._index.num_cached_pages(replica_id, prompt.digests)
+        booked = self.bookings.num_pages(replica_id, prompt.digests, now=now)
+        return max(held, booked) * prompt.page_size
+
+    def _load(self, replica_id: str) -> float:
+        reported, (num_sent, sent_tokens) = self._loads.get(replica_id, ReplicaLoad()), self.bookings.load(replica_id)
+        return 1 + reported.num_requests + num_sent + (reported.queued_tokens + sent_tokens) / QUEUE_TOKENS

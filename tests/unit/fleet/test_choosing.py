@@ -1,0 +1,143 @@
+"""A request goes where most of it is cached, unless what runs there already costs it more."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rayserve_moe.fleet import bookings
+from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt, ReplicaLoad
+from rayserve_moe.fleet.page_log import ADDED, WEIGHTS, PageMessage
+from rayserve_moe.fleet.prefix_index import PrefixIndex
+from rayserve_moe.scheduling.page_digests import prompt_digests
+
+PAGE = 16
+REPLICAS = ("a", "b", "c", "d")
+
+
+class Fleet:
+    """A router over replicas whose pages and load a test states; time passes when it says so."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now = 0.0
+        self.index = PrefixIndex()
+        self.index.follow(REPLICAS)
+        self.choosing = Choosing(self.index, draw=random.Random(seed), clock=lambda: self.now)
+
+    def hold(self, name: str, prompt: Prompt, num_pages: int) -> None:
+        events = ((WEIGHTS, 0, b"0"), (ADDED, 0, b"".join(prompt.digests[:num_pages])))
+        for left, event in zip((1, 0), events, strict=True):
+            self.index.apply(name, PageMessage("epoch", 0, left, (event,)))
+
+    def choose(self, prompt: Prompt) -> str:
+        return self.choosing.choose(prompt, REPLICAS)
+
+
+def prompt_of(num_tokens: int, start: int = 1) -> Prompt:
+    ids = np.arange(start, start + num_tokens, dtype=np.int32)
+    return Prompt(num_tokens, prompt_digests(b"key", "", token_ids=ids, page_size=PAGE), PAGE)
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached():
+    for seed in range(20):
+        fleet, prompt = Fleet(seed), prompt_of(1000)
+        fleet.hold("b", prompt, 20)
+        fleet.hold("c", prompt, 50)
+        assert fleet.choose(prompt) == "c"
+
+
+def test_load_outweighs_a_short_prefix_and_not_a_long_one():
+    fleet, prompt = Fleet(), prompt_of(8000)
+    fleet.hold("b", prompt, 490)
+    for name in REPLICAS:
+        fleet.choosing.report(name, ReplicaLoad(10 if name == "b" else 0))
+    assert fleet.choose(prompt) == "b"
+    short = prompt_of(100, start=50_000)
+    fleet.hold("b", short, 2)
+    assert fleet.choose(short) != "b"
+
+
+def test_queued_tokens_are_load():
+    fleet = Fleet()
+    for name in REPLICAS:
+        fleet.choosing.report(name, ReplicaLoad(4, queued_tokens=100_000 if name != "d" else 0))
+    assert fleet.choose(prompt_of(500)) == "d"
+
+
+def test_sixteen_equal_prompts_go_to_one_replica():
+    for seed in range(20):
+        fleet, prompt = Fleet(seed), prompt_of(2000)
+        assert len({fleet.choose(prompt) for _ in range(16)}) == 1
+
+
+def test_equal_prompts_spread_once_the_one_replica_has_too_much():
+    fleet, prompt = Fleet(), prompt_of(2000)
+    chosen = Counter(fleet.choose(prompt) for _ in range(400))
+    assert set(chosen) == set(REPLICAS) and max(chosen.values()) < 200
+
+
+def test_different_prompts_spread_at_once():
+    fleet = Fleet()
+    chosen = Counter(fleet.choose(prompt_of(500, start=1000 * turn)) for turn in range(16))
+    assert set(chosen.values()) == {4}
+
+
+def test_equal_replicas_are_drawn():
+    chosen = Counter(Fleet(seed).choose(prompt_of(300)) for seed in range(200))
+    assert min(chosen[name] for name in REPLICAS) > 25
+
+
+@pytest.mark.parametrize("prompt", [UNKNOWN, prompt_of(3), Prompt(5000)])
+def test_what_is_not_understood_goes_by_load_alone(prompt):
+    fleet = Fleet()
+    fleet.hold("a", prompt_of(1000), 62)
+    for name, load in zip(REPLICAS, (3, 2, 0, 1), strict=True):
+        fleet.choosing.report(name, ReplicaLoad(load))
+    assert fleet.choose(prompt) == "c"
+
+
+def test_a_replica_whose_events_are_not_whole_counts_as_empty():
+    fleet, prompt = Fleet(), prompt_of(1000)
+    fleet.hold("a", prompt, 62)
+    fleet.index.lose("a")
+    fleet.hold("b", prompt, 10)
+    assert fleet.choose(prompt) == "b"
+
+
+def test_booked_pages_expire():
+    fleet, prompt = Fleet(), prompt_of(2000)
+    first = fleet.choose(prompt)
+    assert fleet.choosing.num_cached(first, prompt) == 124 * PAGE
+    fleet.now += bookings.PAGES_BOOKED_S
+    assert fleet.choosing.num_cached(first, prompt) == 0 and len(fleet.choosing.bookings) == 0
+
+
+def test_booked_load_lasts_until_a_report_includes_it():
+    fleet = Fleet()
+    first = fleet.choose(prompt_of(3000))
+    fleet.choosing.report(first, ReplicaLoad())
+    assert fleet.choosing.bookings.load(first) == (1, 3000)
+    fleet.now += bookings.SETTLING_S
+    fleet.choosing.report(first, ReplicaLoad(1, 3000))
+    assert fleet.choosing.bookings.load(first) == (0, 0)
+
+
+def test_bookings_are_bounded(monkeypatch):
+    monkeypatch.setattr(bookings, "MOST_BOOKED_PAGES", 300)
+    fleet = Fleet()
+    for turn in range(50):
+        fleet.choose(prompt_of(1000, start=turn * 1000))
+        assert len(fleet.choosing.bookings) <= 300
+
+
+def test_a_replica_that_is_gone_leaves_nothing():
+    fleet, prompt = Fleet(), prompt_of(2000)
+    first = fleet.choose(prompt)
+    fleet.choosing.forget(first)
+    assert fleet.choosing.num_cached(first, prompt) == 0 and fleet.choosing.bookings.load(first) == (0, 0)
+    fleet.now += bookings.PAGES_BOOKED_S
+    fleet.choose(prompt_of(10))
+    assert len(fleet.choosing.bookings) == 0
