@@ -53,7 +53,7 @@ def main() -> int:
     programs = compile_programs(architecture, learning_rate=settings.learning_rate, objective=Objective())
     started = time.perf_counter()
     serving = server_settings(settings, model=model)
-    with Sampler(lambda: GrpoServer(serving, out), model=model, directory=out) as sampler:
+    with Sampler(lambda: GrpoServer(serving, out)) as sampler:
         parts = Parts(sampler, programs, evaluation(architecture), architecture, read_params(model, architecture))
         if options.ablation:
             print(run_arms(parts, settings, num_seeds=options.seeds, out=out))

@@ -92,13 +92,6 @@ def rounded(params: Params) -> Params:
     return {name: values + jax.lax.stop_gradient(_nearest(values) - values) for name, values in params.items()}
 
 
-def write_weights(tensors: dict[str, np.ndarray], directory: Path, *, config_of: Path) -> None:
-    """Write a checkpoint that a server takes as an update: the tensors, and the config of another directory."""
-    directory.mkdir(parents=True)
-    shutil.copyfile(config_of / CONFIG_FILE, directory / CONFIG_FILE)
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-
-
 def write_policy(tensors: dict[str, np.ndarray], directory: Path, *, model: Path) -> None:
     """Write a checkpoint with all that serving needs: the tensors, and the other files of another directory."""
     shutil.rmtree(directory, ignore_errors=True)

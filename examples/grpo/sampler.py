@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 from examples.calculator.problems import Problem
-from examples.grpo.server import push_weights
 from examples.grpo.settings import GrpoSettings
 from examples.grpo.tasks import prompts_of_step
 from rayserve_moe.rollouts import Rollout
@@ -47,8 +45,8 @@ class Sampled(NamedTuple):
 class Sampler:
     """A context manager around the server of a run, which `start` gives. One call at a time, from any thread."""
 
-    def __init__(self, start: Callable[[], Server], *, model: Path, directory: Path) -> None:
-        self._start, self._model, self._directory = start, model, directory
+    def __init__(self, start: Callable[[], Server]) -> None:
+        self._start = start
         self._server: Server | None = None
         self._wanted: tuple[dict[str, np.ndarray], str] | None = None
         self.num_restarts = 0
@@ -74,7 +72,7 @@ class Sampler:
     def _push(self, client: BlockingRolloutClient) -> None:
         assert self._wanted is not None
         tensors, version = self._wanted
-        push_weights(client, tensors, version=version, model=self._model, directory=self._directory / "weights")
+        client.update_weights_from(tensors, weight_version=version)
 
     def _lasting(self, call: Callable[[BlockingRolloutClient], _Answer]) -> _Answer:
         """Call with a client; where the server does not answer, start another one with the same weights first."""

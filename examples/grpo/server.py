@@ -1,20 +1,16 @@
-"""The server of a run: Ray Serve on this machine, as `rayserve-moe serve` starts it, and how weights reach it."""
+"""The server of a run: Ray Serve on this machine, as `rayserve-moe serve` starts it."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import yaml
 
 from benchmarks.serve_process import HOST, free_port, is_healthy, serve_config
-from examples.grpo.model import write_weights
-from rayserve_moe.rollouts.client import BlockingRolloutClient
 
 START_TIMEOUT_S, END_TIMEOUT_S, POLL_S = 300.0, 90.0, 0.2
 
@@ -54,16 +50,3 @@ class GrpoServer:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
-
-
-def push_weights(
-    client: BlockingRolloutClient, tensors: dict[str, np.ndarray], *, version: str, model: Path, directory: Path
-) -> None:
-    """Have the server serve `tensors` as `version`: over a directory that it reads. Refused where it does not."""
-    place = directory / version
-    shutil.rmtree(place, ignore_errors=True)
-    write_weights(tensors, place, config_of=model)
-    try:
-        client.update_weights(str(place), weight_version=version)
-    finally:
-        shutil.rmtree(place)

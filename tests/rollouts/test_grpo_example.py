@@ -48,8 +48,8 @@ def engine():
 
 
 @pytest.fixture
-def sampler(engine, tmp_path):
-    with Sampler(lambda: InProcess(engine), model=MODEL, directory=tmp_path) as sampler:
+def sampler(engine):
+    with Sampler(lambda: InProcess(engine)) as sampler:
         yield sampler
 
 
