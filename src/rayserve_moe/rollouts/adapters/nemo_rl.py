@@ -1,0 +1,39 @@
+"""NeMo-RL's padded training data. Read at NVIDIA-NeMo/RL 7ea279ab: `nemo_rl/algorithms/grpo.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.rollouts.adapters.trajectory import Trajectory, placed
+from rayserve_moe.rollouts.alignment import Sample, to_trainer_layout
+
+
+def train_data(
+    trajectories: Sequence[Trajectory],
+    layout: RoutingLayout,
+    *,
+    pad_token_id: int = 0,
+    divisible_by: int = 1,
+) -> dict[str, np.ndarray]:
+    """What `_build_async_grpo_train_data` returns: [B, S], padded right to a multiple of `divisible_by`.
+
+    Column t of `token_mask` and `generation_logprobs` is of token t; the loss leaves out the first column of both.
+    `sample_mask` is 0 for a sample that trains on nothing. `routed_experts` is [B, S, MoE layers, k] in the narrowest
+    signed type; -1 in the last token of a sample, in padding and in missing rows has the router choose.
+    """
+    longest = max(len(each.token_ids) for each in trajectories)
+    width, zeros = -(-longest // divisible_by) * divisible_by, [0] * len(trajectories)
+    samples = [Sample(each.token_ids.tolist(), each.prompt_len, each.routing) for each in trajectories]
+    laid = to_trainer_layout(samples, layout, convention="nemo_rl", seq_len=width, hidden_layers=False)
+    ids = placed([each.token_ids for each in trajectories], zeros, width=width, dtype=np.int64, filler=pad_token_id)
+    return {
+        "input_ids": ids,
+        "input_lengths": np.array([len(each.token_ids) for each in trajectories], np.int32),
+        "generation_logprobs": placed([each.logprobs for each in trajectories], zeros, width=width, dtype=np.float32),
+        "token_mask": placed([each.trained for each in trajectories], zeros, width=width, dtype=np.int64),
+        "sample_mask": np.array([each.trained.any() for each in trajectories], np.float32),
+        "routed_experts": laid.routed_experts,
+    }

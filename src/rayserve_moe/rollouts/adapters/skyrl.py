@@ -1,0 +1,54 @@
+"""SkyRL's training input. Read at NovaSky-AI/SkyRL a9564572: `skyrl/train/dataset/preprocess.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.rollouts.adapters.trajectory import Trajectory, hidden_rows, placed
+
+
+def training_input(
+    trajectories: Sequence[Trajectory], layout: RoutingLayout, *, rewards: Sequence[float], pad_token_id: int
+) -> dict[str, np.ndarray]:
+    """Fields of a `TrainingInputBatch`: B samples padded left to S columns, responses right-aligned in R columns.
+
+    `loss_mask`, `rewards` (at the last token) and `rollout_logprobs` are float32 [B, R] and meet the trainer's
+    `log_probs[:, -R - 1 : -1]`. `rollout_expert_indices` [B, S, all layers, k] is uint8 where no id is above 255,
+    then int16, then int32; a token without a row has experts 0 .. k - 1, which differ, as Megatron's dispatcher needs,
+    and is marked in `router_padding_mask`. ValueError for missing rows.
+    """
+    responses = [each.response for each in trajectories]
+    pairs = list(zip(trajectories, responses, strict=True))
+    width = max(len(each.token_ids) for each in trajectories)
+    firsts = [width - len(each.token_ids) for each in trajectories]
+    longest = max(part.stop - part.start for part in responses)
+    aligned = [longest - (part.stop - part.start) for part in responses]
+    scores = np.zeros((len(trajectories), longest), np.float32)
+    scores[:, -1] = rewards
+    rows = [hidden_rows(each, layout, dtype=np.int32) for each in trajectories]
+    indices = np.broadcast_to(np.arange(layout.top_k), (len(rows), width, *rows[0].shape[1:])).copy()
+    has_row = placed([np.ones(len(each)) for each in rows], firsts, width=width, dtype=np.bool_)
+    indices[has_row] = np.concatenate(rows)
+    return {
+        "sequences": placed(
+            [each.token_ids for each in trajectories], firsts, width=width, dtype=np.int64, filler=pad_token_id
+        ),
+        "attention_mask": placed(
+            [np.ones(len(e.token_ids)) for e in trajectories], firsts, width=width, dtype=np.int64
+        ),
+        "response_mask": placed([np.ones(p.stop - p.start) for p in responses], aligned, width=longest, dtype=np.int64),
+        "rewards": scores,
+        "loss_mask": placed([each.trained[part] for each, part in pairs], aligned, width=longest, dtype=np.float32),
+        "rollout_logprobs": placed(
+            [each.logprobs[part] for each, part in pairs], aligned, width=longest, dtype=np.float32
+        ),
+        "rollout_expert_indices": indices.astype(_narrowest(int(indices.max()))),
+        "router_padding_mask": ~has_row,
+    }
+
+
+def _narrowest(most: int) -> type[np.integer]:
+    return np.uint8 if most < 2**8 else np.int16 if most < 2**15 else np.int32
