@@ -15,7 +15,7 @@ from rayserve_moe.config.settings import Settings
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 INTRODUCTION = """# Settings
 
-Written from `src/rayserve_moe/config/settings.py` by `python -m tests.architecture.settings_page`. A setting is a key
+Written from `src/rayserve_moe/config` by `python -m tests.architecture.settings_page`. A setting is a key
 under `args` of a Serve config, or a keyword argument of `Engine` and `LLM`. An unknown key, a value of another type and
 a value out of range are refused at the start; the error names the key, and the nearest known one.
 """

@@ -54,6 +54,22 @@ def test_a_message_has_thinking_text_and_tool_use(scripted_http):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_no_dialect_calls_tools_that_may_not_be_called(scripted_http, script):
+    choice = {"chat_template_kwargs": {"script": script}}
+    message = ask(scripted_http, MESSAGES, **ANTHROPIC, **choice, tool_choice={"type": "none"})
+    response = ask(scripted_http, RESPONSES, **ASKED, **choice, tool_choice="none")
+    assert {block["type"] for block in message["content"]} <= {"thinking", "text"}
+    assert {item["type"] for item in response["output"]} <= {"reasoning", "message"}
+    assert message["stop_reason"] == "end_turn" and response["status"] == "completed"
+    asked = {name: ANTHROPIC[name] for name in ("model", "messages", "tools")}
+    counts = [
+        ask(scripted_http, f"{MESSAGES}/count_tokens", **asked, tool_choice={"type": kind})["input_tokens"]
+        for kind in ("none", "auto")
+    ]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_streamed_message_is_the_whole_one(scripted_http, script):
     body = ANTHROPIC | {"system": "", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
     whole = ask(scripted_http, MESSAGES, **body)

@@ -142,9 +142,19 @@ def test_history_and_tools_reach_the_template(scripted_http, scripted):
         return scripted.tokenizer.decode(ids, skip_special_tokens=False)
 
     turns = 'user: hi</s>assistant: (</think>why)f{"n": 5}</s>tool: 6</s>assistant: a'
-    assert prompt(tools=None) == prompt(tool_choice="none") == turns
+    assert prompt(tools=None) == turns
+    assert prompt(tool_choice="none") == prompt()
     before, _, rest = prompt().partition(" in <tool_call>")
     assert rest == turns and json.loads(before) == TOOLS
+
+
+def test_tools_that_may_not_be_called_are_kept_from_the_template_by_a_setting(scripted):
+    with served(scripted, exclude_tools_when_tool_choice_none=True) as url, httpx.Client(base_url=url) as http:
+        asked = {**ASKED, "return_token_ids": True}
+        seen, unseen = (
+            ask(http, CHAT, **{**asked, **fields})["prompt_token_ids"] for fields in ({}, {"tool_choice": "none"})
+        )
+        assert unseen == ask(http, CHAT, **{**asked, "tools": None})["prompt_token_ids"] != seen
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+DAY_S = 86_400.0
 _NO_KEY = ""
 
 

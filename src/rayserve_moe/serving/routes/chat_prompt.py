@@ -33,11 +33,17 @@ async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.n
 async def rendered_ids(state: ApiState, body: ChatBody | TokenizeBody, *, request: Request) -> np.ndarray:
     """Return what the template makes of the messages, int32."""
     size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in body.messages or ())
-    tools = body.offered_tools if isinstance(body, ChatBody) else []
-    size += sum(len(str(tool)) for tool in tools)
+    size += sum(len(str(tool)) for tool in _seen_tools(state, body))
     size += sum(len(text) for document in body.documents or () for text in document.values())
     with state.admission.holding(size):
         return await state.admission.run(lambda _: _rendered(state, body), size=size, receive=request.receive)
+
+
+def _seen_tools(state: ApiState, body: ChatBody | TokenizeBody) -> list[dict[str, Any]]:
+    """The tools that reach the template: those that no call may be read of too, unless a setting leaves them out."""
+    if not isinstance(body, ChatBody):
+        return []
+    return body.offered_tools if state.server.exclude_tools_when_tool_choice_none else body.tools
 
 
 def _options(state: ApiState, body: ChatBody | TokenizeBody) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def _rendered(state: ApiState, body: ChatBody | TokenizeBody) -> np.ndarray:
         messages,
         add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=body.opens_answer,
-        tools=body.offered_tools if isinstance(body, ChatBody) else None,
+        tools=_seen_tools(state, body),
         template_kwargs=_options(state, body),
     )
     try:

@@ -87,7 +87,7 @@ ToolChoice = Annotated[
 
 
 class ToolFields(RequestBody):
-    """Tools reach the template as they are, and no template where the choice is none.
+    """Tools reach the template as they are; where the choice is none, no calls are read from the answer.
 
     `include_reasoning` false leaves reasoning out, `separate_reasoning` false leaves it in the content with its
     markers, and `stream_reasoning` false sends it at once, when it has ended.
@@ -126,5 +126,5 @@ class ToolFields(RequestBody):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
+        """The tools whose calls are read from the answer."""
         return [] if self.tool_choice == "none" else self.tools

@@ -114,6 +114,9 @@ def test_what_the_template_renders_is_read_back_in_pieces_of_any_size(tokenizers
         ]
         if name == "kimi_k2":
             assert [call.call_id for call in answer.calls] == ids
+        for_none = {"tools": [], "has_calls": False, "has_reasoning": family.reasons}
+        silent = splits.splitter(np.asarray(prompt, np.int32), **for_none)
+        assert silent is None or not answer_of(parts_of(silent, pieces)).calls
 
 
 @pytest.mark.parametrize("calls", [*(name for name in CALL_FORMATS if name != "response_template"), None])

@@ -1,0 +1,34 @@
+"""Settings of the HTTP edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from rayserve_moe.config.setting_fields import DAY_S
+from rayserve_moe.config.setting_fields import choice as _choice
+from rayserve_moe.config.setting_fields import number as _number
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The HTTP edge."""
+
+    api_key: str = ""
+    """Bearer token that every route but `/health` and the empty page `/experts` asks for; empty for none."""
+    admin_api_key: str = ""
+    """Bearer token for what concerns all clients: weight updates, pauses, flushes, aborting everything; good for all
+    other routes too. Empty: `api_key` is enough for these."""
+    max_body_bytes: int = _number(16 << 20, (1, 1 << 30))
+    """Longest request body."""
+    max_intake_bytes: int = _number(256 << 20, (1, 1 << 40))
+    """Bytes of bodies and prompts that are read, parsed and tokenized at once; what comes beyond is answered 429."""
+    drain_timeout_s: float = _number(120.0, (0, DAY_S))
+    """Seconds running requests get to finish at shutdown."""
+    tool_call_parser: str = _choice("auto", "none", *TOOL_CALL_PARSERS)
+    """How tool calls are read from answers of chats: `auto` by the tokenizer's `response_template`, else by the markers
+    in the chat template; `none` leaves them in the content; or a parser by its name in vLLM or SGLang."""
+    reasoning_parser: str = _choice("auto", "none", *REASONING_PARSERS)
+    """How reasoning is separated from the content of answers of chats, in the same way."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Keep tools from the chat template where `tool_choice` is none. What the model writes is content either way."""
