@@ -35,7 +35,7 @@ class ConstraintFields:
     ebnf: Any = stated(None, LONG_TEXT, vllm=None)
     """A grammar in GBNF or Lark."""
     structural_tag: Any = stated(None, OBJECT_OR_TEXT, openai=None, vllm=None)
-    """`structures` with `begin`, `schema` and `end`, which `triggers` in free text begin."""
+    """A `format`, or `structures` with `begin`, `schema` and `end`, which `triggers` in free text begin."""
 
 
 class Constraint(NamedTuple):
@@ -43,7 +43,8 @@ class Constraint(NamedTuple):
     `grammar`, JSON of a `structural_tag`, or `calls`: JSON of a grammar and schemas for its rules `args_0` and so on.
 
     `param` is the field that it came in. `whitespace` is an expression for what may stand between the parts of JSON,
-    empty for nothing, None for the usual. It holds from the text `after` on, such as the end of reasoning.
+    empty for nothing, None for the usual. It holds from the text `after` on, such as the end of reasoning, and within
+    the grammar `within`, in Lark, where that has `@content`.
     """
 
     kind: str
@@ -51,3 +52,4 @@ class Constraint(NamedTuple):
     param: str = "response_format"
     whitespace: str | None = None
     after: str = ""
+    within: str = ""

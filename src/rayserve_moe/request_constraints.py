@@ -96,7 +96,7 @@ def _tags(value: Any, param: str) -> Constraint | None:
     if not isinstance(value, Mapping):
         raise RequestError("it should be a JSON object", param)
     if "format" in value:
-        raise RequestError("`format` is not computed here: give `structures` and `triggers`", param)
+        return Constraint("structural_tag", schema_text({"format": value["format"]}, param=param), param)
     structures, triggers = value.get("structures"), value.get("triggers")
     if not isinstance(structures, list) or not structures or not all(map(_is_structure, structures)):
         raise RequestError("`structures` should be objects with `begin`, `schema` and `end`, one at least", param)

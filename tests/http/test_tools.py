@@ -192,6 +192,28 @@ def test_a_call_can_be_demanded_whatever_the_model_would_write(scripted_http, sc
     assert without_ids(calls) == without_ids([call])
 
 
+@pytest.mark.parametrize("parser", ["glm", "qwen3_coder", "minimax_m2", "openai"])
+def test_calls_without_quotes_and_in_channels_can_be_demanded(scripted, parser):
+    reasoning = "gpt-oss" if parser == "openai" else "none"
+    asked = {**ASKED, "tools": CALLABLE, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 150}
+    # Rather commentary and final messages than an analysis without an end.
+    asked["logit_bias"] = {str(scripted.tokenizer.encode(letter)[-1]): 60 for letter in "cf"}
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [57]}}}
+    with (
+        served(scripted, tool_call_parser=parser, reasoning_parser=reasoning) as url,
+        httpx.Client(base_url=url, timeout=600) as http,
+    ):
+        (answer,) = ask(http, CHAT, **asked)["choices"]
+        (constrained,) = ask(http, CHAT, **{**asked, "tool_choice": "auto", "response_format": schema})["choices"]
+        unwritable = {**CALLABLE[0]["function"], "parameters": {"properties": {"a": {"not": {}}}}}
+        refused = http.post(CHAT, json={**asked, "tools": [{"type": "function", "function": unwritable}]})
+    (call,) = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == "tool_calls" and call["function"]["name"] in "fg"
+    assert json.loads(call["function"]["arguments"])["n"] in (5, 7)
+    assert constrained["message"]["content"] == "57" and constrained["finish_reason"] == "stop"
+    assert check_error(refused, 400)["param"] == "tool_choice"
+
+
 @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "h"}}, "odd", 5, {"type": "x"}])
 def test_a_choice_that_is_none_is_refused(scripted_http, choice):
     error = check_error(scripted_http.post(CHAT, json={**ASKED, "tool_choice": choice}), 400)

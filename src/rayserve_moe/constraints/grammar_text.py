@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from llguidance import LLMatcher, StructTag
+from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraint_fields import Constraint
+from rayserve_moe.constraints.tag_formats import TagGrammar, triggered
 from rayserve_moe.requests import RequestError
 
 WHITESPACE = "( |\\n {0,32})"
@@ -28,9 +29,21 @@ def grammar_of(constraint: Constraint, *, limits: StructuredSettings) -> str:
     if len(constraint.text.encode()) > limits.max_bytes:
         raise RequestError(f"it is longer than {limits.max_bytes} bytes", constraint.param)
     try:
-        return _GRAMMARS[constraint.kind](constraint, limits)
+        grammar = _GRAMMARS[constraint.kind](constraint, limits)
     except RecursionError as error:
         raise RequestError("it is nested too deeply", constraint.param) from error
+    return _within(constraint.within, grammar) if constraint.within else grammar
+
+
+def _within(lark: str, grammar: str) -> str:
+    """A grammar that another one has in the place of `@content`."""
+    first, *others = _parts(grammar)
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "content"}, *others]})
+
+
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    """A grammar, and those that it refers to: the engine takes one in Lark as it stands, and several as JSON."""
+    return json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
 
 
 def _schema_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
@@ -105,18 +118,21 @@ def _written_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
 
 
 def _tag_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
-    """Text in which every trigger begins one of the tags."""
+    """A format, or the earlier form: text in which every trigger begins one of the structures."""
     given, param = json.loads(constraint.text), constraint.param
-    tags = []
-    for structure in given["structures"]:
-        begin = structure["begin"]
-        trigger = next((one for one in given["triggers"] if one and begin.startswith(one)), None)
-        if trigger is None:
-            raise RequestError("every structure should begin with one of the triggers", param)
-        schema = checked_schema(structure.get("schema", {}), limits, param=param)
-        schema[ENGINE_OPTIONS] = json_options(constraint)
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
-    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+    def schema_of(schema: Any) -> str:
+        checked = checked_schema(schema, limits, param=param)
+        return json.dumps(checked | {ENGINE_OPTIONS: json_options(constraint)})
+
+    def grammars_of(text: str) -> list[dict[str, Any]]:
+        return _parts(_written_grammar(constraint._replace(text=text), limits))
+
+    if any(depth > MAX_DEPTH for depth, _ in _levels(given)):
+        raise RequestError(f"it is nested deeper than {MAX_DEPTH}", param)
+    wanted = given["format"] if "format" in given else triggered(given["structures"], given["triggers"])
+    writer = TagGrammar(param=param, schema_of=schema_of, grammars_of=grammars_of)
+    return json.dumps({"grammars": writer.grammars(wanted)})
 
 
 def _calls_grammar(constraint: Constraint, limits: StructuredSettings) -> str:

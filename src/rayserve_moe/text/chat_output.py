@@ -16,6 +16,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.by_template import split_by_template
 from rayserve_moe.text.tool_calls.call_grammar import CallForm, form_of
 from rayserve_moe.text.tool_calls.harmony import REASONING, split_harmony
+from rayserve_moe.text.tool_calls.parameter_schemas import resolved
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, HARMONY, RESPONSE_TEMPLATE, THINKING, output_format
 from rayserve_moe.text.tool_calls.splitter import OutputSplitter, Split, Thinking, split_text
 from rayserve_moe.text.tool_calls.tape import Tools
@@ -104,8 +105,9 @@ class ChatOutput:
         return ReasoningMarkers(begin, end)
 
     def call_form(self) -> CallForm | None:
-        """How calls are written, where their arguments are JSON."""
-        return form_of(self.format.calls, template_text(self._tokenizer))
+        """How calls are written; None where that is not known."""
+        ends = {self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_token_ids}
+        return form_of(self.format.calls, template_text(self._tokenizer), ends=ends)
 
     @property
     def special_ids(self) -> Mapping[str, int]:
@@ -149,5 +151,6 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
         function = tool.get("function", {})
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        found[function.get("name", "")] = properties if isinstance(properties, Mapping) else {}
+        properties = properties if isinstance(properties, Mapping) else {}
+        found[function.get("name", "")] = {key: resolved(one, parameters) for key, one in properties.items()}
     return found

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rayserve_moe.text.tool_calls import deepseek, kimi
+from rayserve_moe.text.tool_calls import deepseek, harmony, kimi
+from rayserve_moe.text.tool_calls.lark_terms import JSON_NAME, NAME, NUMBER, is_special, terms_of, without
 from rayserve_moe.text.tool_calls.mistral import ARGS as MISTRAL_ARGS
 from rayserve_moe.text.tool_calls.mistral import BEGIN as MISTRAL_BEGIN
+from rayserve_moe.text.tool_calls.parameter_schemas import UnwritableSchemaError, resolved, value_forms
 
-NAME, JSON_NAME, NUMBER = "\0name\0", "\0json\0", "\0number\0"
-_PLACE = re.compile(f"({NAME}|{JSON_NAME}|{NUMBER})")
+_NAME = re.compile(r"[^\s<>\"'\0]+")
+_KEY = re.compile(r"[^\s<>\"'\0](?:[^<>\"'\0\n]*[^\s<>\"'\0])?")
+
+
+class ParameterForm(NamedTuple):
+    """How one parameter is written: before its value with its key, right after the value, and after that."""
+
+    before: str
+    end: str
+    gap: str = ""
+
+
+class ReasoningForm(NamedTuple):
+    """What stands around reasoning that may come first, what begins content after it, and markers that neither has."""
+
+    begin: str
+    end: str
+    content: str
+    markers: tuple[str, ...]
 
 
 class CallForm(NamedTuple):
     """What stands before and after the arguments of a call, between calls, and around all of them.
 
-    Without `between` an answer has one call.
+    Without `between` an answer has one call; without `parameter` arguments are JSON.
     """
 
     before: str
@@ -26,9 +44,11 @@ class CallForm(NamedTuple):
     between: str | None = None
     begin: str = ""
     end: str = ""
+    parameter: ParameterForm | None = None
+    reasoning: ReasoningForm | None = None
 
 
-_DEEPSEEK = {"between": "", "begin": deepseek.SECTION, "end": deepseek.SECTION_END}
+_GLM = f"<arg_key>{NAME}</arg_key>"
 FORMS: Mapping[str, CallForm] = {
     "hermes": CallForm(f'<tool_call>\n{{"name": {JSON_NAME}, "arguments": ', "}\n</tool_call>", between="\n"),
     "llama": CallForm(f'{{"name": {JSON_NAME}, "parameters": ', "}", between="; "),
@@ -39,70 +59,187 @@ FORMS: Mapping[str, CallForm] = {
         begin=kimi.SECTION,
         end=kimi.SECTION_END,
     ),
-    "deepseek": CallForm(f"{deepseek.BEGIN}{NAME}{deepseek.SEPARATOR}", deepseek.END, **_DEEPSEEK),
+    "deepseek": CallForm(
+        f"{deepseek.BEGIN}{NAME}{deepseek.SEPARATOR}",
+        deepseek.END,
+        between="",
+        begin=deepseek.SECTION,
+        end=deepseek.SECTION_END,
+    ),
     "deepseek fenced": CallForm(
-        f"{deepseek.BEGIN}function{deepseek.SEPARATOR}{NAME}\n```json\n", f"\n```{deepseek.END}", **_DEEPSEEK
+        f"{deepseek.BEGIN}function{deepseek.SEPARATOR}{NAME}\n```json\n",
+        f"\n```{deepseek.END}",
+        between="",
+        begin=deepseek.SECTION,
+        end=deepseek.SECTION_END,
     ),
     "mistral": CallForm(f'{{"name": {JSON_NAME}, "arguments": ', "}", between=", ", begin=f"{MISTRAL_BEGIN}[", end="]"),
     "mistral named": CallForm(f"{MISTRAL_BEGIN}{NAME}{MISTRAL_ARGS}", "", between=""),
+    "glm": CallForm(
+        f"<tool_call>{NAME}\n",
+        "</tool_call>",
+        between="\n",
+        parameter=ParameterForm(f"{_GLM}\n<arg_value>", "</arg_value>", "\n"),
+    ),
+    "glm tight": CallForm(
+        f"<tool_call>{NAME}",
+        "</tool_call>",
+        between="",
+        parameter=ParameterForm(f"{_GLM}<arg_value>", "</arg_value>"),
+    ),
+    "qwen_coder": CallForm(
+        f"<tool_call>\n<function={NAME}>\n",
+        "</function>\n</tool_call>",
+        between="\n",
+        parameter=ParameterForm(f"<parameter={NAME}>\n", "\n</parameter>", "\n"),
+    ),
+    "minimax": CallForm(
+        f'<invoke name="{NAME}">\n',
+        "</invoke>\n",
+        between="",
+        begin="<minimax:tool_call>\n",
+        end="</minimax:tool_call>",
+        parameter=ParameterForm(f'<parameter name="{NAME}">', "</parameter>", "\n"),
+    ),
+    "harmony": CallForm(
+        f"{harmony.CHANNEL}commentary to=functions.{NAME} {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+        harmony.CALL,
+        reasoning=ReasoningForm(
+            harmony.REASONING[0],
+            f"{harmony.REASONING[1]}{harmony.START}assistant",
+            f"{harmony.CHANNEL}final{harmony.MESSAGE}",
+            harmony.MARKERS,
+        ),
+    ),
 }
 """By format; of two that a format has, the second is that of templates with the marker in `SECOND_FORMS`."""
-SECOND_FORMS = {"deepseek": ("deepseek fenced", "```json"), "mistral": ("mistral named", MISTRAL_ARGS)}
+SECOND_FORMS = {
+    "deepseek": ("deepseek fenced", "```json"),
+    "mistral": ("mistral named", MISTRAL_ARGS),
+    "glm": ("glm tight", "</arg_key><arg_value>"),
+}
 
 
-def form_of(calls: str | None, template: str) -> CallForm | None:
-    """How a format of `CALL_FORMATS` writes calls whose arguments are JSON; None for others."""
+def form_of(calls: str | None, template: str, *, ends: Collection[str] = ()) -> CallForm | None:
+    """How a format of `CALL_FORMATS` writes calls; None for others. What is one of `ends` ends the answer by itself."""
     second, marker = SECOND_FORMS.get(calls or "", ("", ""))
-    return FORMS.get(second if second and marker in template else calls or "")
+    form = FORMS.get(second if second and marker in template else calls or "")
+    return form._replace(after="") if form is not None and form.after in ends else form
+
+
+class CallGrammar(NamedTuple):
+    """A grammar in Lark, and schemas for its rules `args_0`, `args_1`, and so on."""
+
+    lark: str
+    schemas: list[Any]
 
 
 def call_grammar(
     form: CallForm, functions: Sequence[Mapping[str, Any]], *, special_ids: Mapping[str, int], allows_several: bool
-) -> tuple[str, list[Any]]:
-    """A grammar in Lark for calls of some of the functions, and schemas for its rules `args_0`, `args_1`, and so on."""
+) -> CallGrammar:
+    """The grammar of calls of some of the functions.
 
-    def written(text: str, name: str = "") -> str:
-        return _lark(text, name, special_ids)
-
-    several = f"({written(form.between)} call)*" if allows_several and form.between is not None else ""
-    lines = [
-        f"start: {written(form.begin)} call {several} {written(form.end)}",
+    UnwritableSchemaError names a keyword of a schema, or the name of a function, that the format has no form for.
+    """
+    writer = _Writer(form, special_ids)
+    several = f"({writer.written(form.between)} call)*" if allows_several and form.between is not None else ""
+    writer.lines += [
+        f"start: {writer.reasoning()} {writer.written(form.begin)} call {several} {writer.written(form.end)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(functions))),
     ]
     for i, function in enumerate(functions):
         name = function["name"]
-        lines.append(f"call_{i}: {written(form.before, name)} args_{i} {written(form.after, name)}")
-    return "\n".join(lines) + "\n", [_parameters(function) for function in functions]
+        if form.parameter is not None and not _NAME.fullmatch(name):
+            raise UnwritableSchemaError("name")
+        arguments = writer.arguments(i, {"type": "object", **(function.get("parameters") or {})})
+        writer.lines.append(f"call_{i}: {writer.written(form.before, name)} {arguments} {writer.written(form.after)}")
+    return CallGrammar("\n".join(writer.lines) + "\n", writer.schemas)
 
 
-def _parameters(function: Mapping[str, Any]) -> Any:
-    """The schema of a function's arguments, which are an object."""
-    return {"type": "object", **(function.get("parameters") or {})}
+def content_grammar(form: ReasoningForm, *, special_ids: Mapping[str, int]) -> str:
+    """A grammar in Lark of an answer whose content keeps to the grammar `@content`, after reasoning or without."""
+    writer = _Writer(CallForm("", "", reasoning=form), special_ids)
+    start = f"start: {writer.reasoning()} {writer.written(form.content)} @content"
+    return "\n".join([*writer.lines, start]) + "\n"
 
 
-def _lark(text: str, name: str, special_ids: Mapping[str, int]) -> str:
-    """A text as terms of Lark: strings, ids of special tokens, and a number."""
-    terms = []
-    for part in _PLACE.split(text):
-        if part == NUMBER:
-            terms.append("/[0-9]{1,3}/")
-        elif part == NAME:
-            terms.append(json.dumps(name, ensure_ascii=False))
-        elif part == JSON_NAME:
-            terms.append(json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False))
-        else:
-            terms += _plain(part, special_ids)
-    return " ".join(terms)
+class _Writer:
+    """Collects the lines of a grammar, and the schemas that it refers to."""
+
+    def __init__(self, form: CallForm, special_ids: Mapping[str, int]) -> None:
+        self._form, self._special_ids = form, special_ids
+        self._num_texts = 0
+        self.lines: list[str] = []
+        self.schemas: list[Any] = []
+
+    def written(self, text: str | None, name: str = "") -> str:
+        """A text as terms."""
+        return " ".join(terms_of(text or "", self._special_ids, name=name))
+
+    def reasoning(self) -> str:
+        """Terms for reasoning that may stand before all calls."""
+        form = self._form.reasoning
+        if form is None:
+            return ""
+        inner = self._text_until(form.end, [without(form.markers)])
+        return f"({self.written(form.begin)} {inner})?"
+
+    def arguments(self, function: int, schema: Mapping[str, Any]) -> str:
+        """Terms for the arguments of a function."""
+        form = self._form.parameter
+        if form is None:
+            return self._json(schema)
+        schema = resolved(schema, schema)
+        properties, required = _object_parts(schema)
+        rules = []
+        for place, key in enumerate(properties):
+            if not _KEY.fullmatch(key):
+                raise UnwritableSchemaError("properties")
+            rule = f"value_{function}_{place}"
+            value = self._value(form, properties[key], schema)
+            self.lines.append(f"{rule}: {self.written(form.before, key)} {value} {self.written(form.gap)}")
+            rules.append(rule if key in required else f"{rule}?")
+        return " ".join(rules)
+
+    def _value(self, form: ParameterForm, schema: Any, root: Mapping[str, Any]) -> str:
+        found = value_forms(resolved(schema, root), root)
+        marker = without([form.end.strip()])
+        choices = []
+        if found.texts:
+            choices.append(self._text_until(form.end, [f"{text} & {marker}" for text in found.texts]))
+        if found.schema is not None:
+            choices.append(f"{self._json(found.schema)} {self.written(form.end)}")
+        return f"({' | '.join(choices)})"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        self.schemas.append(schema)
+        return f"args_{len(self.schemas) - 1}"
+
+    def _text_until(self, end: str, texts: Sequence[str]) -> str:
+        """Terms for one of the texts and what ends it, as far as possible in one terminal."""
+        terms = terms_of(end, self._special_ids)
+        inside = 0
+        while inside < len(terms) and not is_special(terms[inside]):
+            inside += 1
+        name = f"TEXT_{self._num_texts}"
+        self._num_texts += 1
+        body = " | ".join(f"({text})" for text in texts)
+        self.lines.append(f"{name}: {' '.join([f'({body})', *terms[:inside]])}")
+        return " ".join([name, *terms[inside:]])
 
 
-def _plain(text: str, special_ids: Mapping[str, int]) -> list[str]:
-    """Strings, and in the place of special tokens their ids: no other tokens spell these."""
-    inside = [token for token in special_ids if token in text]
-    if not inside:
-        return [json.dumps(text, ensure_ascii=False)] if text else []
-    pieces = re.split("(" + "|".join(map(re.escape, sorted(inside, key=len, reverse=True))) + ")", text)
-    return [
-        f"<[{special_ids[piece]}]>" if piece in special_ids else json.dumps(piece, ensure_ascii=False)
-        for piece in pieces
-        if piece
-    ]
+_OBJECT_KEYS = {
+    *("type", "properties", "required", "additionalProperties", "title", "description", "default", "examples"),
+    *("$defs", "definitions", "$schema", "$id", "$comment", "strict"),
+}
+
+
+def _object_parts(schema: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """The parameters of a function by name, and those that have to be given."""
+    if unknown := sorted(schema.keys() - _OBJECT_KEYS):
+        raise UnwritableSchemaError(unknown[0])
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if schema["type"] != "object" or not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UnwritableSchemaError("type")
+    names = {name for name in required if isinstance(name, str)}
+    return {**properties, **{name: {} for name in required if name in names - properties.keys()}}, names

@@ -13,6 +13,8 @@ from rayserve_moe.text.tool_calls.tape import ToolCall, Tools
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _BOOLEANS = {"true": "true", "false": "false"}
+UNTYPED = ("null", "boolean", "number", "object", "array")
+"""Types that a text is tried for, where the schema of its parameter has none; else it is a string."""
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object"}
 
 
@@ -31,7 +33,7 @@ def value_json(text: str, schema: Any) -> str:
     types, bare = list(types_of(schema)), text.strip()
     if "null" in types and bare in ("null", "None"):
         return "null"
-    for kind in types or ["null", "boolean", "number", "object", "array"]:
+    for kind in types or UNTYPED:
         if kind == "string":
             break
         if (written := _READERS.get(kind, _nothing)(bare)) is not None:

@@ -1,0 +1,219 @@
+"""Schemas of parameters whose values are written without quotes: what of a value is text, and what JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rayserve_moe.text.tool_calls.lark_terms import ANY_TEXT, literal
+from rayserve_moe.text.tool_calls.typed_values import UNTYPED, types_of
+
+Schema = Mapping[str, Any]
+
+_MOST_REFERENCES = 8
+"""References that lead to each other: more are a circle."""
+_DEFINITIONS = ("$defs", "definitions")
+_ANNOTATIONS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
+    *("$comment", "$schema", "$id", "strict", "contentEncoding", "contentMediaType", *_DEFINITIONS),
+}
+_OF_TEXT = {"minLength", "maxLength", "pattern", "format"}
+_OF_OTHERS = {
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "properties", "required"),
+    *("additionalProperties", "patternProperties", "minProperties", "maxProperties"),
+    *("items", "prefixItems", "minItems", "maxItems"),
+}
+_TYPES = ("string", "integer", *UNTYPED)
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}
+_DATE = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "email": r"[A-Za-z0-9]([A-Za-z0-9_+-]{0,62}[A-Za-z0-9])?@([a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?\.)+[a-z]{2,12}",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+    "uri": "[a-z][a-z0-9+.-]{0,20}:[A-Za-z0-9._~:?#@!$&'()*+,;=%\\x{2f}-]{1,2000}",
+}
+_SPACE = r"[\s\x{1c}-\x{1f}]*"
+_LOOKS = {
+    "null": "null",
+    "boolean": "(?i:true|false)",
+    "integer": r"-?[0-9]+(\.[0-9]+)?",
+    "number": r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?",
+    "object": r"\{(?s:.*)",
+    "array": r"\[(?s:.*)",
+}
+"""Expressions for all texts that a reader could take for a value of a type."""
+
+
+class UnwritableSchemaError(ValueError):
+    """A schema whose values this cannot write: the keyword at fault."""
+
+
+class ValueForms(NamedTuple):
+    """What a value may be: `texts` are parts of a terminal, any of which it may be, and `schema` that of its JSON."""
+
+    texts: list[str]
+    schema: Schema | None
+
+
+def resolved(schema: Any, root: Any, *, depth: int = _MOST_REFERENCES) -> Any:
+    """A schema with what its references lead to in `root` in their place, those of its alternatives too."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return schema
+    target, rest = _target(schema, root), {name: one for name, one in schema.items() if name != "$ref"}
+    if target is not None:
+        return resolved({**target, **rest}, root, depth=depth - 1)
+    alternatives = schema.get("allOf")
+    if isinstance(alternatives, list) and len(alternatives) == 1 and isinstance(alternatives[0], Mapping):
+        rest.pop("allOf")
+        return resolved({**alternatives[0], **rest}, root, depth=depth - 1)
+    unions = {
+        name: [resolved(one, root, depth=depth - 1) for one in schema[name]]
+        for name in ("anyOf", "oneOf")
+        if isinstance(schema.get(name), list)
+    }
+    return {**schema, **unions}
+
+
+def value_forms(schema: Any, root: Schema) -> ValueForms:
+    """What may be written for a parameter, so that `typed_values` reads it as valid by a schema that is `resolved`.
+
+    UnwritableSchemaError names the keyword that is not supported.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise UnwritableSchemaError("false")
+    types = list(types_of(schema))
+    before = types[: types.index("string")] if "string" in types else types or list(UNTYPED)
+    readable = {*before, *(["null"] if "null" in types else [])}
+    texts: list[str] = []
+    others: list[Schema] = []
+    for branch in _branches(schema):
+        text, other = _split(branch, readable)
+        texts += text
+        others += other
+    looks = [f" & ~/{_SPACE}({_LOOKS[kind]}){_SPACE}/" for kind in _TYPES if kind in readable]
+    if "null" in types:
+        looks.append(f" & ~/{_SPACE}None{_SPACE}/")
+    if "oneOf" in schema and len(texts) > 1:
+        raise UnwritableSchemaError("oneOf")
+    if not texts and not others:
+        raise UnwritableSchemaError("type")
+    return ValueForms([text + "".join(looks) for text in texts], _union(schema, others, root))
+
+
+def _target(schema: Any, root: Any) -> Schema | None:
+    """What a reference within `root` leads to; None for others, and for what has none."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found = root
+    for step in reference[2:].split("/"):
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _branches(schema: Schema) -> Iterator[Schema]:
+    """The alternatives of a schema, each without alternatives of its own."""
+    for union in ("anyOf", "oneOf"):
+        alternatives = schema.get(union)
+        if not isinstance(alternatives, list) or schema.keys() - {union} - _ANNOTATIONS:
+            continue
+        for alternative in alternatives:
+            if not isinstance(alternative, Mapping):
+                raise UnwritableSchemaError(union)
+            yield from _branches(alternative)
+        return
+    yield schema
+
+
+def _split(schema: Schema, readable: set[str]) -> tuple[list[str], list[Schema]]:
+    """What of one alternative is text, and what is JSON of a type that is `readable`."""
+    declared = schema.get("type", _TYPES)
+    types = [declared] if isinstance(declared, str) else [kind for kind in declared if isinstance(kind, str)]
+    if "enum" in schema or "const" in schema:
+        return _listed(schema, types, readable)
+    others = [kind for kind in types if kind in readable]
+    kept = {name: value for name, value in schema.items() if name not in _OF_TEXT and name not in _ANNOTATIONS}
+    written: list[Schema] = [{**kept, "type": others}] if others else []
+    return ([_text(schema)] if "string" in types else []), written
+
+
+def _listed(schema: Schema, types: Sequence[str], readable: set[str]) -> tuple[list[str], list[Schema]]:
+    _check(schema, {"enum", "const", "type"})
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    if not isinstance(values, list) or {"const", "enum"} <= schema.keys():
+        raise UnwritableSchemaError("enum")
+    texts = [value for value in values if isinstance(value, str)] if "string" in types else []
+    kinds = {kind for kind in types if kind in readable}
+    others = [value for value in values if not isinstance(value, str) and _is_of(value, kinds)]
+    written = [f"/({'|'.join(map(literal, texts))})/"] if texts else []
+    return written, [{"enum": others}] if others else []
+
+
+def _is_of(value: Any, kinds: set[str]) -> bool:
+    kind = _JSON_TYPES[type(value)]
+    return kind in kinds or (kind == "integer" and "number" in kinds)
+
+
+def _text(schema: Schema) -> str:
+    """A part of a terminal for strings that keep to a schema."""
+    _check(schema, {"type", *_OF_TEXT, *_OF_OTHERS})
+    for name in ("minLength", "maxLength"):
+        if not isinstance(schema.get(name, 0), int):
+            raise UnwritableSchemaError(name)
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+    parts = [f"/(?s:.{{{shortest:d},{longest}}})/" if shortest or longest != "" else ANY_TEXT]
+    if "format" in schema:
+        if (pattern := _FORMATS.get(str(schema["format"]))) is None:
+            raise UnwritableSchemaError("format")
+        parts.append(f"/{pattern}/")
+    if "pattern" in schema:
+        parts.append(_search(schema["pattern"]))
+    return " & ".join(parts)
+
+
+def _search(pattern: Any) -> str:
+    """A part of a terminal: text in which an expression is found."""
+    if not isinstance(pattern, str):
+        raise UnwritableSchemaError("pattern")
+    is_start, is_end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[is_start : len(pattern) - is_end]
+    inner = "".join(_IN_SLASHES.get(one, one) for one in _steps(inner))
+    around = ["" if is_start else ANY_TEXT, f"/({inner})/", "" if is_end else ANY_TEXT]
+    return f"({' '.join(filter(None, around))})"
+
+
+_IN_SLASHES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
+
+
+def _steps(pattern: str) -> Iterator[str]:
+    """The characters of an expression, those after a backslash together with it."""
+    at = 0
+    while at < len(pattern):
+        length = 2 if pattern[at] == "\\" else 1
+        yield pattern[at : at + length]
+        at += length
+
+
+def _check(schema: Schema, known: set[str]) -> None:
+    unknown = sorted(schema.keys() - known - _ANNOTATIONS)
+    if unknown:
+        raise UnwritableSchemaError(unknown[0])
+
+
+def _union(schema: Schema, others: list[Schema], root: Schema) -> Schema | None:
+    if not others:
+        return None
+    definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+    if len(others) == 1:
+        return {**others[0], **definitions}
+    return {"oneOf" if "oneOf" in schema else "anyOf": others, **definitions}
