@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -53,6 +53,21 @@ def speculating(engine_with: EngineFactory) -> Engine:
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_do_not_show(speculating: Engine, seed: int):
     check_mix(speculating, seed, count=16)
+
+
+TEXT_ALONE = {"stop", "stop_strings_after", "no_stop_trim", "stop_regex", "include_stop_str_in_output", "bad_words"}
+TEXT_ALONE |= {"skip_special_tokens", "kept_special_ids", "repetition_detection", "logprobs_mode"}
+WRITTEN_ALONE = {"incremental", "stream_routed_experts", "routed_experts_start", "thinking_token_budget"}
+NUMBERED = {"request_id", "prompt_ids", "first_choice", "sampling"}
+
+
+def test_mixes_have_every_field_that_reaches_the_engine(speculating: Engine):
+    """What the layers above read or write, and what only names a request, is not drawn."""
+    requests = [one for seed in range(4) for one in random_requests(seed, count=16, layout=speculating.card.routing)]
+    for records in (requests, [request.sampling for request in requests]):
+        for field in fields(records[0]):
+            if field.name not in TEXT_ALONE | WRITTEN_ALONE | NUMBERED:
+                assert any(getattr(record, field.name) != field.default for record in records), field.name
 
 
 @pytest.mark.slow

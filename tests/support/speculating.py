@@ -10,9 +10,10 @@ import numpy as np
 from rayserve_moe import Engine
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.kernels.registry import CPU_NATIVE
-from rayserve_moe.requests import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.reasoning_span import ReasoningMarkers, ThinkingLimit
+from rayserve_moe.requests import Constraint, GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
 from tests.support.checkpoints import CORE_CONFIG
-from tests.support.constraints import compiler
+from tests.support.constraints import PERSON, compiler, schema_constraint
 from tests.support.drive import Intervention, Way, preempt_every, run_together
 from tests.support.oracle import Oracle
 from tests.support.outcomes import Outcomes, assert_identical, assert_same
@@ -28,6 +29,15 @@ SPECULATES: dict[str, Any] = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_steps": DRAFTS,
 }
+CONSTRAINTS = (
+    schema_constraint(PERSON),
+    Constraint("regex", "([a-d]{3} ){2,6}"),
+    Constraint("choice", '["one", "two", "three hundred"]'),
+    Constraint("grammar", 'root ::= ("x" | "yz" | root "!")'),
+    Constraint(
+        "structural_tag", '{"structures": [{"begin": "a", "schema": {"enum": [1]}, "end": "z"}], "triggers": ["a"]}'
+    ),
+)
 PLAIN = Way(num_rows=ROWS, step_tokens=64, chunk_tokens=64, constraints=compiler())
 TOLERANCE = 1e-6
 """Of log-probs, absolute, and again relative: XLA adds up float32 in another order in other compiled shapes."""
@@ -93,7 +103,7 @@ def check_mix(
 
 def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[GenerationRequest]:
     """Requests that share prompts, greedy and sampled, with penalties, biases, allowed ids, ends, several choices,
-    scores, evidence of samples, and forced routing."""
+    scores, evidence of samples, forced routing, grammars, words to leave out, and limits of reasoning."""
     generator = np.random.default_rng(seed)
     stems = [draw_prompt(generator, int(generator.integers(1, LONGEST_STEM))) for _ in range(NUM_STEMS)]
     requests = [_random_request(generator, stems, f"{seed}-{i}") for i in range(count)]
@@ -120,7 +130,33 @@ def _random_request(generator: np.random.Generator, stems: list[np.ndarray], nam
     if generator.random() < 0.15:
         listed = tuple(int(word) for word in generator.integers(0, CORE_CONFIG.vocab_size, 4))
         request = replace(request, logprob_token_ids=listed, raw_logprobs=bool(generator.random() < 0.5))
-    return replace(request, speculative=bool(generator.random() < 0.9))
+    if generator.random() < 0.3:
+        request = _guided(generator, request)
+    return replace(
+        request,
+        speculative=bool(generator.random() < 0.9),
+        return_entropy=bool(generator.random() < 0.1),
+        raw_logprobs=request.raw_logprobs or bool(generator.random() < 0.1),
+        priority=int(generator.integers(-1, 2)),
+        cache_salt=str(generator.choice(["", "", "own"])),
+    )
+
+
+def _guided(generator: np.random.Generator, request: GenerationRequest) -> GenerationRequest:
+    """The request with some of what the host holds samples for: a grammar, words to leave out, a limit of reasoning."""
+    words = CORE_CONFIG.vocab_size
+    kinds = generator.random(3) < 0.5
+    if kinds[0]:
+        constraint = CONSTRAINTS[generator.integers(len(CONSTRAINTS))]
+        request = replace(request, constraint=constraint, sampling=replace(request.sampling, allowed_token_ids=()))
+    if kinds[1]:
+        single = tuple((int(word),) for word in generator.integers(3, words, 40))
+        pairs = tuple((first, int(second)) for (first,) in single for second in generator.integers(3, words, 20))
+        request = replace(request, bad_word_ids=single[:20] + pairs)
+    if kinds[2]:
+        markers = ReasoningMarkers((40,), (41, 42)[: int(generator.integers(1, 3))], bool(generator.random() < 0.7))
+        request = replace(request, thinking=ThinkingLimit(int(generator.integers(0, 12)), markers))
+    return request
 
 
 def _random_sampling(generator: np.random.Generator) -> SamplingParams:
