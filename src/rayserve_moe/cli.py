@@ -15,6 +15,7 @@ from rayserve_moe.rollouts import batch_job
 from rayserve_moe.serving import chat_client
 from rayserve_moe.serving.routes.models import package_version
 from rayserve_moe.serving.start import command as start
+from rayserve_moe.serving.start import scale
 from rayserve_moe.tools.check_table import render
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, Limits, check, estimator_of, use_host_alone
 from rayserve_moe.tools.estimate.dump import dump_environment
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rollout = commands.add_parser("rollout", help="sample the prompts of a file into Parquet shards")
     batch_job.add_arguments(rollout)
     start.add_arguments(commands.add_parser("serve", help="serve a config or a model on this machine, until stopped"))
+    scale.add_arguments(commands.add_parser("scale", help="change how many replicas an application has"))
     chat_client.add_arguments(commands.add_parser("chat", help="talk to a server in a terminal"))
     options = parser.parse_args(arguments)
     runs = {
@@ -49,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "compile-check": _compile_check,
         "plan-slice": plan_slice.run,
         "rollout": batch_job.run,
+        "scale": scale.run,
         "serve": start.run,
     }
     try:

@@ -75,8 +75,7 @@ class SpeculationSettings:
     """`NGRAM` drafts what followed the last tokens of a sequence before, `SIBLINGS` also what did in other answers to
     its prompt; `EAGLE`, `EAGLE3` and `NEXTN` what a draft model says; `off` or null none."""
     draft_model_path: str = _named("", "speculative_draft_model_path")
-    """Where the head of `EAGLE` or `EAGLE3` lies, as `model_path`; that of `NEXTN` is a layer of the checkpoint itself,
-    unless it is given."""
+    """Where the head of `EAGLE` or `EAGLE3` lies, as `model_path`; `NEXTN` is a layer of the checkpoint without one."""
     eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
     """Drafts of a draft model for each place; only 1, a chain, is served."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
@@ -222,6 +221,8 @@ class CompileSettings:
 class ClusterSettings:
     """How the serving replica drives its hosts over Ray."""
 
+    num_replicas: int = _number(1, (1, 4096))
+    """Replicas at the start, each on hosts of its own; `rayserve-moe scale` changes their number later."""
     transport: str = _choice("auto", "compiled_graph", "sockets", "actor_calls")
     """`compiled_graph`, `sockets` or `actor_calls`; `auto` takes the graph on TPU hosts, sockets on others: processes
     that wait in the graph poll, which costs emulated hosts the very cores that compute."""
@@ -236,8 +237,7 @@ class ClusterSettings:
     most_rebuilds_in_hour: int = _number(10, (0, 1_000_000))
     """The same within an hour."""
     standby_workers: bool = False
-    """Keep a second worker process per host that has loaded its libraries and waits to replace a lost one: about 200 MB
-    each."""
+    """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
     cpus_per_host: float = _number(0.5, (0, 1024))
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
     tpu_topology: str = ""

@@ -27,12 +27,12 @@ from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
+from rayserve_moe.serving.start.scaling import REPLICA_CPUS
 
 log = logging.getLogger(__name__)
 
 SERVE_LOGGER = "ray.serve"
 """Its handlers, the replica's log file and perhaps standard error, get the package's lines too."""
-REPLICA_CPUS = 0.5
 SHUT_DOWN = FinishReason("error", message="the server is shutting down")
 HEALTH_CHECK_PERIOD_S = 1.0
 """Serve replaces a lost replica after one check, a failing one after three in a row and a drain."""
@@ -86,6 +86,7 @@ def build(args: dict[str, Any]) -> Application:
     """
     settings = settings_from(args)
     deployment = MoeServer.options(
+        num_replicas=settings.cluster.num_replicas,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         max_ongoing_requests=most_open_requests(
             settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size

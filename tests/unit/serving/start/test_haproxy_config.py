@@ -103,6 +103,15 @@ def test_every_answer_of_its_own_is_an_error_object() -> None:
         assert ("Retry-After" in head) == (status == 503), name
 
 
+@pytest.mark.parametrize("ports", [(), (30000,), (30000, 30001, 30002)])
+def test_every_replica_adds_its_connections(ports: tuple[int, ...], tmp_path: Path) -> None:
+    config = ray_config(tmp_path, port=free_port(), replicas=ports)
+    edit(config, LIMITS)
+    most = max(1, len(ports)) * LIMITS.max_connections
+    assert f"    maxconn {most}\n    stick-table" in config.read_text()
+    assert f"sc0_conn_cur gt {max(1, len(ports)) * LIMITS.max_connections_per_source} " in config.read_text()
+
+
 @pytest.mark.parametrize("num_files", [1024, 4096])
 def test_haproxy_starts_with_as_few_files_as_a_process_may_have(num_files: int, tmp_path: Path) -> None:
     many = replace(LIMITS, max_connections=1_000_000)
