@@ -4,8 +4,9 @@
     python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
 
 Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. A run ends when the
-held-out probability of the sum was above 0.92 twice. It goes on where it was killed when the same command is given
-again. DIRECTORY gets metrics.jsonl, plots.png and plots.svg, and the weights at the end as a checkpoint, `policy`.
+held-out probability of the sum was above 0.92 twice and the last three batches were rewarded with more than 0.95. It
+goes on where it was killed when the same command is given again. DIRECTORY gets metrics.jsonl, plots.png and plots.svg,
+and the weights at the end as a checkpoint, `policy`.
 
 With `--ablation` each arm of `arms.ARMS` runs with each seed: what replay changes, beside controls that replay wrong
 rows. DIRECTORY gets ablation.md, ablation.png and ablation.svg.
@@ -50,7 +51,9 @@ def main() -> int:
     jax.config.update("jax_compilation_cache_dir", str(cache / "grpo"))
     model = resolve_model_path(MODEL, cache_directory=cache)
     architecture = read_architecture(model)
-    programs = compile_programs(architecture, learning_rate=settings.learning_rate, objective=Objective())
+    programs = compile_programs(
+        architecture, learning_rate=settings.learning_rate, objective=Objective(kl_weight=settings.kl_weight)
+    )
     started = time.perf_counter()
     serving = server_settings(settings, model=model)
     with Sampler(lambda: GrpoServer(serving, out)) as sampler:
@@ -83,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompts", type=int, default=default.prompts, help="groups of a step")
     add("--group", type=int, default=default.group, help="samples of a prompt")
     add("--learning-rate", type=float, default=default.learning_rate)
+    add("--kl-weight", type=float, default=default.kl_weight, help="of the distance to the policy before the run")
     add("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="the server's")
     add("--max-kl", type=float, default=default.max_kl, help="of a batch under replay, or it is refused")
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")

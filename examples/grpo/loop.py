@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from examples.grpo.trainer import Programs, TrainerState
 from examples.grpo.update import update
 
 METRICS = "metrics.jsonl"
+REWARDS = 3
+"""Batches whose mean reward says whether the task is learnt."""
 Row = dict[str, Any]
 
 
@@ -66,7 +69,9 @@ class Run:
     def is_over(self) -> bool:
         """Whether all steps were taken, or the policy has learnt the task."""
         above = sum(row["held_out"] > self.settings.stop_at for row in self.rows)
-        return self.num_steps >= self.settings.steps or above >= 2
+        rewards = [row["reward"] for row in self.rows[1:][-REWARDS:]]
+        is_learnt = above >= 2 and statistics.fmean(rewards) > self.settings.stop_reward
+        return self.num_steps >= self.settings.steps or is_learnt
 
     def push(self) -> float:
         """Have the server serve the newest weights; returns the seconds."""
@@ -76,7 +81,14 @@ class Run:
     def learn(self, sampled: Sampled) -> Row:
         """Take the step of these samples, and measure the new policy."""
         started, parts = time.perf_counter(), self.parts
-        self.state, facts = update(parts.programs, self.state, sampled, weights=self.weights, settings=self.settings)
+        self.state, facts = update(
+            parts.programs,
+            self.state,
+            sampled,
+            weights=self.weights,
+            reference=parts.initial,
+            settings=self.settings,
+        )
         if facts["updated"]:
             self.num_updates += 1
             self._publish()

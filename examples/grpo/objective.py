@@ -13,11 +13,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Objective:
-    """Bounds of the ratio to the old policy (arXiv:2402.03300), and the cap of its ratio to the sampler (TIS)."""
+    """Bounds of the ratio to the old policy and weight of the distance to a reference (arXiv:2402.03300), TIS's cap.
+
+    The cap is of the old policy's ratio to the sampler.
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     tis_cap: float = 2.0
+    kl_weight: float = 0.0
 
 
 def group_advantages(rewards: np.ndarray) -> np.ndarray:
@@ -50,6 +54,12 @@ def grpo_loss(
     binds = clipped * advantages < ratio * advantages
     shares = {"clip": masked_mean(binds, mask_BS), "tis": masked_mean(correction > objective.tis_cap, mask_BS)}
     return -masked_mean(gains, mask_BS), shares
+
+
+def distance_to(reference_BS: jax.Array, new_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:
+    """Distance of the new policy from a reference, k3, nats per token of the mask: unbiased on its own samples."""
+    behind_BS = jax.lax.stop_gradient(reference_BS) - new_BS
+    return masked_mean(jnp.expm1(behind_BS) - behind_BS, mask_BS)
 
 
 def masked_mean(values_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:

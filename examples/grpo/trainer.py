@@ -14,7 +14,7 @@ import optax
 
 from examples.grpo.batch import Batch
 from examples.grpo.model import Architecture, Params, rounded
-from examples.grpo.objective import Objective, grpo_loss
+from examples.grpo.objective import Objective, distance_to, grpo_loss
 from examples.grpo.policy import next_logprobs, score
 
 WARM_UP_STEPS = 5
@@ -60,18 +60,20 @@ def compile_programs(architecture: Architecture, *, learning_rate: float, object
         return next_logprobs(logits_BTV, ids_BT), own_BTLK
 
     def step(
-        state: TrainerState, batch: dict[str, jax.Array], old_BS: jax.Array, advantages_B: jax.Array
+        state: TrainerState, batch: dict[str, jax.Array], others: dict[str, jax.Array]
     ) -> tuple[TrainerState, dict[str, jax.Array]]:
         def loss_of(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
             new_BS, _ = scores(rounded(params), batch["ids_BT"], batch["rows_BTLK"], batch["replay_BT"])
-            return grpo_loss(
+            loss, shares = grpo_loss(
                 new_BS,
-                old_BS,
+                others["old_BS"],
                 sampled_BS=batch["sampled_BS"],
-                advantages_B=advantages_B,
+                advantages_B=others["advantages_B"],
                 mask_BS=batch["mask_BS"],
                 objective=objective,
             )
+            distance = distance_to(others["reference_BS"], new_BS, batch["mask_BS"])
+            return loss + objective.kl_weight * distance, {**shares, "moved": distance}
 
         (loss, shares), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer)
@@ -94,10 +96,14 @@ def scores_of(programs: Programs, params: Params, batch: Batch, *, replays: bool
 
 
 def train_on(
-    programs: Programs, state: TrainerState, batch: Batch, *, old_BS: np.ndarray, advantages_B: np.ndarray
+    programs: Programs, state: TrainerState, batch: Batch, **others: np.ndarray
 ) -> tuple[TrainerState, dict[str, float]]:
-    """Take one step; returns the new state and `loss`, `gradient_norm`, and the shares `clip` and `tis` of tokens."""
+    """Take one step; `others` are `old_BS`, `reference_BS` and `advantages_B` of the loss.
+
+    Returns the new state and `loss`, `gradient_norm`, the shares `clip` and `tis` of tokens, and `moved`, the distance
+    to the reference.
+    """
     names = ("ids_BT", "rows_BTLK", "replay_BT", "sampled_BS", "mask_BS")
     arrays = {name: jnp.asarray(getattr(batch, name)) for name in names}
-    state, facts = programs.step(state, arrays, jnp.asarray(old_BS), jnp.asarray(advantages_B, jnp.float32))
+    state, facts = programs.step(state, arrays, {name: jnp.asarray(of, jnp.float32) for name, of in others.items()})
     return state, {name: float(value) for name, value in facts.items()}

@@ -26,9 +26,17 @@ Weights = Mapping[str, Params]
 
 
 def update(
-    programs: Programs, state: TrainerState, sampled: Sampled, *, weights: Weights, settings: GrpoSettings
+    programs: Programs,
+    state: TrainerState,
+    sampled: Sampled,
+    *,
+    weights: Weights,
+    reference: Params,
+    settings: GrpoSettings,
 ) -> tuple[TrainerState, dict[str, Any]]:
     """Take a step on a batch, unless all of its groups are dead; returns what was measured.
+
+    `reference` is the policy that the new one is kept near; its routers choose for themselves.
 
     RefusedBatch where the arm replays what was served and that does not reproduce it; the other arms are controls, in
     which `refused` only says what the guard would have done.
@@ -61,8 +69,10 @@ def update(
         "updated": bool(advantages.any()),
     }
     if not facts["updated"]:
-        return state, {**facts, "loss": 0.0, "gradient_norm": 0.0, "clip": 0.0, "tis": 0.0}
-    state, taken = train_on(programs, state, batch, old_BS=old.logprobs_BS, advantages_B=advantages.reshape(-1))
+        return state, {**facts, "loss": 0.0, "gradient_norm": 0.0, "clip": 0.0, "tis": 0.0, "moved": 0.0}
+    near = scores_of(programs, reference, served, replays=False) if settings.kl_weight else old
+    others = {"old_BS": old.logprobs_BS, "reference_BS": near.logprobs_BS, "advantages_B": advantages.reshape(-1)}
+    state, taken = train_on(programs, state, batch, **others)
     return state, {**facts, **taken}
 
 

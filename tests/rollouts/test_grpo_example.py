@@ -15,7 +15,6 @@ from examples.grpo.objective import Objective
 from examples.grpo.sampler import Sampler, sample_step
 from examples.grpo.settings import GrpoSettings, server_settings
 from examples.grpo.trainer import compile_programs
-from examples.grpo.update import update
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.rollouts.client import BlockingRolloutClient
@@ -104,11 +103,10 @@ def test_the_server_samples_with_the_weights_that_it_was_sent(sampler, trainer, 
 
 
 def test_a_batch_whose_rows_are_shifted_is_refused_by_that_name(sampler, trainer, tmp_path):
-    programs = trainer[0]
     run = Run(Parts(sampler, *trainer), SETTINGS, tmp_path / "run")
     run.push()
     sampled = sample_step(sampler, 1, SETTINGS)
     shifted = [with_shifted_rows(rollout) for rollout in sampled.rollouts]
     with pytest.raises(RefusedBatch) as refusal:
-        update(programs, run.state, sampled._replace(rollouts=shifted), weights=run.weights, settings=SETTINGS)
+        run.learn(sampled._replace(rollouts=shifted))
     assert "shifted" in refusal.value.cause and refusal.value.distance.kl > 0.1

@@ -16,7 +16,7 @@ from examples.grpo.arms import ARMS, shifted
 from examples.grpo.batch import Batch
 from examples.grpo.evaluation import NUM_HELD_OUT
 from examples.grpo.model import WEIGHTS_FILE, checkpoint_tensors, read_architecture, read_params, rounded
-from examples.grpo.objective import Objective, group_advantages, grpo_loss
+from examples.grpo.objective import Objective, distance_to, group_advantages, grpo_loss
 from examples.grpo.policy import BLOCK, gate_weights, mix_experts
 from examples.grpo.settings import GrpoSettings, agree
 from examples.grpo.tasks import held_out, prompts_of_step, reward
@@ -70,6 +70,16 @@ def test_on_policy_the_gradient_is_that_of_the_log_probs(generator):
 
     gradient = jax.grad(loss_of)(jnp.asarray(old))
     np.testing.assert_allclose(gradient, np.tile(-advantages[:, None] / mask.size, POSITIONS), rtol=1e-6)
+
+
+def test_the_distance_to_a_reference_is_never_negative_and_its_gradient_leads_back(generator):
+    new, reference = generator.normal(-1, 0.5, (2, SAMPLES, POSITIONS)).astype(np.float32)
+    mask = generator.random((SAMPLES, POSITIONS)) < 0.6
+    behind = (reference - new)[mask].astype(np.float64)
+    assert float(distance_to(reference, new, mask)) == pytest.approx(np.mean(np.exp(behind) - 1 - behind), rel=1e-5)
+    gradient = np.asarray(jax.grad(lambda new: distance_to(reference, new, mask))(jnp.asarray(new)))
+    assert (np.sign(gradient)[mask] == np.sign(new - reference)[mask]).all() and not gradient[~mask].any()
+    assert float(distance_to(new, new, mask)) == 0
 
 
 def test_advantages_are_of_unit_spread_in_live_groups_and_zero_in_dead_ones():
