@@ -1,6 +1,6 @@
 """GRPO from start to end on this machine: a server of the calculator, its rollouts, a trainer that replays routing.
 
-    python -m examples.grpo --out DIRECTORY [--steps 60] [--asynchronous] [--dtype bfloat16]
+    python -m examples.grpo --out DIRECTORY [--steps 60] [--asynchronous [--partial]] [--dtype bfloat16]
     python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
 
 Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. A run ends when the
@@ -90,6 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="the server's")
     add("--max-kl", type=float, default=default.max_kl, help="of a batch under replay, or it is refused")
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
+    add("--partial", action="store_true", help="of an asynchronous run: push weights under samples, which go on")
     add("--ablation", action="store_true", help="run all arms, each with every seed")
     add("--seeds", type=int, default=5, help="of the ablation")
     return parser.parse_args()

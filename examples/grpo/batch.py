@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Batch:
     """Samples of one step. Column t of `sampled_BS`, `mask_BS` and `versions_BS` is about the token at t + 1.
 
     `rows_BTLK` are ids to replay where `replay_BT` is set, zeros elsewhere. `versions_BS` are what each token was
-    sampled under, "" where none was.
+    sampled under, `row_versions_BT` what each row was chosen under, "" where there is none.
     """
 
     ids_BT: np.ndarray
@@ -30,6 +30,7 @@ class Batch:
     sampled_BS: np.ndarray
     mask_BS: np.ndarray
     versions_BS: np.ndarray
+    row_versions_BT: np.ndarray
 
     @property
     def versions(self) -> set[str]:
@@ -58,10 +59,7 @@ def batch_of(rollouts: Sequence[Rollout], *, width: int) -> Batch:
     ids_BT[laid.attention_mask] = np.concatenate(token_ids)
     sampled_BT = np.zeros(ids_BT.shape, np.float32)
     sampled_BT[laid.response_mask] = np.concatenate([rollout.logprobs for rollout in rollouts])
-    versions_BT = np.full(ids_BT.shape, UNVERSIONED, object)
-    for row, rollout in enumerate(rollouts):
-        for first, last, version in rollout.logprob_versions:
-            versions_BT[row, first:last] = version
+    versions_BT = _labels(ids_BT.shape, [rollout.logprob_versions for rollout in rollouts])
     rows_BTLK = np.where(laid.replay_mask[..., None, None], laid.routed_experts, 0).astype(np.int32)
     return Batch(
         ids_BT,
@@ -71,4 +69,39 @@ def batch_of(rollouts: Sequence[Rollout], *, width: int) -> Batch:
         sampled_BS=sampled_BT[:, 1:],
         mask_BS=laid.response_mask[:, 1:],
         versions_BS=versions_BT[:, 1:],
+        row_versions_BT=_labels(ids_BT.shape, [sample.routing.weight_version for sample in samples]),
+    )
+
+
+def _labels(shape: tuple[int, ...], ranges: Iterable[Iterable[tuple[int, int, str]]]) -> np.ndarray:
+    """Labels by position [B, T] of each sample's ranges `(first, last, label)`."""
+    labels_BT = np.full(shape, UNVERSIONED, object)
+    for labels_T, of_sample in zip(labels_BT, ranges, strict=True):
+        for first, last, label in of_sample:
+            labels_T[first:last] = label
+    return labels_BT
+
+
+def replayed_as(batch: Batch, version: str) -> Batch:
+    """The batch for the weights of one version: rows that others chose are left to the routers.
+
+    Where weights change inside a sample and it is computed anew, the tokens after the change had rows of the new
+    weights before them, which nobody kept; what the routers of these weights choose there is the same.
+    """
+    return replace(batch, replay_BT=batch.replay_BT & (batch.row_versions_BT == version))
+
+
+def newest_only(batch: Batch, versions: Sequence[str]) -> Batch:
+    """Leave out of the loss what a sample has of versions before its newest one; `versions` are oldest first.
+
+    One forward pass can have the rows of one version only.
+    """
+    rank_BS = np.full(batch.versions_BS.shape, -1)
+    rank_BT = np.full(batch.row_versions_BT.shape, -1)
+    for rank, version in enumerate(versions):
+        rank_BS[(batch.versions_BS == version) & batch.mask_BS] = rank
+        rank_BT[batch.row_versions_BT == version] = rank
+    newest_B = rank_BS.max(axis=1, initial=-1)[:, None]
+    return replace(
+        batch, mask_BS=batch.mask_BS & (rank_BS == newest_B), replay_BT=batch.replay_BT & (rank_BT == newest_B)
     )

@@ -73,10 +73,10 @@ class Run:
         is_learnt = above >= 2 and statistics.fmean(rewards) > self.settings.stop_reward
         return self.num_steps >= self.settings.steps or is_learnt
 
-    def push(self) -> float:
-        """Have the server serve the newest weights; returns the seconds."""
+    def push(self, *, under_way: bool = False) -> float:
+        """Have the server serve the newest weights, samples that are `under_way` going on; returns the seconds."""
         tensors = checkpoint_tensors(self.weights[self.version], self.parts.architecture)
-        return self.parts.sampler.serve(tensors, version=self.version)
+        return self.parts.sampler.serve(tensors, version=self.version, under_way=under_way)
 
     def learn(self, sampled: Sampled) -> Row:
         """Take the step of these samples, and measure the new policy."""
@@ -122,7 +122,8 @@ def run_to_end(run: Run, *, report: Callable[[list[Row]], None]) -> list[Row]:
 
     Synchronous, a step's samples are drawn by the weights that the step before made. Asynchronous, they are drawn while
     the step before runs, by the weights before: one version old, and never more, for weights are pushed when both the
-    step and the samples are ready.
+    step and the samples are ready. Partial, they are pushed when the step is: samples that are not ready wait, are
+    computed anew by the new weights, and go on with these.
     """
     if run.is_over:
         return run.rows
@@ -140,9 +141,9 @@ def run_to_end(run: Run, *, report: Callable[[list[Row]], None]) -> list[Row]:
             if settings.asynchronous:
                 pending = draw(number + 1)
             row = run.learn(sampled)
-            if settings.asynchronous:
+            if settings.asynchronous and not settings.partial:
                 pending.result()
-            row["seconds"]["push"] = run.push() if row["updated"] else 0.0
+            row["seconds"]["push"] = run.push(under_way=settings.partial) if row["updated"] else 0.0
             if row["step"] % settings.probe_every == 0:
                 row["probe"] = probe(run.parts.sampler, run.parts.programs, run.weights[run.version])
             row["restarts"] = run.parts.sampler.num_restarts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
@@ -43,13 +44,19 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """A context manager around the server of a run, which `start` gives. One call at a time, from any thread."""
+    """A context manager around the server of a run, which `start` gives. Calls may come from several threads."""
 
     def __init__(self, start: Callable[[], Server]) -> None:
-        self._start = start
+        self._start, self._restarting = start, threading.Lock()
         self._server: Server | None = None
         self._wanted: tuple[dict[str, np.ndarray], str] | None = None
         self.num_restarts = 0
+
+    @property
+    def url(self) -> str:
+        """The address of the server."""
+        assert self._server is not None, "enter the sampler first"
+        return self._server.url
 
     def __enter__(self) -> Self:
         self._server = self._start().__enter__()
@@ -59,10 +66,13 @@ class Sampler:
         if self._server is not None:
             self._server.__exit__(None, None, None)
 
-    def serve(self, tensors: dict[str, np.ndarray], *, version: str) -> float:
-        """Have the server serve these weights as `version`; returns the seconds that it took."""
+    def serve(self, tensors: dict[str, np.ndarray], *, version: str, under_way: bool = False) -> float:
+        """Have the server serve these weights as `version`; returns the seconds that it took.
+
+        Samples that are `under_way` in another thread are held meanwhile, and computed anew before they go on.
+        """
         started, self._wanted = time.perf_counter(), (tensors, version)
-        self._lasting(self._push)
+        self._lasting(self._push_under_samples if under_way else self._push)
         return time.perf_counter() - started
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
@@ -74,16 +84,25 @@ class Sampler:
         tensors, version = self._wanted
         client.update_weights_from(tensors, weight_version=version)
 
+    def _push_under_samples(self, client: BlockingRolloutClient) -> None:
+        client.pause("retract")
+        try:
+            self._push(client)
+        finally:
+            client.resume()
+
     def _lasting(self, call: Callable[[BlockingRolloutClient], _Answer]) -> _Answer:
         """Call with a client; where the server does not answer, start another one with the same weights first."""
         for _ in range(MOST_RESTARTS):
-            assert self._server is not None, "enter the sampler first"
+            num_restarts = self.num_restarts
             try:
-                with BlockingRolloutClient(self._server.url) as client:
+                with BlockingRolloutClient(self.url) as client:
                     return call(client)
             except (Unavailable, Faulty):
-                self._restart()
-        with BlockingRolloutClient(self._server.url) as client:
+                with self._restarting:
+                    if num_restarts == self.num_restarts:
+                        self._restart()
+        with BlockingRolloutClient(self.url) as client:
             return call(client)
 
     def _restart(self) -> None:

@@ -24,6 +24,8 @@ class GrpoSettings:
     seed: int = 0
     arm: str = "replay"
     asynchronous: bool = False
+    partial: bool = False
+    """Of an asynchronous run: weights change under samples, which go on with the new ones."""
     dtype: str = "float32"
     """The server's: float32 is the quicker one on CPUs, bfloat16 the one that replay is measured against."""
     max_kl: float = 0.01

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from examples.grpo.arms import ARMS, CONTROLS, Arm, shifted
-from examples.grpo.batch import Batch, batch_of
+from examples.grpo.batch import Batch, batch_of, newest_only, replayed_as
 from examples.grpo.model import Params
 from examples.grpo.objective import group_advantages
 from examples.grpo.probe import agreement, split_by_sample
@@ -55,12 +55,14 @@ def update(
     batch = ARMS[settings.arm](served, generator, earlier)
     old = scores_by_version(programs, batch, weights)
     refused = _guarded(programs, sampled, batch, old_BS=old.logprobs_BS, weights=weights, settings=settings)
+    trained = newest_only(batch, list(weights))
     rewards = _rewards(sampled, settings.group)
     advantages = group_advantages(rewards)
     facts = {
         "reward": float(rewards.mean()),
         "dead": float((advantages == 0).all(axis=1).mean()),
         "tokens": batch.num_tokens,
+        "left_out": 1 - trained.num_tokens / batch.num_tokens,
         "agreement": agreement(served, old.own_BTLK),
         "staleness": max(list(weights)[::-1].index(version) for version in batch.versions),
         "refused": refused,
@@ -72,7 +74,7 @@ def update(
         return state, {**facts, "loss": 0.0, "gradient_norm": 0.0, "clip": 0.0, "tis": 0.0, "moved": 0.0}
     near = scores_of(programs, reference, served, replays=False) if settings.kl_weight else old
     others = {"old_BS": old.logprobs_BS, "reference_BS": near.logprobs_BS, "advantages_B": advantages.reshape(-1)}
-    state, taken = train_on(programs, state, batch, **others)
+    state, taken = train_on(programs, state, trained, **others)
     return state, {**facts, **taken}
 
 
@@ -90,7 +92,7 @@ def scores_by_version(programs: Programs, batch: Batch, weights: Weights) -> Sco
     """
     logprobs_BS, own_BTLK = np.zeros_like(batch.sampled_BS), np.zeros_like(batch.rows_BTLK)
     for version in sorted(batch.versions, key=list(weights).index):
-        scores = scores_of(programs, weights[version], batch)
+        scores = scores_of(programs, weights[version], replayed_as(batch, version))
         logprobs_BS, own_BTLK = np.where(batch.versions_BS == version, scores.logprobs_BS, logprobs_BS), scores.own_BTLK
     return Scores(logprobs_BS, own_BTLK)
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
+from examples.grpo.batch import batch_of, newest_only
 from examples.grpo.evaluation import evaluation
 from examples.grpo.loop import Parts, Run, run_to_end
 from examples.grpo.model import read_architecture, read_params
 from examples.grpo.objective import Objective
+from examples.grpo.probe import split_by_sample
 from examples.grpo.sampler import Sampler, sample_step
 from examples.grpo.settings import GrpoSettings, server_settings
-from examples.grpo.trainer import compile_programs
+from examples.grpo.trainer import compile_programs, scores_of
+from examples.grpo.update import scores_by_version
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED
+from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
-from rayserve_moe.rollouts.guard import RefusedBatch
+from rayserve_moe.rollouts.guard import RefusedBatch, distance_of
 from tests.http.conftest import served
+from tests.support.steps import unhurried, wait_for_tokens
 
 MODEL = TRAINED["calculator"]
 SETTINGS = GrpoSettings(steps=3, prompts=4, group=4, probe_every=100, stop_at=2.0)
@@ -86,6 +93,49 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(sampler, trainer, t
     if not asynchronous:  # what was drawn ahead is drawn again, by newer weights
         assert said(second) == said(whole)
         assert second.rows[-1]["held_out"] == pytest.approx(whole.rows[-1]["held_out"], abs=1e-3)
+
+
+def test_weights_may_change_under_samples(sampler, trainer, tmp_path):
+    settings = replace(SETTINGS, asynchronous=True, partial=True)
+    rows = run_to_end(Run(Parts(sampler, *trainer), settings, tmp_path / "run"), report=lambda rows: None)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and all(row["staleness"] <= 1 for row in rows[1:])
+    assert all(row["kl"] < 1e-6 and 0 <= row["left_out"] < 1 for row in rows[1:])
+
+
+def test_tokens_of_a_sample_that_spans_an_update_are_those_of_their_own_weights(engine, sampler, trainer, tmp_path):
+    programs = trainer[0]
+    run = Run(Parts(sampler, *trainer), SETTINGS, tmp_path / "run")
+    run.push()
+    keys = iter(jax.random.split(jax.random.key(5), len(run.state.params)))
+    moved = {name: w * (1 + 0.2 * jax.random.normal(next(keys), w.shape)) for name, w in run.state.params.items()}
+    run.state, run.num_updates = run.state._replace(params=moved), 1
+    run._publish()
+    sampling = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    requests = [SampleRequest(str(i), list(b"12#34="), sampling, seed=i, count=4) for i in range(4)]
+    with ThreadPoolExecutor(1) as pool, unhurried(engine.loop, delay_s=0.02):
+        pending = pool.submit(sampler.sample, requests)
+        wait_for_tokens(engine.loop, 60)
+        run.push(under_way=True)
+        rollouts = [rollout for group in pending.result() for rollout in group]
+    batch = batch_of(rollouts, width=46)
+    before, after = run.weights
+    assert all(set(labels) - {""} == {before, after} for labels in batch.versions_BS)
+
+    def kl(logprobs, of):
+        each = [split_by_sample(values, replace(batch, mask_BS=of)) for values in (batch.sampled_BS, logprobs)]
+        return distance_of(*each).kl
+
+    own = scores_by_version(programs, batch, run.weights).logprobs_BS
+    assert kl(own, batch.mask_BS) < 1e-6
+    newest = scores_of(programs, run.weights[after], batch).logprobs_BS
+    old = batch.mask_BS & (batch.versions_BS == before)
+    assert kl(newest, old) > 1e-2 and kl(newest, batch.mask_BS & ~old) > 1e-6, (
+        "neither weights nor rows are of one version"
+    )
+    trained = newest_only(batch, list(run.weights))
+    assert (trained.mask_BS == (batch.mask_BS & ~old)).all()
+    as_trained = scores_of(programs, run.weights[after], trained).logprobs_BS
+    assert kl(as_trained, trained.mask_BS) < 1e-6
 
 
 def test_the_server_samples_with_the_weights_that_it_was_sent(sampler, trainer, tmp_path):

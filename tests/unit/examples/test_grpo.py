@@ -13,7 +13,7 @@ from examples.calculator.problems import problem_of
 from examples.grpo import checkpoints
 from examples.grpo.ablation_tables import mean_rows, tables
 from examples.grpo.arms import ARMS, shifted
-from examples.grpo.batch import Batch
+from examples.grpo.batch import Batch, newest_only, replayed_as
 from examples.grpo.evaluation import NUM_HELD_OUT
 from examples.grpo.model import WEIGHTS_FILE, checkpoint_tensors, read_architecture, read_params, rounded
 from examples.grpo.objective import Objective, distance_to, group_advantages, grpo_loss
@@ -181,7 +181,9 @@ def test_each_arm_changes_the_rows_that_it_says(generator):
     replay, prompt = columns < np.array(lengths)[:, None], columns < np.array([2, 2, 3, 1])[:, None]
     rows = np.where(replay[..., None, None], generator.integers(1, 16, (*shape, 3, 2)), 0)
     floats = np.zeros((shape[0], shape[1] - 1), np.float32)
-    batch = Batch(np.zeros(shape, np.int32), rows, replay, prompt, floats, floats > 0, floats.astype(object))
+    batch = Batch(
+        np.zeros(shape, np.int32), rows, replay, prompt, floats, floats > 0, floats.astype(object), rows[..., 0, 0]
+    )
     made = {name: arm(batch, generator, lambda: np.full_like(rows, 9)) for name, arm in ARMS.items()}
     assert (made["replay"].rows_BTLK == rows).all() and not made["free"].replay_BT.any()
     assert (made["stale"].rows_BTLK[replay] == 9).all() and (made["stale"].rows_BTLK[~replay] == 0).all()
@@ -193,6 +195,27 @@ def test_each_arm_changes_the_rows_that_it_says(generator):
         ours, theirs = (np.sort(r[sample, :length], axis=0) for r in (made["permuted"].rows_BTLK, rows))
         assert (np.sort(ours.reshape(length, -1), axis=None) == np.sort(theirs.reshape(length, -1), axis=None)).all()
     assert (made["permuted"].rows_BTLK != rows).any() and (shifted(batch, -1)[:, :-1] == rows[:, 1:]).all()
+
+
+def test_a_sample_that_spans_an_update_is_trained_on_where_it_is_of_the_newest_weights():
+    mask = np.array([[0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
+    versions = np.array([["", "7", "7", "8"], ["7", "7", "", ""], ["8"] * 4], object)
+    rows = np.array([["8", "8", "7", "8", ""], ["7", "7", "", "", ""], ["8", "8", "8", "8", ""]], object)
+    shape = (*rows.shape, 1, 1)
+    batch = Batch(
+        np.zeros(rows.shape, np.int32),
+        np.zeros(shape, np.int32),
+        rows != "",
+        rows != "",
+        np.zeros(mask.shape, np.float32),
+        mask,
+        versions,
+        rows,
+    )
+    trained = newest_only(batch, ["7", "8"])
+    assert (trained.mask_BS == [[0, 0, 0, 1], [1, 1, 0, 0], [1, 1, 1, 1]]).all()
+    assert (trained.replay_BT == [[1, 1, 0, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]).all()
+    assert (replayed_as(batch, "7").replay_BT == (rows == "7")).all() and batch.versions == {"7", "8"}
 
 
 def test_the_tables_of_the_ablation_state_medians_and_what_is_caught():
