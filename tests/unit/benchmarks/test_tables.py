@@ -103,6 +103,12 @@ def every_section() -> dict:
         "conversations": {
             "num_conversations": 16, "num_turns": 8, "page_size": 16, "answer_tokens": 24, "runs": [conversation]
         },
+        "fleet_routing": {
+            "num_requests": 100, "page_size": 128, "rows": [
+                {"num_replicas": 2, "policy": "prefix", "recomputed": 1.04, "ttft_p50_s": 0.1, "ttft_p99_s": 1.2,
+                 "busiest": 1.1}
+            ],
+        },
         "delta_turns": {
             "num_conversations": 8, "num_turns": 100, "turn_tokens": 32,
             "runs": {side: [{"seconds": 2.0 if side == "whole" else 1.0}] for side in ("off", "delta", "whole")},
@@ -288,6 +294,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("waits", "2.50% (2.50%-2.50%)"),
         ("curve", "320 (320-320)"),
         ("conversations", "1.0100 (1.0100-1.0100)"),
+        ("fleet_routing", "1.040"),
         ("http", "0.80 (0.80-0.80)"),
         ("delta_turns", "0.50 (0.50-0.50)"),
         ("routing_wire", "1 (0.250)"),
