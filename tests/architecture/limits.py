@@ -27,6 +27,7 @@ MAY_READ_ENVIRONMENT = {"config/load.py"}
 MAY_CATCH_ALL = {
     "checkpoints/transfer.py",
     "engine/engine_loop.py",
+    "fleet/serve_router.py",
     "serving/errors.py",
     "cluster/step_sockets.py",
     "execution/staged_weights.py",

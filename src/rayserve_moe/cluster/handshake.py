@@ -90,9 +90,9 @@ class _Waiting:
             if len(state.received) < NONCE_BYTES + PROOF_BYTES:
                 return False
             nonces, proof = state.nonce + state.received[:NONCE_BYTES], state.received[NONCE_BYTES:]
-            if not hmac.compare_digest(proof, _proof(self._key, b"connecting", nonces)):
+            if not hmac.compare_digest(proof, proof_of(self._key, b"connecting", nonces=nonces)):
                 raise PermissionError
-            peer.sendall(_proof(self._key, b"listening", nonces))
+            peer.sendall(proof_of(self._key, b"listening", nonces=nonces))
         except BlockingIOError:
             return False
         except (OSError, EOFError):
@@ -134,9 +134,9 @@ def connect_proven(address: tuple[str, int], *, key: bytes, deadline: float) -> 
 def _prove(connection: socket.socket, *, key: bytes, deadline: float) -> None:
     nonces = _receive(connection, NONCE_BYTES, deadline=deadline) + secrets.token_bytes(NONCE_BYTES)
     connection.settimeout(_seconds_until(deadline))
-    connection.sendall(nonces[NONCE_BYTES:] + _proof(key, b"connecting", nonces))
+    connection.sendall(nonces[NONCE_BYTES:] + proof_of(key, b"connecting", nonces=nonces))
     proof = _receive(connection, PROOF_BYTES, deadline=deadline)
-    if not hmac.compare_digest(proof, _proof(key, b"listening", nonces)):
+    if not hmac.compare_digest(proof, proof_of(key, b"listening", nonces=nonces)):
         raise PermissionError("what listens there does not know the key")
 
 
@@ -159,5 +159,6 @@ def _seconds_until(deadline: float) -> float:
     return left
 
 
-def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
+def proof_of(key: bytes, role: bytes, *, nonces: bytes) -> bytes:
+    """What one end sends to prove that it knows the key: over the nonces of the listening and the connecting end."""
     return hmac.digest(key, role + nonces, "sha256")

@@ -28,6 +28,9 @@ class ServerSettings:
     tool_call_parser: str = _choice("auto", "none", *TOOL_CALL_PARSERS)
     """How tool calls are read from answers of chats: `auto` by the tokenizer's `response_template`, else by the markers
     in the chat template; `none` leaves them in the content; or a parser by its name in vLLM or SGLang."""
+    prefix_routing: str = _choice("auto", "on", "off")
+    """`on`: requests go through routers that know which prefixes every replica has cached, one that `rayserve-moe
+    scale` adds included; `auto` is that where there are several replicas at the start."""
     reasoning_parser: str = _choice("auto", "none", *REASONING_PARSERS)
     """How reasoning is separated from the content of answers of chats, in the same way."""
     exclude_tools_when_tool_choice_none: bool = False

@@ -20,6 +20,15 @@ class PageWatch:
         self.num_data_ranks, self.num_pages = len(ranks), ranks[0].allocator.num_usable + 1
         self.page_size = table.page_size
 
+    def load(self) -> tuple[int, int]:
+        """Requests in progress, in choices, and prompt tokens that are still to be computed; from any thread, about."""
+        scheduler = self._cycle.scheduler
+        waiting, running = list(scheduler.waiting), scheduler.running
+        unfinished = [sequence for rank in scheduler.ranks for sequence in list(rank.prefilling)]
+        queued = sum(sequence.num_tokens for sequence in waiting)
+        queued += sum(max(0, sequence.num_tokens - sequence.num_computed) for sequence in unfinished)
+        return len(waiting) + len(running), queued
+
     def start(self, events: PageEvents) -> Future[None]:
         """Record the pages that can be found now, and every change from now on, in place of any recorder before."""
         return self._commands.call(partial(watch_pages, self._cycle.scheduler, events))

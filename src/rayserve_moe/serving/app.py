@@ -22,11 +22,15 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.fleet.page_feed import PageFeed
+from rayserve_moe.fleet.serve_router import LOAD_ROUTER, unknown_ray, with_prefix_router
+from rayserve_moe.fleet.shared_key import shared_key
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
+from rayserve_moe.serving.prompt_reader import PromptReaders
 from rayserve_moe.serving.start.scaling import REPLICA_CPUS
 
 log = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ class MoeServer:
         use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
         self._engine = start_replica_engine(settings, find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME))
         self._server = settings.server
+        self._feed = page_feed(self._engine) if routes_by_prefix(settings) else None
         self._traffic = Traffic()
         this_replica = ray.get_runtime_context().current_actor
         end = partial(end_after_failure, self._engine, self._traffic, end_process=partial(ray.kill, this_replica))
@@ -60,6 +65,10 @@ class MoeServer:
         state = ApiState(engine.loop, engine.tokenizer, self._server, traffic=traffic)
         log.info("formats of tool calls and reasoning in answers of chats: %s, %s", *state.chat_output.format)
         return create_api(state)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return where routers read what this replica has cached; Serve passes it on to them."""
+        return {} if self._feed is None else self._feed.address
 
     async def drain(self) -> int:
         """Refuse new requests from now on; returns how many are in progress."""
@@ -95,7 +104,26 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
         deployment_actors=_actors(settings),
     )
-    return deployment.bind(settings)
+    if not routes_by_prefix(settings):
+        return deployment.bind(settings)
+    server = deployment.options(request_router_config={"request_router_class": LOAD_ROUTER}).bind(settings)
+    return with_prefix_router(server, PromptReaders(settings))
+
+
+def routes_by_prefix(settings: Settings) -> bool:
+    """Whether requests go through routers that know what every replica has cached; warns where they cannot."""
+    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, settings.cluster.num_replicas > 1)
+    if not wanted:
+        return False
+    if (fault := unknown_ray()) is not None:
+        log.warning("requests are not routed by prefix: %s", fault)
+    return fault is None
+
+
+def page_feed(engine: ReplicaEngine) -> PageFeed:
+    """Tell routers what the engine of this replica has cached."""
+    key = shared_key(serve.get_replica_context().app_name)
+    return PageFeed(engine.loop.control.pages, host=ray.util.get_node_ip_address(), key=key)
 
 
 def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:

@@ -103,6 +103,10 @@ def every_section() -> dict:
         "conversations": {
             "num_conversations": 16, "num_turns": 8, "page_size": 16, "answer_tokens": 24, "runs": [conversation]
         },
+        "router_time": {
+            "num_replicas": 4, "page_size": 16,
+            "rows": [{"kind": "text", "num_tokens": 1000, "p50_ms": 0.5, "p99_ms": 1.5}],
+        },
         "fleet_routing": {
             "num_requests": 100, "page_size": 128, "rows": [
                 {"num_replicas": 2, "policy": "prefix", "recomputed": 1.04, "ttft_p50_s": 0.1, "ttft_p99_s": 1.2,
@@ -295,6 +299,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("curve", "320 (320-320)"),
         ("conversations", "1.0100 (1.0100-1.0100)"),
         ("fleet_routing", "1.040"),
+        ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),
         ("delta_turns", "0.50 (0.50-0.50)"),
         ("routing_wire", "1 (0.250)"),

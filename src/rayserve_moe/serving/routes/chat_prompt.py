@@ -51,7 +51,12 @@ def _options(state: ApiState, body: ChatBody | TokenizeBody) -> dict[str, Any]:
     effort = body.reasoning_options if isinstance(body, ChatBody) else {}
     if effort and not any(name in template_text(state.tokenizer) for name in effort):
         raise ApiError(400, "the checkpoint's chat template knows no `reasoning_effort`", param="reasoning_effort")
-    return effort | body.template_options
+    return template_options(body)
+
+
+def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """What a body gives the template by name, unchecked."""
+    return (body.reasoning_options if isinstance(body, ChatBody) else {}) | body.template_options
 
 
 def _check_tools(output: ChatOutput) -> None:

@@ -1,0 +1,83 @@
+"""What one router knows of its fleet: connections to the page feeds of all replicas, the index, the choice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rayserve_moe.fleet.choosing import Choosing, Prompt, ReplicaLoad
+from rayserve_moe.fleet.page_feed import METADATA
+from rayserve_moe.fleet.page_wire import prove_connecting, read_frame
+from rayserve_moe.fleet.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
+RETRY_S = 0.5
+"""From the end of a connection to the next one."""
+
+
+class FleetView:
+    """Follows the replicas that `choose` is given; call it, and everything else, on one event loop."""
+
+    def __init__(self, key: bytes, *, draw: random.Random) -> None:
+        self._key = key
+        self.index = PrefixIndex()
+        self._choosing = Choosing(self.index, draw=draw, clock=time.monotonic)
+        self._readers: dict[str, asyncio.Task[None]] = {}
+        self.page_size = 0
+
+    def follow(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        """Connect to the feeds of these replicas, by their metadata, and forget all others."""
+        if replicas.keys() == self._readers.keys():
+            return
+        for gone in self._readers.keys() - replicas.keys():
+            self._readers.pop(gone).cancel()
+            self._choosing.forget(gone)
+        self.index.follow(replicas.keys())
+        for name in replicas.keys() - self._readers.keys():
+            address = replicas[name].get(METADATA) or {}
+            self.page_size = address.get("page_size", self.page_size)
+            self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, address))
+
+    def choose(self, prompt: Prompt, replicas: Mapping[str, Mapping[str, Any]]) -> str:
+        """Return the id of one of the replicas, of which there are some, by their metadata; never raises for others."""
+        self.follow(replicas)
+        return self._choosing.choose(prompt, list(replicas))
+
+    def num_cached(self, replica_id: str, prompt: Prompt) -> int:
+        """Tokens of a prompt that a replica need not compute."""
+        return self._choosing.num_cached(replica_id, prompt)
+
+    def is_known(self, replica_ids: Sequence[str]) -> bool:
+        """Whether the events of all these replicas are whole."""
+        return all(map(self.index.is_known, replica_ids))
+
+    def close(self) -> None:
+        """End all connections."""
+        self.follow({})
+
+    async def _read(self, replica_id: str, address: Mapping[str, Any]) -> None:
+        """Connect, and again whenever the connection ends; without an address the replica counts as empty."""
+        while address:
+            with suppress(OSError, EOFError, TimeoutError, ValueError, TypeError):
+                await self._read_once(replica_id, address["host"], address["port"])
+            self.index.lose(replica_id)
+            await asyncio.sleep(RETRY_S)
+
+    async def _read_once(self, replica_id: str, host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            await prove_connecting(reader, writer, key=self._key)
+            while True:
+                message = await read_frame(reader)
+                if isinstance(message, ReplicaLoad):
+                    self._choosing.report(replica_id, message)
+                elif not self.index.apply(replica_id, message):
+                    return  # the next connection begins with a snapshot
+                await asyncio.sleep(0)  # requests are routed between two parts of a snapshot
+        finally:
+            writer.transport.abort()

@@ -1,0 +1,121 @@
+"""A replica's side of the page events: a thread that names pages, and sends them and the load to whoever reads.
+
+No step waits for it: the engine's thread only queues changes, and a reader that does not keep up is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import suppress
+from typing import Any
+
+from rayserve_moe.engine.page_watch import PageWatch
+from rayserve_moe.fleet.choosing import ReplicaLoad
+from rayserve_moe.fleet.page_log import PageLog, PageMessage
+from rayserve_moe.fleet.page_wire import frame, prove_listening
+from rayserve_moe.scheduling.page_events import PageEvents
+
+log = logging.getLogger(__name__)
+METADATA = "page_events"
+"""What a replica's metadata call the address of its feed."""
+REPORT_S = 0.1
+"""Between two looks at the load; readers are sent those that differ."""
+MOST_UNSENT = 1024
+"""Messages that wait for one reader."""
+_AT_ONCE = 64
+"""Changes between two moments in which other threads of the process may run."""
+_START_S = 10.0
+_CLOSING_S = 0.01
+
+
+class PageFeed:
+    """Follows the prefix cache of an engine until `stop`. `address` is where others read, as a replica's metadata."""
+
+    def __init__(self, pages: PageWatch, *, host: str, key: bytes) -> None:
+        self._pages, self._key = pages, key
+        sizes = {name: getattr(pages, name) for name in ("num_data_ranks", "num_pages", "page_size")}
+        self._log = PageLog(key, **sizes)
+        self._events = PageEvents(self._wake)
+        self._unsent: set[asyncio.Queue[bytes | None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._host, self._port = host, 0
+        self._is_listening = threading.Event()
+        self._reported = ReplicaLoad()
+        self._thread = threading.Thread(target=self._run, name="page-events", daemon=True)
+        self._thread.start()
+        self._is_listening.wait(_START_S)
+        pages.start(self._events)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        return {METADATA: {"host": self._host, "port": self._port, "page_size": self._pages.page_size}}
+
+    def stop(self) -> None:
+        """Cut off all readers and end the thread. May be called twice."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, self._host, 0))
+        self._port = server.sockets[0].getsockname()[1]
+        self._loop.call_soon(self._report)
+        self._is_listening.set()
+        self._loop.run_forever()
+        server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(_CLOSING_S))
+        self._loop.close()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._publish)
+
+    def _publish(self) -> None:
+        """Name and send what waits, a slice at a time."""
+        changes = self._events.take(_AT_ONCE)
+        if self._events.is_overrun:
+            log.error("page events have overrun: this replica is routed to by load alone")
+            self._loop.stop()
+        elif changes:
+            self._send(self._log.publish(changes))
+            self._loop.call_soon(self._publish)
+
+    def _report(self) -> None:
+        load = ReplicaLoad(*self._pages.load()) if self._unsent else self._reported
+        if load != self._reported:
+            self._reported = load
+            self._send(load)
+        self._loop.call_later(REPORT_S, self._report)
+
+    def _send(self, message: PageMessage | ReplicaLoad) -> None:
+        framed = frame(message) if self._unsent else b""
+        for unsent in list(self._unsent):
+            if unsent.qsize() >= MOST_UNSENT:
+                self._unsent.discard(unsent)
+                unsent.put_nowait(None)
+            else:
+                unsent.put_nowait(framed)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send one reader a snapshot, then everything from then on."""
+        unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        try:
+            await prove_listening(reader, writer, key=self._key)
+            snapshot = self._log.snapshot()
+            self._unsent.add(unsent)
+            unsent.put_nowait(frame(ReplicaLoad(*self._pages.load())))
+            for part in snapshot:
+                writer.write(frame(part))
+                await writer.drain()
+            while (framed := await unsent.get()) is not None and unsent in self._unsent:
+                writer.write(framed)
+                await writer.drain()
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            log.debug("a reader of page events has gone")
+        finally:
+            self._unsent.discard(unsent)
+            writer.transport.abort()

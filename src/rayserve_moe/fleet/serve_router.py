@@ -1,0 +1,143 @@
+"""Ray Serve's ingress request router, which is private to Ray: all that is known of it is in this module.
+
+HAProxy asks it, with the body of every POST, for a replica, and reads its answer by a pattern. One that is missing or
+of another form would be a 503 for the client, so whatever goes wrong with a body, the request goes by load alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve._private import constants, haproxy
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rayserve_moe.fleet.choosing import UNKNOWN, Prompt
+from rayserve_moe.fleet.fleet_view import FleetView
+from rayserve_moe.fleet.shared_key import shared_key
+
+log = logging.getLogger(__name__)
+KNOWN_RAY = "2.60."
+ROUTE = "/internal/route"
+HEALTH_CHECK_PERIOD_S = 1.0
+INLINE_BYTES = 65536
+"""Bodies up to here are read on the event loop."""
+_ANSWER_FORM = """'"replica_id"%s*:%s*"([^"]+)"'"""
+_FOLLOW_S = 0.5
+_CHOOSE = "choose"
+
+
+class BodyReader(Protocol):
+    """Finds the prompt in the body of a request; may raise anything."""
+
+    def read(self, body: bytes, *, page_size: int) -> Prompt: ...
+
+
+class LoadRouter(RequestRouter):
+    """Chooses among the replicas of a handle: by whatever the caller gave, else the shorter queue of two."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return groups of replicas, the preferred group first."""
+        choose = None if pending_request is None else pending_request.kwargs.get(_CHOOSE)
+        if choose is not None:
+            return [[choose(candidate_replicas)]]
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+
+LOAD_ROUTER = f"{__name__}.{LoadRouter.__name__}"
+"""For `request_router_config` of the deployment whose requests are routed."""
+
+
+@serve.deployment(name="moe-router", max_ongoing_requests=10_000, health_check_period_s=HEALTH_CHECK_PERIOD_S)
+@serve.ingress()
+class PrefixRouter:
+    """Answers HAProxy: which replica a request goes to."""
+
+    def __init__(self, server: DeploymentHandle, make_reader: Callable[[bytes], BodyReader]) -> None:
+        application = serve.get_replica_context().app_name
+        key = shared_key(application)
+        self._server, self._reader = server, make_reader(key)
+        self._view = FleetView(key, draw=random.Random())
+        self._following: asyncio.Task[None] | None = None
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return Starlette(routes=[Route(ROUTE, self._route, methods=["POST"])])
+
+    async def check_health(self) -> None:
+        """Begin to follow the replicas, before the first request."""
+        if self._following is None or self._following.done():
+            self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Notice replicas that come and go without a request."""
+        while True:
+            await self._chosen(self._followed)
+            await asyncio.sleep(_FOLLOW_S)
+
+    async def _route(self, request: Request) -> Response:
+        prompt = await self._prompt_of(await request.body())
+        replica = await self._chosen(lambda replicas: self._one_of(replicas, prompt))
+        return Response(json.dumps({"replica_id": replica.replica_id.to_full_id_str()}), media_type="application/json")
+
+    async def _prompt_of(self, body: bytes) -> Prompt:
+        try:
+            if len(body) <= INLINE_BYTES:
+                return self._reader.read(body, page_size=self._view.page_size)
+            return await asyncio.to_thread(self._reader.read, body, page_size=self._view.page_size)
+        except Exception as error:  # whatever it is, the replica will say so
+            log.debug("a body is routed by load alone: %s", type(error).__name__)
+            return UNKNOWN
+
+    async def _chosen(self, choose: Callable[[Sequence[RunningReplica]], RunningReplica]) -> RunningReplica:
+        async with self._server.choose_replica(**{_CHOOSE: choose}, _reserve=False) as selection:
+            return selection._replica
+
+    def _one_of(self, replicas: Sequence[RunningReplica], prompt: Prompt) -> RunningReplica:
+        by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        try:
+            return by_name[self._view.choose(prompt, {name: one.replica_metadata for name, one in by_name.items()})]
+        except Exception:
+            log.exception("a replica is drawn: the choice has failed")
+            return random.choice(list(replicas))
+
+    def _followed(self, replicas: Sequence[RunningReplica]) -> RunningReplica:
+        self._view.follow({one.replica_id.unique_id: one.replica_metadata for one in replicas})
+        return replicas[0]
+
+
+def with_prefix_router(server: Application, make_reader: Callable[[bytes], BodyReader]) -> Application:
+    """Have requests to an application of one deployment go through routers that know its replicas' caches.
+
+    For a Ray that is not `unknown_ray`.
+    """
+    return server._with_ingress_request_router(PrefixRouter.bind(server, make_reader))
+
+
+def unknown_ray() -> str | None:
+    """What of this Ray Serve is other than this module knows it, if anything."""
+    if not constants.RAY_SERVE_ENABLE_HA_PROXY:
+        return "RAY_SERVE_ENABLE_HA_PROXY is off"
+    if not ray.__version__.startswith(KNOWN_RAY):
+        return f"ray {ray.__version__} is not {KNOWN_RAY}*"
+    if not hasattr(Application, "_with_ingress_request_router"):
+        return "Application takes no ingress request router"
+    template = Path(inspect.getfile(haproxy)).with_name("ingress_request_router.lua.tmpl")
+    if not template.is_file() or _ANSWER_FORM not in template.read_text(encoding="utf-8"):
+        return "HAProxy reads answers of routers by another pattern"
+    return None

@@ -1,0 +1,105 @@
+"""What a router understands of a request's body: the prompt as the replica will make it, and its salt.
+
+A router is given the body alone, neither path nor headers: its fields say which route it is for. Nothing is checked
+here; the replica does that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json
+
+from rayserve_moe.checkpoints.model_path import located, with_small_files
+from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.config.settings import Settings
+from rayserve_moe.fleet.choosing import UNKNOWN, Prompt
+from rayserve_moe.scheduling.page_digests import prompt_digests
+from rayserve_moe.serving.middleware.json_body import chat_from
+from rayserve_moe.serving.routes.chat_prompt import template_options
+from rayserve_moe.serving.schemas import messages as messages_schema
+from rayserve_moe.serving.schemas import responses as responses_schema
+from rayserve_moe.serving.schemas.openai import ChatBody
+from rayserve_moe.text.chat import render_chat
+from rayserve_moe.text.segments import SegmentEncoder
+from rayserve_moe.text.tokenizer import Tokenizer
+
+_IDS = ("input_ids", "token_ids", "prompt", "text")
+"""Fields that hold one prompt or several, as ids or as text."""
+_PRIVATE = ("forced_routed_experts", "truncate_prompt_tokens")
+"""Fields with which a prompt shares no prefix with others, or is another than it says."""
+_ANTHROPIC = ("system", "thinking")
+
+
+@dataclass(frozen=True)
+class PromptReaders:
+    """Makes the reader of a router, in its process: with the tokenizer of the model that `settings` name."""
+
+    settings: Settings
+
+    def __call__(self, key: bytes) -> PromptReader:
+        kept = default_cache_directory()
+        place = located(self.settings.model.path, cache_directory=kept)
+        return PromptReader(Tokenizer(with_small_files(place, cache_directory=kept)), key=key)
+
+
+class PromptReader:
+    """Reads bodies for a router whose replicas name pages with `key`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, key: bytes) -> None:
+        self._tokenizer, self._key = tokenizer, key
+        self._encoder = SegmentEncoder(tokenizer)
+
+    def read(self, body: bytes, *, page_size: int) -> Prompt:
+        """Return the prompt of a body, of its first one where it has several; UNKNOWN where it has none.
+
+        Raises whatever a body can make go wrong.
+        """
+        fields = from_json(body)
+        ids = self._ids_of(fields) if isinstance(fields, dict) else None
+        if ids is None or not page_size:
+            return UNKNOWN
+        if any(fields.get(name) is not None for name in _PRIVATE):
+            return Prompt(len(ids))
+        salt = fields.get("cache_salt") or fields.get("extra_key") or ""
+        salt = salt[0] if isinstance(salt, list) else salt
+        return Prompt(len(ids), prompt_digests(self._key, salt, token_ids=ids, page_size=page_size), page_size)
+
+    def _ids_of(self, fields: dict[str, Any]) -> np.ndarray | None:
+        for name in _IDS:
+            if (given := fields.get(name)) and isinstance(given, str | list):
+                return self._encoded(given, adds_special=fields.get("add_special_tokens", True))
+        if fields.get("messages"):
+            is_anthropic = any(name in fields for name in _ANTHROPIC)
+            return self._chat(_of_messages(fields) if is_anthropic else fields)
+        if fields.get("input") and not fields.get("previous_response_id"):
+            return self._chat(_of_response(fields))
+        return None
+
+    def _encoded(self, given: str | list[Any], *, adds_special: bool) -> np.ndarray:
+        first = given[0] if isinstance(given, list) and isinstance(given[0], str | list) else given
+        if isinstance(first, str):
+            return self._encoder.encode(first, add_special_tokens=adds_special)
+        return np.asarray(first, np.int32)
+
+    def _chat(self, fields: dict[str, Any]) -> np.ndarray:
+        body: ChatBody = chat_from(fields)
+        text = render_chat(
+            self._tokenizer,
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            add_generation_prompt=body.opens_answer,
+            tools=body.offered_tools,
+            template_kwargs=template_options(body),
+        )
+        return self._encoder.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _of_messages(fields: dict[str, Any]) -> dict[str, Any]:
+    return messages_schema.chat_fields(messages_schema.MessagesBody.model_validate(fields))
+
+
+def _of_response(fields: dict[str, Any]) -> dict[str, Any]:
+    body = responses_schema.ResponsesBody.model_validate(fields)
+    return responses_schema.chat_fields(body, responses_schema.messages_of(body.input))

@@ -1,0 +1,81 @@
+"""Two replicas behind HAProxy and its routers: conversations find their cache, and odd bodies a replica."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.serve_process import HOST, ServeProcess
+from tests.cluster.conftest import SETTINGS
+
+NUM_CONVERSATIONS, NUM_TURNS = 6, 4
+
+
+def post(port: int, path: str, body: bytes) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(HOST, port, timeout=120)
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, json.loads(content)
+
+
+def generate(port: int, ids: list[int]) -> dict[str, Any]:
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    status, answer = post(port, "/generate", json.dumps({"input_ids": ids, "sampling_params": sampling}).encode())
+    assert status == 200, answer
+    return answer
+
+
+@pytest.fixture(scope="module")
+def port(checkpoint: Path):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="f-", dir="/tmp") as folder:
+        for name in list(os.environ):
+            if name.startswith(("RAY_", "XLA_FLAGS")):
+                patch.delenv(name)
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
+        with ServeProcess({**SETTINGS, "model_path": str(checkpoint), "num_replicas": 2}) as server:
+            wait_until_routed(server.port)
+            yield server.port
+
+
+def wait_until_routed(port: int) -> None:
+    """Until routers know all replicas: eight times in a row a prompt is found where it was sent before."""
+    deadline, in_a_row, ids = time.monotonic() + 120, 0, list(range(3, 83))
+    while in_a_row < 8:
+        assert time.monotonic() < deadline
+        in_a_row = in_a_row + 1 if generate(port, ids)["meta_info"]["cached_tokens"] == 64 else 0
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_every_turn_finds_what_the_turns_before_have_left(port):
+    draw = np.random.default_rng(0)
+    histories: list[list[int]] = [[] for _ in range(NUM_CONVERSATIONS)]
+    recomputed = 0
+    for turn in range(NUM_TURNS):
+        for history in histories:
+            known = max(len(history) - 1, 0) // 16 * 16
+            history += draw.integers(3, 400, 20).tolist()
+            answer = generate(port, history)
+            recomputed += known - answer["meta_info"]["cached_tokens"] if turn else 0
+            history += answer["output_ids"]
+    assert recomputed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff", b"[]", b"{", b'{"input_ids": "x"}', b'{"prompt": [[]]}', b'{"text": {}}']
+)
+def test_a_body_that_no_router_understands_is_answered_by_a_replica(port, body):
+    status, answer = post(port, "/generate", body)
+    assert status == 400 and answer["error"]["message"]
