@@ -40,12 +40,15 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from tests.support.checkpoints import CORE_CONFIG, NATIVE_CORE_CONFIG
+from tests.support.examples import ALL, SAMPLED
 from tests.support.family_cases import FamilyCase
 from tests.support.native import need_native_kernels
 
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+hypothesis.settings.register_profile(
+    "sampled", deadline=None, max_examples=SAMPLED, derandomize=bool(os.environ.get("CI"))
+)
+hypothesis.settings.register_profile("all", hypothesis.settings.get_profile("sampled"), max_examples=ALL)
+hypothesis.settings.load_profile("sampled")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what computes the core model: XLA in float32, or the native kernels in bfloat16",
     )
 
-    parser.addoption("--optimized", action="store_true", help="compile every program as for users, not quickly")
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="compile every program as for users, not quickly; try properties on all examples",
+    )
     parser.addoption(
         "--part",
         metavar="I/N",
@@ -68,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any program is compiled."""
     if config.getoption("--optimized"):
         os.environ["XLA_FLAGS"] = DEVICES
+        hypothesis.settings.load_profile("all")
 
 
 @pytest.hookimpl(optionalhook=True)

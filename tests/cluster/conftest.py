@@ -17,6 +17,7 @@ SETTINGS = {
     "num_pages": 80,
     "max_running_requests": 4,
     "max_step_tokens": 32,  # with one size of decode steps, two programs: every host compiles them anew
+    "structured_output": False,
     "precompile_bs_paddings": [4],
     "enable_return_routed_experts": True,
     "dtype": "float32",

@@ -117,6 +117,7 @@ def app(raylets: int, skewed: Path) -> Iterator[httpx.Client]:
     serve.shutdown()
 
 
+@pytest.mark.slow
 def test_a_killed_balancer_comes_back_and_experts_follow_the_load(app: httpx.Client, expected: list[list[int]]) -> None:
     def ask(prompt: list[int]) -> list[int]:
         sampling = {"max_new_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}

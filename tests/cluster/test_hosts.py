@@ -185,6 +185,7 @@ def test_two_hosts_answer_as_one_process(
         assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_answers_as_one_process_and_is_gone_when_idle(
     group: tuple[GroupExecutor, int], expected: tuple[ModelCard, list[ChoiceResult]], checkpoint: Path
 ) -> None:

@@ -145,6 +145,7 @@ def states_of_reservations() -> set[str]:
     return {group["state"] for group in placement_group_table().values()}
 
 
+@pytest.mark.slow
 def test_a_job_is_told_to_stop_while_its_engine_samples(
     joins: None, config: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def send(loop: EngineLoop, tensors: list[SentTensor], version: str) -> WeightOut
     return outcome
 
 
+@pytest.mark.slow
 def test_hosts_are_sent_their_shares_while_a_request_runs(
     group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
 ) -> None:

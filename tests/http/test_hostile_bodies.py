@@ -50,6 +50,7 @@ def test_long_messages_are_refused(http):
     assert check_error(http.post("/v1/chat/completions", json={"messages": messages}), 400)["param"] == "messages"
 
 
+@pytest.mark.slow
 def test_a_running_stream_goes_on_while_they_arrive(url, http, unhurried):
     """Few gaps of the stream have as much work of the process in them as it takes to parse half of one in a piece.
 

@@ -136,7 +136,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
 def test_only_documented_answers_come(operations, short_context, method, path):
-    check_route(operations, method, path, num_bodies=50)
+    check_route(operations, method, path, num_bodies=25)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-import httpx
 import pytest
 
 from rayserve_moe.engine.proposers import SiblingProposer
@@ -14,7 +13,7 @@ from tests.http import test_ends as ends
 from tests.http import test_forced_routing as forced_routing
 from tests.http import test_logprobs as logprobs
 from tests.http import test_penalties as penalties
-from tests.http.conftest import assert_idle, served
+from tests.http.conftest import served
 from tests.support.engines import SERVED
 
 pytestmark = pytest.mark.slow
@@ -52,10 +51,3 @@ def engine(checkpoint):
 def url(engine):
     with served(engine) as url:
         yield url
-
-
-@pytest.fixture
-def http(url, engine):
-    with httpx.Client(base_url=url, timeout=600) as client:
-        yield client
-    assert_idle(engine)

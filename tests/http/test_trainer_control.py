@@ -33,7 +33,7 @@ def status_of(http, path):
     return http.get(path).status_code
 
 
-@pytest.mark.parametrize("in_query", [True, False])
+@pytest.mark.parametrize("in_query", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_pause_keeps_or_ends_what_runs(http, engine, going_on, unhurried, in_query):
     def pause(**options):
         given = {"params": options} if in_query else {"json": options}
@@ -76,7 +76,7 @@ def test_the_cache_is_flushed_while_requests_wait_without_pages(http, engine, go
     assert cached_tokens(http) == 0
 
 
-@pytest.mark.parametrize("is_paused", [True, False])
+@pytest.mark.parametrize("is_paused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_requests_that_run_are_computed_anew_after_a_reset(http, engine, going_on, unhurried, is_paused):
     """SkyRL sends the option in a body, vLLM's own clients in the query."""
     plain = ask(http, GENERATE, **native(rid="plain"))
@@ -132,7 +132,7 @@ def test_weights_do_not_come_over_a_collective(http):
         assert "weight_dir" in check_error(http.post("/update_weights", json=body), 501)["message"]
 
 
-@pytest.mark.parametrize("aborts", [True, False])
+@pytest.mark.parametrize("aborts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_same_weights_get_another_name(http, engine, going_on, unhurried, aborts):
     plain = ask(http, GENERATE, **native(rid="plain"))
     cached_tokens(http)

@@ -36,8 +36,12 @@ def started() -> list[Engine]:
 def engine_with(
     core_checkpoint: Path, started: list[Engine], kernel_settings: dict[str, str]
 ) -> Iterator[EngineFactory]:
-    """Start an engine with the given settings, or return the one that was started with them."""
+    """Start an engine with the given settings, or return the one that was started with them.
+
+    It holds no samples, which needs more programs, unless `structured_output` asks for that.
+    """
     always: dict[str, Any] = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
+    always["structured_output"] = False
     always |= kernel_settings
     by_settings: dict[str, Engine] = {}
     with ExitStack() as running:
@@ -72,13 +76,15 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 def engine(engine_with: EngineFactory) -> Engine:
     """One device, two decode buckets, two prefill buckets, compiled as for users: its bits are what all is held to."""
     with optimized():
-        return engine_with(max_step_tokens=256, precompile_bs_paddings=[1, 16], compile_cache="off")
+        return engine_with(
+            max_step_tokens=256, precompile_bs_paddings=[1, 16], compile_cache="off", structured_output=True
+        )
 
 
 @pytest.fixture(scope="session")
 def two_ranks(engine_with: EngineFactory) -> Engine:
     """Two data ranks of one device each, which are driven `ON_TWO_RANKS`."""
-    return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2)
+    return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2, structured_output=True)
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,7 @@ def first_logprobs(outcomes: Outcomes) -> np.ndarray:
     return np.array([outcome.logprobs[0] if outcome.logprobs else 0.0 for outcome in outcomes.values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [Way(16, 32, 7), Way(3, 32, 32, caches_prefixes=False)], ids=str)
 def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, core_checkpoint):
     assert_all_same(run_together(narrow, card_of(core_checkpoint), mixed_workload(), way=way), expected)

@@ -31,7 +31,7 @@ def runner_with(path: Path, **settings) -> HostRunner:
     return prepared_runner(path, **TWO_SHAPES, enable_return_routed_experts=True, **settings)
 
 
-FORMS = ["int8", pytest.param("fp8", marks=pytest.mark.slow), "fp8 in blocks"]
+FORMS = ["int8", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp8", "fp8 in blocks"))]
 """What `expert_dtype` is; in blocks: of a checkpoint whose experts are stored so."""
 
 

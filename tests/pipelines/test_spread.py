@@ -88,7 +88,11 @@ SAMPLE = [
 TWO, FOUR_BY_TWO = SAMPLE[0], SAMPLE[1]
 
 
-@pytest.mark.parametrize("spread", SAMPLE, ids=str)
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param(FOUR_BY_TWO), *(pytest.param(s, marks=pytest.mark.slow) for s in SAMPLE if s != FOUR_BY_TWO)],
+    ids=str,
+)
 def test_the_spread_does_not_show(spreads: Spreads, spread: Spread):
     assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
 

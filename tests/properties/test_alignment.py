@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.replay.encoding import (
@@ -28,6 +28,7 @@ from rayserve_moe.rollouts.alignment import (
     join_turns,
     to_trainer_layout,
 )
+from tests.support.examples import examples
 from tests.support.routing_cases import layouts, random_rows, refusal, routed, routed_with_gaps, same
 
 FORMS = ("native", "chat", "sgl_ext", "nested", "npy", "packed", "binary", "binary+zstd")
@@ -53,7 +54,7 @@ def answer_of(form: str, routing: RoutedExperts, layout: RoutingLayout) -> dict 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=50, deadline=None)
+@examples(50, deadline=None)
 @given(case=routed(), knows_layout=st.booleans())
 def test_every_answer_gives_back_the_routing_and_all_that_is_known_of_it(form, case, knows_layout):
     routing, layout = case
@@ -62,7 +63,7 @@ def test_every_answer_gives_back_the_routing_and_all_that_is_known_of_it(form, c
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(case=routed_with_gaps())
 def test_missing_rows_come_back_as_missing_or_as_an_error(form, case):
     routing, layout = case
@@ -75,7 +76,7 @@ def test_missing_rows_come_back_as_missing_or_as_an_error(form, case):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(case=routed().filter(lambda case: case[1].num_experts > 1 and len(case[0].rows) > 0), place=st.integers(0))
 def test_one_altered_id_is_noticed(form, case, place):
     routing, layout = case
@@ -107,14 +108,14 @@ def conversations(draw: st.DrawFn) -> tuple[RoutedExperts, list[RoutedExperts]]:
     return routing, turns
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, deadline=None)
 @given(conversations())
 def test_turns_join_to_the_whole(case):
     whole, turns = case
     assert same(join_turns(turns), whole)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(conversations(), st.integers(0), st.integers(0, 2))
 def test_a_gap_or_a_contradiction_between_turns_is_an_error(case, number, seed):
     whole, turns = case
@@ -129,7 +130,7 @@ def test_a_gap_or_a_contradiction_between_turns_is_an_error(case, number, seed):
             join_turns([*turns, RoutedExperts(wrong, whole.start)])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(routed_with_gaps())
 def test_what_one_turn_lacks_another_fills(case):
     gapped, _ = case
@@ -161,7 +162,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Sample], RoutingLayout]:
 
 
 @pytest.mark.parametrize("convention", sorted(CONVENTIONS))
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(case=batches(), padding=st.sampled_from(["right", "left", "between"]), extra=st.none() | st.integers(24, 30))
 def test_every_column_holds_the_row_of_its_token(convention, case, padding, extra):
     samples, layout = case
@@ -187,7 +188,7 @@ def test_every_column_holds_the_row_of_its_token(convention, case, padding, extr
             assert columns[0] + sample.prompt_len == max(each.prompt_len for each in samples)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(batches())
 def test_each_trainer_gets_its_own_filler_after_the_last_row(case):
     samples, layout = case
@@ -246,7 +247,7 @@ def test_a_sample_that_does_not_fit_is_refused(sample, options, sentence):
         to_trainer_layout([sample], RoutingLayout(1, (0,), 8, 2), **options)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(batches(), st.booleans())
 def test_nothing_speaks_against_routing_that_is_right(case, prefill_only):
     samples, layout = case
@@ -262,7 +263,7 @@ def test_nothing_speaks_against_routing_that_is_right(case, prefill_only):
         assert findings == []
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(routed(max_start=0), st.integers(0, 20), st.integers(0, 5))
 def test_samples_that_begin_alike_have_the_same_rows_as_far_as_they_do(case, num_shared, start):
     routing, _ = case

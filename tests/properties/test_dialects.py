@@ -8,12 +8,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.replay.encoding import DIALECTS, decode_forced, encode_nested, encode_packed, routed_experts_info
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from tests.support.examples import examples
 from tests.support.routing_cases import layouts, refusal, routed, routed_with_gaps, same
 
 JSON_DIALECTS = ("sglang", "nested", "npy", "packed", "packed-int16")
@@ -35,7 +36,7 @@ def bare(routing: RoutedExperts) -> RoutedExperts:
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(case=routed())
 def test_decoding_gives_back_every_row_at_its_position(name, case):
     routing, layout = case
@@ -45,7 +46,7 @@ def test_decoding_gives_back_every_row_at_its_position(name, case):
 
 
 @pytest.mark.parametrize("name", JSON_DIALECTS)
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(case=routed())
 def test_json_carries_the_value_unchanged(name, case):
     routing, layout = case
@@ -54,7 +55,7 @@ def test_json_carries_the_value_unchanged(name, case):
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(case=routed_with_gaps())
 def test_a_missing_row_is_said_or_nothing_is(name, case):
     routing, layout = case
@@ -68,7 +69,7 @@ def test_a_missing_row_is_said_or_nothing_is(name, case):
         assert value is None
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(routed(), st.sampled_from(sorted(DIALECTS)), st.sampled_from(sorted(DIALECTS)))
 def test_the_checksum_is_the_same_in_every_dialect(case, one, other):
     routing, layout = case
@@ -80,7 +81,7 @@ def test_the_checksum_is_the_same_in_every_dialect(case, one, other):
     assert len(crc32) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(routed(), st.integers(0, 80))
 def test_prompt_rows_then_generated_rows_are_all_rows(case, prompt_len):
     routing, layout = case
@@ -123,7 +124,7 @@ def test_a_dtype_too_small_for_the_experts_is_refused():
 
 
 @pytest.mark.parametrize("name", JSON_DIALECTS)
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(case=routed(max_start=0), whole=st.booleans())
 def test_forced_routing_is_read_in_every_json_dialect(name, case, whole):
     routing, layout = case
@@ -135,7 +136,7 @@ def test_forced_routing_is_read_in_every_json_dialect(name, case, whole):
             decode_forced(value, layout, prompt_len=wrong_len)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(routed())
 def test_forced_routing_starts_where_the_packed_object_says(case):
     routing, layout = case
@@ -145,7 +146,7 @@ def test_forced_routing_starts_where_the_packed_object_says(case):
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(case=routed().filter(lambda case: len(case[0].rows) > 0))
 def test_rows_of_a_model_with_fewer_experts_or_other_layers_are_refused(name, case):
     routing, layout = case
@@ -161,7 +162,7 @@ def test_rows_of_a_model_with_fewer_experts_or_other_layers_are_refused(name, ca
 
 
 @pytest.mark.parametrize("name", JSON_DIALECTS)
-@settings(max_examples=150, deadline=None)
+@examples(150, deadline=None)
 @given(value=json_values, layout=layouts())
 def test_anything_else_is_a_value_error_that_quotes_nothing(name, value, layout):
     rows = []
@@ -173,7 +174,7 @@ def test_anything_else_is_a_value_error_that_quotes_nothing(name, value, layout)
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=80, deadline=None)
+@examples(80, deadline=None)
 @given(case=routed(), choice=st.data())
 def test_cutting_a_value_short_is_noticed(name, case, choice):
     routing, layout = case

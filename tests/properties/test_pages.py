@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rayserve_moe.scheduling.pages import PageAllocator
+from tests.support.examples import examples
 
 
 class PagesMachine(RuleBasedStateMachine):
@@ -78,4 +78,4 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPages = PagesMachine.TestCase
-TestPages.settings = settings(max_examples=60, stateful_step_count=30)
+TestPages.settings = examples(60, stateful_step_count=30)

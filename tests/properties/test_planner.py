@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.first_placement import first_layout, lower_bound
 from rayserve_moe.balancing.planner import first_placement, plan
+from tests.support.examples import examples
 from tests.support.planner_cases import (
     PlannerCase,
     assert_fits,
@@ -21,7 +22,7 @@ from tests.support.planner_cases import (
 
 SEEDS = st.integers(0, 1 << 30)
 TINY = st.sampled_from([(4, 2, 2), (4, 2, 3), (3, 3, 1), (3, 3, 2), (4, 4, 1), (4, 4, 2), (5, 2, 3), (4, 3, 2)])
-FEW = settings(max_examples=30)  # each example is several searches
+FEW = examples(30)  # each example is several searches
 
 
 @FEW

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy
 from rayserve_moe.balancing.planner import plan
+from tests.support.examples import examples
 from tests.support.planner_cases import KINDS, assert_fits, incoming, planner_cases, random_load, rank_loads, same
 
 SEEDS = st.integers(0, 1 << 30)
 KIND = st.sampled_from(KINDS)
 BUDGET = st.one_of(st.none(), st.integers(0, 20))
-FEW = settings(max_examples=30)  # each example is several searches
+FEW = examples(30)  # each example is several searches
 
 
 @FEW

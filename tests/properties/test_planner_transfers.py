@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.migration import transfer_sources
 from rayserve_moe.balancing.planner import plan
+from tests.support.examples import examples
 from tests.support.planner_cases import planner_cases, random_load
 
-FEW = settings(max_examples=30)  # each example is several searches
+FEW = examples(30)  # each example is several searches
 
 
 @FEW

@@ -27,6 +27,7 @@ from rayserve_moe.scheduling.page_digests import prompt_digests, root_digest
 from rayserve_moe.scheduling.page_events import PageEvents, PagesCleared, PagesRemoved, WeightsNamed
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
+from tests.support.examples import examples
 
 KEY = b"k" * 32
 PAGE = 2
@@ -232,7 +233,7 @@ def named(salt, run):
 
 
 TestPrefixIndex = IndexMachine.TestCase
-TestPrefixIndex.settings = settings(max_examples=150, stateful_step_count=30)
+TestPrefixIndex.settings = examples(150, stateful_step_count=30)
 
 
 class LosesRemoves(PageLog):

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
+from tests.support.examples import examples
 
 NAMESPACES = ("", "salt", ("salt", 7))
 MOST_HOLDERS = 8
@@ -229,7 +229,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
 
 TestPrefixTree = PrefixTreeMachine.TestCase
-TestPrefixTree.settings = settings(max_examples=100, stateful_step_count=40)
+TestPrefixTree.settings = examples(100, stateful_step_count=40)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ would compute on wrong keys and values; what each sequence has to come to is kno
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +17,7 @@ from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
+from tests.support.examples import examples
 from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
 
 LONGEST_PROMPT = 60
@@ -264,4 +264,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=30)
+TestScheduler.settings = examples(120, stateful_step_count=30)

@@ -40,6 +40,7 @@ def wait_for_shards(out: Path, process: subprocess.Popen[str], count: int) -> No
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_where_it_was(url: str, road: UnreliableRoad, many: Path, tmp_path: Path) -> None:
     """After SIGKILL everything that is missing, and nothing else, is sampled; all equals an undisturbed run."""
     out = tmp_path / "out"

@@ -35,9 +35,10 @@ CORE: dict[str, Any] = {
     "enable_return_routed_experts": True,
     "num_pages": NUM_PAGES,
     "page_size": PAGE_SIZE,
+    "structured_output": False,
     **ONE_BUCKET,
 }
-"""An engine over the core model."""
+"""An engine over the core model, without the programs that held samples need."""
 MOVING: dict[str, Any] = {
     "enable_eplb": True,
     "eplb_slots_per_step": 1,

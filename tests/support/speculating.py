@@ -28,6 +28,7 @@ SPECULATES: dict[str, Any] = {
     "precompile_bs_paddings": [ROWS],
     "speculative_algorithm": "NGRAM",
     "speculative_num_steps": DRAFTS,
+    "structured_output": True,
 }
 CONSTRAINTS = (
     schema_constraint(PERSON),

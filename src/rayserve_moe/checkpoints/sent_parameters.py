@@ -83,6 +83,7 @@ class SentParameters:
         self._tree, self._sharding_of, self._serving = tree, sharding_of, serving
         self._source = WeightSource(CheckpointFiles(Path("the update"), {}, {}), rules, expert_of_slot, ignored)
         self._places = tensor_places(tree, rules)
+        self._scale_of = {spec.role: (path, spec) for path, spec in walk(tree) if spec.is_scale}
         self._fillings: dict[ParameterPath, _Filling] = {}
         self._regions: dict[ParameterPath, dict[Region, list[jax.Device]]] = {}
 
@@ -137,7 +138,7 @@ class SentParameters:
                 yield self._scales(spec, filling)
 
     def _scales(self, matrix: ParamSpec, filling: _Filling) -> tuple[ParameterPath, StagedParameter]:
-        path, spec = next((path, spec) for path, spec in walk(self._tree) if spec.is_scale and spec.role == matrix.role)
+        path, spec = self._scale_of[matrix.role]
         found = {scale_region(matrix, region): blocks[1] for region, blocks in filling.blocks.items()}
         sharding = self._sharding_of(spec)
         shards = tuple((found[region], devices) for region, devices in regions_of(spec, sharding).items())
@@ -200,8 +201,7 @@ class SentParameters:
         values = blocks[0]
         values[at] = INVERSES[spec.layout](serving[at].view(_bits(values))).view(values.dtype)
         if spec.is_quantized:
-            scale_path = next(found for found, each in walk(self._tree) if each.is_scale and each.role == spec.role)
-            scale_spec = dict(walk(self._tree))[scale_path]
+            scale_path, scale_spec = self._scale_of[spec.role]
             blocks[1][at] = _shard(self._serving, scale_path, scale_spec, scale_region(spec, region))[at]
 
 

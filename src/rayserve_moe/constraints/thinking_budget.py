@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 
 import numpy as np
 
+from rayserve_moe.constraints.timed_guide import TimedGuide
 from rayserve_moe.constraints.token_guide import EMPTY, id_bits
 from rayserve_moe.reasoning_span import ReasoningSpan, ThinkingLimit
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.sequence import Guide
 
 
-class ThinkingBudget:
-    """Follows the outputs of one choice, as a `scheduling.sequence.Guide`, within what another guide leaves.
+class ThinkingBudget(TimedGuide):
+    """Follows the outputs of one choice within what another guide leaves.
 
     Tokens count from the start of the output where the prompt has begun reasoning, else from the marker that begins it.
     """
@@ -26,14 +26,6 @@ class ThinkingBudget:
         self._limit, self._inner, self._allowed_ids = limit, inner, frozenset(allowed_ids)
         self._span = ReasoningSpan(limit.markers)
         self._any = np.full(-(-num_ids // 32), -1, np.int32)
-        self.last_ms = 0.0
-
-    def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
-        """Return bits int32 [W] of what may follow; or how the choice ends, since nothing may."""
-        begun = time.thread_time()
-        mask = self._mask(output_ids)
-        self.last_ms = 1e3 * (time.thread_time() - begun)
-        return mask
 
     def _mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         span = self._span

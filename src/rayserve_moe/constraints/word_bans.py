@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from rayserve_moe.constraints.timed_guide import TimedGuide
 from rayserve_moe.constraints.token_guide import EMPTY, id_bits
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.sequence import Guide
 
 
-class WordBans:
-    """Follows the outputs of one choice, as a `scheduling.sequence.Guide`, within what another guide leaves."""
+class WordBans(TimedGuide):
+    """Follows the outputs of one choice within what another guide leaves."""
 
     def __init__(
         self,
@@ -30,14 +30,6 @@ class WordBans:
         ids = allowed_ids or range(num_ids)
         self._left = id_bits(ids, num_words=num_words) & ~single
         self._inner = inner
-        self.last_ms = 0.0
-
-    def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
-        """Return bits int32 [W] of what may follow; or how the choice ends, since nothing may."""
-        begun = time.thread_time()
-        mask = self._mask(output_ids)
-        self.last_ms = 1e3 * (time.thread_time() - begun)
-        return mask
 
     def _mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         mask = self._left

@@ -55,14 +55,14 @@ class Sequence:
     What it samples is what its `guide` allows; `asked` int32 [F] is the evidence that its request wants of samples, a
     row of `decoding.evidence`, and `evidence_of_outputs` what was found at each output. It ends at `stop_token_ids`;
     its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of its request, itself among them;
-    `followers` wait for its prompt. Its
-    client knows the first `num_published` tokens. `num_to_recompute` positions were computed before it was preempted.
-    `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once
-    more; later ones outrank. `top_of_outputs` are the likeliest tokens at each output, `scoring` what is found of its
-    prompt's scores; its client has, or does not want, the first `num_published_rows` routing rows. `kept_rows` are
-    those that outlive a preemption, `num_cacheable` the tokens whose rows and keys come from the same weights, and may
-    be found by others. `weight_versions` are those of its outputs, as in `ChoiceResult`. It came, first got a row, and
-    got its last token, at `accepted_at`, `started_at` and, out of a row, `token_at`.
+    `followers` wait for its prompt. Its client knows the first `num_published` tokens. `num_to_recompute` positions
+    were computed before it was preempted. `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that
+    it found cached, or computed once more; later ones outrank. `top_of_outputs` are the likeliest tokens at each
+    output, `scoring` what is found of its prompt's scores; its client has, or does not want, the first
+    `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable` the tokens whose
+    rows and keys come from the same weights, and may be found by others. `weight_versions` are those of its outputs, as
+    in `ChoiceResult`. It came, first got a row, and got its last token, at `accepted_at`, `started_at` and, out of a
+    row, `token_at`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its

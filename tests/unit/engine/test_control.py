@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.engine.command_queue import EngineStoppedError
@@ -15,6 +15,7 @@ from rayserve_moe.engine.control import PAUSE_MODES, WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import RequestError
 from tests.support.counting import LOST_PATH, REFUSED_PATH, CountingExecutor
+from tests.support.examples import examples
 from tests.unit.engine.test_engine_loop import TIMEOUT_S, Listener, loop_over, request, run, wait_until_unhealthy
 
 LONG = {"max_new_tokens": 90, "ignore_eos": True}
@@ -247,7 +248,7 @@ class Trainer:
         self.futures.append(self._loop.control.update_weights(WeightOrder(path, aborts_requests=aborts)))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(events=EVENTS, num_pages=st.sampled_from([64, 40]))
 def test_whatever_a_trainer_does_every_request_ends_as_it_should(events: list[tuple], num_pages: int):
     executor = CountingExecutor(num_pages)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
@@ -20,6 +20,7 @@ from rayserve_moe.engine.engine_loop import EngineLoop, EngineRebuildingError, E
 from rayserve_moe.engine.recovery import RebuildBounds, progress_of
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from tests.support.counting import CARD, LOST_PATH, ROUTING
+from tests.support.examples import examples
 from tests.support.losing import LosingExecutor
 from tests.unit.engine.test_engine_loop import TIMEOUT_S, Listener, request, run
 
@@ -100,7 +101,7 @@ def said(results: list[list[ChoiceResult]]) -> list[tuple]:
 
 
 @given(losses=st.frozensets(st.integers(1, 60), max_size=6), late=st.booleans(), overlaps=st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 def test_answers_are_those_without_a_loss(losses: frozenset[int], late: bool, overlaps: bool) -> None:
     with recovering(LosingExecutor()) as loop:
         expected = said(answers(loop, varied()))

@@ -21,7 +21,7 @@ SAMPLED = [
     ("fused", (2, 2), 8),
 ]
 SHARED = pytest.mark.parametrize("backend", ["replicated", "all_to_all", "fused"])
-EXCHANGES = pytest.mark.parametrize("backend", ["all_to_all", "fused"])
+EXCHANGES = pytest.mark.parametrize("backend", ["all_to_all", pytest.param("fused", marks=pytest.mark.slow)])
 
 # Four ranks of two data ranks: with 37 tokens, one rank's worst case is more than it takes in a round.
 CASE = MoeCase(num_tokens=37, width=128, inner=48)
@@ -145,7 +145,12 @@ def test_the_grouped_product_of_another_platform_gives_the_same_sums(backend):
 
 
 @pytest.mark.parametrize(
-    ("backend", "most_tokens"), [("replicated", 9), ("all_to_all", 9), ("fused", 9), ("fused", 13), ("fused", 19)]
+    ("backend", "most_tokens"),
+    [
+        ("all_to_all", 9),
+        ("fused", 13),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("replicated", 9), ("fused", 9), ("fused", 19))),
+    ],
 )
 def test_cutting_into_chunks_does_not_show(backend, most_tokens, monkeypatch):
     """Four chunks, each with a choice of slots of its own; stages of three and of two overlap in other ways."""

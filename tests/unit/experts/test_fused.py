@@ -88,6 +88,7 @@ def test_axes_have_names_and_activations_too(arrays):
     np.testing.assert_allclose(found, dense(arrays, "gelu"), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_with_logits_it_chooses_experts_by_itself(arrays):
     scores = np.exp(arrays["logits"].astype(np.float64))
     picked = np.take_along_axis(scores, arrays["topk_ids_physical"], axis=1)

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
@@ -15,6 +15,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
 from rayserve_moe.kernels.registry import CPU
+from tests.support.examples import examples
 from tests.support.expert_cases import plan_of, shuffled
 
 NUM_EXPERTS, TOP_K, RANKS = 8, 3, 4
@@ -123,7 +124,7 @@ def test_maps_keep_their_shapes_whatever_they_hold():
 @given(
     shares=st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(lambda s: max(s) > 0.05), seed=st.integers(0, 99)
 )
-@settings(max_examples=50)
+@examples(50)
 def test_a_slot_without_a_share_gets_no_token(shares, seed):
     """Shares of exactly zero too, wherever they stand, and shares that do not add up exactly."""
     parts = np.array(shares)

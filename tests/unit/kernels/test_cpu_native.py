@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.kernels.cpu_native import calls
@@ -18,6 +18,7 @@ from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, Pr
 from rayserve_moe.kernels.layers import gumbel_noise, masses_of, rms_norm, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
+from tests.support.examples import examples
 from tests.support.native import need_native_kernels
 
 TOKENS = st.integers(1, 40)
@@ -42,7 +43,7 @@ def wide(array: jax.Array) -> np.ndarray:
 @given(
     TOKENS, st.integers(1, 48), st.one_of(st.sampled_from([1, 16, 32, 96]), st.integers(1, 100)), st.integers(0, 2**16)
 )
-@settings(max_examples=12)
+@examples(12)
 def test_a_product_is_the_product(num_tokens, half_depth, width, number):
     generator = np.random.default_rng(number)
     left, right = draw(generator, num_tokens, 2 * half_depth), draw(generator, 2 * half_depth, width)
@@ -53,7 +54,7 @@ def test_a_product_is_the_product(num_tokens, half_depth, width, number):
 
 
 @given(TOKENS, st.sampled_from([2, 30, 32, 34, 96]), st.integers(0, 2**16))
-@settings(max_examples=20)
+@examples(20)
 def test_a_row_of_a_product_is_its_own(num_tokens, depth, number):
     generator = np.random.default_rng(number)
     left, right = draw(generator, num_tokens, depth), pack(draw(generator, depth, 64))
@@ -136,7 +137,7 @@ def expert_case(generator: np.random.Generator, num_tokens: int, top_k: int, num
 
 
 @given(FEW_COUNTS, st.sampled_from([(1, 1), (4, 9)]), st.integers(0, 2**16))
-@settings(max_examples=6)
+@examples(6)
 def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
     (top_k, num_slots), generator = sizes, np.random.default_rng(number)
     hidden, slots, gates, weights = expert_case(generator, num_tokens, top_k, num_slots)

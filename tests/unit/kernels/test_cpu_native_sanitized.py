@@ -18,7 +18,7 @@ TIMEOUT_S = 1800.0
 @pytest.mark.parametrize(
     ("options", "stride", "num_cores", "num_callers"),
     [
-        pytest.param(("-O0", *MEMORY), 29, 3, 2, id="memory, a few"),
+        pytest.param(("-O0", *MEMORY), 29, 3, 2, id="memory, a few", marks=pytest.mark.slow),
         pytest.param(("-O1", *MEMORY), 1, 1, 1, id="memory, one core", marks=pytest.mark.slow),
         pytest.param(("-O1", *MEMORY), 1, 4, 2, id="memory, four cores", marks=pytest.mark.slow),
         pytest.param(("-O1", *THREADS), 1, 4, 2, id="threads", marks=pytest.mark.slow),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.kernels.expert_products import (
@@ -17,6 +17,7 @@ from rayserve_moe.kernels.expert_products import (
     multiply_by_ragged_dot,
     multiply_in_blocks,
 )
+from tests.support.examples import examples
 from tests.support.expert_math import activation_by_hand
 
 COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}
@@ -107,7 +108,7 @@ def test_slots_beyond_the_local_ones_lie_elsewhere(kernel):
 
 @KERNEL
 @given(shape=st.sampled_from([(1, 2), (24, 2)]), num_slots=st.sampled_from([1, 8]), seed=st.integers(0, 999))
-@settings(max_examples=25)
+@examples(25)
 def test_it_is_the_dense_product_for_any_spread(kernel, shape, num_slots, seed):
     generator = np.random.default_rng(seed)
     check(kernel, generator.integers(0, num_slots + 1, shape), num_slots, int(generator.integers(NUM_LAYERS)))

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pybase64
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.replay.encoding import (
@@ -18,10 +18,11 @@ from rayserve_moe.replay.encoding import (
     routing_from,
 )
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from tests.support.examples import examples
 from tests.support.routing_cases import routed
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(routed())
 def test_decoding_gives_back_every_row_and_zeros_for_layers_that_do_not_route(case):
     routing, layout = case
@@ -34,7 +35,7 @@ def test_decoding_gives_back_every_row_and_zeros_for_layers_that_do_not_route(ca
     assert not decoded[:, dense].any()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(routed())
 def test_the_public_extractor_reads_the_same_ids_flat(case):
     routing, layout = case
@@ -44,7 +45,7 @@ def test_the_public_extractor_reads_the_same_ids_flat(case):
     np.testing.assert_array_equal(flat, decode_routed_experts(encoded, layout).ravel())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(routed())
 def test_the_checksum_can_be_verified_from_the_decoded_rows(case):
     routing, layout = case
@@ -55,7 +56,7 @@ def test_the_checksum_can_be_verified_from_the_decoded_rows(case):
     assert description["crc32"] == zlib.crc32(stored.tobytes())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(routed(), st.integers(0, 80))
 def test_leaving_out_the_first_rows_equals_slicing_the_whole(case, start):
     routing, _ = case

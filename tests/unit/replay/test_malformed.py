@@ -10,12 +10,13 @@ import numpy as np
 import pybase64
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.replay.encoding import DIALECTS, decode_forced, decode_rollout, encode_rollout
 from rayserve_moe.replay.encoding.rollout import MAX_ROWS_BYTES
 from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from tests.support.examples import examples
 from tests.support.routing_cases import refusal
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
@@ -163,7 +164,7 @@ def test_the_reader_sets_the_limit():
     assert MAX_ROWS_BYTES >= 2**28
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.integers(0, 400))
 def test_damaged_bytes_are_a_value_error_or_a_whole_container(noise, compress, place):
     body = bytearray(encode_rollout({"choices": [{}, {}]}, [ROUTING.rows, ROUTING.rows[:1]], compress=compress))
@@ -178,7 +179,7 @@ def test_damaged_bytes_are_a_value_error_or_a_whole_container(noise, compress, p
         assert len(sentence) < 120
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=8).filter(lambda key: key != "rollout"), st.integers() | st.text() | st.none()),
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 3), st.booleans()), max_size=4),

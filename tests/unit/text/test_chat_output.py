@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -17,6 +17,7 @@ from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSER
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, THINKING
+from tests.support.examples import examples
 from tests.support.splitting import answer_of, parts_of
 from tests.support.tool_templates import FAMILIES
 
@@ -106,7 +107,7 @@ def test_markers_that_are_special_tokens_stay_in_the_text_where_they_are_needed(
     assert texts(has_calls=False, has_reasoning=False) == set()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=60), begun=st.booleans())
 def test_the_tokenizer_s_own_template_comes_first(directory, tmp_path_factory, sizes, begun):
     path = Path(shutil.copytree(directory, tmp_path_factory.mktemp("own") / "model"))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, HARMONY
+from tests.support.examples import examples
 from tests.support.splitting import answer_of, parts_of, pieces_of, splitter_of
 from tests.support.tool_templates import FAMILIES
 
@@ -89,7 +90,7 @@ def output_for(tokenizer: Tokenizer, message: dict, tools: list[dict]) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=20, deadline=None)
+@examples(20, deadline=None)
 @given(made=calls(), reasoning=st.none() | PLAIN, content=st.none() | PLAIN, size=st.integers(1, 9))
 def test_what_the_template_renders_is_read_back_in_pieces_of_any_size(tokenizers, name, made, reasoning, content, size):
     family, tokenizer, (tools, asked) = FAMILIES[name], tokenizers[name], made
@@ -120,7 +121,7 @@ def test_what_the_template_renders_is_read_back_in_pieces_of_any_size(tokenizers
 
 
 @pytest.mark.parametrize("calls", [*(name for name in CALL_FORMATS if name != "response_template"), None])
-@settings(max_examples=50, deadline=None)
+@examples(50, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=24).map("".join), size=st.integers(1, 30), begun=st.booleans())
 def test_no_text_breaks_a_parser_or_depends_on_its_pieces(calls, text, size, begun):
     thinking = splitter_of.__kwdefaults__["thinking"]._replace(is_begun=begun)
@@ -132,7 +133,7 @@ def test_no_text_breaks_a_parser_or_depends_on_its_pieces(calls, text, size, beg
 
 
 @pytest.mark.parametrize("calls", [name for name in CALL_FORMATS if name not in (HARMONY, "response_template")])
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(text=st.lists(st.sampled_from([*PIECES, " words "]), max_size=12).map("".join))
 def test_text_without_calls_stays_as_it_is(calls, text):
     answer = answer_of(parts_of(splitter_of(calls, thinking=None), [text]))
