@@ -13,8 +13,10 @@ from typing import NamedTuple
 from rayserve_moe.fleet.bookings import Bookings
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 256
 """What an answer costs a replica, in prompt tokens: where a prompt is cached everywhere, load alone decides."""
+IDLE_LOAD = 8
+"""Running requests that cost the others about nothing: a step reads its weights for few rows and for many."""
 QUEUE_TOKENS = 4096
 """So many prompt tokens that wait weigh as one more running request."""
 NEARLY = 1.01
@@ -80,4 +82,4 @@ class Choosing:
 
     def _load(self, replica_id: str) -> float:
         reported, (num_sent, sent_tokens) = self._loads.get(replica_id, ReplicaLoad()), self.bookings.load(replica_id)
-        return 1 + reported.num_requests + num_sent + (reported.queued_tokens + sent_tokens) / QUEUE_TOKENS
+        return IDLE_LOAD + reported.num_requests + num_sent + (reported.queued_tokens + sent_tokens) / QUEUE_TOKENS
