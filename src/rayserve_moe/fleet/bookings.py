@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 PAGES_BOOKED_S = 5.0
 """A prompt counts as cached where it was sent for this long: until its pages are there, or something kept them away."""
-SETTLING_S = 0.3
+SETTLING_S = 0.1
 """A report of load made this long after a request was sent includes it."""
+LOAD_BOOKED_S = 0.3
+"""Replicas report loads that have changed: after this long a request is in the last report, or has ended."""
 MOST_BOOKED_PAGES = 1 << 19
 
 
@@ -50,9 +52,11 @@ class Bookings:
         self._pages.pop(replica_id, None)
         self._load.pop(replica_id, None)
 
-    def load(self, replica_id: str) -> tuple[int, int]:
+    def load(self, replica_id: str, *, now: float) -> tuple[int, int]:
         """Requests sent to a replica that its reports do not include yet, and the prompt tokens it computes of them."""
-        sent = self._load.get(replica_id, ())
+        sent = self._load.get(replica_id, deque())
+        while sent and sent[0][0] <= now - LOAD_BOOKED_S:
+            sent.popleft()
         return len(sent), sum(tokens for _, tokens in sent)
 
     def num_pages(self, replica_id: str, digests: Sequence[bytes], *, now: float) -> int:

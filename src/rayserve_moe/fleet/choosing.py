@@ -65,7 +65,7 @@ class Choosing:
         """Return one of the replicas, of which there are some, and book the request there."""
         now = self._clock()
         new = {name: prompt.num_tokens - self._num_cached(name, prompt, now) for name in replica_ids}
-        costs = {name: (tokens + ANSWER_TOKENS) * self._load(name) for name, tokens in new.items()}
+        costs = {name: (tokens + ANSWER_TOKENS) * self._load(name, now) for name, tokens in new.items()}
         least = min(costs.values())
         chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
         self.bookings.add(chosen, prompt.digests, num_new_tokens=new[chosen], now=now)
@@ -80,6 +80,7 @@ class Choosing:
         booked = self.bookings.num_pages(replica_id, prompt.digests, now=now)
         return max(held, booked) * prompt.page_size
 
-    def _load(self, replica_id: str) -> float:
-        reported, (num_sent, sent_tokens) = self._loads.get(replica_id, ReplicaLoad()), self.bookings.load(replica_id)
+    def _load(self, replica_id: str, now: float) -> float:
+        reported = self._loads.get(replica_id, ReplicaLoad())
+        num_sent, sent_tokens = self.bookings.load(replica_id, now=now)
         return IDLE_LOAD + reported.num_requests + num_sent + (reported.queued_tokens + sent_tokens) / QUEUE_TOKENS

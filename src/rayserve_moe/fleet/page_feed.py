@@ -38,7 +38,7 @@ class PageFeed:
         sizes = {name: getattr(pages, name) for name in ("num_data_ranks", "num_pages", "page_size")}
         self._log = PageLog(key, **sizes)
         self._events = PageEvents(self._wake)
-        self._unsent: set[asyncio.Queue[bytes | None]] = set()
+        self._unsent: dict[asyncio.Queue[bytes], asyncio.StreamWriter] = {}
         self._loop = asyncio.new_event_loop()
         self._host, self._port = host, 0
         self._is_listening = threading.Event()
@@ -85,37 +85,36 @@ class PageFeed:
             self._loop.call_soon(self._publish)
 
     def _report(self) -> None:
+        self._loop.call_later(REPORT_S, self._report)
         load = ReplicaLoad(*self._pages.load()) if self._unsent else self._reported
         if load != self._reported:
             self._reported = load
             self._send(load)
-        self._loop.call_later(REPORT_S, self._report)
 
     def _send(self, message: PageMessage | ReplicaLoad) -> None:
         framed = frame(message) if self._unsent else b""
-        for unsent in list(self._unsent):
-            if unsent.qsize() >= MOST_UNSENT:
-                self._unsent.discard(unsent)
-                unsent.put_nowait(None)
-            else:
-                unsent.put_nowait(framed)
+        for unsent, writer in list(self._unsent.items()):
+            unsent.put_nowait(framed)
+            if unsent.qsize() > MOST_UNSENT:
+                del self._unsent[unsent]
+                writer.transport.abort()  # it does not read: what waits for it to do so ends with an error
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send one reader a snapshot, then everything from then on."""
-        unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        unsent: asyncio.Queue[bytes] = asyncio.Queue()
         try:
             await prove_listening(reader, writer, key=self._key)
             snapshot = self._log.snapshot()
-            self._unsent.add(unsent)
+            self._unsent[unsent] = writer
             unsent.put_nowait(frame(ReplicaLoad(*self._pages.load())))
             for part in snapshot:
                 writer.write(frame(part))
                 await writer.drain()
-            while (framed := await unsent.get()) is not None and unsent in self._unsent:
-                writer.write(framed)
+            while unsent in self._unsent:
+                writer.write(await unsent.get())
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             log.debug("a reader of page events has gone")
         finally:
-            self._unsent.discard(unsent)
+            self._unsent.pop(unsent, None)
             writer.transport.abort()

@@ -119,10 +119,19 @@ def test_booked_load_lasts_until_a_report_includes_it():
     fleet = Fleet()
     first = fleet.choose(prompt_of(3000))
     fleet.choosing.report(first, ReplicaLoad())
-    assert fleet.choosing.bookings.load(first) == (1, 3000)
+    assert fleet.choosing.bookings.load(first, now=fleet.now) == (1, 3000)
     fleet.now += bookings.SETTLING_S
     fleet.choosing.report(first, ReplicaLoad(1, 3000))
-    assert fleet.choosing.bookings.load(first) == (0, 0)
+    assert fleet.choosing.bookings.load(first, now=fleet.now) == (0, 0)
+
+
+def test_booked_load_ends_where_a_replica_has_nothing_new_to_report():
+    fleet = Fleet()
+    for _ in range(100):
+        first = fleet.choose(prompt_of(3000))
+        assert fleet.choosing.bookings.load(first, now=fleet.now)[0] == 1
+        fleet.now += 1.1 * bookings.LOAD_BOOKED_S
+        assert fleet.choosing.bookings.load(first, now=fleet.now) == (0, 0)
 
 
 def test_bookings_are_bounded(monkeypatch):
@@ -137,7 +146,10 @@ def test_a_replica_that_is_gone_leaves_nothing():
     fleet, prompt = Fleet(), prompt_of(2000)
     first = fleet.choose(prompt)
     fleet.choosing.forget(first)
-    assert fleet.choosing.num_cached(first, prompt) == 0 and fleet.choosing.bookings.load(first) == (0, 0)
+    assert fleet.choosing.num_cached(first, prompt) == 0 and fleet.choosing.bookings.load(first, now=fleet.now) == (
+        0,
+        0,
+    )
     fleet.now += bookings.PAGES_BOOKED_S
     fleet.choose(prompt_of(10))
     assert len(fleet.choosing.bookings) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from types import SimpleNamespace
@@ -14,9 +13,10 @@ import pytest
 from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.fleet import fleet_view, page_feed
-from rayserve_moe.fleet.choosing import Prompt, ReplicaLoad
+from rayserve_moe.fleet.choosing import Prompt
 from rayserve_moe.fleet.fleet_view import FleetView
 from rayserve_moe.fleet.page_feed import METADATA, PageFeed
+from rayserve_moe.fleet.page_log import ADDED, EVENTS, PageMessage
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.scheduling.rank_step import StepLimits
 from rayserve_moe.scheduling.scheduler import Scheduler, change_weights
@@ -151,21 +151,14 @@ def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, mon
         reader, writer = await asyncio.open_connection(address["host"], address["port"])
         await fleet_view.prove_connecting(reader, writer, key=KEY)
         await become(lambda: len(replica.feed._unsent) == 1)
-        (stuck,) = replica.feed._unsent
-
-        def fall_behind() -> None:
-            for _ in range(page_feed.MOST_UNSENT):
-                stuck.put_nowait(b"")
-            replica.feed._send(ReplicaLoad())
-
-        replica.feed._loop.call_soon_threadsafe(fall_behind)
-        with contextlib.suppress(ConnectionError):
-            await reader.read()  # to its end
+        large = PageMessage("epoch", 0, EVENTS, ((ADDED, 0, bytes(1 << 20)),))
+        for _ in range(40):
+            replica.feed._loop.call_soon_threadsafe(replica.feed._send, large)
+        await become(lambda: not replica.feed._unsent)
         view.follow({"0": replica.feed.address})
         await become(lambda: view.is_known(["0"]))
         replica.cache(2)
         await become(lambda: view.num_cached("0", prompt_of(3)) == 2)
-        assert stuck not in replica.feed._unsent and len(replica.feed._unsent) == 1
         writer.close()
 
     follow(check)
