@@ -2,6 +2,7 @@
 
     python -m examples.grpo --out DIRECTORY [--steps 60] [--asynchronous [--partial]] [--dtype bfloat16]
     python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
+    python -m examples.grpo --out DIRECTORY --kl-law RUN ... --dtype bfloat16
 
 Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. A run ends when the
 held-out probability of the sum was above 0.92 twice and the last three batches were rewarded with more than 0.95. It
@@ -11,12 +12,16 @@ and the weights at the end as a checkpoint, `policy`.
 With `--ablation` each arm of `arms.ARMS` runs with each seed: what replay changes, beside controls that replay wrong
 rows. DIRECTORY gets ablation.md, ablation.png and ablation.svg.
 
+With `--kl-law` the saved policies of runs, one of every fifth step, are served and compared with the trainer on the
+probe set, with replay and without. DIRECTORY gets kl_law.md and kl_law.json.
+
 Needs the extra `grpo`: pip install -e '.[grpo]'.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,7 +30,8 @@ import jax
 
 from examples.grpo.ablation import run_arms
 from examples.grpo.evaluation import evaluation
-from examples.grpo.loop import Parts, Row, Run, run_to_end
+from examples.grpo.kl_law import run_law
+from examples.grpo.loop import REWARDS, Parts, Row, Run, run_to_end
 from examples.grpo.model import checkpoint_tensors, read_architecture, read_params, write_policy
 from examples.grpo.objective import Objective
 from examples.grpo.plots import draw
@@ -43,7 +49,7 @@ def main() -> int:
     """Run, or go on with a run."""
     options = parse_arguments()
     settings, out = settings_of(vars(options)), options.out.resolve()
-    if options.ablation:
+    if options.ablation or options.kl_law:
         out.mkdir(parents=True, exist_ok=True)
     else:
         agree(settings, out)
@@ -57,6 +63,9 @@ def main() -> int:
     started = time.perf_counter()
     serving = server_settings(settings, model=model)
     with Sampler(lambda: GrpoServer(serving, out)) as sampler:
+        if options.kl_law:
+            print(run_law(sampler, options.kl_law, architecture, out=out))
+            return 0
         parts = Parts(sampler, programs, evaluation(architecture), architecture, read_params(model, architecture))
         if options.ablation:
             print(run_arms(parts, settings, num_seeds=options.seeds, out=out))
@@ -92,13 +101,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
     add("--partial", action="store_true", help="of an asynchronous run: push weights under samples, which go on")
     add("--ablation", action="store_true", help="run all arms, each with every seed")
+    add("--kl-law", type=Path, nargs="+", metavar="RUN", help="directories of runs whose saved policies are measured")
     add("--seeds", type=int, default=5, help="of the ablation")
     return parser.parse_args()
 
 
 def summary(rows: list[Row], *, seconds: float) -> str:
-    """The first and the last row in a few lines."""
-    first, last = {**rows[1], **rows[0]}, rows[-1]
+    """The first and the last row in a few lines; the reward at the end is that of the last batches."""
+    reward = statistics.fmean(row["reward"] for row in rows[1:][-REWARDS:])
+    first, last = {**rows[1], **rows[0]}, {**rows[-1], "reward": reward}
     names = {
         "reward": "reward",
         "held_out": "held-out P(sum)",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from examples.grpo import checkpoints
@@ -22,7 +23,7 @@ from examples.grpo.settings import GrpoSettings
 from examples.grpo.trainer import Programs, TrainerState
 from examples.grpo.update import update
 
-METRICS = "metrics.jsonl"
+METRICS, POLICIES = "metrics.jsonl", "policies"
 REWARDS = 3
 """Batches whose mean reward says whether the task is learnt."""
 Row = dict[str, Any]
@@ -54,6 +55,7 @@ class Run:
         self._publish()
         if not self.rows:
             self.rows.append({"step": 0, **parts.evaluate(self.weights[self.version], True)})
+            self._save_policy()
 
     @property
     def num_steps(self) -> int:
@@ -108,8 +110,17 @@ class Run:
         self.rows.append(row)
         facts = {"rows": self.rows, "updates": self.num_updates}
         checkpoints.save(self.state, facts, step=self.num_steps, directory=self._directory / "trainer")
+        if self.num_steps % self.settings.probe_every == 0:
+            self._save_policy()
         lines = "".join(json.dumps(each) + "\n" for each in self.rows)
         (self._directory / METRICS).write_text(lines, encoding="utf-8")
+
+    def _save_policy(self) -> None:
+        """Keep the newest weights as they were sent, for `kl_law`."""
+        tensors = checkpoint_tensors(self.weights[self.version], self.parts.architecture)
+        file = self._directory / POLICIES / f"step-{self.num_steps:03}.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, file)
 
     def _publish(self) -> None:
         """Round the newest weights as they are sent, beside those of the version before, which samples may be of."""

@@ -70,7 +70,11 @@ def read_architecture(directory: Path) -> Architecture:
 
 def read_params(directory: Path, architecture: Architecture) -> Params:
     """Read a checkpoint of one file into float32 stacks."""
-    tensors = load_file(directory / WEIGHTS_FILE)
+    return params_of(load_file(directory / WEIGHTS_FILE), architecture)
+
+
+def params_of(tensors: dict[str, np.ndarray], architecture: Architecture) -> Params:
+    """Tensors by the checkpoint's names as float32 stacks."""
     return {
         name: jnp.asarray(_stacked([tensors[n] for n in names], name, architecture))
         for name, names in _names(architecture).items()

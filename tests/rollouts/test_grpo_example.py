@@ -12,10 +12,11 @@ import pytest
 
 from examples.grpo.batch import batch_of, newest_only
 from examples.grpo.evaluation import evaluation
-from examples.grpo.loop import Parts, Run, run_to_end
+from examples.grpo.kl_law import distribution_of, measure
+from examples.grpo.loop import POLICIES, Parts, Run, run_to_end
 from examples.grpo.model import read_architecture, read_params
 from examples.grpo.objective import Objective
-from examples.grpo.probe import split_by_sample
+from examples.grpo.probe import NUM_PROMPTS, NUM_TOKENS, split_by_sample
 from examples.grpo.sampler import Sampler, sample_step
 from examples.grpo.settings import GrpoSettings, server_settings
 from examples.grpo.trainer import compile_programs, scores_of
@@ -93,6 +94,17 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(sampler, trainer, t
     if not asynchronous:  # what was drawn ahead is drawn again, by newer weights
         assert said(second) == said(whole)
         assert second.rows[-1]["held_out"] == pytest.approx(whole.rows[-1]["held_out"], abs=1e-3)
+
+
+def test_a_saved_policy_is_served_and_compared_with_what_was_sent(sampler, trainer, tmp_path):
+    architecture = trainer[2]
+    Run(Parts(sampler, *trainer), SETTINGS, tmp_path / "run")
+    (policy,) = (tmp_path / "run" / POLICIES).iterdir()
+    distribution = distribution_of(architecture)
+    probe = measure(sampler, policy, run="run", architecture=architecture, distribution=distribution)
+    assert probe.policy == "step-000" and probe.tokens == NUM_PROMPTS * NUM_TOKENS
+    for distance in (probe.replayed, probe.free):
+        assert distance.k3 < 1e-6 and distance.exact < 1e-6 and distance.far == 0, "float32 against float32"
 
 
 def test_weights_may_change_under_samples(sampler, trainer, tmp_path):

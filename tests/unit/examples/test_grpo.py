@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,9 +18,11 @@ from examples.grpo.ablation_tables import mean_rows, tables
 from examples.grpo.arms import ARMS, shifted
 from examples.grpo.batch import Batch, newest_only, replayed_as
 from examples.grpo.evaluation import NUM_HELD_OUT
+from examples.grpo.kl_law import Distance, Probe, distance, law_table, read_probe, written
 from examples.grpo.model import WEIGHTS_FILE, checkpoint_tensors, read_architecture, read_params, rounded
 from examples.grpo.objective import Objective, distance_to, group_advantages, grpo_loss
 from examples.grpo.policy import BLOCK, gate_weights, mix_experts
+from examples.grpo.probe import ProbeAnswers
 from examples.grpo.settings import GrpoSettings, agree
 from examples.grpo.tasks import held_out, prompts_of_step, reward
 from examples.grpo.trainer import TrainerState
@@ -216,6 +221,55 @@ def test_a_sample_that_spans_an_update_is_trained_on_where_it_is_of_the_newest_w
     assert (trained.mask_BS == [[0, 0, 0, 1], [1, 1, 0, 0], [1, 1, 1, 1]]).all()
     assert (trained.replay_BT == [[1, 1, 0, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]).all()
     assert (replayed_as(batch, "7").replay_BT == (rows == "7")).all() and batch.versions == {"7", "8"}
+
+
+def of_probe(generator, *, apart):
+    """A probe of a vocabulary of 40, and a trainer's log-probs of it."""
+    shape = SAMPLES, POSITIONS
+    logits = generator.normal(size=(*shape, 40))
+    theirs = np.asarray(jax.nn.log_softmax(logits))
+    ours = np.asarray(jax.nn.log_softmax(logits + apart * generator.normal(size=logits.shape)))
+    ids = np.concatenate([np.zeros((SAMPLES, 1), int), generator.integers(40, size=shape)], axis=1).astype(np.int32)
+    mask = generator.random(shape) < 0.6
+    sampled = np.take_along_axis(theirs, ids[:, 1:, None], axis=-1)[..., 0]
+    nothing = np.zeros((SAMPLES, POSITIONS + 1, 1, 1), np.int32)
+    batch = Batch(
+        ids,
+        nothing,
+        nothing[..., 0, 0] > 0,
+        nothing[..., 0, 0] > 0,
+        sampled,
+        mask,
+        mask.astype(object),
+        nothing[..., 0, 0],
+    )
+    return ProbeAnswers([], [theirs[i, mask[i]] for i in range(SAMPLES)]), batch, ours, theirs
+
+
+def test_distances_of_a_probe_are_the_kl_of_whole_distributions(generator):
+    answers, batch, ours, theirs = of_probe(generator, apart=0.3)
+    found = distance(answers, batch, ours)
+    whole = (np.exp(theirs) * (theirs - ours)).sum(axis=-1)[batch.mask_BS].mean()
+    assert found.exact == pytest.approx(whole, rel=1e-3)
+    apart = np.take_along_axis(ours, batch.ids_BT[:, 1:, None], axis=-1)[..., 0] - batch.sampled_BS
+    terms = np.where(batch.mask_BS, np.exp(apart) - 1 - apart, 0)
+    assert found.k3 == pytest.approx(terms.sum() / batch.mask_BS.sum(), rel=1e-5)
+    assert found.worst_sample == pytest.approx((terms.sum(axis=1) / batch.mask_BS.sum(axis=1)).max(), rel=1e-5)
+    assert found.far == pytest.approx((np.abs(apart) > np.log(2))[batch.mask_BS].mean())
+    same = distance(answers, batch, theirs)
+    assert same.exact == pytest.approx(0, abs=1e-7) and same.k3 == 0 == same.far
+
+
+def test_the_law_is_of_all_probes_pooled_by_their_tokens():
+    def probe(policy, tokens, replayed, free):
+        near = Distance(k3=replayed, exact=replayed, far=0.0, worst_sample=replayed)
+        return Probe("run", policy, tokens, near, replace(near, k3=free, exact=free, far=0.01))
+
+    probes = [probe("step-000", 100, 1e-4, 5e-4), probe("step-005", 300, 1e-4, 2e-3)]
+    told = law_table(probes)
+    assert "holds: 16.2 by k3, 16.2 by exact KL" in told and "step-000, 5.0 by k3" in told
+    assert "does not hold: 5.0" in law_table(probes[:1])
+    assert [read_probe(json.loads(json.dumps(written(each)))) for each in probes] == probes
 
 
 def test_the_tables_of_the_ablation_state_medians_and_what_is_caught():
