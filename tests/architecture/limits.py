@@ -32,6 +32,7 @@ MAY_CATCH_ALL = {
     "cluster/step_sockets.py",
     "execution/staged_weights.py",
     "text/tokenizer.py",
+    "constraints/grammar_text.py",
 }
 
 PURE_JAX = {"parallel", "kernels", "experts", "model", "decoding"}

@@ -113,6 +113,8 @@ def test_the_openai_package_parses_what_it_asks_for(url):
         (COMPLETIONS, {"guided_json": {}, "regex": "a"}, "regex"),
         (COMPLETIONS, {"regex": "(("}, "regex"),
         (COMPLETIONS, {"ebnf": "not a grammar"}, "ebnf"),
+        (COMPLETIONS, {"ebnf": "root ::= missing"}, "ebnf"),
+        (COMPLETIONS, {"ebnf": "# no rule of a grammar"}, "ebnf"),
         (GENERATE, {"json_schema": "{"}, "sampling_params.json_schema"),
         (GENERATE, {"json_schema": {"not": {}}}, "sampling_params.json_schema"),
         (TOKENS, {"structured_outputs": {"json": {"not": {}}}}, "sampling_params.structured_outputs"),

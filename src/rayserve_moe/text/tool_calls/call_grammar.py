@@ -241,5 +241,6 @@ def _object_parts(schema: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if schema["type"] != "object" or not isinstance(properties, Mapping) or not isinstance(required, list):
         raise UnwritableSchemaError("type")
-    names = {name for name in required if isinstance(name, str)}
-    return {**properties, **{name: {} for name in required if name in names - properties.keys()}}, names
+    if not all(isinstance(name, str) for name in required):
+        raise UnwritableSchemaError("required")
+    return {**properties, **{name: {} for name in required if name not in properties}}, set(required)

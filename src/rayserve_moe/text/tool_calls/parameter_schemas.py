@@ -138,6 +138,8 @@ def _branches(schema: Schema) -> Iterator[Schema]:
 def _split(schema: Schema, readable: set[str]) -> tuple[list[str], list[Schema]]:
     """What of one alternative is text, and what is JSON of a type that is `readable`."""
     declared = schema.get("type", _TYPES)
+    if not isinstance(declared, str | list | tuple):
+        raise UnwritableSchemaError("type")
     types = [declared] if isinstance(declared, str) else [kind for kind in declared if isinstance(kind, str)]
     if "enum" in schema or "const" in schema:
         return _listed(schema, types, readable)
