@@ -97,6 +97,10 @@ class GroupExecutor:
         self._clock.seconds.clear()
         return report
 
+    def begin_with(self, weights: GroupWeights) -> None:
+        """Have the start load other weights than the configured ones."""
+        self._weights = weights
+
     def rebuild(self) -> None:
         self._clock.enter("ending")
         self._end_group()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from rayserve_moe.config.given_files import is_url
-from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
+from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.engine.recovery import Recovery
+from rayserve_moe.engine.staged_updates import StagedUpdates
 from rayserve_moe.engine.step_cycle import NO_ROWS, StepCycle
 from rayserve_moe.engine.tensor_updates import BetweenSteps, TensorUpdates
 from rayserve_moe.engine.weight_orders import LOST_WHILE_CHANGING, LOST_WHILE_READING, WeightOrder, WeightOutcome
-from rayserve_moe.requests import FinishReason, ModelCard, RequestError, WeightsRefusedError
+from rayserve_moe.requests import FinishReason, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 
@@ -55,6 +55,7 @@ class EngineControl:
             self._hold_experts, self._let_experts_move, self._swap, self.note_loss, lambda: self.card.weight_version
         )
         self.tensors = TensorUpdates(executor, commands, between=between, updates=self._updates)
+        self.staged = StagedUpdates(executor, commands, between, self.tensors, self._updates)
         self.pages = PageWatch(cycle, commands)
 
     @property
@@ -105,7 +106,7 @@ class EngineControl:
         if not (Path(order.model_path).is_absolute() or is_url(order.model_path)):
             raise RequestError("`model_path` must be an absolute path or a URL", "model_path")
         self._commands.check_open()
-        return self._updates.submit(self._update, order)
+        return self.staged.run(order)
 
     def rename_weights(self, weight_version: str, *, aborts_requests: bool = False) -> Future[None]:
         """Call the weights that serve by another version: what is computed from the next step on has it."""
@@ -175,23 +176,6 @@ class EngineControl:
     def _drain(self) -> None:
         self._outputs.publish(*self._cycle.drain(), now=time.monotonic())
 
-    def _update(self, order: WeightOrder) -> WeightOutcome:
-        """In the thread of updates: stage, then swap."""
-        self.tensors.end_open()
-        try:
-            expert_of_slot, generation = self._commands.call(self._hold_experts).result()
-            try:
-                self._executor.stage_weights(order.model_path, expert_of_slot)
-            except ExecutorFailure as failure:
-                self._commands.call(partial(self.note_loss, failure, generation=generation)).result()
-                raise WeightsRefusedError(LOST_WHILE_READING) from failure
-            return self._commands.call(partial(self._swap, order, generation)).result()
-        except WeightsRefusedError as refusal:
-            return WeightOutcome(False, str(refusal), self.card.weight_version)
-        finally:
-            with suppress(EngineStoppedError):
-                self._commands.call(self._let_experts_move)
-
     def _swap(self, order: WeightOrder, generation: int) -> WeightOutcome:
         started = time.perf_counter()
         self._drain()
@@ -200,18 +184,13 @@ class EngineControl:
         there = unfinished(self._cycle.scheduler)
         if order.aborts_requests:
             self.end(there, ABORTED)
-        version = self._following_version() if order.weight_version is None else order.weight_version
+        version = following_version(self) if order.weight_version is None else order.weight_version
         if not self._cycle.take_staged_weights(version):
             return WeightOutcome(False, LOST_WHILE_CHANGING, self.card.weight_version, gap_s=_since(started))
         self.num_updates += 1
         self.card = replace(self.card, weight_version=version, path=order.model_path or self.card.path)
         num_paused = len(there) if self._cycle.is_paused else 0
         return WeightOutcome(True, "the new weights serve", version, num_paused, _since(started))
-
-    def _following_version(self) -> str:
-        """The number after the last version, or, where that is no number, how many updates there have been."""
-        last = self.card.weight_version
-        return str(int(last) + 1 if last.isdecimal() else self.num_updates + 1)
 
     def _hold_experts(self) -> tuple[np.ndarray | None, int]:
         """Keep experts where they are from now on; returns where, None where they never move, and the generation."""
@@ -224,6 +203,12 @@ class EngineControl:
     def _let_experts_move(self) -> None:
         if self._cycle.eplb is not None:
             self._cycle.eplb.go_on()
+
+
+def following_version(control: EngineControl) -> str:
+    """The number after the last version, or, where that is no number, how many updates there have been."""
+    last = control.card.weight_version
+    return str(int(last) + 1 if last.isdecimal() else control.num_updates + 1)
 
 
 def _since(started: float) -> float:

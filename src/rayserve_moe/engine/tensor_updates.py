@@ -15,7 +15,7 @@ import numpy as np
 from rayserve_moe.checkpoints.bucket import SentBucket
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
-from rayserve_moe.engine.weight_orders import LOST_WHILE_READING, WeightOrder, WeightOutcome
+from rayserve_moe.engine.weight_orders import LOST_WHILE_READING, NOTHING_STAGED, WeightOrder, WeightOutcome
 from rayserve_moe.requests import WeightsRefusedError
 
 IDLE_S = 600.0
@@ -32,13 +32,14 @@ class UpdateConflictError(ValueError):
 class BucketOrder:
     """One bucket of the update `update_id`; `number`, from 0, is its place among them, where the sender says it.
 
-    With the last one the weights change as `order` says.
+    With the last one the weights change as `order` says, unless it `waits` for `TensorUpdates.swap`.
     """
 
     update_id: str
     order: WeightOrder
     number: int | None = None
     is_last: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,15 @@ class TensorUpdates:
         self._commands.check_open()
         return self._updates.submit(self._stage, bucket, order)
 
+    def swap(self, update_id: str, order: WeightOrder) -> Future[WeightOutcome]:
+        """Have an update serve whose last bucket `waits`."""
+        return self._updates.submit(self._swap, update_id, order)
+
+    def num_staged(self, update_id: str) -> int:
+        """Buckets of an update that are staged."""
+        opened = self._open
+        return opened.num_buckets if opened is not None and opened.update_id == update_id else 0
+
     def drop(self, update_id: str) -> Future[bool]:
         """Forget an update; returns whether it was open. No bucket of it is taken any more."""
         self._commands.check_open()
@@ -121,12 +131,21 @@ class TensorUpdates:
                 outcome = self._taken(bucket, order)
             except WeightsRefusedError as refusal:
                 return WeightOutcome(False, str(refusal), self._between.version())
-            if not order.is_last:
+            if not order.is_last or order.waits:
                 ending.pop_all()
                 self._timer = threading.Timer(self.idle_s, self._end_idle, [order.update_id])
                 self._timer.daemon = True
                 self._timer.start()
         return outcome
+
+    def _swap(self, update_id: str, order: WeightOrder) -> WeightOutcome:
+        opened = self._open
+        if opened is None or opened.update_id != update_id:
+            return WeightOutcome(False, NOTHING_STAGED, self._between.version())
+        try:
+            return self._commands.call(partial(self._between.swap, order, opened.generation)).result()
+        finally:
+            self.end_open()
 
     def _check_order(self, order: BucketOrder) -> None:
         """UpdateConflictError where a bucket neither goes on with the open update nor begins one."""
@@ -154,6 +173,8 @@ class TensorUpdates:
         if not order.is_last:
             return WeightOutcome(True, "the bucket is staged", served_version)
         self._reach(self._executor.tensors.finish)
+        if order.waits:
+            return WeightOutcome(True, "all buckets are staged", served_version)
         return self._commands.call(partial(self._between.swap, order.order, self._open.generation)).result()
 
     def _reach(self, call: Callable[[], None]) -> None:

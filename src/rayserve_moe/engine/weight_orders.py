@@ -7,6 +7,8 @@ from dataclasses import dataclass
 LOST_WHILE_READING = "a host was lost while hosts read the new weights: the old ones serve on"
 LOST_WHILE_CHANGING = "a host was lost before all served the new weights: the old ones serve on"
 
+NOTHING_STAGED = "no weights are staged: the old ones serve on"
+
 
 @dataclass(frozen=True)
 class WeightOrder:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import ModelCard
+from rayserve_moe.serving.fleet import Fleet
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.response_store import ResponseStore
@@ -21,7 +22,10 @@ _ENCODING_THREADS = partial(ThreadPoolExecutor, max_workers=2, thread_name_prefi
 
 @dataclass(frozen=True)
 class ApiState:
-    """The engine and what the HTTP edge adds. `encoding` are threads that serialize long answers and decode routing."""
+    """The engine and what the HTTP edge adds. `encoding` are threads that serialize long answers and decode routing.
+
+    `fleet` are all replicas of the application; None where this engine has no others beside it.
+    """
 
     loop: EngineLoop
     tokenizer: Tokenizer
@@ -30,6 +34,7 @@ class ApiState:
     started_at: float = field(default_factory=time.time)
     responses: ResponseStore = field(default_factory=ResponseStore)
     traffic: Traffic = field(default_factory=Traffic)
+    fleet: Fleet | None = None
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:

@@ -18,19 +18,26 @@ from ray.serve.config import DeploymentActorConfig
 
 from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
+from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.derive import most_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
+from rayserve_moe.fleet.member import FleetMember
 from rayserve_moe.fleet.page_feed import PageFeed
+from rayserve_moe.fleet.remote_state import RemoteState
 from rayserve_moe.fleet.serve_router import LOAD_ROUTER, unknown_ray, with_prefix_router
 from rayserve_moe.fleet.shared_key import shared_key
+from rayserve_moe.fleet.wanted_state import STATE_NAME, WantedStateActor
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.fleet import Fleet
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.prompt_reader import PromptReaders
+from rayserve_moe.serving.replica_calls import answer
 from rayserve_moe.serving.start.scaling import REPLICA_CPUS
 
 log = logging.getLogger(__name__)
@@ -52,23 +59,37 @@ class MoeServer:
 
     def __init__(self, settings: Settings) -> None:
         use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
-        self._engine = start_replica_engine(settings, find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME))
+        self._this = ray.get_runtime_context().current_actor
+        fleet = self._fleet = fleet_of(settings, give_up=self._leave)
+        weights = fleet.member.first_weights()
+        self._engine = start_replica_engine(
+            settings,
+            find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME),
+            serve_weights=GroupWeights(weights.path) if weights.path else None,
+            weight_version=weights.version,
+        )
+        control = self._engine.loop.control
+        fleet.member.join(control)
+        threading.Thread(target=fleet.member.keep_up, args=(control,), name="fleet", daemon=True).start()
         self._server = settings.server
         self._feed = page_feed(self._engine) if routes_by_prefix(settings) else None
         self._traffic = Traffic()
-        this_replica = ray.get_runtime_context().current_actor
-        end = partial(end_after_failure, self._engine, self._traffic, end_process=partial(ray.kill, this_replica))
+        end = partial(end_after_failure, self._engine, self._traffic, end_process=partial(ray.kill, self._this))
         threading.Thread(target=end, name="end", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         engine, traffic = self._engine, self._traffic
-        state = ApiState(engine.loop, engine.tokenizer, self._server, traffic=traffic)
+        state = self._state = ApiState(engine.loop, engine.tokenizer, self._server, traffic=traffic, fleet=self._fleet)
         log.info("formats of tool calls and reasoning in answers of chats: %s, %s", *state.chat_output.format)
         return create_api(state)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return where routers read what this replica has cached; Serve passes it on to them."""
         return {} if self._feed is None else self._feed.address
+
+    async def fleet_call(self, call: str, arguments: tuple[Any, ...]) -> Answer:
+        """Answer a call of the fleet, by this replica alone."""
+        return await answer(self._state, call, arguments=arguments)
 
     async def drain(self) -> int:
         """Refuse new requests from now on; returns how many are in progress."""
@@ -79,11 +100,18 @@ class MoeServer:
         """End running requests with an error, and the engine."""
         await asyncio.to_thread(self._engine.loop.shutdown, SHUT_DOWN)
 
+    def _leave(self) -> None:
+        """End this replica, which cannot have the weights that the others serve: Serve starts another."""
+        self._engine.loop.shutdown(SHUT_DOWN)
+        ray.kill(self._this)
+
     def check_health(self) -> None:
         """Raise when the engine is dead or stuck; Serve then replaces the replica."""
         self._engine.loop.check_health()
 
     def __del__(self) -> None:
+        if fleet := self.__dict__.get("_fleet"):
+            fleet.member.stop()
         if engine := self.__dict__.get("_engine"):
             engine.shutdown()
 
@@ -126,18 +154,32 @@ def page_feed(engine: ReplicaEngine) -> PageFeed:
     return PageFeed(engine.loop.control.pages, host=ray.util.get_node_ip_address(), key=key)
 
 
+def fleet_of(settings: Settings, *, give_up: Callable[[], object]) -> Fleet:
+    """What this replica holds of the fleet of its deployment."""
+    context = serve.get_replica_context()
+    state = RemoteState(partial(serve.get_deployment_actor, STATE_NAME))
+    member = FleetMember(
+        context.replica_tag, state, partial(listed_replicas, context.app_name, context.deployment), give_up
+    )
+    calls = FleetCalls(context.app_name, context.deployment, method="fleet_call")
+    return Fleet(member, calls, state, settings.updates.staging_timeout_s)
+
+
 def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
-    """The balancer, where experts move: Serve's controller starts it, and restarts it when it dies."""
+    """What Serve's controller starts, and restarts when it dies: who knows what the fleet serves, and the balancer,
+    where experts move."""
+    state = DeploymentActorConfig(name=STATE_NAME, actor_class=WantedStateActor, actor_options={"num_cpus": 0})
     if not settings.balancing.enabled:
-        return []
+        return [state]
     planning = planning_config(settings.balancing, settings.experts, num_slices=settings.parallel.num_slices)
     return [
+        state,
         DeploymentActorConfig(
             name=BALANCER_NAME,
             actor_class=EplbPlannerActor,
             init_kwargs={"config": planning},
             actor_options={"num_cpus": 0},
-        )
+        ),
     ]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.eplb_control import EplbControl
@@ -16,6 +16,8 @@ from rayserve_moe.observability.metrics import HistogramState
 PREFIX = "rayserve_moe"
 MODEL = "model_name"
 """The label that every metric has, by the name that vLLM gives it."""
+REPLICA = "replica"
+"""The label that tells replicas apart, where there are several."""
 
 GAUGES = {
     "pages_total": ("kv_pages", "KV pages of all data ranks, of which layers with a window keep fewer"),
@@ -189,3 +191,43 @@ def _histogram(name: str, meaning: str, state: HistogramState, model: str) -> Me
     bounds = ["+Inf" if math.isinf(bound) else repr(float(bound)) for bound in state.bounds]
     family.add_metric([model], list(zip(bounds, state.at_or_below, strict=True)), state.total)
     return family
+
+
+def metrics_of(loop: EngineLoop, answered: Mapping[tuple[str, int], int]) -> list[Metric]:
+    """Return all metrics of an engine and its HTTP edge, as they are now."""
+    registry = CollectorRegistry()
+    registry.register(EngineMetrics(loop, answered))
+    if loop.eplb.moves_experts:
+        registry.register(BalancingMetrics(loop.eplb_control, model=loop.card.name))
+    return list(registry.collect())
+
+
+class Collected(Collector):
+    """Metrics that have been collected."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        """Registering asks for no numbers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield them."""
+        return iter(self._metrics)
+
+
+def merged(by_replica: Mapping[str, Sequence[Metric]], missing: Sequence[str] = ()) -> list[Metric]:
+    """Return the metrics of several replicas as one list: each sample has its replica as a label, each name one family.
+
+    `replica_up` is 0 for those that are missing.
+    """
+    families: dict[str, Metric] = {}
+    for replica, metrics in by_replica.items():
+        for metric in metrics:
+            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            family.samples += [one._replace(labels={**one.labels, REPLICA: replica}) for one in metric.samples]
+    up = GaugeMetricFamily(f"{PREFIX}_replica_up", "1 for a replica that answers", labels=[REPLICA])
+    for replica, value in [*((name, 1) for name in by_replica), *((name, 0) for name in missing)]:
+        up.add_metric([replica], value)
+    return [up, *families.values()]

@@ -16,6 +16,7 @@ from rayserve_moe.engine.recovery import progress_of
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.fleet_control import ask_every, pause_all, update_all
 from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
 from rayserve_moe.serving.middleware.json_body import read_body, read_options
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
@@ -52,9 +53,9 @@ def control_router(state: ApiState) -> APIRouter:
         if body.abort_all or body.prefix:
             check_admin(state, request)
         if body.abort_all:
-            state.loop.abort_all()
+            await ask_every(state, "abort_all")
         else:
-            state.loop.abort_stem(body.rid, is_prefix=body.prefix)
+            await ask_every(state, "abort", body.rid, body.prefix)
         return json_answer({"success": True})
 
     _add_weight_routes(router, state)
@@ -77,12 +78,12 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
     @router.post("/pause_generation", **takes(PauseBody, *COMMAND))
     async def pause_generation(request: Request) -> Response:
         body = await read_body(request, PauseBody, admission=state.admission)
-        await asyncio.wrap_future(state.loop.control.pause(body.mode))
+        await pause_all(state, body.mode)
         return json_answer({"success": True, "status": "ok", "message": "generation is paused"})
 
     @router.post("/continue_generation", **answers(413, 503))
     async def continue_generation() -> Response:
-        await asyncio.wrap_future(state.loop.control.resume())
+        await pause_all(state, None)
         return json_answer({"success": True, "status": "ok", "message": "generation goes on"})
 
     @router.post("/update_weights_from_disk", **takes(UpdateWeightsBody, *COMMAND))
@@ -94,7 +95,7 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
 
 async def update_answer(state: ApiState, order: WeightOrder, *, param: str = "model_path") -> Response:
     """Change the weights. A refusal has an error object beside SGLang's fields; `param` is the field of the path."""
-    return outcome_answer(await asyncio.wrap_future(state.loop.control.update_weights(order)), param=param)
+    return outcome_answer(await update_all(state, order), param=param)
 
 
 def outcome_answer(outcome: WeightOutcome, *, param: str | None = None) -> Response:
@@ -110,7 +111,7 @@ def _flush_route(state: ApiState) -> Callable[[Request], Awaitable[Response]]:
     async def flush_cache(request: Request) -> Response:
         options = await read_options(request, ResetOptions, admission=state.admission)
         state.loop.check_health()
-        if not await asyncio.wrap_future(state.loop.control.flush(retracts=options.reset_running_requests)):
+        if not all(await ask_every(state, "flush", options.reset_running_requests)):
             raise ApiError(400, "requests are running: wait for them, or abort them first", code="requests_running")
         return json_answer({"success": True, "message": "the cache is flushed"})
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.fleet_control import ask_all
 from rayserve_moe.serving.openapi import answers
 from rayserve_moe.serving.responses.streaming import json_answer
 
@@ -38,8 +39,12 @@ def model_router(state: ApiState) -> APIRouter:
     @router.get("/server_info", **answers())
     @router.get("/get_server_info", **answers())
     async def server_info() -> Response:
-        numbers = {"version": package_version(), "statistics": state.loop.statistics()}
-        return json_answer({**_model_description(state), **numbers})
+        answers = await ask_all(state, "statistics")
+        about = {**_model_description(state), "version": package_version()}
+        if (alone := answers.by_replica.get("")) is not None:
+            return json_answer({**about, "statistics": alone.value})
+        each = {name: one.value for name, one in answers.by_replica.items() if one.refusal is None}
+        return json_answer({**about, "replicas": each, "missing": list(answers.missing)})
 
     _add_versions(router, state)
     return router
@@ -51,7 +56,12 @@ def _add_versions(router: APIRouter, state: ApiState) -> None:
     @router.get("/weight_info", **answers())
     @router.get("/get_weight_version", **answers())
     async def get_weight_version() -> Response:
-        return json_answer({"weight_version": state.card.weight_version})
+        answers = await ask_all(state, "weight_version")
+        if "" in answers.by_replica:
+            return json_answer({"weight_version": state.card.weight_version})
+        each = {name: one.value for name, one in answers.by_replica.items() if one.refusal is None}
+        version = {"weight_version": state.card.weight_version, "replicas": each, "missing": list(answers.missing)}
+        return json_answer({**version, "agree": not answers.missing and len(set(each.values())) == 1})
 
     @router.get("/version", **answers())
     async def version() -> Response:

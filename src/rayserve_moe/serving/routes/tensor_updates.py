@@ -18,6 +18,8 @@ from rayserve_moe.engine.tensor_updates import BucketOrder, TensorUpdates, Updat
 from rayserve_moe.engine.weight_orders import WeightOutcome
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.fleet_buckets import stage_everywhere
+from rayserve_moe.serving.fleet_control import ask_every
 from rayserve_moe.serving.middleware.json_body import validate
 from rayserve_moe.serving.openapi import answers
 from rayserve_moe.serving.responses.streaming import json_answer
@@ -51,18 +53,19 @@ def tensor_router(state: ApiState) -> APIRouter:
         options = _options_of(request)
         state.loop.check_health()
         async with receiving:
-            bucket = await _bucket_of(request, state, options.update_id)
+            body = bytearray()
+            bucket = await _bucket_of(request, state, options.update_id, body=body)
             if isinstance(bucket, str):
                 return outcome_answer(WeightOutcome(False, bucket, state.card.weight_version))
             try:
-                outcome = await asyncio.wrap_future(_tensors(state).stage(bucket, _order_of(options)))
+                outcome = await stage_everywhere(state, bucket, body=body, order=_order_of(options))
             except UpdateConflictError as error:
                 raise ApiError(409, str(error), code="weights_conflict") from error
         return outcome_answer(outcome)
 
     @router.delete(_PATH, **answers(400, 503), openapi_extra=_described("update_id"))
     async def drop_update(request: Request) -> Response:
-        was_open = await asyncio.wrap_future(_tensors(state).drop(_options_of(request).update_id))
+        was_open = any(await ask_every(state, "drop_update", _options_of(request).update_id))
         return json_answer({"success": True, "was_open": was_open})
 
     return router
@@ -106,9 +109,11 @@ def _order_of(options: BucketOptions) -> BucketOrder:
     return BucketOrder(options.update_id, order, options.bucket, options.last)
 
 
-async def _bucket_of(request: Request, state: ApiState, update_id: str) -> SentBucket | str:
-    """Receive a bucket, or why it is refused. Its update ends where it cannot be used, and where its client leaves."""
-    body = bytearray()
+async def _bucket_of(request: Request, state: ApiState, update_id: str, *, body: bytearray) -> SentBucket | str:
+    """Receive a bucket into `body`; returns it, or why it is refused.
+
+    Its update ends where it cannot be used, and where its client leaves: other replicas refuse what follows.
+    """
     with ExitStack() as ending:
         ending.callback(_tensors(state).drop, update_id)
         async for part in request.stream():

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.fleet_control import ask_every, pause_all, rename_all
 from rayserve_moe.serving.middleware.json_body import read_body, read_options
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
 from rayserve_moe.serving.responses.streaming import json_answer, while_connected
@@ -43,11 +44,10 @@ def trainer_control_router(state: ApiState) -> APIRouter:
         state.loop.check_health()
         num_aborted = len(body.request_ids)
         for request_id in body.request_ids:
-            state.loop.abort_stem(request_id)
+            await ask_every(state, "abort", request_id, False)
         if not body.request_ids:
             check_admin(state, request)
-            num_aborted = int(state.loop.statistics()["requests_live"])
-            state.loop.abort_all()
+            num_aborted = sum(await ask_every(state, "abort_all"))
         return json_answer({"status": "aborted", "aborted": num_aborted})
 
     return router
@@ -61,14 +61,14 @@ def _add_pauses(router: APIRouter, state: ApiState) -> None:
             options.mode = "wait"
         if options.mode == "wait" and not state.loop.control.is_paused:
             await while_connected(request.receive, _until_all_ended(state))
-        await asyncio.wrap_future(state.loop.control.pause(_MODES[options.mode]))
+        await pause_all(state, _MODES[options.mode])
         if options.mode != "keep" and options.clear_cache:
-            await asyncio.wrap_future(state.loop.control.flush())
+            await ask_every(state, "flush", False)
         return json_answer({"status": "paused"})
 
     @router.post("/resume", **answers(413, 503))
     async def resume() -> Response:
-        await asyncio.wrap_future(state.loop.control.resume())
+        await pause_all(state, None)
         return json_answer({"status": "resumed"})
 
     @router.get("/is_paused", **answers())
@@ -81,25 +81,28 @@ def _add_pauses(router: APIRouter, state: ApiState) -> None:
 
     @router.post("/areal_pause_generation", **answers(413, 503))
     async def areal_pause_generation() -> Response:
-        await asyncio.wrap_future(state.loop.control.pause("abort"))
+        await pause_all(state, "abort")
         return json_answer({"success": True, "message": "generation is paused"})
 
     @router.post("/areal_continue_generation", **answers(413, 503))
     async def areal_continue_generation() -> Response:
-        await asyncio.wrap_future(state.loop.control.resume())
+        await pause_all(state, None)
         return json_answer({"success": True, "message": "generation goes on"})
 
 
 async def _until_all_ended(state: ApiState) -> None:
     """Wait until every request has ended that there is now; later ones do not begin. Undone where it is cut short."""
-    control = state.loop.control
-    await asyncio.wrap_future(control.hold_new())
-    with contextlib.ExitStack() as undo:
-        undo.callback(control.resume)
-        while state.loop.statistics()["requests_live"] > control.num_held:
-            state.loop.check_health()
+    await ask_every(state, "hold_new", True)
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(_end_hold, state)
+        while any(await ask_every(state, "num_unended")):  # noqa: ASYNC110 (others' engines)
             await asyncio.sleep(_POLL_S)
         undo.pop_all()
+
+
+async def _end_hold(state: ApiState) -> None:
+    with contextlib.suppress(ApiError):
+        await ask_every(state, "hold_new", False)
 
 
 def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
@@ -119,8 +122,7 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
     @router.post("/update_weight_version", **takes(WeightNameBody, *COMMAND))
     async def update_weight_version(request: Request) -> Response:
         body = await read_options(request, WeightNameBody, admission=state.admission)
-        renamed = state.loop.control.rename_weights(body.new_version, aborts_requests=body.abort_all_requests)
-        await asyncio.wrap_future(renamed)
+        await rename_all(state, body.new_version, aborts_requests=body.abort_all_requests)
         return json_answer({"success": True, "message": "the weights are renamed", "new_version": body.new_version})
 
     @router.post("/end_weight_update", **answers(413))

@@ -1,0 +1,153 @@
+"""Calls to all replicas of an application: who answered what, and who of those that Serve lists did not.
+
+The one module that knows how Serve 2.60 keeps the answers of a broadcast apart: its public method drops all of them
+where one replica is late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.common import ReplicaState
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from rayserve_moe.fleet.member import GONE, StateUnavailableError
+
+KNOWN_WITHIN_S = 5.0
+"""For Serve to list a replica no longer that was lost, and for its handles to know one that has just joined."""
+_RETRY_S = 0.25
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a replica has not done what it was asked: an HTTP status, a sentence, and its code."""
+
+    status: int
+    message: str
+    code: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one replica answers: a value, or why there is none."""
+
+    replica: str
+    value: Any = None
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a fleet by the names of replicas, in order, and those that did not answer."""
+
+    by_replica: dict[str, Answer] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> list[Any]:
+        """The values, of all that have one."""
+        return [answer.value for answer in self.by_replica.values() if answer.refusal is None]
+
+    @property
+    def refused(self) -> Answer | None:
+        """The first answer that is a refusal."""
+        return next((answer for answer in self.by_replica.values() if answer.refusal is not None), None)
+
+
+def collect(answers: Iterable[Any], expected: Collection[str]) -> Answers:
+    """Return answers by replica, and who of the `expected` has not answered; what is no `Answer` counts for nothing."""
+    found = {answer.replica: answer for answer in answers if isinstance(answer, Answer)}
+    return Answers(dict(sorted(found.items())), tuple(sorted(set(expected) - set(found))))
+
+
+def expected_of(listed: dict[str, str], members: Collection[str]) -> set[str]:
+    """Return whom a call concerns: replicas that run, and those that start and have joined, not those that stop."""
+    return {name for name, state in listed.items() if state not in GONE and (state != "STARTING" or name in members)}
+
+
+def listed_replicas(application: str, deployment: str) -> dict[str, str]:
+    """Return the replicas of a deployment that Serve's controller lists, with their states; it blocks for it.
+
+    StateUnavailableError while there is no controller.
+    """
+    try:
+        client = _get_global_client()
+        assert client is not None, "Serve runs"
+        details = client.get_serve_details()
+    except (RayError, RayServeException) as error:
+        raise StateUnavailableError(f"Serve's controller does not answer: {type(error).__name__}") from error
+    found = details["applications"].get(application, {}).get("deployments", {})
+    return {
+        one["replica_id"]: ReplicaState(one["state"]).value for one in found.get(deployment, {}).get("replicas", [])
+    }
+
+
+class FleetCalls:
+    """Calls `method(call, arguments)` of every replica of a deployment, from one event loop."""
+
+    def __init__(self, application: str, deployment: str, *, method: str) -> None:
+        self._application, self._deployment, self._method = application, deployment, method
+        self._handle: DeploymentHandle | None = None
+
+    def put(self, content: bytearray) -> list[Any]:
+        """Make bytes available to all replicas; returns an argument that stands for them."""
+        return [ray.put(np.frombuffer(content, np.uint8))]
+
+    def get(self, sent: list[Any]) -> bytearray:
+        """Return the bytes that an argument stands for."""
+        content: Any = ray.get(sent[0])
+        return bytearray(content)
+
+    async def ask(
+        self, call: str, *arguments: Any, timeout_s: float, members: Callable[[], Collection[str]]
+    ) -> Answers:
+        """Return the answers to a call that may be repeated without harm.
+
+        It is repeated for `KNOWN_WITHIN_S` while someone whom Serve lists has not answered, though in time.
+        """
+        deadline = time.monotonic() + KNOWN_WITHIN_S
+        while True:
+            began = time.monotonic()
+            sent = await self._sent(call, arguments, timeout_s=timeout_s)
+            listed = await asyncio.to_thread(listed_replicas, self._application, self._deployment)
+            answers = collect(sent, expected_of(listed, members()))
+            now = time.monotonic()
+            if not answers.missing or now > deadline or now - began >= timeout_s:
+                return answers
+            await asyncio.sleep(_RETRY_S)
+
+    async def _sent(self, call: str, arguments: tuple[Any, ...], *, timeout_s: float) -> list[Any]:
+        """Send a call once; errors stand for answers, and nothing for those that are late."""
+        if self._handle is None:
+            handle = serve.get_deployment_handle(self._deployment, self._application)
+            self._handle = handle.options(_by_reference=True)  # weights are passed as references
+        try:
+            calls = await asyncio.wait_for(
+                self._handle.broadcast(self._method, call, arguments)._fetch_replica_results_async(), timeout_s
+            )
+        except (RayServeException, TimeoutError):
+            return []
+        tasks = [asyncio.ensure_future(_answer_of(one.get_async())) for one in calls]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=timeout_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [task.result() for task in done]
+
+
+async def _answer_of(answer: Awaitable[Any]) -> Any:
+    try:
+        return await answer
+    except (RayError, RayServeException, asyncio.CancelledError) as error:
+        return error

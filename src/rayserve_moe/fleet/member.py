@@ -1,0 +1,228 @@
+"""One replica's side of a fleet: follows what is wanted of all, and knows who else there is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from rayserve_moe.config.given_files import is_url
+from rayserve_moe.engine.command_queue import EngineStoppedError
+from rayserve_moe.engine.control import EngineControl
+from rayserve_moe.engine.weight_orders import WeightOrder, WeightOutcome
+from rayserve_moe.fleet.wanted_state import FleetView, ServedWeights, Wanted
+
+log = logging.getLogger(__name__)
+
+SYNC_S = 1.0
+"""From asking what is wanted to asking again; a replica that joins is known to all others after it."""
+MOST_FAILURES = 3
+"""Times in a row that a replica tries to have what is wanted."""
+STATE_WITHIN_S = 60.0
+"""For a replica that starts to reach the actor."""
+GONE = ("STOPPING",)
+"""States of replicas that Serve still lists, and that no order concerns."""
+
+
+class StateUnavailableError(RuntimeError):
+    """The actor that knows what is wanted does not answer now."""
+
+
+class CannotFollowError(RuntimeError):
+    """This replica cannot have the weights that the fleet has."""
+
+
+class FleetState(Protocol):
+    """The actor `wanted_state.WantedState`, called from threads; StateUnavailableError where it does not answer."""
+
+    def view(self) -> FleetView: ...
+    def join(self, member: str, number: int) -> bool: ...
+    def restore(self, wanted: Wanted) -> Wanted: ...
+    def forget(self, members: list[str]) -> None: ...
+    def abandon(self, number: int) -> Wanted: ...
+
+
+@dataclass
+class FleetMember:
+    """What this replica has of what is wanted. `listed` returns the replicas that Serve lists, with their states.
+
+    `staged_id` is the order that weights are staged for here, `sent_id` the update whose buckets they were. `give_up`
+    ends this replica, so that Serve starts another: it cannot have the weights that the others serve.
+    """
+
+    name: str
+    state: FleetState
+    listed: Callable[[], Mapping[str, str]]
+    give_up: Callable[[], object]
+    applied: Wanted = field(default_factory=Wanted)
+    view: FleetView = field(default_factory=lambda: FleetView(Wanted(), None, frozenset()))
+    staged_id: str = ""
+    sent_id: str = ""
+    _outcome: WeightOutcome | None = None
+    _applying: threading.Lock = field(default_factory=threading.Lock)
+    _staging: threading.Lock = field(default_factory=threading.Lock)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other replica is known to have joined."""
+        return self.view.members <= {self.name}
+
+    def first_weights(self, *, poll_s: float = SYNC_S) -> ServedWeights:
+        """Return the weights to start with, and wait while they were sent and others still have them.
+
+        Where all replicas are gone that had them, and they were sent, or their directory is gone, the configured ones
+        are wanted again.
+        """
+        is_said = False
+        while True:
+            view = _reached(self._view_of_living)
+            wanted = view.wanted
+            if not view.members and not _is_there(wanted.weights.path):
+                log.warning("weights %s are lost with all replicas: the configured ones serve", wanted.weights.version)
+                wanted = self.state.abandon(wanted.number)
+            if wanted.weights.path is not None:
+                self.applied = replace(self.applied, weights=wanted.weights)
+                return wanted.weights
+            if not is_said:
+                log.warning("weights %s were sent, no disk has them: waiting for others", wanted.weights.version)
+                is_said = True
+            time.sleep(poll_s)
+
+    def join(self, control: EngineControl, *, poll_s: float = SYNC_S / 4) -> None:
+        """Follow what is wanted until this replica has it, and join; others know it before it is asked anything."""
+        while True:
+            self.follow(control, _reached(self.state.view).wanted)
+            if self.state.join(self.name, self.applied.number):
+                break
+            time.sleep(poll_s)
+        self.view = self._view_of_living()
+        if not self.is_alone:
+            time.sleep(SYNC_S)
+
+    def keep_up(self, control: EngineControl) -> None:
+        """Follow until `stop`, in a thread of its own."""
+        num_failed = 0
+        while num_failed < MOST_FAILURES and not self._ended.wait(SYNC_S):
+            try:
+                self.sync(control)
+                num_failed = 0
+            except StateUnavailableError as error:
+                log.warning("what is wanted of the fleet is unknown now: %s", error)
+            except CannotFollowError as error:
+                num_failed += 1
+                log.warning("this replica does not serve what the fleet does: %s", error)
+            except EngineStoppedError:
+                return
+        if num_failed:
+            log.error("this replica ends, so that another takes its place")
+            self.give_up()
+
+    def stop(self) -> None:
+        """Follow no longer."""
+        self._ended.set()
+
+    def sync(self, control: EngineControl) -> None:
+        """Compare with what is wanted, once; join again where the actor is another one."""
+        staged_id = self.staged_id
+        view = self._view_of_living()
+        if view.wanted.number < self.applied.number:
+            self.state.restore(self.applied)
+        if self.name not in view.members and view.wanted.number <= self.applied.number:
+            self.state.join(self.name, self.applied.number)
+        self.follow(control, view.wanted)
+        if staged_id not in ("", view.order_id, view.wanted.weights.order_id):
+            self.discard(control, staged_id)
+
+    def stage(self, control: EngineControl, order_id: str, *, path: str) -> str:
+        """Stage a checkpoint for an order, unless that is done; returns why it is refused, empty where it is staged."""
+        with self._staging:
+            if self.staged_id == order_id:
+                return ""
+            self.staged_id = order_id
+            refusal = control.staged.stage(path).result()
+            self.staged_id = "" if refusal else order_id
+            return refusal
+
+    def discard(self, control: EngineControl, order_id: str) -> None:
+        """Forget what is staged for an order that is not to be."""
+        with self._staging:
+            if self.staged_id == order_id:
+                self.staged_id, sent_id = "", self.sent_id
+                control.staged.drop().result()
+                if sent_id:
+                    control.tensors.drop(sent_id).result()
+
+    def note_sent(self, order_id: str, update_id: str) -> None:
+        """All that is sent of an update is staged for an order."""
+        with self._staging:
+            self.staged_id, self.sent_id = order_id, update_id
+
+    def follow(self, control: EngineControl, wanted: Wanted) -> WeightOutcome:
+        """Have what is wanted, unless this replica has it or more. CannotFollowError where that cannot be."""
+        with self._applying:
+            outcome = WeightOutcome(True, "", control.card.weight_version)
+            if wanted.number <= self.applied.number:
+                return self._outcome or outcome
+            if wanted.weights != self.applied.weights:
+                outcome = self._take(control, wanted.weights)
+            if wanted.pause != self.applied.pause:
+                (control.resume() if wanted.pause is None else control.pause(wanted.pause)).result()
+            self.applied, self._outcome = wanted, outcome
+            return outcome
+
+    def note(self, wanted: Wanted) -> None:
+        """This replica has by itself what is wanted."""
+        with self._applying:
+            self.applied = wanted if wanted.number > self.applied.number else self.applied
+
+    def _take(self, control: EngineControl, weights: ServedWeights) -> WeightOutcome:
+        order = WeightOrder(weights.path or "", weights.version, aborts_requests=weights.aborts_requests)
+        if weights.order_id == self.applied.weights.order_id:
+            version = weights.version or control.card.weight_version
+            control.rename_weights(version, aborts_requests=weights.aborts_requests).result()
+            return WeightOutcome(True, "the weights are renamed", version)
+        outcome = WeightOutcome(False, "these weights were sent, and are not staged here", control.card.weight_version)
+        if self.staged_id == weights.order_id:
+            self.staged_id = ""
+            is_sent = weights.path is None
+            swapped = control.tensors.swap(self.sent_id, order) if is_sent else control.staged.swap(order)
+            outcome = swapped.result()
+        if not outcome.success and weights.path:
+            outcome = control.update_weights(order).result()
+        if not outcome.success:
+            raise CannotFollowError(outcome.message)
+        return outcome
+
+    def _view_of_living(self) -> FleetView:
+        """The view without replicas that Serve does not list, nor has for long."""
+        view = self.state.view()
+        if view.members - {self.name}:
+            listed = self.listed()
+            gone = sorted(member for member in view.members if listed.get(member, GONE[0]) in GONE)
+            if gone:
+                self.state.forget(gone)
+                view = replace(view, members=view.members - set(gone))
+        self.view = view
+        return view
+
+
+def _reached(view: Callable[[], FleetView]) -> FleetView:
+    """The view; StateUnavailableError where there is none within `STATE_WITHIN_S`."""
+    deadline = time.monotonic() + STATE_WITHIN_S
+    while True:
+        try:
+            return view()
+        except StateUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(SYNC_S)
+
+
+def _is_there(path: str | None) -> bool:
+    """Whether weights can still be read: the configured ones (empty), a URL, or a directory that is there."""
+    return path == "" or (path is not None and (is_url(path) or Path(path).is_dir()))

@@ -1,0 +1,53 @@
+"""The actor that knows what is wanted of a fleet, as replicas call it: from threads, and from their event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
+from ray.serve.exceptions import RayServeException
+
+from rayserve_moe.fleet.member import StateUnavailableError
+from rayserve_moe.fleet.wanted_state import FleetView, Wanted
+
+ANSWER_S = 5.0
+
+
+@dataclass
+class RemoteState:
+    """A `member.FleetState`. `find` finds the actor, also after it was lost; ValueError where there is none now."""
+
+    find: Callable[[], ActorHandle]
+    _actor: ActorHandle | None = None
+
+    def view(self) -> FleetView:
+        return self._ask("view")
+
+    def join(self, member: str, number: int) -> bool:
+        return self._ask("join", member, number)
+
+    def restore(self, wanted: Wanted) -> Wanted:
+        return self._ask("restore", wanted)
+
+    def forget(self, members: list[str]) -> None:
+        self._ask("forget", members)
+
+    def abandon(self, number: int) -> Wanted:
+        return self._ask("abandon", number)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Call the actor without blocking; StateUnavailableError where it does not answer."""
+        return await asyncio.to_thread(self._ask, method, *arguments)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            actor = self._actor = self._actor or self.find()
+            return ray.get(getattr(actor, method).remote(*arguments), timeout=ANSWER_S)
+        except (ValueError, RayError, RayServeException, GetTimeoutError) as error:
+            self._actor = None
+            raise StateUnavailableError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,213 @@
+"""Control of all replicas, whichever is asked: nothing counts as done that a replica has not answered for.
+
+Weights change in two phases. All stage; then the actor's state changes, which decides it, and all follow. A replica
+that is lost between the two comes back with what was decided, and one that lost its caller follows by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome, following_version
+from rayserve_moe.fleet.broadcast import Answer, Answers
+from rayserve_moe.fleet.member import StateUnavailableError
+from rayserve_moe.fleet.wanted_state import LEASE_S, FleetView, ServedWeights, Wanted
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.fleet import Fleet
+from rayserve_moe.serving.replica_calls import CALLS
+
+READ_S = 5.0
+CHANGE_S = 60.0
+"""For replicas to do what is done between two steps."""
+STAGING_SLACK_S = 30.0
+DISCARD_S = 5.0
+_POLL_S = 0.1
+
+
+async def ask_all(state: ApiState, call: str, *arguments: Any, timeout_s: float = READ_S) -> Answers:
+    """Return the answers of all replicas to a call of `replica_calls`; of this one alone under no name, as it is.
+
+    What a lone replica raises passes through. ApiError 503 while Serve cannot say who there is.
+    """
+    fleet = state.fleet
+    if fleet is None or fleet.member.is_alone:
+        return Answers({"": Answer("", await CALLS[call](state, *arguments))})
+    try:
+        return await fleet.calls.ask(call, *arguments, timeout_s=timeout_s, members=lambda: fleet.member.view.members)
+    except StateUnavailableError as error:
+        raise _unknown() from error
+
+
+async def ask_every(state: ApiState, call: str, *arguments: Any, timeout_s: float = CHANGE_S) -> list[Any]:
+    """The same as values; ApiError for what a replica refuses, and 503 where one does not answer."""
+    answers = await ask_all(state, call, *arguments, timeout_s=timeout_s)
+    if answers.missing:
+        raise ApiError(503, missing_sentence(answers.missing), code="replica_missing")
+    if (refused := answers.refused) is not None and refused.refusal is not None:
+        raise ApiError(refused.refusal.status, sentence_of(refused), code=refused.refusal.code)
+    return answers.values
+
+
+def missing_sentence(missing: tuple[str, ...]) -> str:
+    """Say who has not answered."""
+    return f"{'replicas' if len(missing) > 1 else 'replica'} {', '.join(missing)} did not answer"
+
+
+def sentence_of(answer: Answer) -> str:
+    """Say which replica refuses, and why."""
+    return f"replica {answer.replica}: {answer.refusal.message if answer.refusal else answer.value}"
+
+
+async def pause_all(state: ApiState, mode: str | None) -> None:
+    """Pause every replica, those that start later too, or end a pause. ApiError 503 names who has not answered."""
+    control, fleet = state.loop.control, state.fleet
+    if fleet is None:
+        await asyncio.wrap_future(control.resume() if mode is None else control.pause(mode))
+        return
+    wanted = await _changed(fleet, "pause", mode) or _next(fleet, pause=mode)
+    await ask_every(state, "follow", wanted)
+
+
+async def update_all(state: ApiState, order: WeightOrder) -> WeightOutcome:
+    """Have all replicas serve a checkpoint, or none: where one cannot read it the old weights serve on everywhere."""
+    if state.fleet is None:
+        return await asyncio.wrap_future(state.loop.control.update_weights(order))
+    async with ordered(state, state.fleet) as (order_id, view):
+        if is_lone(state.fleet, view):
+            outcome = await asyncio.wrap_future(state.loop.control.update_weights(order))
+            return await note_own(state, order_id, path=order.model_path, outcome=outcome)
+        limit_s = state.fleet.staging_timeout_s + STAGING_SLACK_S
+        staged = await ask_all(state, "stage", order_id, order.model_path, timeout_s=limit_s)
+        if fault := fault_of(staged):
+            await discard(state, order_id)
+            return WeightOutcome(False, f"{fault}: the old weights serve on", state.card.weight_version)
+        version = order.weight_version or following_version(state.loop.control)
+        weights = ServedWeights(order_id, order.model_path, version, order.aborts_requests)
+        return await decide(state, order_id, weights=weights)
+
+
+async def rename_all(state: ApiState, version: str, *, aborts_requests: bool) -> None:
+    """Call the weights by another version everywhere."""
+    if state.fleet is None:
+        await asyncio.wrap_future(state.loop.control.rename_weights(version, aborts_requests=aborts_requests))
+        return
+    async with ordered(state, state.fleet) as (order_id, view):
+        served = state.fleet.member.applied.weights if view is None else view.wanted.weights
+        weights = replace(served, version=version, aborts_requests=aborts_requests)
+        if view is None:
+            await asyncio.wrap_future(state.loop.control.rename_weights(version, aborts_requests=aborts_requests))
+            _note_alone(state.fleet, weights)
+        else:
+            await decide(state, order_id, weights=weights)
+
+
+def fault_of(answers: Answers) -> str:
+    """Why not all have staged: who is missing, or refuses; empty where all have."""
+    if answers.missing:
+        return missing_sentence(answers.missing)
+    if (refused := answers.refused) is not None:
+        return sentence_of(refused)
+    return next((f"replica {name}: {one.value}" for name, one in answers.by_replica.items() if one.value), "")
+
+
+async def decide(state: ApiState, order_id: str, *, weights: ServedWeights) -> WeightOutcome:
+    """Have all follow to what they have staged. ApiError 503 where one has not: it, or its successor, will."""
+    assert state.fleet is not None, "a fleet decides"
+    wanted = await _changed(state.fleet, "commit", order_id, weights)
+    if wanted is None:
+        await discard(state, order_id)
+        return WeightOutcome(False, "the order has ended: the old weights serve on", state.card.weight_version)
+    answers = await ask_all(state, "follow", wanted, timeout_s=CHANGE_S)
+    refused = answers.refused
+    if answers.missing or refused is not None:
+        who = missing_sentence(answers.missing) if refused is None else sentence_of(refused)
+        raise ApiError(503, f"{who}; version {weights.version} serves everywhere else", code="replica_missing")
+    outcomes, gap_s = answers.values, max(one.gap_s for one in answers.values)
+    num_paused = sum(outcome.num_paused for outcome in outcomes)
+    return WeightOutcome(True, "the new weights serve", outcomes[0].weight_version, num_paused, gap_s)
+
+
+async def discard(state: ApiState, order_id: str) -> None:
+    """Have all forget what they have staged; who does not answer does so by itself."""
+    await ask_all(state, "discard", order_id, timeout_s=DISCARD_S)
+
+
+def is_lone(fleet: Fleet, view: FleetView | None) -> bool:
+    """Whether no other replica has joined; without a view, as far as this one knows."""
+    return fleet.member.is_alone if view is None else view.members <= {fleet.member.name}
+
+
+async def note_own(state: ApiState, order_id: str, *, path: str | None, outcome: WeightOutcome) -> WeightOutcome:
+    """Make known what a lone replica has done; returns the outcome."""
+    if outcome.success and state.fleet is not None:
+        weights = ServedWeights(order_id, path, outcome.weight_version)
+        wanted = await _changed(state.fleet, "commit", order_id, weights)
+        if wanted is None:
+            _note_alone(state.fleet, weights)
+        else:
+            state.fleet.member.note(wanted)
+    return outcome
+
+
+@asynccontextmanager
+async def ordered(state: ApiState, fleet: Fleet) -> AsyncGenerator[tuple[str, FleetView | None]]:
+    """Hold the order for weights of the fleet; yields its id and what is wanted, None where a lone replica cannot ask.
+
+    ApiError 503 where another order does not end in time.
+    """
+    order_id, deadline = uuid.uuid4().hex, time.monotonic() + CHANGE_S
+    view = None
+    while view is None:
+        try:
+            view = await fleet.state.ask("begin", order_id)
+        except StateUnavailableError as error:
+            if fleet.member.is_alone:
+                break
+            raise _unknown() from error
+        if view is None and time.monotonic() > deadline:
+            raise ApiError(503, "another update of the weights runs", code="update_running")
+        await asyncio.sleep(0 if view else _POLL_S)
+    renewing = asyncio.create_task(_renew(fleet, order_id))
+    try:
+        yield order_id, view
+    finally:
+        renewing.cancel()
+        with suppress(StateUnavailableError):
+            await asyncio.shield(fleet.state.ask("end", order_id))
+
+
+async def _renew(fleet: Fleet, order_id: str) -> None:
+    while True:
+        await asyncio.sleep(LEASE_S / 5)
+        with suppress(StateUnavailableError):
+            await fleet.state.ask("renew", order_id)
+
+
+async def _changed(fleet: Fleet, method: str, *arguments: Any) -> Wanted | None:
+    """Change what is wanted. A lone replica changes it by itself where the actor is lost, and restores it later."""
+    try:
+        wanted = await fleet.state.ask(method, *arguments)
+    except StateUnavailableError as error:
+        if fleet.member.is_alone:
+            return None
+        raise _unknown() from error
+    return wanted
+
+
+def _note_alone(fleet: Fleet, weights: ServedWeights) -> None:
+    fleet.member.note(_next(fleet, weights=weights))
+
+
+def _next(fleet: Fleet, **changes: Any) -> Wanted:
+    return replace(fleet.member.applied, number=fleet.member.applied.number + 1, **changes)
+
+
+def _unknown() -> ApiError:
+    return ApiError(503, "what the fleet is to serve is unknown now: try again", code="no_state")

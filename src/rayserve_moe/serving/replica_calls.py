@@ -1,0 +1,136 @@
+"""What one replica does and says when the fleet is asked, by name: the routes call these of all replicas.
+
+Each may be repeated without harm: a call is, where someone has not answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rayserve_moe.checkpoints.bucket import read_bucket
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.engine.tensor_updates import BucketOrder, UpdateConflictError
+from rayserve_moe.fleet.broadcast import Answer, Refusal
+from rayserve_moe.fleet.member import CannotFollowError, FleetMember
+from rayserve_moe.fleet.wanted_state import Wanted
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError, as_api_error
+from rayserve_moe.serving.metrics import metrics_of
+
+
+async def answer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
+    """Return the answer of this replica to a call of the fleet."""
+    assert state.fleet is not None, "a fleet calls its members"
+    name = state.fleet.member.name
+    try:
+        return Answer(name, await CALLS[call](state, *arguments))
+    except (CannotFollowError, UpdateConflictError) as error:
+        status = 409 if isinstance(error, UpdateConflictError) else 503
+        return Answer(name, refusal=Refusal(status, str(error), "weights_conflict" if status == 409 else None))
+    except (ApiError, ValueError, RuntimeError) as error:
+        refused = as_api_error(error)
+        return Answer(name, refusal=Refusal(refused.status, refused.message, refused.code))
+
+
+async def _abort(state: ApiState, stem: str, is_prefix: bool) -> None:
+    state.loop.check_health()
+    state.loop.abort_stem(stem, is_prefix=is_prefix)
+
+
+async def _abort_all(state: ApiState) -> int:
+    state.loop.check_health()
+    num_aborted = int(state.loop.statistics()["requests_live"])
+    state.loop.abort_all()
+    return num_aborted
+
+
+async def _flush(state: ApiState, retracts: bool) -> bool:
+    state.loop.check_health()
+    return await asyncio.wrap_future(state.loop.control.flush(retracts=retracts))
+
+
+async def _hold_new(state: ApiState, is_on: bool) -> None:
+    control = state.loop.control
+    await asyncio.wrap_future(control.hold_new() if is_on else control.resume())
+
+
+async def _num_unended(state: ApiState) -> int:
+    state.loop.check_health()
+    return int(state.loop.statistics()["requests_live"]) - state.loop.control.num_held
+
+
+async def _statistics(state: ApiState) -> dict[str, float]:
+    return state.loop.statistics()
+
+
+async def _weight_version(state: ApiState) -> str:
+    return state.card.weight_version
+
+
+async def _metrics(state: ApiState) -> list[Any]:
+    return await asyncio.get_running_loop().run_in_executor(
+        state.encoding, metrics_of, state.loop, state.traffic.answered
+    )
+
+
+async def _experts(state: ApiState) -> dict[str, Any]:
+    return await asyncio.to_thread(lambda: state.loop.eplb_control.view().as_json())
+
+
+async def _stage(state: ApiState, order_id: str, path: str) -> str:
+    return await asyncio.to_thread(_member(state).stage, state.loop.control, order_id, path=path)
+
+
+async def _discard(state: ApiState, order_id: str) -> None:
+    await asyncio.to_thread(_member(state).discard, state.loop.control, order_id)
+
+
+async def _follow(state: ApiState, wanted: Wanted) -> WeightOutcome:
+    return await asyncio.to_thread(_member(state).follow, state.loop.control, wanted)
+
+
+async def _bucket(state: ApiState, update_id: str, number: int, body: list[Any], order_id: str) -> WeightOutcome:
+    """Stage a bucket of an update; the last one, which names its order, waits for that."""
+    assert state.fleet is not None, "a fleet calls its members"
+    fleet = state.fleet
+    async with fleet.staging:
+        if fleet.last_bucket is not None and fleet.last_bucket[:2] == (update_id, number):
+            return fleet.last_bucket[2]
+        bucket = await asyncio.to_thread(lambda: read_bucket(fleet.calls.get(body)))
+        order = BucketOrder(update_id, WeightOrder(""), number, is_last=bool(order_id), waits=bool(order_id))
+        outcome = await asyncio.wrap_future(state.loop.control.tensors.stage(bucket, order))
+        if outcome.success and order_id:
+            fleet.member.note_sent(order_id, update_id)
+        fleet.last_bucket = (update_id, number, outcome)
+        return outcome
+
+
+async def _drop_update(state: ApiState, update_id: str) -> bool:
+    if state.fleet is not None:
+        state.fleet.last_bucket = None
+    return await asyncio.wrap_future(state.loop.control.tensors.drop(update_id))
+
+
+def _member(state: ApiState) -> FleetMember:
+    assert state.fleet is not None, "a fleet calls its members"
+    return state.fleet.member
+
+
+CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "abort": _abort,
+    "abort_all": _abort_all,
+    "bucket": _bucket,
+    "discard": _discard,
+    "drop_update": _drop_update,
+    "experts": _experts,
+    "flush": _flush,
+    "follow": _follow,
+    "hold_new": _hold_new,
+    "metrics": _metrics,
+    "num_unended": _num_unended,
+    "stage": _stage,
+    "statistics": _statistics,
+    "weight_version": _weight_version,
+}

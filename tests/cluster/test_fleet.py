@@ -1,0 +1,137 @@
+"""Two replicas of one application over real Serve: they answer alike, and control is for both, through faults too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+from ray.serve.context import _get_global_client
+
+from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.fleet.broadcast import listed_replicas
+from rayserve_moe.serving.app import build
+from tests.cluster.conftest import SETTINGS
+from tests.http.asking import wait_until
+from tests.support.ports import free_port
+
+PORT = free_port()
+WITHIN_S = 300.0
+ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", "tiny", dtype="float32", seed=1)
+
+
+@pytest.fixture(scope="module")
+def fleet(raylets: int, checkpoint: Path) -> Iterator[httpx.Client]:
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
+    settings = {**SETTINGS, "num_replicas": 2, "cpus_per_host": 0.25}
+    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
+    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=600) as client:
+        yield client
+    serve.shutdown()
+
+
+def running() -> list[str]:
+    return sorted(name for name, state in listed_replicas("moe", "moe-server").items() if state == "RUNNING")
+
+
+def answered(client: httpx.Client) -> set[tuple[tuple[int, ...], str]]:
+    """Answers and versions of several connections, which reach both replicas."""
+    found = set()
+    for _ in range(8):
+        answer = client.post("/generate", json=ASK).json()
+        found.add((tuple(answer["output_ids"]), answer["meta_info"]["weight_version"]))
+    return found
+
+
+def info(client: httpx.Client) -> dict[str, Any]:
+    return client.get("/server_info").json()
+
+
+def process_of(replica: str) -> int:
+    client = _get_global_client()
+    replicas = client.get_serve_details()["applications"]["moe"]["deployments"]["moe-server"]["replicas"]
+    return next(one["pid"] for one in replicas if one["replica_id"] == replica)
+
+
+def test_both_replicas_answer_alike_and_follow_one_order(fleet, checkpoint, other_checkpoint):
+    assert sorted(info(fleet)["replicas"]) == running() and len(running()) == 2
+    (before,) = answered(fleet)
+    assert fleet.post("/pause_generation", json={}).status_code == 200
+    assert [load["paused"] for load in fleet.get("/v1/loads").json()["loads"]] == [True, True]
+    update = {"model_path": str(other_checkpoint), "weight_version": "1"}
+    assert fleet.post("/update_weights_from_disk", json=update).json()["success"]
+    assert fleet.post("/continue_generation").status_code == 200
+    (after,) = answered(fleet)
+    assert after[0] != before[0] and after[1] == "1"
+    back = {"model_path": str(checkpoint), "weight_version": before[1]}
+    assert fleet.post("/update_weights_from_disk", json=back).json()["success"] and answered(fleet) == {before}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.2])
+def test_a_replica_that_is_killed_during_an_update_comes_back_with_what_was_decided(fleet, other_checkpoint, delay_s):
+    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    lost = running()[0]
+    name = f"killed-{delay_s}"
+    killing = threading.Timer(delay_s, os.kill, (process_of(lost), signal.SIGKILL))
+    killing.start()
+    update = {"model_path": str(other_checkpoint), "weight_version": name}
+    answer = None
+    with suppress(httpx.HTTPError):  # it may be the one that is asked
+        answer = fleet.post("/update_weights_from_disk", json=update)
+    wait_until(lambda: len(running()) == 2 and lost not in running(), within_s=WITHIN_S)
+    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    found = fleet.get("/get_weight_version").json()
+    assert found["agree"], found
+    if answer is not None and answer.status_code == 200:
+        assert answer.json()["success"] and found["weight_version"] == name
+    assert len(answered(fleet)) == 1
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_named_and_follows_when_it_goes_on(fleet, other_checkpoint):
+    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    stopped = running()[0]
+    pid = process_of(stopped)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found = [httpx_or_none(fleet) for _ in range(4)]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert any(one is not None and one.get("missing") == [stopped] for one in found), found
+    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+
+
+def httpx_or_none(client: httpx.Client) -> dict[str, Any] | None:
+    try:
+        return client.get("/v1/loads", timeout=15).json()
+    except httpx.HTTPError:
+        return None
+
+
+@pytest.mark.slow
+def test_a_replica_that_starts_later_has_weights_and_pause_of_the_others(fleet, other_checkpoint):
+    update = {"model_path": str(other_checkpoint), "weight_version": "later"}
+    assert fleet.post("/update_weights_from_disk", json=update).json()["success"]
+    assert fleet.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+    lost = running()[0]
+    os.kill(process_of(lost), signal.SIGKILL)
+    wait_until(lambda: len(running()) == 2 and lost not in running(), within_s=WITHIN_S)
+    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    assert all(load["paused"] for load in fleet.get("/v1/loads").json()["loads"])
+    assert fleet.get("/get_weight_version").json()["agree"]
+    assert fleet.post("/continue_generation").status_code == 200
+    ((_, version),) = answered(fleet)
+    assert version == "later"
