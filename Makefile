@@ -4,6 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 TORCH := .venv/.torch
 CLIENTS := .venv-clients
+# Clients with an environment of their own each: their packages do not go with ours.
+APART := litellm
 
 # Two processes share the tests; the longest ones, which come first, are not put behind others.
 SHARED := -n 2 --no-loadscope-reorder
@@ -58,12 +60,16 @@ parity: $(TORCH)
 parity-all: $(TORCH)
 	$(BIN)/pytest $(SHARED) --optimized -m parity tests/parity
 
-clients: $(CLIENTS)/.ready
+clients: $(CLIENTS)/.ready $(APART:%=$(CLIENTS)-%/.ready)
 	$(CLIENTS)/bin/python -m pytest -W ignore tests/clients
 
 $(CLIENTS)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[clients]' && touch $@
+
+$(CLIENTS)-%/.ready: tests/clients/apart/%.txt
+	$(PYTHON) -m venv $(CLIENTS)-$*
+	$(CLIENTS)-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 bench: $(TORCH)
 	$(BIN)/python -m benchmarks.run
