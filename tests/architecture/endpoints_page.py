@@ -27,6 +27,7 @@ GROUPS = {
         "/v1/responses/{response_id}": "a response that is stored",
         "/v1/messages": "Anthropic's messages, over the same template",
         "/v1/messages/count_tokens": "how many tokens the prompt of such a message has",
+        "/v1/score": "SGLang's probabilities of labels after a query and each of several items",
         "/tokenize": "ids of a text, or of messages in the chat template",
         "/detokenize": "the text of ids: vLLM's `prompt` and SGLang's `text`",
     },

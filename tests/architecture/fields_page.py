@@ -20,6 +20,7 @@ TITLES = {
     "m": "`POST /v1/messages`",
     "mc": "`POST /v1/messages/count_tokens`",
     "r": "`POST /v1/responses`",
+    "score": "`POST /v1/score`",
     "abort": "`POST /abort_request`",
     "abort-ids": "`POST /abort_requests`, `/inference/v1/abort_requests`",
     "pause": "`POST /pause_generation`",

@@ -102,7 +102,7 @@ CONTROL = [("GET", "/flush_cache"), *(("POST", path) for path in sorted(ADMIN_PA
 ORDINARY = {"/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate", "/abort_request"}
 ORDINARY |= {"/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/ping", "/abort_requests"}
 ORDINARY |= {"/inference/v1/abort_requests", "/v1/embeddings", "/classify", "/v1/chat/completions/render"}
-ORDINARY |= {"/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"}
+ORDINARY |= {"/v1/score", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"}
 """What a client's own key is good for, of what changes anything."""
 
 

@@ -68,7 +68,7 @@ def tamed(value: object, name: str = "") -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name in LIMITS:
             return 1 + int(value) % LIMITS[name]
-        if name in ("prompt", "input_ids", "token_ids", "stop_token_ids"):
+        if name in ("prompt", "query", "items", "label_token_ids", "input_ids", "token_ids", "stop_token_ids"):
             return int(value) % 512
         if "start" in name:
             return int(value) % 2

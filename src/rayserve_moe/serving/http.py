@@ -18,6 +18,7 @@ from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
 from rayserve_moe.serving.routes.probes import probe_router
 from rayserve_moe.serving.routes.responses import responses_router
+from rayserve_moe.serving.routes.score import score_router
 from rayserve_moe.serving.routes.statistics import statistics_router
 from rayserve_moe.serving.routes.tensor_updates import tensor_router
 from rayserve_moe.serving.routes.text_tokens import text_tokens_router
@@ -38,10 +39,11 @@ from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.schemas.responses import ResponsesBody
+from rayserve_moe.serving.schemas.score import ScoreBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody
 
-GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody, MessagesBody, ResponsesBody)
+GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody, MessagesBody, ResponsesBody, ScoreBody)
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (AbortBody, AbortIdsBody, PauseBody, PauseOptions, ResetOptions)
 WEIGHTS = (UpdateWeightsBody, WeightDirBody, WeightNameBody)
@@ -63,7 +65,7 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(guard_edge, server=state.server)
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most used come first.
-    for router in (native_router, openai_router, token_router, messages_router, responses_router):
+    for router in (native_router, openai_router, token_router, messages_router, responses_router, score_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
     for router in (control_router, trainer_control_router, tensor_router, *others):

@@ -28,6 +28,7 @@ from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.schemas.nested_fields import NESTED_FIELDS, NestedFields
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody, StreamOptions
 from rayserve_moe.serving.schemas.responses import ResponsesBody
+from rayserve_moe.serving.schemas.score import ScoreBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
 
@@ -45,6 +46,7 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "m": MessagesBody,
     "mc": CountTokensBody,
     "r": ResponsesBody,
+    "score": ScoreBody,
     "abort": AbortBody,
     "abort-ids": AbortIdsBody,
     "pause": PauseBody,
@@ -65,6 +67,7 @@ _PLAIN = {
     "m": "/v1/messages",
     "mc": "/v1/messages/count_tokens",
     "r": "/v1/responses",
+    "score": "/v1/score",
     "abort": "/abort_request",
     "abort-ids": "/abort_requests /inference/v1/abort_requests",
     "pause": "/pause_generation",
@@ -112,6 +115,7 @@ _ACCEPTED = (
     ("m mc", "metadata service_tier cache_control inference_geo speed mm_payload return_mm_kwargs"),
     ("r", "service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"),
     ("r", "stream_options mm_payload return_mm_kwargs session_id"),
+    ("score", "user"),
     ("directory", "update_info reset_prefix_cache"),
     ("reset", "reset_external timeout timeout_s empty_cache"),
     ("version", "weight_label"),
@@ -180,6 +184,9 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("r", "mm_processor_kwargs media_io_kwargs vllm_xargs previous_input_messages", ()),
     ("r", "enable_response_messages", (False,)),
     ("r", "kv_transfer_params ec_transfer_params", ()),
+    ("score", "text_1 text_2 queries documents data_1 data_2", ()),
+    ("score", "truncate_prompt_tokens mm_processor_kwargs multi_item_delimiter_indices", ()),
+    ("score", "return_pooled_hidden_states", (False,)),
     # control
     ("tokenize", "chat_template tools return_offsets", ()),
     ("tokenize", "mm_processor_kwargs media_io_kwargs", ()),

@@ -1,0 +1,70 @@
+"""`/v1/score` in SGLang's dialect: probabilities of labels after a query and each of several items."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.json_body import read_body
+from rayserve_moe.serving.openapi import GENERATION, takes
+from rayserve_moe.serving.responses.request_streams import open_streams
+from rayserve_moe.serving.responses.streaming import json_answer, while_connected
+from rayserve_moe.serving.routes.request_parts import check_model, prompt_ids_of
+from rayserve_moe.serving.schemas.score import ScoreBody
+
+_PARAM_NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items"}
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, seed=0)
+"""What is drawn does not matter: the distribution that it is drawn from is the model's own."""
+
+
+def score_router(state: ApiState) -> APIRouter:
+    """Return the route over one engine."""
+    router = APIRouter()
+
+    @router.post("/v1/score", **takes(ScoreBody, *GENERATION))
+    async def score(request: Request) -> Response:
+        body = await read_body(request, ScoreBody, admission=state.admission)
+        check_model(state, body.model)
+        prompts = await prompt_ids_of(state, body.prompts, param="items", request=request)
+        stem = body.rid or uuid.uuid4().hex
+        requests = [_request(body, prompt_ids, f"{stem}_{place}") for place, prompt_ids in enumerate(prompts)]
+        streams = await open_streams(state, requests, param_names=_PARAM_NAMES)
+        try:
+            results = await while_connected(request.receive, streams.results())
+        finally:
+            streams.close()
+        num_tokens = sum(map(len, prompts))
+        usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+        scores = [_scores(result, softmax=body.apply_softmax) for result in results]
+        return json_answer({"object": "scoring", "scores": scores, "model": state.card.name, "usage": usage})
+
+    return router
+
+
+def _request(body: ScoreBody, prompt_ids: np.ndarray, request_id: str) -> GenerationRequest:
+    return GenerationRequest(
+        request_id,
+        prompt_ids,
+        _ONE_TOKEN,
+        cache_salt=body.cache_salt,
+        incremental=False,
+        logprob_token_ids=body.label_token_ids,
+        speculative=False,
+    )
+
+
+def _scores(result: ChoiceResult, *, softmax: bool) -> Sequence[float]:
+    """Probabilities of the labels, in their order."""
+    if result.evidence is None or len(result.evidence) == 0:
+        raise ApiError(503, "the request was ended before it was computed")
+    logprobs = result.evidence[0, 1:].astype(np.float64)
+    chances = np.exp(logprobs - logprobs.max() if softmax else logprobs)
+    return (chances / chances.sum() if softmax else chances).tolist()
