@@ -65,6 +65,7 @@ def process_of(replica: str) -> int:
     return next(one["pid"] for one in replicas if one["replica_id"] == replica)
 
 
+@pytest.mark.slow
 def test_both_replicas_answer_alike_and_follow_one_order(fleet, checkpoint, other_checkpoint):
     assert sorted(info(fleet)["replicas"]) == running() and len(running()) == 2
     (before,) = answered(fleet)

@@ -160,16 +160,16 @@ def test_weights_that_are_sent_to_one_serve_everywhere_or_nowhere(fleet, other_c
         return fleet[name].post(TENSORS, params=params, content=body, headers=SAFETENSORS)
 
     half = len(tensors) // 2
-    assert send("a", "first", 0, tensors[:half]).json()["success"]
+    assert send("a", "of the fleet", 0, tensors[:half]).json()["success"]
     fleet.calls.silent = {"b"}
-    lost = send("a", "first", 1, tensors[half:], last=True)
+    lost = send("a", "of the fleet", 1, tensors[half:], last=True)
     assert lost.status_code == 400 and "replica b did not answer" in lost.json()["message"]
     fleet.calls.silent = set()
     assert versions(fleet) == {"a": "0", "b": "0"}
-    assert send("b", "first", 1, tensors[half:], last=True).status_code == 409
-    assert send("a", "second", 0, tensors[:half]).json()["success"]
+    assert send("b", "of the fleet", 1, tensors[half:], last=True).status_code == 409
+    assert send("a", "of the fleet again", 0, tensors[:half]).json()["success"]
     assert versions(fleet) == {"a": "0", "b": "0"}
-    done = send("b", "second", 1, tensors[half:], last=True, weight_version="sent").json()
+    done = send("b", "of the fleet again", 1, tensors[half:], last=True, weight_version="sent").json()
     assert done["success"] and versions(fleet) == {"a": "sent", "b": "sent"}
     assert ids(fleet, "a") == ids(fleet, "b")
     assert fleet.state.view().wanted.weights.path is None

@@ -85,7 +85,7 @@ def test_objects_can_be_closed():
         ({"structured_outputs": {"json": {}, "whitespace_pattern": "x" * 300}}, "structured_outputs"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"json_schema": "{"}, "json_schema"),
         ({"json_schema": "[" * 100_000}, "json_schema"),
         ({"guided_json": "3"}, "guided_json"),
