@@ -54,9 +54,14 @@ class Answers:
     missing: tuple[str, ...] = ()
 
     @property
+    def values_by_replica(self) -> dict[str, Any]:
+        """The value of every replica that did not refuse."""
+        return {name: answer.value for name, answer in self.by_replica.items() if answer.refusal is None}
+
+    @property
     def values(self) -> list[Any]:
         """The values, of all that have one."""
-        return [answer.value for answer in self.by_replica.values() if answer.refusal is None]
+        return list(self.values_by_replica.values())
 
     @property
     def refused(self) -> Answer | None:

@@ -43,7 +43,7 @@ def model_router(state: ApiState) -> APIRouter:
         about = {**_model_description(state), "version": package_version()}
         if (alone := answers.by_replica.get("")) is not None:
             return json_answer({**about, "statistics": alone.value})
-        each = {name: one.value for name, one in answers.by_replica.items() if one.refusal is None}
+        each = answers.values_by_replica
         return json_answer({**about, "replicas": each, "missing": list(answers.missing)})
 
     _add_versions(router, state)
@@ -59,7 +59,7 @@ def _add_versions(router: APIRouter, state: ApiState) -> None:
         answers = await ask_all(state, "weight_version")
         if "" in answers.by_replica:
             return json_answer({"weight_version": state.card.weight_version})
-        each = {name: one.value for name, one in answers.by_replica.items() if one.refusal is None}
+        each = answers.values_by_replica
         version = {"weight_version": state.card.weight_version, "replicas": each, "missing": list(answers.missing)}
         return json_answer({**version, "agree": not answers.missing and len(set(each.values())) == 1})
 

@@ -69,7 +69,7 @@ def statistics_router(state: ApiState) -> APIRouter:
 
 
 def _metrics(answers: Answers) -> bytes:
-    by_replica = {name: one.value for name, one in answers.by_replica.items() if one.refusal is None}
+    by_replica = answers.values_by_replica
     registry = CollectorRegistry()
     registry.register(Collected(by_replica[""] if "" in by_replica else merged(by_replica, answers.missing)))
     return generate_latest(registry)
@@ -80,7 +80,7 @@ def loads_of(answers: Answers) -> dict[str, Any]:
 
     `missing` are replicas that have not answered, where there are several.
     """
-    by_replica = {name: _load_of(one.value) for name, one in answers.by_replica.items() if one.refusal is None}
+    by_replica = {name: _load_of(value) for name, value in answers.values_by_replica.items()}
     each = [
         {"dp_rank": rank, **({"replica": name} if name else {}), **load}
         for rank, (name, load) in enumerate(by_replica.items())
