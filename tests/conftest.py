@@ -15,7 +15,7 @@ from typing import Any
 from rayserve_moe.serving.start.environment import environment_of
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
-from tests.support.compiling import DEVICES, QUICK_FLAGS
+from tests.support.compiling import DEVICES, QUICK_FLAGS, compiled_once
 from tests.support.ports import reserve_ports
 
 PORTS, RESERVATION = reserve_ports()
@@ -23,6 +23,9 @@ FOLDER = Path(tempfile.mkdtemp(prefix="moe-"))
 """Of HAProxy; the name is short because its sockets' names may not be long."""
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 atexit.register(RESERVATION.close)
+# Of the process that starts the others: they, and all children, share it.
+for name, value in compiled_once(FOLDER).items():
+    os.environ.setdefault(name, value)
 # As the start command has it, on ports and with a token of this process's own.
 os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu", longest_answer_s=120.0) | {
     "RAY_AUTH_MODE": "token",

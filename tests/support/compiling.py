@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 Options = dict[str, str | bool | int]
 
@@ -24,3 +25,12 @@ QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK
 def flags_of_children() -> str:
     """XLA_FLAGS for a process that has its own devices, not those that this one emulates: compiling is as here."""
     return os.environ["XLA_FLAGS"].removeprefix(DEVICES).strip()
+
+
+def compiled_once(directory: Path) -> dict[str, str]:
+    """Environment in which processes of a run, and their children, take from each other what XLA has compiled."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(directory / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
