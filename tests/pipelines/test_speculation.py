@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
@@ -118,7 +119,7 @@ def test_long_drafts_do_not_show_over_small_pages(engine_with: EngineFactory, nu
     plain = run_together(engine.runner, engine.card, requests, way=way)
     oracle = Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE)
     for num_pages in (60, 400):
-        drafting = replace(PLAIN, proposer=oracle, num_drafts=num_drafts, num_pages=num_pages)
+        drafting = replace(way, proposer=oracle, num_drafts=num_drafts, num_pages=num_pages)
         found = run_together(engine.runner, engine.card, requests, way=drafting)
         assert_unchanged(engine, found, plain)
 
@@ -285,8 +286,8 @@ def _no_drafted_counts(logits_SV: Any, state: Any, **named: Any) -> Any:
 
 _adjust = step_samples.adjust
 DEVICE_FAULTS = {
-    "noise by step": (step_input, "sampling_of", _noise_by_step(step_input.sampling_of)),
-    "drafts that penalties do not count": (step_samples, "adjust", _no_drafted_counts),
+    "noise by step": ((step_input, step_samples), "sampling_of", _noise_by_step(step_input.sampling_of)),
+    "drafts that penalties do not count": ((step_samples,), "adjust", _no_drafted_counts),
 }
 
 
@@ -295,9 +296,12 @@ DEVICE_FAULTS = {
 def test_faults_on_the_devices_would_be_seen(core_checkpoint, speculating: Engine, fault: str):
     requests = random_requests(5, count=12, layout=speculating.card.routing)
     plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
-    where, name, faulty = DEVICE_FAULTS[fault]
+    modules, name, faulty = DEVICE_FAULTS[fault]
     kept = {"num_pages": 200, "page_size": PAGE_SIZE, "enable_return_routed_experts": True, "compile_cache": "off"}
-    with patch.object(where, name, faulty), Engine(str(core_checkpoint), **SPECULATES, **kept) as engine:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, name, faulty))
+        engine = stack.enter_context(Engine(str(core_checkpoint), **SPECULATES, **kept))
         way = replace(PLAIN, proposer=Oracle(plain, share=0.9, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS)
         found = run_together(engine.runner, engine.card, requests, way=way)
     with pytest.raises(AssertionError):
