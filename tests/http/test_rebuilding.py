@@ -25,6 +25,11 @@ DEADLINE_S = 60.0
 BODY = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True}
 
 
+def probes(url: str) -> tuple[int, int]:
+    """The statuses of `/health` and `/ready`."""
+    return httpx.get(f"{url}/health").status_code, httpx.get(f"{url}/ready").status_code
+
+
 def test_clients_are_kept_while_hosts_are_replaced(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -45,6 +50,7 @@ def test_clients_are_kept_while_hosts_are_replaced(
         return text
 
     with running(api) as url, ThreadPoolExecutor(2) as pool, caplog.at_level(logging.CRITICAL + 1):
+        assert probes(url) == (200, 200)
         streamed = pool.submit(stream, url)
         assert commented.wait(DEADLINE_S)
         plain = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=DEADLINE_S)
@@ -52,6 +58,7 @@ def test_clients_are_kept_while_hosts_are_replaced(
         assert (health["status"], health["phase"]) == ("rebuilding", "starting") and health["seconds"] > 0
         ready = httpx.get(f"{url}/ready")
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "rebuilding")
+        assert probes(url) == (200, 503)
         while loop.statistics()["requests_live"] < 2:
             pass
         monkeypatch.setattr(engine_loop, "LONGEST_QUEUE_S", 0.0)
@@ -61,7 +68,7 @@ def test_clients_are_kept_while_hosts_are_replaced(
         text = streamed.result(DEADLINE_S)
         assert plain.result(DEADLINE_S).status_code == 200
         assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
-        assert httpx.get(f"{url}/health").json() == {"status": "ok"} and httpx.get(f"{url}/ready").status_code == 200
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"} and probes(url) == (200, 200)
         metrics = httpx.get(f"{url}/metrics").text
     assert 'rayserve_moe_rebuilds_total{model_name="counting"} 1.0' in metrics
     assert 'rayserve_moe_requests_carried_over_total{model_name="counting"} 1.0' in metrics
