@@ -3,7 +3,8 @@
     python -m benchmarks.kill_repeats [--hosts 1 2] [--signals SIGKILL] [--repeats 20] [--standbys] [--out FILE.json]
 
 Every answer is compared with that of an undisturbed run: text, log-probs of its tokens, and routing rows. The longest
-time in which no stream got anything is the outage.
+time in which no stream got anything is the outage. A signal after which no worker was replaced came too late to disturb
+anything; it is sent again in a further repeat. Rows that the result file has already, of other faults, stay.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.kill_table import MAX_TOKENS, NUM_PLAIN, NUM_STREAMS, SETTINGS
 from benchmarks.markdown import markdown_table
 from benchmarks.serve_process import HOST, ServeProcess
 
-LIMIT_S = 300.0
+LIMIT_S, POLL_S = 300.0, 0.2
 WORKER = "ray::HostWorker"
 SECONDS_BETWEEN = 6.0
 """From the end of a repeat to the next: a standby takes a few seconds to be there."""
@@ -97,22 +98,43 @@ def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[s
 
 def repeat(serve: ServeProcess, sent: signal.Signals, *, repeats: int, num_hosts: int) -> dict[str, Any]:
     """Deliver the signal to a random worker at random moments; returns sums and the outages."""
+    asyncio.run(answers(serve.port))
     begun = time.monotonic()
     expected, _ = asyncio.run(answers(serve.port))
     run_s = time.monotonic() - begun
     sums, gaps = dict.fromkeys(("lost", "tokens", "logprobs", "rows"), 0), []
-    for _ in range(repeats):
+    while len(gaps) < repeats:
         time.sleep(SECONDS_BETWEEN)
+        wait_until_ready(serve.port)
+        before = num_rebuilds(serve.port)
         victim = random.choice(busiest(serve, num_hosts))
         after_s = random.uniform(0, 0.8 * run_s)
         fault = partial(os.kill, victim, sent)
         found, gap_s = asyncio.run(answers(serve.port, fault=fault, after_s=after_s))
         counts = differing(found, expected)
+        if num_rebuilds(serve.port) == before and not counts["lost"]:
+            note("the signal came after the last token")
+            continue
         note(f"{sent.name} after {after_s:.2f} s of {run_s:.2f}: {gap_s:.2f} s without tokens, {counts}")
         sums = {name: sums[name] + count for name, count in counts.items()}
         gaps.append(gap_s)
     requests = repeats * (NUM_STREAMS + NUM_PLAIN)
     return {"repeats": repeats, "requests": requests, **sums, "p50_s": float(np.median(gaps)), "worst_s": max(gaps)}
+
+
+def wait_until_ready(port: int) -> None:
+    """Wait for the workers of a server. TimeoutError after LIMIT_S."""
+    deadline = time.monotonic() + LIMIT_S
+    while httpx.get(f"http://{HOST}:{port}/ready", timeout=LIMIT_S).status_code != 200:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the server is not ready")
+        time.sleep(POLL_S)
+
+
+def num_rebuilds(port: int) -> float:
+    """How often the workers of a server were replaced."""
+    lines = httpx.get(f"http://{HOST}:{port}/metrics", timeout=LIMIT_S).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("rayserve_moe_rebuilds_total"))
 
 
 def busiest(serve: ServeProcess, num_hosts: int) -> list[int]:
@@ -138,7 +160,8 @@ def main() -> None:
     parser.add_argument("--standbys", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "kill_repeats.json")
     arguments = parser.parse_args()
-    load_before, rows = load_before_start(), {}
+    saved = saved_result(arguments.out)
+    load_before, rows, loads = load_before_start(), saved["rows"], saved["loads"]
     bounds = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
     settings = {**SETTINGS, **bounds, "standby_workers": arguments.standbys, "enable_return_routed_experts": True}
     for num_hosts in arguments.hosts:
@@ -146,8 +169,19 @@ def main() -> None:
             for name in arguments.signals:
                 key = f"{name}, {num_hosts} host{'s'[: num_hosts - 1]}{', standbys' * arguments.standbys}"
                 rows[key] = repeat(serve, signal.Signals[name], repeats=arguments.repeats, num_hosts=num_hosts)
-    save({"machine": machine_facts(load_before), "rows": rows}, arguments.out)
+                loads[key] = load_before
+                save({"machine": machine_facts(load_before), "loads": loads, "rows": rows}, arguments.out)
     print(table_of(rows))
+
+
+def saved_result(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a result file, and the load of the machine before each; empty where there is no such file."""
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rows = saved.get("rows", {})
+    return {
+        "rows": rows,
+        "loads": saved.get("loads") or dict.fromkeys(rows, saved.get("machine", {}).get("load_before")),
+    }
 
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.kill_repeats import Answer, differing, table_of
+import json
+from pathlib import Path
+
+from benchmarks.kill_repeats import Answer, differing, saved_result, table_of
 
 EXPECTED: list[Answer | str] = [("ab", [-0.1, -0.2], "rows"), ("cd", [-0.3], "more"), ("ef", [], "rest")]
 
@@ -19,3 +22,12 @@ def test_the_table_has_a_line_per_fault() -> None:
     assert "| SIGKILL, 1 host | 20 | 640 | 0 | 0 | 0 | 0 | 4.0 | 5 |" in " ".join(
         table_of({"SIGKILL, 1 host": row}).split()
     )
+
+
+def test_rows_of_other_faults_stay_with_their_loads(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert saved_result(path) == {"rows": {}, "loads": {}}
+    path.write_text(json.dumps({"machine": {"load_before": 2.5}, "rows": {"SIGKILL, 1 host": {"lost": 0}}}))
+    assert saved_result(path) == {"rows": {"SIGKILL, 1 host": {"lost": 0}}, "loads": {"SIGKILL, 1 host": 2.5}}
+    path.write_text(json.dumps({"machine": {"load_before": 9}, "loads": {"a": 1}, "rows": {"a": {}}}))
+    assert saved_result(path)["loads"] == {"a": 1}
