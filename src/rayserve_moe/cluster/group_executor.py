@@ -229,11 +229,21 @@ class GroupExecutor:
 
     def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:
         """A worker on a host; one that `waits` for another's end takes nothing of what is reserved there."""
-        parallel = self._parallel
-        devices = 0 if self._cluster.tpu_topology else max(1, parallel.devices_per_host)
-        place = HostPlace(host_id, parallel.num_hosts, devices, parallel.data_parallel_size, parallel.num_slices)
+        place = place_of(host_id, self._parallel, cluster=self._cluster)
         # A step is a task: recording each of them in the cluster's task events is not worth its cost.
         options = {**reservation.actor_options(host_id), "enable_task_events": False}
         if waits:
             options |= {"num_cpus": 0, "resources": {}}
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))
+
+
+def place_of(host_id: int, parallel: ParallelSettings, *, cluster: ClusterSettings) -> HostPlace:
+    """What a host is of its group."""
+    return HostPlace(
+        host_id,
+        parallel.num_hosts,
+        num_cpu_devices=0 if cluster.tpu_topology else max(1, parallel.devices_per_host),
+        data_size=parallel.data_parallel_size,
+        num_slices=parallel.num_slices,
+        collective_timeout_s=cluster.step_timeout_s,
+    )

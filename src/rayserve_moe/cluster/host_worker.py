@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, LOADING
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
-from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.config.load import set_compiler_flag, set_environment_defaults
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
@@ -42,15 +43,24 @@ def limit_threads(model_path: str | Path) -> None:
         set_environment_defaults({XLA_THREADS: "1"})
 
 
+def limit_collectives(timeout_s: float) -> None:
+    """Have collectives between CPU hosts fail where a peer does not come; XLA's own limit is 30 minutes."""
+    set_compiler_flag("xla_cpu_collective_timeout_seconds", math.ceil(timeout_s))
+
+
 @dataclass(frozen=True)
 class HostPlace:
-    """Which host of how many this is, how many devices it emulates (0: those it has), and how all are laid out."""
+    """Which host of how many this is, how many devices it emulates (0: those it has), and how all are laid out.
+
+    Emulated hosts wait for each other in a collective for `collective_timeout_s`.
+    """
 
     host_id: int
     num_hosts: int
     num_cpu_devices: int
     data_size: int = 1
     num_slices: int = 1
+    collective_timeout_s: float = 120.0
 
 
 class HostWorker:
@@ -78,6 +88,8 @@ class HostWorker:
         log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
         if place.num_cpu_devices:
             limit_threads(self._settings.model.path)
+            if place.num_hosts > 1:
+                limit_collectives(place.collective_timeout_s)
             use_cpu_devices(place.num_cpu_devices)
         if place.num_hosts > 1:
             self._heartbeat.enter(JOINING)

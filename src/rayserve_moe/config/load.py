@@ -112,6 +112,13 @@ def set_environment_defaults(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def set_compiler_flag(name: str, value: object) -> None:
+    """Set a flag of XLA that the user has not set; call before jax touches a device."""
+    given = os.environ.get("XLA_FLAGS", "")
+    if not any(flag.split("=")[0] == f"--{name}" for flag in given.split()):
+        os.environ["XLA_FLAGS"] = f"{given} --{name}={value}".strip()
+
+
 def environment_setting(name: str) -> str:
     """What the environment says of a setting, for clients of a server; empty where it says nothing."""
     return next((os.environ.get(variable, "") for variable, key in ENVIRONMENT_KEYS.items() if key == name), "")

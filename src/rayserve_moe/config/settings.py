@@ -231,7 +231,7 @@ class ClusterSettings:
     start_timeout_s: float = _number(600.0, (1, DAY_S))
     """Longest time loading and compiling may take."""
     step_timeout_s: float = _number(120.0, (1, DAY_S))
-    """Longest time one step may take."""
+    """Longest time one step may take, and a collective between emulated hosts may wait for a peer."""
     most_rebuilds_in_10_minutes: int = _number(3, (0, 1_000_000))
     """Times that lost hosts are replaced within the replica; beyond it the replica ends. 0: at the first loss."""
     most_rebuilds_in_hour: int = _number(10, (0, 1_000_000))

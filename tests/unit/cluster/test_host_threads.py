@@ -1,4 +1,4 @@
-"""How many threads XLA gets of a CPU host: one for a small checkpoint, unless the user says otherwise."""
+"""What a worker tells XLA of a CPU host: threads for a small checkpoint, and how long collectives wait; users win."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rayserve_moe.cluster.host_worker import ONE_THREAD_BYTES, XLA_THREADS, limit_threads
+from rayserve_moe.cluster.host_worker import ONE_THREAD_BYTES, XLA_THREADS, limit_collectives, limit_threads
 
 
 def checkpoint_of(directory: Path, num_bytes: int) -> Path:
@@ -36,3 +36,19 @@ def test_a_small_checkpoint_gets_one_thread(
         monkeypatch.delenv(XLA_THREADS)
     limit_threads(checkpoint_of(tmp_path, num_bytes))
     assert os.environ.get(XLA_THREADS) == threads
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "expected"),
+    [
+        ("", "--xla_cpu_collective_timeout_seconds=3"),
+        ("--xla_dump_to=a", "--xla_dump_to=a --xla_cpu_collective_timeout_seconds=3"),
+        ("--xla_cpu_collective_timeout_seconds=9", "--xla_cpu_collective_timeout_seconds=9"),
+    ],
+)
+def test_collectives_between_hosts_have_a_limit(
+    monkeypatch: pytest.MonkeyPatch, set_by_user: str, expected: str
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", set_by_user)
+    limit_collectives(2.5)
+    assert os.environ["XLA_FLAGS"] == expected
