@@ -82,10 +82,51 @@ def _selection(measured: Mapping[str, Any]) -> dict[str, Chart]:
     }
 
 
+def _fleet(simulated: Mapping[str, Any]) -> dict[str, Chart]:
+    """By rate at the number of replicas that has most rates, and by number of replicas at the rate that has most."""
+    rows = simulated["rows"]
+    numbers, rates = ({row[name] for row in rows} for name in ("num_replicas", "rate"))
+    number = max(sorted(numbers), key=lambda each: sum(row["num_replicas"] == each for row in rows))
+    rate = max(sorted(rates), key=lambda each: len({row["num_replicas"] for row in rows if row["rate"] == each}))
+
+    def lines(by: str, kept: Mapping[str, float], value: str, scale: float) -> list[Series]:
+        found: dict[str, list[tuple[float, Spread]]] = {}
+        for row in rows:
+            if all(row[name] == wanted for name, wanted in kept.items()):
+                found.setdefault(row["policy"], []).append((row[by], spread([scale * row[value]])))
+        return [Series(policy, sorted(points, key=lambda point: point[0])) for policy, points in found.items()]
+
+    asked = f"{simulated['replica']}, {simulated['asked']}"
+    by_rate, by_number = ("rate", {"num_replicas": number}), ("num_replicas", {"rate": rate})
+    return {
+        "goodput": Chart(
+            f"{number} replicas: {asked}",
+            "requests/s asked of each",
+            "good requests/s of each",
+            lines(*by_rate, "goodput_s", 1.0),
+        ),
+        "ttft": Chart(
+            f"{rate:g} requests/s each: {asked}",
+            "replicas",
+            "p99 of seconds to the first token",
+            lines(*by_number, "ttft_p99_s", 1.0),
+            log_x=True,
+        ),
+        "hits": Chart(
+            f"{rate:g} requests/s each: {asked}",
+            "replicas",
+            "% of prompt tokens found cached",
+            lines(*by_number, "hits", 100.0),
+            log_x=True,
+        ),
+    }
+
+
 CHARTS: dict[str, Callable[[Any], dict[str, Chart]]] = {
     "host_us": _host_time,
     "curve": _curve,
     "balanced_selection": _selection,
     "peers": peers_chart,
+    "fleet_simulation": _fleet,
 }
 """By the key of a result file under which the figures lie."""

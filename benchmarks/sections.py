@@ -24,7 +24,7 @@ from benchmarks.figures import (
     step_parts,
     steps_per_second,
 )
-from benchmarks.fleet_table import fleet_routing, router_time
+from benchmarks.fleet_table import fleet_routing, fleet_simulation, fleet_validation, router_time
 from benchmarks.house_table import house
 from benchmarks.loading_table import loading
 from benchmarks.markdown import markdown_table
@@ -299,6 +299,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "curve": curve,
     "conversations": conversations,
     "fleet_routing": fleet_routing,
+    "fleet_simulation": fleet_simulation,
+    "fleet_validation": fleet_validation,
     "router_time": router_time,
     "delta_turns": delta_turns,
     "http": http,

@@ -20,7 +20,7 @@ import yaml
 from rayserve_moe.serving.start.environment import DEFAULTS
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 ENVIRONMENT = {**DEFAULTS, "RAY_AUTH_MODE": "disabled"}
 """Of a cluster that applications of benchmarks join; what is set already wins."""
 PARTS_BY_TITLE = {"ray::ProxyActor": "proxy", "ray::ServeReplica": "replica", "ray::HostWorker": "host_worker"}

@@ -20,11 +20,17 @@ RUN = {"seconds": 2.0, "tokens_sampled": 100.0, **dict.fromkeys(CLOCK, 0.1), "st
 PARTS = {part: {"median": 2.0, "min": 1.0, "max": 3.0} for part in ("schedule", "pack", "commit", "host")}
 W1 = {"workload": asdict(WORKLOADS["W1"]), "runs": {"ours": [{"seconds": 2.0}]}}
 RANKS = {"balanced": {"1.0": [{"imbalance": 1.25, "kept_share": 0.75}]}}
+FLEET_ROWS = [
+    {"num_replicas": n, "rate": r, "policy": p, "goodput_s": r / 2, "ttft_p99_s": 1.0, "hits": 0.5}
+    for n, r in ((4, 2.0), (4, 1.0), (1, 2.0))
+    for p in ("round robin", "prefix")
+]
 SMALLEST = {
     "curve": {"curve": {"1": [RUN, RUN], "16": [RUN, {**RUN, "seconds": 1.0}]}},
     "scheduler": {"host_us": {"1": PARTS, "16": PARTS}},
     "peers": {"peers": {"facts": {}, "limits": {"1": 9.0, "16": 90.0}, "workloads": {"W1": W1}}},
     "selection": {"balanced_selection": {"drawn_skew": "zipf 1", "balance": {"zipf 1": RANKS}}},
+    "simulation": {"fleet_simulation": {"replica": "any", "asked": "chat", "rows": FLEET_ROWS}},
     "other": {"workloads": {}},
 }
 """The smallest result of each kind."""
@@ -41,6 +47,7 @@ def test_each_kind_of_result_has_its_charts_and_others_none():
         "scheduler": {"host"},
         "peers": {"streams"},
         "selection": {"imbalance", "kept"},
+        "simulation": {"goodput", "ttft", "hits"},
         "other": set(),
     }
 
@@ -51,6 +58,8 @@ def test_points_are_the_figures_of_the_result():
     (together, *parts) = charts(SMALLEST["scheduler"])["host"].series
     assert together.points == [(1.0, Spread(2.0, 1.0, 3.0)), (16.0, Spread(2.0, 1.0, 3.0))]
     assert [part.name for part in parts] == ["schedule", "pack", "commit"]
+    goodput = charts(SMALLEST["simulation"])["goodput"].series[1]
+    assert goodput.points == [(1.0, Spread(0.5, 0.5, 0.5)), (2.0, Spread(1.0, 1.0, 1.0))]
     assert charts(SMALLEST["selection"])["kept"].series[0].points == [(1.0, Spread(0.75, 0.75, 0.75))]
 
 

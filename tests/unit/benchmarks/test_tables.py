@@ -22,6 +22,7 @@ from benchmarks.figures import (
     spread,
     step_parts,
 )
+from benchmarks.fleet_table import COMPARED
 from benchmarks.routing_table import PAIRS
 from benchmarks.sections import SECTIONS
 from benchmarks.selection_table import MODES
@@ -112,6 +113,17 @@ def every_section() -> dict:
                 {"num_replicas": 2, "policy": "prefix", "recomputed": 1.04, "ttft_p50_s": 0.1, "ttft_p99_s": 1.2,
                  "busiest": 1.1}
             ],
+        },
+        "fleet_simulation": {
+            "replica": "any", "asked": "chat", "ttft_s": 2.0, "tpot_s": 0.05,
+            "rows": [
+                {"num_replicas": 1000, "rate": 6.0, "seconds": 15.2, "policy": "prefix", "good_share": 0.875,
+                 "hits": 0.5, "ttft_p50_s": 0.1, "ttft_p99_s": 1.2, "tpot_p50_s": 0.01, "tpot_p99_s": 0.02}
+            ],
+        },
+        "fleet_validation": {
+            "num_replicas": 2, "size": "small", "rate_s": 7.5,
+            "real": {key: 2.0 for key, _ in COMPARED.values()}, "simulated": {key: 1.5 for key, _ in COMPARED.values()},
         },
         "delta_turns": {
             "num_conversations": 8, "num_turns": 100, "turn_tokens": 32,
@@ -299,6 +311,8 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("curve", "320 (320-320)"),
         ("conversations", "1.0100 (1.0100-1.0100)"),
         ("fleet_routing", "1.040"),
+        ("fleet_simulation", "87.5%"),
+        ("fleet_validation", "0.75"),
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),
         ("delta_turns", "0.50 (0.50-0.50)"),

@@ -1,0 +1,1 @@
+"""Fleets on a computed clock: the product's scheduler, prefix trees and router, over steps whose time is a number."""

@@ -1,0 +1,224 @@
+"""A fleet on a computed clock: conversations arrive, a policy sends each turn to a replica, replicas take steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from benchmarks.simulation.replica import ANSWER_ID, KEY, SimulatedReplica
+from benchmarks.simulation.workloads import Conversation, token_ids
+from rayserve_moe.fleet.choosing import Choosing, Prompt
+from rayserve_moe.fleet.prefix_index import PrefixIndex
+from rayserve_moe.scheduling.page_digests import prompt_digests
+from rayserve_moe.scheduling.sequence import Sequence
+
+REPORT_S = 0.1
+"""Replicas report their load this often."""
+POLICIES = ("round robin", "two choices", "load", "prefix")
+
+
+@dataclass
+class Asked:
+    """A turn on its way: where its conversation is, and when what happened to it."""
+
+    conversation: Conversation
+    turn: int
+    prompt: np.ndarray
+    arrived_at: float
+    first_at: float = 0.0
+    last_at: float = 0.0
+    num_given: int = 0
+    num_cached: int = 0
+
+
+@dataclass
+class Seen:
+    """What a simulation, or a run, has shown: all requests that ended, and the gaps between tokens, in seconds."""
+
+    asked: list[Asked] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    num_replicas: int = 0
+    began_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def last_start_s(self) -> float:
+        """When the last conversation began."""
+        return max(one.arrived_at for one in self.asked if not one.turn)
+
+    def steady(self) -> Seen:
+        """What came in the second half of the time in which conversations began: caches are warm, and load is even."""
+        last = self.last_start_s
+        kept = [one for one in self.asked if last / 2 <= one.arrived_at <= last]
+        return replace(self, asked=kept, began_at=last / 2, ended_at=last)
+
+    def figures(self, *, ttft_s: float, tpot_s: float) -> dict[str, float]:
+        """Rates by second and replica; a request is good where its first token and its mean gap come within bounds."""
+        ttft = np.array([one.first_at - one.arrived_at for one in self.asked])
+        tokens = np.array([one.conversation.turns[one.turn].num_answer for one in self.asked])
+        spans = np.array([one.last_at - one.first_at for one in self.asked])
+        tpot = spans / np.maximum(tokens - 1, 1)
+        given = sum(one.num_given for one in self.asked)
+        cached = sum(one.num_cached for one in self.asked)
+        whole = (self.ended_at - self.began_at) * self.num_replicas
+        good = (ttft <= ttft_s) & (tpot <= tpot_s)
+        gaps = np.array(self.gaps or [0.0])
+        return {
+            "requests": float(len(self.asked)),
+            "requests_s": len(self.asked) / whole,
+            "goodput_s": float(good.sum()) / whole,
+            "good_share": float(good.mean()),
+            "tokens_s": float(tokens.sum()) / whole,
+            "ttft_p50_s": float(np.quantile(ttft, 0.5)),
+            "ttft_p99_s": float(np.quantile(ttft, 0.99)),
+            "tpot_p50_s": float(np.quantile(tpot, 0.5)),
+            "tpot_p99_s": float(np.quantile(tpot, 0.99)),
+            "gap_p50_s": float(np.quantile(gaps, 0.5)),
+            "gap_p99_s": float(np.quantile(gaps, 0.99)),
+            "hits": cached / given,
+            "computed": float(given - cached),
+        }
+
+
+class Routing:
+    """A policy: `choose` names a replica, `follow` is told what has changed in one."""
+
+    def __init__(self, policy: str, replicas: dict[str, SimulatedReplica], *, page_size: int, seed: int) -> None:
+        assert policy in POLICIES, policy
+        self._policy, self._replicas, self._page_size = policy, replicas, page_size
+        self._names, self._now, self._draw = list(replicas), 0.0, random.Random(seed)
+        self._turn, self._reported_at = count(), -REPORT_S
+        self._index = PrefixIndex()
+        self._index.follow(self._names)
+        self._choosing = Choosing(self._index, draw=self._draw, clock=lambda: self._now)
+        if policy == "prefix":
+            for name, replica in replicas.items():
+                for part in replica.watch():
+                    self._index.apply(name, part)
+
+    def choose(self, token_ids: np.ndarray, now: float) -> str:
+        """The replica that a prompt goes to."""
+        self._now = now
+        if self._policy == "round robin":
+            return self._names[next(self._turn) % len(self._names)]
+        if self._policy == "two choices":
+            some = self._draw.sample(self._names, min(2, len(self._names)))
+            return min(some, key=lambda name: self._replicas[name].load().num_requests)
+        if now >= self._reported_at + REPORT_S:
+            self._reported_at = now
+            for name, replica in self._replicas.items():
+                self._choosing.report(name, replica.load())
+        digests = []
+        if self._policy == "prefix":
+            digests = prompt_digests(KEY, "", token_ids=token_ids, page_size=self._page_size)
+        return self._choosing.choose(Prompt(len(token_ids), digests, self._page_size), self._names)
+
+    def follow(self, name: str) -> None:
+        """Take the page events of a replica."""
+        if (message := self._replicas[name].page_events()) is not None:
+            self._index.apply(name, message)
+
+
+Event = tuple[float, int, Callable[[float], None]]
+
+
+class Simulation:
+    """One run of a fleet; `run` returns what was seen."""
+
+    def __init__(self, policy: str, replicas: list[SimulatedReplica], *, request_s: float, seed: int = 0) -> None:
+        self._replicas = {str(number): replica for number, replica in enumerate(replicas)}
+        page_size = replicas[0].cycle.scheduler.table.page_size
+        self._routing = Routing(policy, self._replicas, page_size=page_size, seed=seed)
+        self._request_s, self._events, self._numbers = request_s, list[Event](), count()
+        self._asked: dict[Sequence, Asked] = {}
+        self._seen = Seen(num_replicas=len(replicas))
+
+    def run(self, conversations: Iterable[Conversation]) -> Seen:
+        """Play conversations, which come in order of time, to the end of the last."""
+        coming = iter(conversations)
+        self._begin_next(coming)
+        while self._events:
+            now, _, act = heappop(self._events)
+            act(now)
+            self._seen.ended_at = max(self._seen.ended_at, now)
+        return self._seen
+
+    def _at(self, when: float, act: Callable[[float], None]) -> None:
+        heappush(self._events, (when, next(self._numbers), act))
+
+    def _begin_next(self, coming: Iterator[Conversation]) -> None:
+        """Have the next conversation begin when it does, and then see to the one after it."""
+        conversation = next(coming, None)
+        if conversation is None:
+            return
+
+        def begin(now: float) -> None:
+            if conversation.turns:
+                self._ask(conversation, 0, np.zeros(0, np.int32), now)
+            self._begin_next(coming)
+
+        self._at(conversation.starts_at, begin)
+
+    def _ask(self, conversation: Conversation, turn: int, history: np.ndarray, now: float) -> None:
+        prompt = np.concatenate([history, token_ids(conversation.turns[turn].spans)])
+        asked = Asked(conversation, turn, prompt, now, num_given=len(prompt))
+        name = self._routing.choose(prompt, now)
+        self._at(now + self._request_s, lambda then: self._enter(name, asked, then))
+
+    def _enter(self, name: str, asked: Asked, now: float) -> None:
+        replica, number = self._replicas[name], next(self._numbers)
+        sequence = replica.add(str(number), asked.prompt, num_answer=asked.conversation.turns[asked.turn].num_answer)
+        self._asked[sequence] = asked
+        if not replica.is_awake:
+            replica.is_awake = True
+            self._at(now, lambda then: self._step(name, then))
+
+    def _step(self, name: str, now: float) -> None:
+        """Begin a step; what the one before it comes to is known when that has ended."""
+        replica = self._replicas[name]
+        got, ended = replica.step(now)
+        self._at(replica.clock.now, lambda then: self._take(name, got, ended, now=then))
+
+    def _take(self, name: str, got: Iterable[Sequence], ended: Iterable[Sequence], *, now: float) -> None:
+        for sequence in got:
+            asked = self._asked[sequence]
+            if asked.first_at:
+                self._seen.gaps.append(now - asked.last_at)
+            else:
+                asked.first_at = now
+            asked.last_at = now
+        self._routing.follow(name)
+        for sequence in ended:
+            self._end(sequence, now)
+        replica = self._replicas[name]
+        replica.is_awake = replica.cycle.has_work
+        if replica.is_awake:
+            self._step(name, now)
+
+    def _end(self, sequence: Sequence, now: float) -> None:
+        asked = self._asked.pop(sequence)
+        asked.num_cached = sequence.num_cached
+        self._seen.asked.append(asked)
+        conversation, following = asked.conversation, asked.turn + 1
+        if following < len(conversation.turns):
+            answer = np.full(conversation.turns[asked.turn].num_answer, ANSWER_ID, np.int32)
+            history = np.concatenate([asked.prompt, answer])
+            self._at(
+                now + conversation.turns[following].gap_s,
+                lambda then: self._ask(conversation, following, history, then),
+            )
+        asked.prompt = np.zeros(0, np.int32)
+
+
+def simulate(
+    policy: str, make: Callable[[], SimulatedReplica], conversations: Iterable[Conversation], **how: Any
+) -> Seen:
+    """Run `num_replicas` new replicas; `how` is `num_replicas`, `request_s` and `seed`."""
+    replicas = [make() for _ in range(how.pop("num_replicas"))]
+    return Simulation(policy, replicas, **how).run(conversations)

@@ -1,0 +1,113 @@
+"""A replica whose devices are a clock: scheduler, step cycle and page events are the product's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.simulation.costs import StepTimes, load_of
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.fleet.choosing import ReplicaLoad
+from rayserve_moe.fleet.page_log import PageLog, PageMessage
+from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.scheduling import sequence as sequences
+from rayserve_moe.scheduling.page_events import PageEvents
+from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, watch_pages
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+
+KEY = bytes(32)
+ANSWER_ID = 7
+MOST_EVENTS = 1 << 18
+
+
+@dataclass
+class Clock:
+    """Seconds since the start of a simulation, as one replica has them."""
+
+    now: float = 0.0
+
+
+class SimulatedDevices:
+    """An executor that answers with one token for all; waiting for a result moves the clock to when it is there."""
+
+    def __init__(self, times: StepTimes, clock: Clock, *, rows_per_rank: int) -> None:
+        self._times, self._clock, self._rows_per_rank = times, clock, rows_per_rank
+        self._before: tuple[float, StepResult] | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Begin a step when the one before has ended, and wait for that one."""
+        before, self._before = self._before, None
+        began = self._clock.now if before is None else max(self._clock.now, before[0])
+        if plan.num_chunks:
+            seconds = self._times.seconds(load_of(plan, rows_per_rank=self._rows_per_rank))
+            self._before = began + seconds, _answer(plan)
+        if before is None:
+            return None
+        self._clock.now = max(self._clock.now, before[0])
+        return before[1]
+
+    def start(self) -> StartReport:
+        """Nothing has to be started."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""
+
+
+def _answer(plan: StepPlan) -> StepResult:
+    count = int(np.count_nonzero(plan.chunk_samples))
+    ids, ranks = np.full(count, ANSWER_ID, np.int32), np.ones(count, np.int32)
+    return StepResult(plan.step_id, ids, np.zeros(count, np.float32), ranks)
+
+
+class SimulatedReplica:
+    """Takes prompts, and gives tokens when `step` says; events of its pages are there after every step."""
+
+    def __init__(self, limits: StepLimits, times: StepTimes) -> None:
+        self.clock = Clock()
+        self.devices = SimulatedDevices(times, self.clock, rows_per_rank=limits.num_rows)
+        self.cycle = StepCycle(Scheduler(limits), self.devices, capture=None)  # ty: ignore[invalid-argument-type]
+        self.is_awake = False
+        self._events, self._watched = PageEvents(lambda: None), False
+        self._log = PageLog(
+            KEY, num_data_ranks=limits.num_data_ranks, num_pages=limits.num_pages, page_size=limits.page_size
+        )
+
+    def watch(self) -> Iterable[PageMessage]:
+        """Record pages from now on; returns those that there are."""
+        watch_pages(self.cycle.scheduler, self._events)
+        self._watched = True
+        self._log.publish(self._events.take(MOST_EVENTS))
+        return self._log.snapshot()
+
+    def page_events(self) -> PageMessage | None:
+        """What has changed since the last call."""
+        changes = self._events.take(MOST_EVENTS) if self._watched else []
+        return self._log.publish(changes) if changes else None
+
+    def add(self, name: str, token_ids: np.ndarray, *, num_answer: int) -> sequences.Sequence:
+        """Queue a prompt."""
+        request = GenerationRequest(name, token_ids, SamplingParams(max_new_tokens=num_answer, temperature=0.0))
+        sequence = sequences.Sequence(request, 0, seed=0, stop_token_ids=frozenset())
+        self.cycle.scheduler.add([sequence])
+        return sequence
+
+    def step(self, now: float) -> tuple[Sequence[sequences.Sequence], list[sequences.Sequence]]:
+        """Plan a step, and commit the one before it; returns who got a token, and who has ended, at `clock.now`."""
+        self.clock.now = max(self.clock.now, now)
+        owners = list(self.cycle.scheduler.table.sequences)
+        rows, ended = self.cycle.run()
+        return [owner for row in rows.tolist() if (owner := owners[row]) is not None], ended
+
+    def load(self) -> ReplicaLoad:
+        """As `PageWatch.load` reports it."""
+        scheduler = self.cycle.scheduler
+        unfinished = [sequence for rank in scheduler.ranks for sequence in rank.prefilling]
+        queued = sum(sequence.num_tokens for sequence in scheduler.waiting)
+        queued += sum(max(0, sequence.num_tokens - sequence.num_computed) for sequence in unfinished)
+        return ReplicaLoad(len(scheduler.waiting) + len(scheduler.running), queued)
