@@ -1,6 +1,7 @@
 """Kill or stop a worker at random moments, over and over, under streams and plain requests that must not notice.
 
-    python -m benchmarks.kill_repeats [--hosts 1 2] [--signals SIGKILL] [--repeats 20] [--standbys] [--out FILE.json]
+    python -m benchmarks.kill_repeats [--hosts 1 2] [--signals SIGKILL] [--repeats 20] [--max-tokens 1000] [--standbys]
+                                      [--out FILE.json]
 
 Every answer is compared with that of an undisturbed run: text, log-probs of its tokens, and routing rows. The longest
 time in which no stream got anything is the outage. A signal after which no worker was replaced came too late to disturb
@@ -37,11 +38,13 @@ Answer = tuple[str, list[float], Any]
 """Text, log-probs and routing rows of a request."""
 
 
-async def ask(client: httpx.AsyncClient, number: int, *, streams: bool, arrivals: list[float]) -> Answer:
+async def ask(
+    client: httpx.AsyncClient, number: int, *, max_tokens: int, streams: bool, arrivals: list[float]
+) -> Answer:
     """Ask for a sampled completion with rows; notes when anything arrives."""
     body = {
         "prompt": f"{number}+45=",
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": max_tokens,
         "temperature": 1,
         "seed": number,
         "ignore_eos": True,
@@ -68,13 +71,15 @@ async def ask(client: httpx.AsyncClient, number: int, *, streams: bool, arrivals
 
 
 async def answers(
-    port: int, *, fault: Callable[[], object] | None = None, after_s: float = 0.0
+    port: int, *, max_tokens: int, fault: Callable[[], object] | None = None, after_s: float = 0.0
 ) -> tuple[list[Answer | str], float]:
     """All answers, an error's name where there is none, and the longest time in which no stream got anything."""
     arrivals: list[float] = []
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S) as client:
         asked = [
-            asyncio.create_task(ask(client, number, streams=number < NUM_STREAMS, arrivals=arrivals))
+            asyncio.create_task(
+                ask(client, number, max_tokens=max_tokens, streams=number < NUM_STREAMS, arrivals=arrivals)
+            )
             for number in range(NUM_STREAMS + NUM_PLAIN)
         ]
         if fault is not None:
@@ -85,24 +90,34 @@ async def answers(
     return [type(each).__name__ if isinstance(each, BaseException) else each for each in found], gap_s
 
 
-def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[str, int]:
-    """How many requests were lost, and of the others in how many tokens, log-probs or rows differ."""
+def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[str, int | float]:
+    """How many requests were lost, of the others in how many tokens, log-probs or rows differ, and by how much
+    log-probs do where tokens are the same.
+    """
     pairs = [(ours, theirs) for ours, theirs in zip(found, expected, strict=True) if not isinstance(ours, str)]
     return {
         "lost": len(found) - len(pairs),
         "tokens": sum(ours[0] != theirs[0] for ours, theirs in pairs),
         "logprobs": sum(ours[1] != theirs[1] for ours, theirs in pairs),
         "rows": sum(ours[2] != theirs[2] or ours[2] is None for ours, theirs in pairs),
+        "logprob_gap": max((_gap(ours[1], theirs[1]) for ours, theirs in pairs if ours[0] == theirs[0]), default=0.0),
     }
 
 
-def repeat(serve: ServeProcess, sent: signal.Signals, *, repeats: int, num_hosts: int) -> dict[str, Any]:
-    """Deliver the signal to a random worker at random moments; returns sums and the outages."""
-    asyncio.run(answers(serve.port))
+def _gap(ours: list[float], theirs: list[float]) -> float:
+    return max((abs(a - b) for a, b in zip(ours, theirs, strict=False)), default=0.0)
+
+
+def repeat(
+    serve: ServeProcess, sent: signal.Signals, *, repeats: int, num_hosts: int, max_tokens: int
+) -> dict[str, Any]:
+    """Deliver the signal to a random worker at random moments; returns sums, the largest gap and the outages."""
+    ask_all = partial(answers, serve.port, max_tokens=max_tokens)
+    asyncio.run(ask_all())
     begun = time.monotonic()
-    expected, _ = asyncio.run(answers(serve.port))
+    expected, _ = asyncio.run(ask_all())
     run_s = time.monotonic() - begun
-    sums, gaps = dict.fromkeys(("lost", "tokens", "logprobs", "rows"), 0), []
+    sums, largest, gaps = dict.fromkeys(("lost", "tokens", "logprobs", "rows"), 0), 0.0, []
     while len(gaps) < repeats:
         time.sleep(SECONDS_BETWEEN)
         wait_until_ready(serve.port)
@@ -110,16 +125,18 @@ def repeat(serve: ServeProcess, sent: signal.Signals, *, repeats: int, num_hosts
         victim = random.choice(busiest(serve, num_hosts))
         after_s = random.uniform(0, 0.8 * run_s)
         fault = partial(os.kill, victim, sent)
-        found, gap_s = asyncio.run(answers(serve.port, fault=fault, after_s=after_s))
+        found, gap_s = asyncio.run(ask_all(fault=fault, after_s=after_s))
         counts = differing(found, expected)
         if num_rebuilds(serve.port) == before and not counts["lost"]:
             note("the signal came after the last token")
             continue
         note(f"{sent.name} after {after_s:.2f} s of {run_s:.2f}: {gap_s:.2f} s without tokens, {counts}")
-        sums = {name: sums[name] + count for name, count in counts.items()}
+        sums = {name: total + int(counts[name]) for name, total in sums.items()}
+        largest = max(largest, counts["logprob_gap"])
         gaps.append(gap_s)
     requests = repeats * (NUM_STREAMS + NUM_PLAIN)
-    return {"repeats": repeats, "requests": requests, **sums, "p50_s": float(np.median(gaps)), "worst_s": max(gaps)}
+    times = {"p50_s": float(np.median(gaps)), "worst_s": max(gaps)}
+    return {"repeats": repeats, "requests": requests, **sums, **times, "logprob_gap": largest}
 
 
 def wait_until_ready(port: int) -> None:
@@ -157,6 +174,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--signals", nargs="+", choices=["SIGKILL", "SIGSTOP"], default=["SIGKILL", "SIGSTOP"])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--standbys", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "kill_repeats.json")
     arguments = parser.parse_args()
@@ -168,7 +186,13 @@ def main() -> None:
         with ServeProcess({**settings, "num_hosts": num_hosts}) as serve:
             for name in arguments.signals:
                 key = f"{name}, {num_hosts} host{'s'[: num_hosts - 1]}{', standbys' * arguments.standbys}"
-                rows[key] = repeat(serve, signal.Signals[name], repeats=arguments.repeats, num_hosts=num_hosts)
+                rows[key] = repeat(
+                    serve,
+                    signal.Signals[name],
+                    repeats=arguments.repeats,
+                    num_hosts=num_hosts,
+                    max_tokens=arguments.max_tokens,
+                )
                 loads[key] = load_before
                 save({"machine": machine_facts(load_before), "loads": loads, "rows": rows}, arguments.out)
     print(table_of(rows))
@@ -186,9 +210,24 @@ def saved_result(path: Path) -> dict[str, dict[str, Any]]:
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
     """The repeats as Markdown."""
-    headings = ["fault", "repeats", "requests", "lost", "tokens", "log-probs", "rows", "outage p50, s", "worst, s"]
+    headings = [
+        "fault",
+        "repeats",
+        "requests",
+        "lost",
+        "tokens",
+        "log-probs",
+        "rows",
+        "outage p50, s",
+        "worst, s",
+        "largest log-prob gap",
+    ]
     said = (
-        [f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows.values()
+        [
+            f"{value:.1e}" if name == "logprob_gap" else f"{value:.1f}" if isinstance(value, float) else str(value)
+            for name, value in ({**row, "logprob_gap": row.get("logprob_gap", 0.0)}).items()
+        ]
+        for row in rows.values()
     )
     return markdown_table(headings, [[key, *values] for key, values in zip(rows, said, strict=True)])
 

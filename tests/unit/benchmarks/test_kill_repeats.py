@@ -11,15 +11,18 @@ EXPECTED: list[Answer | str] = [("ab", [-0.1, -0.2], "rows"), ("cd", [-0.3], "mo
 
 
 def test_what_differs_is_counted_and_what_is_lost_is_not_compared() -> None:
-    assert differing(EXPECTED, EXPECTED) == {"lost": 0, "tokens": 0, "logprobs": 0, "rows": 0}
+    assert differing(EXPECTED, EXPECTED) == {"lost": 0, "tokens": 0, "logprobs": 0, "rows": 0, "logprob_gap": 0.0}
     found: list[Answer | str] = [("ax", [-0.1, -0.25], "rows"), "ReadError", ("ef", [], None)]
-    assert differing(found, EXPECTED) == {"lost": 1, "tokens": 1, "logprobs": 1, "rows": 1}
+    counts = {"lost": 1, "tokens": 1, "logprobs": 1, "rows": 1, "logprob_gap": 0.0}
+    assert differing(found, EXPECTED) == counts, "log-probs of other tokens are not compared"
+    near = [("ab", [-0.1, -0.25], "rows"), *EXPECTED[1:]]
+    assert round(differing(near, EXPECTED)["logprob_gap"], 6) == 0.05
     assert differing([("ab", [-0.1], "rows"), *EXPECTED[1:]], EXPECTED)["logprobs"] == 1, "a token too few"
 
 
 def test_the_table_has_a_line_per_fault() -> None:
     row = {"repeats": 20, "requests": 640, "lost": 0, "tokens": 0, "logprobs": 0, "rows": 0, "p50_s": 4.0, "worst_s": 5}
-    assert "| SIGKILL, 1 host | 20 | 640 | 0 | 0 | 0 | 0 | 4.0 | 5 |" in " ".join(
+    assert "| SIGKILL, 1 host | 20 | 640 | 0 | 0 | 0 | 0 | 4.0 | 5 | 0.0e+00 |" in " ".join(
         table_of({"SIGKILL, 1 host": row}).split()
     )
 
