@@ -36,7 +36,7 @@ class SmallHost:
     def listen_for_watch(self, key: bytes, timeout_s: float) -> Address:
         return Heartbeat().listen(host="127.0.0.1", key=key, timeout_s=timeout_s)
 
-    def load(self, *_: str) -> int:
+    def load(self, *_: str, kept: object) -> int:
         return self._num_pages
 
     def prepare(self, num_pages: int) -> None:
@@ -75,7 +75,7 @@ def test_weights_that_were_sent_are_not_replaced_by_older_ones() -> None:
     group._group = cast(HostGroup, SimpleNamespace(execute=lambda _: None, end=lambda: None, loss=None))
     group.tensors.finish()
     group.execute(StepPlan(step_id=0, takes_staged_weights=True))
-    with pytest.raises(ExecutorFailure, match="had been sent"):
+    with pytest.raises(ExecutorFailure, match="sent were not kept"):
         group.rebuild()
 
 

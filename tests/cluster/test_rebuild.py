@@ -24,6 +24,7 @@ from rayserve_moe.observability.fault_points import arm, disarm
 from rayserve_moe.requests import ChoiceResult
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import assert_same, complete
+from tests.cluster.test_weights import send, sent
 from tests.support.placements import random_placement
 
 pytestmark = pytest.mark.slow
@@ -145,6 +146,62 @@ def test_an_update_that_meets_a_loss_is_not_done_and_a_later_one_outlives_its_ho
         assert_same(found, expected[path])
 
 
+def send_all(engine: ReplicaEngine, path: Path, version: str) -> None:
+    outcome = send(engine.loop, sent(path), version)
+    assert outcome.success, outcome.message
+
+
+def assert_kept(engine: ReplicaEngine, expected: list[ChoiceResult]) -> None:
+    """Workers are killed under requests, and others answer by the weights that were sent."""
+    victims, generation = pids(engine), engine.loop.recovery.generation
+    assert_same(answers_under(engine, lambda: os.kill(victims[0], signal.SIGKILL)), expected)
+    assert engine.loop.recovery.generation == generation + 1, "at the first try"
+    assert_same(complete(engine.loop, engine.tokenizer), expected)
+
+
+def test_weights_that_were_sent_outlive_their_hosts_and_their_keepers(
+    replica: ReplicaEngine, expected: dict, checkpoint: Path, other_checkpoint: Path
+) -> None:
+    """No disk has them. Two losses, that of a keeper in between, and then others that are sent, or read."""
+    keepers = replica.executor._sources.keepers
+    send_all(replica, other_checkpoint, "kept")
+    assert_kept(replica, expected[other_checkpoint])
+    first, kept = keepers.actors, replica.executor._sources.serving.kept
+    os.kill(kept[-1].pid, signal.SIGKILL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while keepers.actors is first or replica.executor._sources.serving.kept == kept:
+        assert time.monotonic() < deadline, "no other keepers"
+        time.sleep(0.05)
+    assert_kept(replica, expected[other_checkpoint])
+    send_all(replica, checkpoint, "sent again")
+    assert_kept(replica, expected[checkpoint])
+    assert replica.loop.control.update_weights(WeightOrder(str(other_checkpoint), "0")).result(TIMEOUT_S).success
+    assert_kept(replica, expected[other_checkpoint])
+    assert replica.loop.control.update_weights(WeightOrder(str(checkpoint), "0")).result(TIMEOUT_S).success
+    assert [ray.get(each.__ray_call__.remote(lambda keeper: len(keeper._shares))) for each in keepers.actors] == [
+        0 for _ in keepers.actors
+    ]
+
+
+def test_a_share_of_other_weights_is_refused(
+    replica: ReplicaEngine, expected: dict, checkpoint: Path, other_checkpoint: Path
+) -> None:
+    """A keeper that hands out a stale share under the new token, once: the next try has the right one."""
+    send_all(replica, other_checkpoint, "stale")
+    send_all(replica, checkpoint, "fresh")
+    right = replica.executor._sources.serving
+    stale = right.kept_at(tuple(place._replace(token="stale") for place in right.kept), right.token)
+
+    def hand_out_the_right_one(_: object) -> None:
+        replica.executor._sources.serving = right
+
+    replica.executor._sources.serving = stale
+    arm("group watched", hand_out_the_right_one)  # the start under way has been given the other
+    generation, victims = replica.loop.recovery.generation, pids(replica)
+    assert_same(answers_under(replica, lambda: os.kill(victims[0], signal.SIGKILL)), expected[checkpoint])
+    assert replica.loop.recovery.generation > generation + 1
+
+
 def test_a_pause_outlives_its_hosts(replica: ReplicaEngine, expected: dict, checkpoint: Path) -> None:
     loop, generation = replica.loop, replica.loop.recovery.generation
     loop.control.pause("retract").result(TIMEOUT_S)
@@ -189,6 +246,12 @@ def test_experts_go_back_to_where_they_were_headed(raylets: int, checkpoint: Pat
         for _ in range(5):
             assert_same(complete(engine.loop, engine.tokenizer), wanted)
         assert migration.target is target
+        assert send(engine.loop, sent(checkpoint), "where experts lie now").success
+        victims = pids(engine)
+        assert_same(answers_under(engine, lambda: os.kill(victims[0], signal.SIGKILL)), wanted)
+        assert migration.placement is target, "they need not move again"
+        for _ in range(3):
+            assert_same(complete(engine.loop, engine.tokenizer), wanted)
     finally:
         engine.shutdown()
 

@@ -23,6 +23,7 @@ from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
 from rayserve_moe.cluster.standbys import Standbys
+from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure
@@ -59,8 +60,7 @@ class GroupExecutor:
         self._given_up = given_up or threading.Event()
         self._reservation: SliceReservation | None = None
         self._group: HostGroup | None = None
-        self._weights = GroupWeights()
-        self._staged_source: str | None = ""
+        self._sources = WeightSources(lambda: self.workers)
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
@@ -68,8 +68,10 @@ class GroupExecutor:
         self.tensors = GroupTensors(
             lambda: self.workers,
             timeout_s=lambda: self._settings.updates.staging_timeout_s,
-            on_finish=self._note_sent,
+            on_finish=self._sources.note_sent,
+            shares=cluster.keep_sent_weights,
         )
+        self._sources.tensors = self.tensors
 
     @property
     def phase(self) -> str:
@@ -93,19 +95,19 @@ class GroupExecutor:
         GetTimeoutError after `start_timeout_s` from the reservation.
         """
         report = self._start()
-        self._weights = replace(self._weights, num_pages=report.num_pages)
+        self._sources.serving = replace(self._sources.serving, num_pages=report.num_pages)
         self._clock.seconds.clear()
         return report
 
     def begin_with(self, weights: GroupWeights) -> None:
         """Have the start load other weights than the configured ones."""
-        self._weights = weights
+        self._sources.serving = weights
 
     def rebuild(self) -> None:
         self._clock.enter("ending")
         self._end_group()
-        if self._weights.source is None:
-            raise ExecutorFailure(f"{self.phase}: the weights that served had been sent: no disk has them")
+        if not self._sources.serving.is_there:
+            raise ExecutorFailure(f"{self.phase}: weights that had been sent were not kept")
         try:
             report = self._start()
         except (RayError, TimeoutError, OSError, RuntimeError, ValueError) as error:
@@ -119,7 +121,7 @@ class GroupExecutor:
         assert self._group is not None, "start comes first"
         result = self._group.execute(plan)
         if plan.takes_staged_weights:
-            self._weights = replace(self._weights, source=self._staged_source)
+            self._sources.swap()
         return result
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
@@ -131,7 +133,7 @@ class GroupExecutor:
             if refusals:
                 self._drop_staged()
                 raise WeightsRefusedError(refusals[0])
-            self._staged_source = source
+            self._sources.note_read(source)
         except GetTimeoutError as error:
             self._drop_staged()
             raise too_late(timeout_s) from error
@@ -153,9 +155,6 @@ class GroupExecutor:
         while None in (outcomes := results_of([worker.staging_outcome.remote() for worker in workers])):
             time.sleep(POLL_S)
         return [outcome for outcome in outcomes if outcome is not None]
-
-    def _note_sent(self) -> None:
-        self._staged_source = None
 
     def _one_revision_of(self, model_path: str) -> str:
         """The same for all hosts, where it is a URL; WeightsRefusedError where it lies below no root, or nowhere."""
@@ -187,6 +186,7 @@ class GroupExecutor:
     def shutdown(self) -> None:
         self._clock.enter("ended")
         self._standbys.end()
+        self._sources.keepers.end()
         self._end_group()
         for worker in self.workers:
             ray.kill(worker)
@@ -212,7 +212,7 @@ class GroupExecutor:
         workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
         self.workers = workers
         self._group = group = HostGroup(workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
-        report = group.start(self._weights, enter=self._clock.enter)
+        report = group.start(self._sources.serving, enter=self._clock.enter)
         if self._cluster.standby_workers:
             self._standbys.start_soon(
                 {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +15,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.checkpoints.bucket import SentTensor, WantedTensor, cut
 from rayserve_moe.checkpoints.header import CheckpointError
-from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, WANTED
+from rayserve_moe.checkpoints.open_shares import SharePlace
+from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, SHARE, WANTED
 from rayserve_moe.config.given_files import one_line
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.staged_weights import too_late
@@ -28,13 +30,19 @@ DROP_TIMEOUT_S = 10.0
 class GroupTensors:
     """An `engine.executor.TensorReceiver` of the hosts that `workers` returns; each call of them has `timeout_s()`.
 
-    `sent_bytes` counts, by host, what all updates have sent there. `on_finish` is called once all have laid out theirs.
+    `sent_bytes` counts, by host, what all updates have sent there. `on_finish` is called once all have laid out theirs,
+    with where they share it, if `shares`: None of a host that does not.
     """
 
     def __init__(
-        self, workers: Callable[[], list[ActorHandle]], *, timeout_s: Callable[[], float], on_finish: Callable[[], None]
+        self,
+        workers: Callable[[], list[ActorHandle]],
+        *,
+        timeout_s: Callable[[], float],
+        on_finish: Callable[[list[SharePlace | None]], None],
+        shares: bool,
     ) -> None:
-        self._workers, self._timeout_s, self._on_finish = workers, timeout_s, on_finish
+        self._workers, self._timeout_s, self._on_finish, self._shares = workers, timeout_s, on_finish, shares
         self.sent_bytes: list[int] = []
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
@@ -53,9 +61,14 @@ class GroupTensors:
         self._wait()
 
     def finish(self) -> None:
-        self._ask(FINISH)
+        token = secrets.token_hex(8) if self._shares else ""
+        self._ask(FINISH, token)
         self._wait()
-        self._on_finish()
+        self._on_finish(self.places(token) if token else [])
+
+    def places(self, token: str) -> list[SharePlace | None]:
+        """Where the hosts have their shares of the weights `token` open; None of one that has none."""
+        return self._ask(SHARE, token)
 
     def drop(self) -> None:
         with suppress(RayError):  # who is lost is noticed by its steps

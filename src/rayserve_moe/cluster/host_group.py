@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.fencing import HostProcess, end_processes
 from rayserve_moe.cluster.heartbeat import COMPILING, LOADING, SERVING, STARTING, WARMING
 from rayserve_moe.cluster.host_watch import HostWatch
@@ -39,11 +40,26 @@ NUM_PORTS_TRIED = 5
 class GroupWeights:
     """What a group loads: a checkpoint that has replaced the model's own, if any, and how many pages (None: any).
 
-    `source` is None where the weights that serve were sent: no group can load them.
+    `source` is None where the weights that serve were sent: `kept` says where each host has its share of them, if it
+    was kept. Otherwise no group can load them.
     """
 
     source: str | None = ""
     num_pages: int | None = None
+    kept: tuple[SharePlace, ...] = ()
+
+    @property
+    def is_there(self) -> bool:
+        return self.source is not None or bool(self.kept)
+
+    @property
+    def token(self) -> str:
+        """What names sent weights; empty for those of a checkpoint."""
+        return self.kept[0].token if self.kept else ""
+
+    def kept_at(self, kept: tuple[SharePlace, ...], token: str) -> GroupWeights:
+        """The same, kept elsewhere by now, where these are the weights `token`."""
+        return replace(self, kept=kept) if self.token == token else self
 
 
 class Enter(Protocol):
@@ -97,7 +113,11 @@ class HostGroup:
         reach("group watched", self)
         enter(LOADING)
         address = self._coordinate()
-        num_pages = min(results_of([worker.load.remote(address, weights.source) for worker in self.workers]))
+        kept = weights.kept or (None,) * len(self.workers)
+        loads = zip(self.workers, kept, strict=True)
+        num_pages = min(
+            results_of([each.load.remote(address, weights.source or "", kept=place) for each, place in loads])
+        )
         if weights.num_pages is not None and weights.num_pages > num_pages:
             raise ExecutorFailure(f"there is memory for {num_pages} pages, and there were {weights.num_pages}")
         enter(COMPILING)

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.open_shares import SharePlace, open_share
 from rayserve_moe.cluster.fencing import HostProcess, this_process
 from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, LOADING, SERVING, WARMING, Heartbeat
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
@@ -79,10 +80,10 @@ class HostWorker:
         """Beat from now on to the first within `timeout_s` that knows the `key`; returns where."""
         return self._heartbeat.listen(host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
 
-    def load(self, coordinator: str, source: str = "") -> int:
+    def load(self, coordinator: str, source: str = "", *, kept: SharePlace | None = None) -> int:
         """Meet the other hosts, load this host's share; returns how many KV pages fit here.
 
-        Where there is a `source`, weights are read there: those that served last.
+        Weights that served last are read from a `source`, or, where they were sent, from where they are `kept`.
         """
         place = self._place
         log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
@@ -105,8 +106,9 @@ class HostWorker:
         how = served.dtype, kernels, served.expert_dtype
         log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)
         self._reading = WeightReading(self._runner.staged)
-        self._tensors = WorkerTensors(self._runner.tensors, self._reading)
-        return self._runner.load(source)
+        share = None if kept is None else open_share(kept)
+        self._tensors = WorkerTensors(self._runner.tensors, self._reading, share=share)
+        return self._runner.load(source, share=share)
 
     def prepare(self, num_pages: int) -> None:
         """Allocate pages and compile; all hosts get the same number."""
@@ -130,6 +132,8 @@ class HostWorker:
         with self._heartbeat.step(plan.step_id, phase=CHANGING if plan.takes_staged_weights else SERVING):
             reach("step", plan)
             result = self._runner.execute(plan)
+        if plan.takes_staged_weights:
+            self._tensors.swap()
         return result if self._place.host_id == 0 else None
 
     def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:

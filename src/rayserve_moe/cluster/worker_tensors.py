@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, cast
 
 import numpy as np
 
 from rayserve_moe.checkpoints.bucket import SentPiece, WantedTensor
+from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare
 from rayserve_moe.execution.staged_weights import WeightReading
 from rayserve_moe.execution.tensor_staging import Heads, TensorStaging
 from rayserve_moe.requests import WeightsRefusedError
 
-BEGIN, WANTED, ADD, FINISH = "begin", "wanted", "add", "finish"
+BEGIN, WANTED, ADD, FINISH, SHARE = "begin", "wanted", "add", "finish", "share"
 
 
 class WorkerTensors:
-    """Runs the calls of `group_tensors.GroupTensors` on this host; `reading` says when `add` and `finish` are done."""
+    """Runs the calls of `group_tensors.GroupTensors` on this host; `reading` says when `add` and `finish` are done.
 
-    def __init__(self, staging: TensorStaging, reading: WeightReading) -> None:
+    `share` is what this host has open of the weights that serve, where they were sent; another may wait for the swap.
+    """
+
+    def __init__(self, staging: TensorStaging, reading: WeightReading, *, share: WeightShare | None) -> None:
         self._staging, self._reading = staging, reading
+        self._share, self._next = share, cast(WeightShare | None, None)
 
     def answer(self, call: str, *arguments: Any) -> Any:
         """The result of a call by its name."""
-        calls = {BEGIN: self._begin, WANTED: self._wanted, ADD: self._add, FINISH: self._finish}
+        calls = {BEGIN: self._begin, WANTED: self._wanted, ADD: self._add, FINISH: self._finish, SHARE: self._place}
         return calls[call](*arguments)
 
     def drop(self) -> None:
         """Forget the update."""
         self._staging.drop()
+        self._drop_next()
+
+    def swap(self) -> None:
+        """Other weights serve: those that were sent last, if they are not from disk."""
+        if self._share is not None:
+            self._share.close()
+        self._share, self._next = self._next, None
 
     def _begin(self, expert_of_slot: np.ndarray | None) -> str:
         """Begin an update; returns why it is refused, empty where it is not."""
         self._reading.give_up()
+        self._drop_next()
         try:
             self._staging.begin(expert_of_slot)
         except WeightsRefusedError as refusal:
@@ -48,5 +62,22 @@ class WorkerTensors:
     def _add(self, pieces: list[SentPiece]) -> None:
         self._reading.run(lambda _: self._staging.add([piece.as_typed() for piece in pieces]))
 
-    def _finish(self) -> None:
-        self._reading.run(self._staging.finish)
+    def _finish(self, token: str) -> None:
+        """Stage what has come, and share it under a token, if there is one."""
+
+        def finish(given_up: threading.Event) -> None:
+            self._staging.finish(given_up)
+            self._next = self._staging.share(token) if token and not given_up.is_set() else None
+
+        self._reading.run(finish)
+
+    def _place(self, token: str) -> SharePlace | None:
+        """Where this host has a share open; None where it has none of that token."""
+        return next(
+            (each.place for each in (self._next, self._share) if each is not None and each.token == token), None
+        )
+
+    def _drop_next(self) -> None:
+        if self._next is not None:
+            self._next.close()
+            self._next = None

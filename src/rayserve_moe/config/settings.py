@@ -238,6 +238,9 @@ class ClusterSettings:
     """The same within an hour."""
     standby_workers: bool = False
     """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
+    keep_sent_weights: bool = True
+    """Keep a copy of weights that were sent, which no disk has, in host memory, by a process per host: lost workers are
+    replaced then too. Where memory does not hold them, or this is off, the replica ends with its workers."""
     cpus_per_host: float = _number(0.5, (0, 1024))
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
     tpu_topology: str = ""

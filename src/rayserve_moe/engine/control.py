@@ -185,7 +185,7 @@ class EngineControl:
         if order.aborts_requests:
             self.end(there, ABORTED)
         version = following_version(self) if order.weight_version is None else order.weight_version
-        if not self._cycle.take_staged_weights(version):
+        if not self._cycle.take_staged_weights(version, are_sent=not order.model_path):
             return WeightOutcome(False, LOST_WHILE_CHANGING, self.card.weight_version, gap_s=_since(started))
         self.num_updates += 1
         self.card = replace(self.card, weight_version=version, path=order.model_path or self.card.path)

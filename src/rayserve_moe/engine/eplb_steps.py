@@ -60,7 +60,7 @@ class EplbSteps:
         self._counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
-        self._first = start
+        self._first = self._own_order = start
 
     def state(self) -> PlacementState | None:
         """What a plan may be made from now; None while a migration is under way or requested."""
@@ -91,14 +91,19 @@ class EplbSteps:
         """Let experts move again."""
         self._is_held = False
 
-    def change_weights(self) -> None:
-        """Restart the migration under way and the counts: what was fetched or counted belongs to other weights."""
+    def change_weights(self, *, are_sent: bool = False) -> None:
+        """Restart the migration under way and the counts: what was fetched or counted belongs to other weights.
+
+        Hosts that follow begin with experts as they lie now where the weights `are_sent`, which are kept so, else in
+        their own order.
+        """
+        self._first = self.migration.placement if are_sent else self._own_order
         if not self.migration.progress.is_done:
             self.migration.begin(self.migration.target)
         self.forget_counts()
 
     def start_over(self) -> None:
-        """Other hosts serve, experts in their own order and counts from zero: go back to where they were headed."""
+        """Other hosts serve, experts as at their start and counts from zero: go back to where they were headed."""
         target = self._wanted.pop() if self._wanted else self.migration.target
         self.migration.start_over(self._first)
         self._steps_with_pieces.clear()

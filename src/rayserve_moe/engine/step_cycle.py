@@ -105,8 +105,8 @@ class StepCycle:
         blamed = self.losses.start_over(failure, [each.plan for each in lost if each], retract=self.retract)
         return NO_ROWS, [] if blamed is None else [self.end(*blamed)]
 
-    def take_staged_weights(self, weight_version: str) -> bool:
-        """Switch to the weights that every host has staged; False where one was lost meanwhile. Call after `drain`."""
+    def take_staged_weights(self, weight_version: str, *, are_sent: bool = False) -> bool:
+        """Switch to staged weights, read or `are_sent`; False where a host was lost meanwhile. Call after `drain`."""
         assert self._in_flight is None, "a step is in flight"
         try:
             self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
@@ -118,7 +118,7 @@ class StepCycle:
         if self._capture is not None:
             self._capture.set_weight_version(weight_version)
         if self.eplb is not None:
-            self.eplb.change_weights()
+            self.eplb.change_weights(are_sent=are_sent)
         return True
 
     def rename_weights(self, weight_version: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rayserve_moe.balancing.migration import MigrationPiece
 from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.open_shares import WeightShare
 from rayserve_moe.config.given_files import Reach
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution import memory
@@ -39,6 +40,7 @@ from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step_results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.tensor_staging import TensorStaging
+from rayserve_moe.execution.weight_share import read_share
 from rayserve_moe.execution.weights import load_weights, open_model, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import platform_of
@@ -85,23 +87,23 @@ class HostRunner:
         self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
         self._report = self.tensors.unstarted()
 
-    def load(self, source: str = "") -> int:
+    def load(self, source: str = "", *, share: WeightShare | None = None) -> int:
         """Load the weights; return how many KV pages each data rank can have beside them on this host's devices.
 
-        Where there is a `source`, a checkpoint that has replaced the model's own in an update, they are read there.
+        Out of a `share` where there is one: experts lie then as when it was written. Else from the `source`, where a
+        checkpoint has replaced the model's own in an update.
         """
         started = time.perf_counter()
-        loaded = load_weights(
-            open_checkpoint(source, Reach(self._settings.updates.weight_roots)) if source else self._files,
-            self.config,
-            dtype=self.dtype,
-            placement=self.placement,
-            may_change=self.served.moves_experts,
-        )
+        loaded = read_share(share, self.served) if share else self._read(source)
         self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
         self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.dtype))
         self._report = replace(self._report, load_s=time.perf_counter() - started)
         return self.served.num_pages_within(memory.free_bytes(list(self.config.plan.mesh.local_devices)))
+
+    def _read(self, source: str) -> ModelWeights:
+        files = open_checkpoint(source, Reach(self._settings.updates.weight_roots)) if source else self._files
+        moves = self.served.moves_experts
+        return load_weights(files, self.config, dtype=self.dtype, placement=self.placement, may_change=moves)
 
     def prepare(self, num_pages: int) -> StartReport:
         """Allocate the pool, compile every step shape, and run each once: all that one host does before its steps."""

@@ -88,11 +88,15 @@ def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], 
     return fitting
 
 
+def memory_available() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    meminfo = Path("/proc/meminfo").read_text()
+    return next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable")) * 1024
+
+
 def _bytes_beyond(used: str, devices: list[jax.Device]) -> int:
     """The least that a device has beyond `used`, a name of its statistics; one without that statistic has nothing."""
     stats = [device.memory_stats() for device in devices]
     if all(stats):
         return min(s["bytes_limit"] - s.get(used, s["bytes_limit"]) for s in stats if s)
-    meminfo = Path("/proc/meminfo").read_text()
-    available_kib = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
-    return available_kib * 1024 // len(devices)
+    return memory_available() // len(devices)

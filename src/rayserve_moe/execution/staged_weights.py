@@ -102,6 +102,12 @@ class StagedWeights:
                 raise WeightsRefusedError(GIVEN_UP)
             self._ready = ready
 
+    @property
+    def ready(self) -> dict[str, Any]:
+        """The parameters that wait, in their tree; empty where none do."""
+        with self._changing:
+            return self._ready or {}
+
     def take(self, serving: ModelWeights) -> ModelWeights:
         """Return the staged weights on the devices, under the maps that serve; those that served are given away."""
         assert self._ready is not None, "nothing is staged"

@@ -12,12 +12,14 @@ import numpy as np
 
 from rayserve_moe.checkpoints.bucket import SentPiece, WantedTensor
 from rayserve_moe.checkpoints.names import walk
+from rayserve_moe.checkpoints.open_shares import WeightShare
 from rayserve_moe.checkpoints.sent_parameters import SentParameters
 from rayserve_moe.execution.huge_pages import use_huge_pages
-from rayserve_moe.execution.memory import spare_bytes
+from rayserve_moe.execution.memory import memory_available, spare_bytes
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.staged_weights import SPARE_SHARE, StagedWeights, refusing
 from rayserve_moe.execution.step_types import ModelWeights
+from rayserve_moe.execution.weight_share import write_share
 from rayserve_moe.execution.weights import parameter_tree
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.parallel.mesh import platform_of
@@ -108,6 +110,18 @@ class TensorStaging:
             if not is_full and platform_of(mesh) == "cpu":
                 use_huge_pages(jax.tree.leaves(ready))
         self._staged.hold(ready, given_up=given_up)
+
+    def share(self, token: str) -> WeightShare | None:
+        """This host's share of the weights as they are with what is staged; None where memory does not hold it too."""
+        weights = self._weights()
+        num_bytes = self._staged.bytes_per_device * len(self._served.config.plan.mesh.local_devices)
+        try:
+            if num_bytes * SPARE_SHARE > memory_available():
+                raise MemoryError(f"{num_bytes} bytes")
+            return write_share(token, weights, staged=self._staged.ready)
+        except (OSError, MemoryError) as error:
+            log.warning("sent weights are not kept, and end with their host: %s", error)
+            return None
 
     def drop(self) -> None:
         """Forget the update, staged or not."""

@@ -1,0 +1,55 @@
+"""Where the hosts of a replica have their weights from, so that those that follow can have them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from rayserve_moe.checkpoints.open_shares import SharePlace
+from rayserve_moe.cluster.group_tensors import GroupTensors
+from rayserve_moe.cluster.host_group import GroupWeights
+from rayserve_moe.cluster.weight_keepers import WeightKeepers
+from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.requests import WeightsRefusedError
+
+
+class WeightSources:
+    """Of the weights that serve, and of those that wait on all hosts for the swap. `workers` returns those of now."""
+
+    def __init__(self, workers: Callable[[], list[ActorHandle]]) -> None:
+        self._workers = workers
+        self.serving = self.waiting = GroupWeights()
+        self.keepers = WeightKeepers(self._keep_again)
+        self.tensors: GroupTensors | None = None
+
+    def note_read(self, source: str) -> None:
+        """Note that all hosts have staged a checkpoint."""
+        self.waiting = GroupWeights(source)
+
+    def note_sent(self, places: Sequence[SharePlace | None]) -> None:
+        """Note that all hosts have staged weights that were sent, and share them in these places, if they do."""
+        self.waiting = GroupWeights(None, kept=self._kept(places))
+
+    def swap(self) -> None:
+        """Note that what waited serves."""
+        self.serving = replace(self.waiting, num_pages=self.serving.num_pages)
+        self.keepers.keep_only(self.serving.token)
+
+    def _kept(self, places: Sequence[SharePlace | None]) -> tuple[SharePlace, ...]:
+        """Have keepers open the shares of the hosts that serve; returns where they are then."""
+        processes = ray.get([worker.process.remote() for worker in self._workers()]) if places else []
+        return self.keepers.keep([process.node_id for process in processes], places)
+
+    def _keep_again(self) -> None:
+        """A keeper has ended: others take over the shares that hosts have open."""
+        assert self.tensors is not None, "weights were sent"
+        for token in {self.serving.token, self.waiting.token} - {""}:
+            with suppress(RayError, WeightsRefusedError, ExecutorFailure):
+                kept = self._kept(self.tensors.places(token))
+                self.serving = self.serving.kept_at(kept, token)
+                self.waiting = self.waiting.kept_at(kept, token)

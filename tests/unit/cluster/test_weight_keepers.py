@@ -1,0 +1,114 @@
+"""Shares stay open where they are wanted and nowhere else: in keepers, and in workers until other weights serve."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare
+from rayserve_moe.cluster.host_group import GroupWeights
+from rayserve_moe.cluster.weight_keepers import WeightKeeper, WeightKeepers
+from rayserve_moe.cluster.worker_tensors import BEGIN, FINISH, SHARE, WorkerTensors
+from rayserve_moe.execution.staged_weights import WeightReading
+from rayserve_moe.execution.tensor_staging import TensorStaging
+
+
+class Staging:
+    """Shares a file of memory that says what it is of."""
+
+    def begin(self, _: object) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def finish(self, given_up: threading.Event) -> None: ...
+
+    def share(self, token: str) -> WeightShare:
+        return share_of(token)
+
+
+class Reading:
+    """Runs at once."""
+
+    def give_up(self) -> None: ...
+
+    def run(self, call: Callable[[threading.Event], None]) -> None:
+        call(threading.Event())
+
+
+def share_of(token: str) -> WeightShare:
+    fd = os.memfd_create(token)
+    os.write(fd, token.encode())
+    return WeightShare(token, fd)
+
+
+def num_open() -> int:
+    """Files of memory that this process has open."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    return sum(link.startswith("/memfd:") for link in links)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    before = num_open()
+    yield
+    assert num_open() == before
+
+
+def worker_of(share: WeightShare | None = None) -> WorkerTensors:
+    return WorkerTensors(cast(TensorStaging, Staging()), cast(WeightReading, Reading()), share=share)
+
+
+def said_at(place: Any) -> bytes:
+    return os.pread(place.fd, 9, 0)
+
+
+def test_a_keeper_has_open_what_it_keeps_after_its_writer_has_closed_it() -> None:
+    keeper, first, second = WeightKeeper(), share_of("first"), share_of("second")
+    places = [keeper.keep(each.place) for each in (first, second)]
+    first.close()
+    second.close()
+    assert [said_at(place) for place in places] == [b"first", b"second"]
+    keeper.keep_only("second")
+    assert num_open() and said_at(places[1]) == b"second"
+    keeper.keep_only("")
+
+
+def test_a_worker_has_open_what_serves_and_what_waits() -> None:
+    worker = worker_of(share_of("a"))
+    worker.answer(FINISH, "b")
+    assert [said_at(worker.answer(SHARE, token)) for token in ("a", "b")] == [b"a", b"b"]
+    worker.swap()
+    assert worker.answer(SHARE, "a") is None and said_at(worker.answer(SHARE, "b")) == b"b"
+    for end in (lambda: worker.answer(BEGIN, None), worker.drop):
+        worker.answer(FINISH, "c")
+        end()
+        assert worker.answer(SHARE, "c") is None
+    assert said_at(worker.answer(SHARE, "b")) == b"b", "an update that is dropped changes nothing"
+    worker.answer(FINISH, "")  # nothing is to be kept
+    worker.swap()
+    assert worker.answer(SHARE, "b") is None
+
+
+def test_nothing_is_kept_where_one_host_has_no_share() -> None:
+    keepers = WeightKeepers(lambda: None)
+    assert keepers.keep([], []) == keepers.keep(["n", "m"], [SharePlace("a", 1, 2), None]) == ()
+    assert keepers.actors == []
+
+
+def test_weights_are_there_on_disk_or_where_they_are_kept() -> None:
+    kept = GroupWeights(None, kept=(SharePlace("a", 1, 2),))
+    assert [each.is_there for each in (GroupWeights(), GroupWeights("/x"), GroupWeights(None), kept)] == [
+        *(True, True, False, True)
+    ]
+    elsewhere = (SharePlace("a", 3, 4),)
+    assert kept.kept_at(elsewhere, "a").kept == elsewhere
+    assert kept.kept_at(elsewhere, "b") is kept
