@@ -60,6 +60,7 @@ CASES = {
         Family("gpt-oss-120b", "v6e:4x4"),
         Family("glm-4.5-air", "v6e:2x4", 8),
         Family("glm-4.5-air", "v6e:2x4", 2, "int8"),
+        Family("glm-4.5-air", "v6e:2x2", 4, "int8"),
         Family("glm-4.5-air", "v5p:2x2x1"),
         Family("minimax-m2", "v6e:2x4", 8, "int8"),
         Family("minimax-m2", "v6e:4x4", 8),
