@@ -11,6 +11,8 @@ import pytest
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import gates_of
 from rayserve_moe.kernels.add_norm import add_and_norm
+from rayserve_moe.kernels.layers import take_rows
+from rayserve_moe.kernels.registry import TPU
 from rayserve_moe.kernels.top_experts import StackedRouter, choose_experts
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
@@ -46,3 +48,16 @@ def test_a_sum_with_its_norm_compiles(chip, num_tokens):
 
     compiled = compile_for(chip, both, hidden, hidden, scales, LAYER)
     assert kernels_of(text_of(compiled)) == {"add_norm": 1}
+
+
+@pytest.mark.slow
+@CHIP
+def test_padded_tables_lie_by_rows(chip):
+    """A sixteenth of gpt-oss' words; whose table, unpadded, XLA lays out by columns, and copies to look rows up."""
+    width, words = 2880, 12568
+    padded = width + -width % TPU.multiples["table_row"]
+    ids = jax.ShapeDtypeStruct((256,), jnp.int32)
+    for size, order in ((width, "0,1"), (padded, "1,0")):
+        program = compile_for(chip, take_rows, jax.ShapeDtypeStruct((words, size), jnp.bfloat16), ids).as_text()
+        layout = program.partition("entry_computation_layout={")[2].partition("->")[0]
+        assert f"bf16[{words},{size}]{{{order}:" in layout

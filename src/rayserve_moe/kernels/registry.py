@@ -25,7 +25,7 @@ from rayserve_moe.kernels.add_norm import add_and_norm
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.cpu_native import calls, latent
 from rayserve_moe.kernels.cpu_native.layout import take_columns
-from rayserve_moe.kernels.flat_rows import flat_latents
+from rayserve_moe.kernels.flat_rows import LANES, flat_latents
 from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.pushed_experts import push_experts
@@ -117,6 +117,8 @@ TPU = replace(
     expert_results=multiply_grouped,
     expert_sums=partial(expert_products.sum_results, multiply=multiply_grouped),
     push_lacks=lacks,
+    # XLA lays a table of other rows out by columns where that is smaller, and copies it to look rows up.
+    multiples={"table_row": LANES},
     pool_dtypes={},
     describe_singles=attention_ragged.describe_singles,
     choose_experts=choose_experts,

@@ -192,5 +192,5 @@ def _widened(name: str, param: ParamSpec) -> ParamSpec:
     if name in ("q_LDH", "k_LDG", "v_LDG"):
         return replace(param, shape=(layers, 2 * shape[0], shape[1]))
     if name == "o_LHD":
-        return replace(param, shape=(layers, shape[0], 2 * shape[1]), num_padding=shape[1], padded_axis="model")
+        return replace(param, shape=(layers, shape[0], 2 * shape[1]), padding=(("model", shape[1]),))
     return param

@@ -28,8 +28,8 @@ class ParamSpec:
     those of other parameters, and so is what a period has beyond `repeat_width`. `file_columns` is how many columns the
     file has, where whole periods do not say it.
 
-    The last `num_padding` entries of `padded_axis` are zeros that no file holds, so that it divides over the devices,
-    and into what kernels multiply at once.
+    `padding` names axes whose last entries, so many of each, are zeros that no file holds: so that an axis divides over
+    the devices, and into what kernels take at once.
     A parameter of a dtype of 8 bits is quantised while it is read, and `is_scale` marks the float32 scales of
     the columns of one, held as [1, columns] and found with it: they have the same role and no tensor of their own. With
     a `scale_block` each square of so many rows and columns has a scale: [blocks of rows, columns].
@@ -48,8 +48,7 @@ class ParamSpec:
     layout: str = ""
     repeats: int = 1
     repeat_width: int = 1
-    num_padding: int = 0
-    padded_axis: str = "vocabulary"
+    padding: tuple[tuple[str, int], ...] = ()
     period: int = 0
     start: int = 0
     file_columns: int = 0
@@ -99,11 +98,8 @@ class ParamSpec:
     @property
     def filled_shape(self) -> tuple[int, ...]:
         """`piece_shape` without padding."""
-        axes = self.axes[self.num_stacked_dims :]
-        return tuple(
-            size - self.num_padding if axis == self.padded_axis else size
-            for size, axis in zip(self.piece_shape, axes, strict=True)
-        )
+        axes, padding = self.axes[self.num_stacked_dims :], dict[str | None, int](self.padding)
+        return tuple(size - padding.get(axis, 0) for size, axis in zip(self.piece_shape, axes, strict=True))
 
     def as_in_files(self) -> ParamSpec:
         """The same transposed parameter, held as files hold it: [out, in], its columns on the first of the two."""
@@ -117,11 +113,12 @@ class ParamSpec:
         return group // self.repeats * (self.period or self.repeat_width) + self.start + offset
 
     def padded(self, axis: str, multiple: int) -> ParamSpec:
-        """The same with `axis`, which nothing else pads, made a multiple of `multiple`."""
+        """The same with `axis` made a multiple of `multiple`."""
         if axis not in self.axes:
             return self
         place = self.axes.index(axis)
         more = -self.shape[place] % multiple
         shape = (*self.shape[:place], self.shape[place] + more, *self.shape[place + 1 :])
-        assert not self.num_padding or axis == self.padded_axis, f"{self.role} is padded along {self.padded_axis}"
-        return replace(self, shape=shape, num_padding=self.num_padding + more, padded_axis=axis) if more else self
+        padding = dict(self.padding)
+        padding[axis] = padding.get(axis, 0) + more
+        return replace(self, shape=shape, padding=tuple(padding.items())) if more else self

@@ -65,14 +65,14 @@ def _all_layers(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:
-    padding = -spec.vocab_size % num_devices
-    table = (spec.vocab_size + padding, spec.hidden_size)
+    table, words = (spec.vocab_size, spec.hidden_size), ("vocabulary", "model")
+    rows = words if spec.tie_embeddings else ("vocabulary", "table_row")
     specs = {
-        "table_VD": ParamSpec(table, dtype, ("vocabulary", "model"), "embedding", num_padding=padding),
+        "table_VD": ParamSpec(table, dtype, rows, "embedding").padded("vocabulary", num_devices),
         "final_norm_D": ParamSpec((spec.hidden_size,), dtype, ("model",), "final_norm", initial="ones"),
     }
     if not spec.tie_embeddings:
-        specs["head_VD"] = ParamSpec(table, dtype, ("vocabulary", "model"), "head", num_padding=padding)
+        specs["head_VD"] = ParamSpec(table, dtype, words, "head").padded("vocabulary", num_devices)
     return specs
 
 

@@ -100,7 +100,8 @@ def embedded(params: Parameters, token_ids_T: jax.Array, *, config: ModelConfig)
     """The embeddings [T, D] of this data rank's tokens."""
     take = config.kernels.tied_rows if config.spec.tie_embeddings else take_rows
     with jax.named_scope("embedding"):
-        hidden_TD = look_up(params["embedding"]["table_VD"], token_ids_T, plan=config.plan, take=take)
+        rows_TD = look_up(params["embedding"]["table_VD"], token_ids_T, plan=config.plan, take=take)
+        hidden_TD = rows_TD[:, : config.spec.hidden_size]
         return scaled(hidden_TD, config.spec.embedding_multiplier)
 
 

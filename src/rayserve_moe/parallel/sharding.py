@@ -24,6 +24,7 @@ MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
     "data_ranks": DATA,
     "layers": None,
     "model": None,
+    "table_row": None,
     "head_dim": None,
     "expert_inner": None,
     "heads": TENSOR,

@@ -240,3 +240,16 @@ def test_a_vocabulary_that_does_not_divide_ends_in_zeros(single, num_devices, co
         held, padding = np.split(whole, [config.vocab_size], axis=dim)
         np.testing.assert_array_equal(held, wanted)
         assert (padding == 0).all() and padding.shape[dim] == size - config.vocab_size
+
+
+def test_rows_of_a_table_are_padded_beside_its_words(single, config):
+    files, spec = open_checkpoint(single), spec_from_config(open_checkpoint(single).config)
+    plain, padded = (
+        parameter_specs(spec, dtype="float32", num_devices=size)["embedding"]["table_VD"] for size in (1, 7)
+    )
+    padded = padded.padded("table_row", config.hidden_size + 3)
+    assert padded.file_shape == plain.shape and padded.shape[1] == config.hidden_size + 3
+    source = WeightSource(files, CHECKPOINT_RULES)
+    wanted, held = (read_region(source, each, region=tuple((0, n) for n in each.shape)) for each in (plain, padded))
+    np.testing.assert_array_equal(held[: config.vocab_size, : config.hidden_size], wanted)
+    assert (held[config.vocab_size :] == 0).all() and (held[:, config.hidden_size :] == 0).all()

@@ -82,3 +82,11 @@ def test_the_vocabulary_is_padded_until_it_divides(num_devices, size):
     specs = parameter_specs(spec, dtype="bfloat16", num_devices=num_devices)["embedding"]
     assert specs["table_VD"].shape == (size, 32) and specs["head_VD"].shape == (size, 32)
     assert specs["table_VD"].file_shape == specs["head_VD"].file_shape == (510, 32)
+
+
+def test_rows_of_a_table_are_padded_alone_where_it_is_not_the_head():
+    multiple = CORE_CONFIG.hidden_size + 1
+    plain, tied = tree_with()["embedding"], tree_with(tie_word_embeddings=True)["embedding"]
+    assert plain["table_VD"].padded("table_row", multiple).shape == (CORE_CONFIG.vocab_size, multiple)
+    for kept in (plain["head_VD"], tied["table_VD"]):
+        assert kept.padded("table_row", multiple) == kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 
 import jax
@@ -10,11 +11,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.kernels.registry import CPU
 from rayserve_moe.model import vocabulary
+from rayserve_moe.model.decoder_layers import ModelConfig
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.transformer import embedded
 from rayserve_moe.model.vocabulary import look_up, score_my_words
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.parallel.vocabulary_part import vocabulary_part
+from tests.support.checkpoints import CORE_CONFIG
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
 NUM_WORDS, NUM_ROWS, WIDTH, NUM_TOKENS = 29, 32, 6, 5
@@ -47,6 +54,21 @@ def test_rows_are_those_of_the_whole_table(layout, chunk, dtype, monkeypatch):
     parts = (plan.partition(("vocabulary", "model")), BY_RANK)
     run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=parts, out_specs=BY_RANK, check_vma=False)
     np.testing.assert_array_equal(jax.jit(run)(table, ids), table[ids])
+
+
+def test_what_a_table_is_padded_with_enters_no_stream():
+    plan, spec = plan_of((2, 1)), spec_from_hf(asdict(CORE_CONFIG))
+    table = np.random.default_rng(3).standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float32)
+    padded = np.pad(table, [(0, 0), (0, 5)], constant_values=100)
+    ids = np.random.default_rng(4).integers(0, spec.vocab_size, (plan.data_size, NUM_TOKENS))
+    config = ModelConfig(spec, ExpertConfig(spec.router, CPU, plan))
+
+    def on_device(table, ids):
+        return embedded({"embedding": {"table_VD": table}}, ids[0], config=config)[None]
+
+    parts = (plan.partition(("vocabulary", "table_row")), BY_RANK)
+    run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=parts, out_specs=BY_RANK, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(run)(padded, ids), table[ids])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
