@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.markdown import markdown_table
 from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
 from rayserve_moe.tools.estimate.chips import chip_of
-from rayserve_moe.tools.pieces import bytes_on_device
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
 SEQUENCES, CONTEXT = 16, 4096

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 
+from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import chip_of
 from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
-from rayserve_moe.tools.pieces import bytes_on_device
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
 LAYERS, KV_BYTES = 48, 2 * 4 * 128 * 2

@@ -133,9 +133,10 @@ class Migration:
         self._pieces = self._all_pieces(layers, version)
         return version
 
-    def start_over(self, placement: ExpertPlacement) -> None:
-        """Take `placement` for where experts lie now, with nothing under way: in hosts that have just started."""
-        self.check(placement)
+    def start_over(self, placement: ExpertPlacement, *, hosts: int, slices: int) -> None:
+        """Take `placement` for where experts lie now, with nothing under way: in hosts that have just started, which
+        may be more or fewer than before."""
+        self._hosts, self.num_slices = hosts, slices
         self._pieces = iter(())
         self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
         self.progress = MigrationProgress(self.progress.version)

@@ -24,14 +24,11 @@ LEAST_TOKENS_PER_EXPERT = 32
 
 @dataclass(frozen=True)
 class PlanningConfig:
-    """How a server is balanced: steps between two plans, steps that count, how tokens choose among slots, and how many
-    slices the ranks lie over.
-    """
+    """How a server is balanced: steps between two plans, steps that count, and how tokens choose among slots."""
 
     interval: int
     window: int
     dispatch: str = "shares"
-    num_slices: int = 1
 
 
 class LocalPlanner:
@@ -60,7 +57,7 @@ class LocalPlanner:
         noise = chance(tokens, ep_size=now.ep_size)
         if not is_worth(before, np.ones_like(before), noise=noise):
             return None
-        wanted = replan(tokens, now, tolerance=max(TOLERANCE, noise), num_slices=self._config.num_slices)
+        wanted = replan(tokens, now, tolerance=max(TOLERANCE, noise), num_slices=state.num_slices)
         after = imbalance(rank_loads(wanted, tokens, dispatch=dispatch))
         if not is_worth(before, after, noise=noise):
             return None
@@ -76,10 +73,10 @@ class LocalPlanner:
         )
 
 
-def planning_config(balancing: BalancingSettings, experts: ExpertSettings, *, num_slices: int = 1) -> PlanningConfig:
+def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:
     """What the settings say about planning."""
     dispatch = "first" if experts.selection == "topk" else experts.dispatch
-    return PlanningConfig(balancing.interval, balancing.window, dispatch, num_slices)
+    return PlanningConfig(balancing.interval, balancing.window, dispatch)
 
 
 def has_enough(tokens: np.ndarray) -> bool:
@@ -133,11 +130,13 @@ def _slot_fractions(placement: ExpertPlacement, dispatch: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class PlacementState:
-    """What a plan is made from: the placement in force, its version, and the generation of the counts."""
+    """What a plan is made from: the placement in force, its version, the generation of the counts, and the slices that
+    the ranks lie over."""
 
     generation: int
     version: int
     placement: ExpertPlacement
+    num_slices: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,15 +18,17 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
+from rayserve_moe.cluster.group_places import GroupPlaces
 from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
-from rayserve_moe.cluster.slice_placement import SliceReservation, reserve_slice
+from rayserve_moe.cluster.slice_placement import SliceReservation
 from rayserve_moe.cluster.standbys import Standbys
 from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
-from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
+from rayserve_moe.execution.fewer_hosts import Parts
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import too_late
 from rayserve_moe.observability.fault_points import reach
@@ -56,14 +58,16 @@ class GroupExecutor:
         cluster: ClusterSettings,
         given_up: threading.Event | None = None,
     ) -> None:
-        self._settings, self._parallel, self._cluster = settings, parallel, cluster
+        self._settings, self._cluster = settings, cluster
         self._given_up = given_up or threading.Event()
-        self._reservation: SliceReservation | None = None
+        self._places = GroupPlaces(parallel, cluster, given_up=self._given_up)
+        self._places.on_return = self._note_loss
         self._group: HostGroup | None = None
         self._sources = WeightSources(lambda: self.workers)
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
+        self.layout = GroupLayout()
         self.workers: list[ActorHandle] = []
         self.tensors = GroupTensors(
             lambda: self.workers,
@@ -85,9 +89,13 @@ class GroupExecutor:
 
     @property
     def loss(self) -> ExecutorFailure | None:
-        """What is wrong with the workers that serve now, where it was noticed outside of a step."""
+        """What is wrong with the workers that serve now, where it was noticed outside of a step; or that hosts are
+        there again that were done without, unless only those that serve have the weights."""
         group = self._group
-        return None if group is None or group.loss is None else ExecutorFailure(group.loss)
+        if group is not None and group.loss is not None:
+            return ExecutorFailure(group.loss)
+        is_due = self._places.are_back and not self._sources.serving.kept
+        return ExecutorFailure("hosts have come back", is_loss=False) if is_due else None
 
     def start(self) -> StartReport:
         """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged.
@@ -122,6 +130,8 @@ class GroupExecutor:
         result = self._group.execute(plan)
         if plan.takes_staged_weights:
             self._sources.swap()
+            if self._places.are_back:
+                self.on_loss()
         return result
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
@@ -191,28 +201,23 @@ class GroupExecutor:
         for worker in self.workers:
             ray.kill(worker)
         self.workers = []
-        if self._reservation is not None:
-            self._reservation.release()
-            self._reservation = None
+        self._places.close()
 
     def _start(self) -> StartReport:
         """Start workers on hosts that are there, and serve with them."""
         self._clock.enter("placing")
-        if self._reservation is not None and not self._reservation.is_whole:
-            self._reservation.release()
-            self._reservation = None
-        reservation = self._reservation = self._reservation or reserve_slice(
-            self._cluster,
-            num_hosts=self._parallel.num_hosts,
-            num_slices=self._parallel.num_slices,
-            given_up=self._given_up,
-        )
-        hosts = range(self._parallel.num_hosts)
-        waiting = self._standbys.take()
+        serving, before = self._sources.serving, self._places.parallel
+        # Shares of weights that were sent are those of as many hosts as took them.
+        reservation = self._places.reserve(num_hosts=len(serving.kept) or None)
+        parallel = self._places.parallel
+        if parallel != before:
+            self._standbys.end()
+        hosts, waiting = range(parallel.num_hosts), self._standbys.take()
         workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
         self.workers = workers
         self._group = group = HostGroup(workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
-        report = group.start(self._sources.serving, enter=self._clock.enter)
+        report = group.start(serving, enter=self._clock.enter)
+        self.layout = self._places.serve(report)
         if self._cluster.standby_workers:
             self._standbys.start_soon(
                 {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}
@@ -229,7 +234,7 @@ class GroupExecutor:
 
     def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:
         """A worker on a host; one that `waits` for another's end takes nothing of what is reserved there."""
-        place = place_of(host_id, self._parallel, cluster=self._cluster)
+        place = place_of(host_id, self._places.parallel, cluster=self._cluster, parts=self._places.parts)
         # A step is a task: recording each of them in the cluster's task events is not worth its cost.
         options = {**reservation.actor_options(host_id), "enable_task_events": False}
         if waits:
@@ -237,7 +242,9 @@ class GroupExecutor:
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))
 
 
-def place_of(host_id: int, parallel: ParallelSettings, *, cluster: ClusterSettings) -> HostPlace:
+def place_of(
+    host_id: int, parallel: ParallelSettings, *, cluster: ClusterSettings, parts: Parts | None = None
+) -> HostPlace:
     """What a host is of its group."""
     return HostPlace(
         host_id,
@@ -246,4 +253,5 @@ def place_of(host_id: int, parallel: ParallelSettings, *, cluster: ClusterSettin
         data_size=parallel.data_parallel_size,
         num_slices=parallel.num_slices,
         collective_timeout_s=cluster.step_timeout_s,
+        parts=parts,
     )

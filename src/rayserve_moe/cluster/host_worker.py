@@ -20,9 +20,13 @@ from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
 from rayserve_moe.config.load import set_compiler_flag, set_environment_defaults
+from rayserve_moe.execution.fewer_hosts import Parts, pages_with_fewest, settings_of_any_size
 from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
+from rayserve_moe.execution.weights import open_model
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.parallel.joining import join_hosts
@@ -53,7 +57,8 @@ def limit_collectives(timeout_s: float) -> None:
 class HostPlace:
     """Which host of how many this is, how many devices it emulates (0: those it has), and how all are laid out.
 
-    Emulated hosts wait for each other in a collective for `collective_timeout_s`.
+    Emulated hosts wait for each other in a collective for `collective_timeout_s`. `parts` are there where the group may
+    do without some.
     """
 
     host_id: int
@@ -62,6 +67,7 @@ class HostPlace:
     data_size: int = 1
     num_slices: int = 1
     collective_timeout_s: float = 120.0
+    parts: Parts | None = None
 
 
 class HostWorker:
@@ -101,14 +107,22 @@ class HostWorker:
             devices = local_devices(place.num_cpu_devices)
         self._heartbeat.enter(LOADING)
         plan = plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
-        self._runner = HostRunner(self._settings, plan)
+        settings = self._settings
+        if place.parts is not None:
+            spec = spec_from_config(open_model(settings.model).config)
+            settings = settings_of_any_size(settings, spec=spec, plan=plan)
+        self._runner = HostRunner(settings, plan)
         kernels, served = self._runner.config.kernels.name, self._runner.served
         how = served.dtype, kernels, served.expert_dtype
         log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)
         self._reading = WeightReading(self._runner.staged)
         share = None if kept is None else open_share(kept)
         self._tensors = WorkerTensors(self._runner.tensors, self._reading, share=share)
-        return self._runner.load(source, share=share)
+        num_pages = self._runner.load(source, share=share)
+        if place.parts is not None and place.parts.least < place.parts.now:
+            free = free_bytes(list(plan.mesh.local_devices))
+            num_pages = min(num_pages, pages_with_fewest(served, place.parts, free=free))
+        return num_pages
 
     def prepare(self, num_pages: int) -> None:
         """Allocate pages and compile; all hosts get the same number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from rayserve_moe.config.settings import (
@@ -9,6 +10,7 @@ from rayserve_moe.config.settings import (
     ClusterSettings,
     ExpertSettings,
     ModelSettings,
+    ParallelSettings,
     SchedulerSettings,
     SettingsError,
     SpeculationSettings,
@@ -77,6 +79,41 @@ def most_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> 
 def most_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
     """HTTP requests that reach a replica at once: more than its engine takes, so that the engine refuses."""
     return most_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
+
+
+def units_of_loss(cluster: ClusterSettings, parallel: ParallelSettings) -> int:
+    """Parts of a group that are lost as a whole: its slices; the hosts of a single emulated one."""
+    return parallel.num_slices if cluster.tpu_topology or parallel.num_slices > 1 else parallel.num_hosts
+
+
+def group_sizes(cluster: ClusterSettings, parallel: ParallelSettings) -> tuple[ParallelSettings, ...]:
+    """What a group serves as, with all its hosts first, then with fewer and fewer of them.
+
+    SettingsError where it may do with fewer and cannot.
+    """
+    if not cluster.elastic_after_s:
+        return (parallel,)
+    units, most_lost = units_of_loss(cluster, parallel), cluster.elastic_most_lost
+    if units <= most_lost:
+        raise SettingsError(
+            f"elastic_after_s: of {units} slices or emulated hosts none is left without elastic_most_lost {most_lost}"
+        )
+    ranks, rest = divmod(parallel.data_parallel_size, units)
+    if rest:
+        raise SettingsError(
+            f"elastic_after_s: {units} slices or emulated hosts have no whole data ranks each with data_parallel_size "
+            f"{parallel.data_parallel_size}: take a multiple of {units}"
+        )
+    hosts = parallel.num_hosts // units
+    return tuple(
+        replace(
+            parallel,
+            num_hosts=hosts * left,
+            num_slices=min(left, parallel.num_slices),
+            data_parallel_size=ranks * left,
+        )
+        for left in range(units, units - most_lost - 1, -1)
+    )
 
 
 def transport(cluster: ClusterSettings) -> str:

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from rayserve_moe.config.derive import group_sizes
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.settings import TPU_PAGE_SIZE, ParallelSettings, Settings, SettingsError
 from rayserve_moe.config.speculation import check_speculation, in_own_terms
@@ -244,6 +245,7 @@ def _check_together(settings: Settings) -> None:
     _check_selection(settings)
     check_speculation(settings.speculation, selection=settings.experts.selection)
     check_slices(settings.cluster, settings.parallel)
+    group_sizes(settings.cluster, settings.parallel)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
         raise SettingsError(

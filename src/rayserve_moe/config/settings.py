@@ -236,6 +236,11 @@ class ClusterSettings:
     """Times that lost hosts are replaced within the replica; beyond it the replica ends. 0: at the first loss."""
     most_rebuilds_in_hour: int = _number(10, (0, 1_000_000))
     """The same within an hour."""
+    elastic_after_s: float = _number(0.0, (0, DAY_S))
+    """Seconds after which lost hosts (lost slices of TPUs) that have not come back are done without: all experts are
+    spread over the others, until the lost ones have been there again for as long. 0: the group waits for them."""
+    elastic_most_lost: int = _number(1, (1, 1024))
+    """Slices, or emulated hosts, that are done without at the most."""
     standby_workers: bool = False
     """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
     keep_sent_weights: bool = True

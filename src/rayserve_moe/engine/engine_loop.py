@@ -86,7 +86,7 @@ class EngineLoop:
         )
         self.request_metrics = self._outputs.metrics
         self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands, card=card)
-        planning = planning_config(settings.balancing, settings.experts, num_slices=settings.parallel.num_slices)
+        planning = planning_config(settings.balancing, settings.experts)
         self.eplb_control = EplbControl(
             self.eplb,
             planner_for(planning) if self.eplb.moves_experts else None,
@@ -160,7 +160,7 @@ class EngineLoop:
             "requests_live": float(len(self._outputs)),
             "requests_waiting": float(max(0, self._outputs.num_unfinished - num_running)),
             **self._cycle.statistics(),
-            **selection_statistics(self._cycle.tally, num_ranks=self.start_report.num_expert_ranks),
+            **selection_statistics(self._cycle.tally, num_ranks=self.eplb.migration.placement.ep_size),
             **self.start_report.statistics(),
             **({} if self.recovery is None else self.recovery.statistics()),
         }

@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadWindow
 from rayserve_moe.balancing.migration import Migration
-from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError
 from rayserve_moe.balancing.planning import (
     PlanFailure,
     Planner,
@@ -133,7 +134,8 @@ class EplbControl:
             return
         self._before = now.placement
         self.history.begin(proposal, placement, step=self._eplb.reading.step)
-        self._eplb.head_for(placement)
+        with suppress(PlacementError):  # hosts were lost meanwhile: the plan is for ranks that are gone
+            self._eplb.head_for(placement)
 
 
 class PlannerRetry:

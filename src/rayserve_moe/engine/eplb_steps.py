@@ -11,9 +11,10 @@ import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration, MigrationPiece
-from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
 from rayserve_moe.balancing.planning import PlacementState
 from rayserve_moe.config.settings import BalancingSettings, ParallelSettings
+from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.requests import RoutingLayout
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StartReport, StepResult
@@ -67,7 +68,8 @@ class EplbSteps:
         progress = self.migration.progress
         if self._wanted or not progress.is_done:
             return None
-        return PlacementState(self.reading.generation, progress.version, self.migration.placement)
+        migration = self.migration
+        return PlacementState(self.reading.generation, progress.version, migration.placement, migration.num_slices)
 
     def forget_counts(self) -> None:
         """Begin a new generation of counts: after a change of weights, or of counting."""
@@ -102,14 +104,24 @@ class EplbSteps:
             self.migration.begin(self.migration.target)
         self.forget_counts()
 
-    def start_over(self) -> None:
-        """Other hosts serve, experts as at their start and counts from zero: go back to where they were headed."""
-        target = self._wanted.pop() if self._wanted else self.migration.target
-        self.migration.start_over(self._first)
+    def start_over(self, layout: GroupLayout) -> None:
+        """Other hosts serve, experts as at their start and counts from zero: go back to where they were headed.
+
+        Where there are more or fewer ranks than before, that is for a plan to say that is made for them.
+        """
+        target, first = self._wanted.pop() if self._wanted else self.migration.target, self._first
+        if layout.num_expert_ranks != first.ep_size:
+            first = self._first = self._own_order = target = identity_placement(
+                first.num_layers,
+                first.num_experts,
+                ep_size=layout.num_expert_ranks,
+                num_redundant=layout.num_redundant_experts,
+            )
+        self.migration.start_over(first, hosts=layout.num_hosts, slices=layout.num_slices)
         self._steps_with_pieces.clear()
         none = np.zeros_like(self.reading.counts)
         self.reading = LoadReading(self.reading.generation + 1, self._num_steps, none)
-        if target is not self._first:
+        if target is not first:
             self._wanted.append(target)
         self.on_reading()
 
@@ -143,7 +155,10 @@ class EplbSteps:
             return self.migration.next_piece()
         if self._steps_with_pieces:
             return None
-        self.migration.begin(self._wanted.pop())
+        try:
+            self.migration.begin(self._wanted.pop())
+        except PlacementError as error:  # made for ranks that were gone when it came
+            log.warning("a plan is not followed: %s", error)
         return self.migration.next_piece()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +16,24 @@ class ExecutorFailure(RuntimeError):
     """The executor lost a host or a device: no further step can run on it before its hosts are replaced.
 
     `in_step`: every host lives, and one raised an error in a step, which may be the fault of what the step computes.
+    Where it is no loss, the executor can have more hosts than it has now.
     """
 
-    def __init__(self, message: str, *, in_step: bool = False) -> None:
+    def __init__(self, message: str, *, in_step: bool = False, is_loss: bool = True) -> None:
         super().__init__(message)
-        self.in_step = in_step
+        self.in_step, self.is_loss = in_step, is_loss
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """What the hosts of an executor serve as; one that does without hosts has fewer data ranks and expert ranks."""
+
+    num_data_ranks: int = 1
+    num_expert_ranks: int = 1
+    num_redundant_experts: int = 0
+    num_hosts: int = 1
+    num_slices: int = 1
+    num_missing_hosts: int = 0
 
 
 class TensorReceiver(Protocol):

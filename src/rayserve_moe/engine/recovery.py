@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from rayserve_moe.engine.blame import Blame
-from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +23,14 @@ WAITS_S = (0.0, 1.0, 5.0)
 class Rebuilder(Protocol):
     """An executor whose hosts can be replaced. It calls `on_loss`, from any thread, where it notices a loss itself.
 
-    `phase` is what it does now, `phase_seconds` what all of its rebuilds took by phase.
+    `phase` is what it does now, `phase_seconds` what all of its rebuilds took by phase, `layout` what it serves as.
+    It calls `on_loss` too where it could have more hosts than it has: then `loss` says so.
     """
 
     on_loss: Callable[[], object]
+
+    @property
+    def layout(self) -> GroupLayout: ...
 
     @property
     def phase(self) -> str: ...
@@ -40,7 +44,7 @@ class Rebuilder(Protocol):
     def phase_seconds(self) -> Mapping[str, float]: ...
 
     def rebuild(self) -> None:
-        """End all hosts and start others, with as many pages and the weights that served last.
+        """End all hosts and start others, with as many pages and the weights that served last; `layout` may differ.
 
         ExecutorFailure where that fails; it may be called again.
         """
@@ -98,7 +102,17 @@ class Recovery:
     def statistics(self) -> dict[str, float]:
         """Rebuilds, choices that went on after one, and seconds in all."""
         carried, seconds = float(self.num_carried), sum(self._rebuilder.phase_seconds.values())
-        return {"rebuilds": float(self.num_rebuilds), "requests_carried_over": carried, "rebuild_s": seconds}
+        return {
+            "rebuilds": float(self.num_rebuilds),
+            "requests_carried_over": carried,
+            "rebuild_s": seconds,
+            "hosts_missing": float(self.layout.num_missing_hosts),
+        }
+
+    @property
+    def layout(self) -> GroupLayout:
+        """What the hosts serve as."""
+        return self._rebuilder.layout
 
     @property
     def loss(self) -> ExecutorFailure | None:
@@ -115,8 +129,8 @@ class Recovery:
 
         Raises the last failure where the bounds are reached, or after `stop`.
         """
-        self._lost_at = time.monotonic()
-        log.error("a loss, %d choices wait for other hosts: %s", num_carried, failure)
+        self._lost_at, counts = time.monotonic(), counts and failure.is_loss
+        log.error("%d choices wait for other hosts: %s", num_carried, failure)
         try:
             while True:
                 self._await_turn(failure, counts=counts)

@@ -38,7 +38,7 @@ class StepClock:
 
 def scheduler_statistics(scheduler: Scheduler) -> dict[str, float]:
     """Pages of all data ranks, and what runs, as of now."""
-    ranks, running = scheduler.ranks, scheduler.running
+    ranks, running = scheduler.open_ranks, scheduler.running
     return {
         "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
         "pages_free": float(sum(rank.num_available for rank in ranks)),

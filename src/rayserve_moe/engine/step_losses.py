@@ -11,7 +11,7 @@ from rayserve_moe.engine.routing_capture import RoutingCapture
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.scheduler import Scheduler, unfinished
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.starting_over import admit_all, give_up_step, hold_back_all_but
+from rayserve_moe.scheduling.starting_over import admit_all, give_up_step, hold_back_all_but, use_ranks
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 
@@ -19,8 +19,8 @@ class StepLosses:
     """Keeps what was committed and drops all else: then every sequence is as after a preemption.
 
     Tokens, log-probs, scores and rows of committed tokens stay with their sequences; keys, values and cached prefixes
-    go, rows of new page allocations cannot be taken for old ones, and experts lie as at the start. While sequences are
-    on trial for a step that raised an error, they run alone.
+    go, rows of new page allocations cannot be taken for old ones, and experts lie as at the start. Hosts that are done
+    without take whole data ranks along. While sequences are on trial for a step that raised an error, they run alone.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class StepLosses:
         retract()
         admit_all(scheduler)
         scheduler.flush()
-        if self._eplb is not None:
-            self._eplb.start_over()
         counts = not blame.trial  # halving ends by itself
         culprit = blame.note_error(list(computed)) if failure.in_step else None
         self._recovery.rebuild(failure, num_carried=len(unfinished(scheduler)), counts=counts)
+        layout = self._recovery.layout
+        use_ranks(scheduler, layout.num_data_ranks)
+        if self._eplb is not None:
+            self._eplb.start_over(layout)
         hold_back_all_but(scheduler, blame.trial)
         if culprit is None:
             return None

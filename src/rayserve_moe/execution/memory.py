@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,16 @@ def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPla
     """Bytes one page of all layers takes on one device; `is_flat`: see `cache_row`."""
     row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=is_flat)
     return spec.num_layers * page_size * row.local_size(plan) * jnp.dtype(dtype).itemsize
+
+
+def bytes_on_device(tree: object) -> int:
+    """Bytes that the arrays of a tree of shapes take on one device."""
+    return sum(local_elements(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def local_elements(leaf: Any) -> int:
+    """Elements of an array, or of its shape, that lie on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def free_bytes(devices: list[jax.Device]) -> int:

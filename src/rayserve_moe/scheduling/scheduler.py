@@ -49,12 +49,12 @@ class Scheduler:
     Running sequences come first, oldest first; the rest of the budget admits waiting ones (chunked prefill, as in
     Sarathi-Serve). A step may be planned before the result of the one before is known: a sequence then continues from
     the token in flight. When pages run out, the youngest running sequence is preempted and waits at the front. The
-    choices of a request beyond the first wait for its prompt and find it cached. What is `held` is not admitted.
+    choices of a request beyond the first wait for its prompt and find it cached. What is `held` is not admitted, nor
+    any to other ranks than `open_ranks`.
     """
 
     def __init__(self, limits: StepLimits, *, weight_version: str = "0") -> None:
-        num_rows = limits.num_rows
-        self._limits = limits
+        self._limits, num_rows = limits, limits.num_rows
         self.weight_version = weight_version
         self.table = RowTable(
             num_rows=num_rows * limits.num_data_ranks, max_tokens=limits.max_tokens, page_size=limits.page_size
@@ -69,7 +69,7 @@ class Scheduler:
             )
             for i in range(limits.num_data_ranks)
         ]
-        self.waiting: deque[Sequence] = deque()
+        self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
         self.held: list[Sequence] = []
         self.preemptions: list[Preemption] = []
         self.page_events: PageEvents | None = None
@@ -110,7 +110,7 @@ class Scheduler:
         follows a committed one, and is committed before the next is planned.
         """
         num_preemptions, limits, defers = self.num_preemptions, self._limits, draft is not None
-        steps = [RankStep(rank, limits=limits, preempt=self.preempt, defers_decoding=defers) for rank in self.ranks]
+        steps = [RankStep(r, limits=limits, preempt=self.preempt, defers_decoding=defers) for r in self.open_ranks]
         for step in steps:
             step.go_on()
         if self.num_preemptions == num_preemptions:

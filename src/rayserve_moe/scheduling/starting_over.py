@@ -29,3 +29,9 @@ def admit_all(scheduler: Scheduler) -> None:
     """Let what was held back wait ahead of all others."""
     scheduler.waiting.extendleft(reversed(scheduler.held))
     scheduler.held = []
+
+
+def use_ranks(scheduler: Scheduler, num_ranks: int) -> None:
+    """Admit to the first data ranks alone, while nothing runs: devices of the others are gone, or have come back."""
+    assert not scheduler.running and 0 < num_ranks <= len(scheduler.ranks), f"{num_ranks} data ranks"
+    scheduler.open_ranks = scheduler.ranks[:num_ranks]

@@ -171,7 +171,7 @@ def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
     state = DeploymentActorConfig(name=STATE_NAME, actor_class=WantedStateActor, actor_options={"num_cpus": 0})
     if not settings.balancing.enabled:
         return [state]
-    planning = planning_config(settings.balancing, settings.experts, num_slices=settings.parallel.num_slices)
+    planning = planning_config(settings.balancing, settings.experts)
     return [
         state,
         DeploymentActorConfig(

@@ -27,6 +27,7 @@ GAUGES = {
     "requests_live": ("requests_live", "requests in the engine"),
     "requests_running": ("requests_running", "choices that own a row"),
     "requests_waiting": ("requests_waiting", "choices that wait for a row"),
+    "hosts_missing": ("hosts_missing", "hosts that are done without until they come back"),
     "paused": ("paused", "1 while generation is paused"),
     "picks_kept_share": ("picks_kept_ratio", "expert selections that slot limits left unchanged, of all"),
     "rank_imbalance": (

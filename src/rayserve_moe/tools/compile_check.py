@@ -17,12 +17,12 @@ import jax.numpy as jnp
 
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.compiled_steps import Program, compile_programs, lowered, optimized, programs_of
+from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder
 from rayserve_moe.tools.estimate.report import Estimator
 from rayserve_moe.tools.estimate.workload import StepSizes
-from rayserve_moe.tools.pieces import bytes_on_device
 from rayserve_moe.tools.program_report import ProgramReader, ProgramReport
 from rayserve_moe.tools.served_cases import ServedCase, lay_out
 

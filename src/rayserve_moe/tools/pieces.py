@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from rayserve_moe.execution.memory import local_elements
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.step_types import DeviceState
 from rayserve_moe.execution.weights import parameter_tree
@@ -29,18 +28,9 @@ def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
             if num_elements * size >= LEAST_PIECE_BYTES:
                 pieces.append(Piece(group, _hlo_dtype(spec.dtype), local, num_elements))
     pool = state.kv_pages
-    per_layer = _elements(pool) // model.spec.num_layers
+    per_layer = local_elements(pool) // model.spec.num_layers
     rows = pool.sharding.shard_shape(pool.shape)[2:]
     return [*pieces, Piece("kv", _hlo_dtype(str(pool.dtype)), rows, per_layer // 2, is_written=True)]
-
-
-def bytes_on_device(tree: object) -> int:
-    """Bytes that the arrays of a tree of shapes take on one device."""
-    return sum(_elements(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _elements(leaf: Any) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def _hlo_dtype(dtype: str) -> str:

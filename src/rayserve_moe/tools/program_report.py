@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from rayserve_moe.execution.compiled_steps import Program, lowered, optimized
+from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
@@ -24,7 +25,7 @@ from rayserve_moe.tools.hlo_report import (
     ops_per_layer,
 )
 from rayserve_moe.tools.hlo_text import ProgramText, read_program
-from rayserve_moe.tools.pieces import bytes_on_device, pieces_of
+from rayserve_moe.tools.pieces import pieces_of
 from rayserve_moe.tools.slice_crossings import Crossing, crossings_of
 
 

@@ -37,7 +37,8 @@ def control_router(state: ApiState) -> APIRouter:
         await state.traffic.refuse_when_draining()
         if (progress := progress_of(state.loop.recovery)) is not None:
             return json_answer({"status": "rebuilding", "phase": progress.phase, "seconds": round(progress.seconds, 2)})
-        return json_answer({"status": "ok"})
+        num_missing = 0 if state.loop.recovery is None else state.loop.recovery.layout.num_missing_hosts
+        return json_answer({"status": "ok"} | ({"hosts_missing": num_missing} if num_missing else {}))
 
     @router.get("/health_generate", **answers(429, 503))
     async def health_generate() -> Response:

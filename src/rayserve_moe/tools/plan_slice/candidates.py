@@ -14,6 +14,7 @@ from rayserve_moe.balancing.placement import MAX_REDUNDANT, identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.config.topology import FLAT, GENERATIONS, SMALL_CUBES, generation_name, num_chips
+from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.migration import staging_shapes
 from rayserve_moe.execution.served_model import check_kv_heads
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
@@ -22,7 +23,6 @@ from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.chips import chip_of
-from rayserve_moe.tools.pieces import bytes_on_device
 from rayserve_moe.tools.plan_slice.step_cost import StepCost, StepTokens, step_cost
 from rayserve_moe.tools.served_cases import TopologyError, devices_of
 

@@ -1,0 +1,109 @@
+"""Hosts that stay away are done without, and serve again once they are back: requests outlive both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from rayserve_moe import Engine
+from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.requests import ChoiceResult
+from tests.cluster.conftest import SETTINGS
+from tests.cluster.test_hosts import assert_same, complete
+
+pytestmark = pytest.mark.slow
+TIMEOUT_S = 300.0
+CPUS = 5
+"""Of a node of these tests alone: no other node of the cluster will do for its hosts."""
+ELASTIC = {"elastic_after_s": 1.0, "cpus_per_host": CPUS, "devices_per_host": 1, "most_rebuilds_in_10_minutes": 1000}
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[ChoiceResult]:
+    with Engine(str(checkpoint), **SETTINGS) as engine:
+        return complete(engine.loop, engine.tokenizer)
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[list]:
+    """Nodes with place for a host each; a test may lose some."""
+    nodes = []
+    yield nodes
+    for node in nodes:
+        cluster.remove_node(node)
+
+
+class Load:
+    """Requests that follow each other while hosts go and come; `answers` are all that was answered."""
+
+    def __init__(self, engine: ReplicaEngine) -> None:
+        self.answers: list[list[ChoiceResult]] = []
+        self._engine, self._is_over = engine, False
+        self._pool = ThreadPoolExecutor(1)
+        self._done: Future[None] = self._pool.submit(self._run)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self.answers.append(complete(self._engine.loop, self._engine.tokenizer))
+
+    def end(self) -> None:
+        self._is_over = True
+        self._done.result(TIMEOUT_S)
+        self._pool.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "eplb"),
+    [(2, {}), (4, {"enable_eplb": True, "eplb_interval": 32, "eplb_window": 64, "expert_backend": "all_to_all"})],
+)
+def test_a_lost_host_is_done_without_and_serves_again_once_it_is_back(
+    num_hosts: int,
+    eplb: dict,
+    cluster: Cluster,
+    nodes: list,
+    checkpoint: Path,
+    tmp_path: Path,
+    expected: list[ChoiceResult],
+) -> None:
+    """4 experts on 3 hosts: slots are added until they divide."""
+    nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(num_hosts)]
+    values = {**SETTINGS, **ELASTIC, **eplb, "num_hosts": num_hosts, "data_parallel_size": num_hosts}
+    engine = start_replica_engine(
+        settings_from({"model_path": str(checkpoint), "compile_cache": tmp_path, **values})
+    )
+    loop = engine.loop
+    try:
+        load = Load(engine)
+        until(lambda: len(load.answers) > 0, "nothing is answered")
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        until(lambda: loop.statistics()["hosts_missing"] == 1, "the host is not done without")
+        seen = len(load.answers)
+        until(lambda: len(load.answers) > seen + 1, "fewer hosts do not serve")
+        placement = loop.eplb.migration.placement
+        assert placement.ep_size == num_hosts - 1
+        loop.check_integrity()
+        nodes.append(cluster.add_node(num_cpus=CPUS))
+        until(lambda: loop.statistics()["hosts_missing"] == 0, "the host does not come back")
+        seen = len(load.answers)
+        until(lambda: len(load.answers) > seen + 1, "all hosts do not serve")
+        load.end()
+        assert loop.eplb.migration.placement.ep_size == num_hosts
+        assert loop.recovery.num_rebuilds == 2
+        for answers in load.answers:
+            assert_same(answers, expected)
+        loop.check_integrity()
+    finally:
+        engine.shutdown()
