@@ -81,9 +81,7 @@ def test_a_lost_host_is_done_without_and_serves_again_once_it_is_back(
     """4 experts on 3 hosts: slots are added until they divide."""
     nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(num_hosts)]
     values = {**SETTINGS, **ELASTIC, **eplb, "num_hosts": num_hosts, "data_parallel_size": num_hosts}
-    engine = start_replica_engine(
-        settings_from({"model_path": str(checkpoint), "compile_cache": tmp_path, **values})
-    )
+    engine = start_replica_engine(settings_from({"model_path": str(checkpoint), "compile_cache": tmp_path, **values}))
     loop = engine.loop
     try:
         load = Load(engine)

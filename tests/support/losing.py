@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
 
-from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
 from tests.support.counting import ROUTING, CountingExecutor
 
@@ -17,13 +17,23 @@ class LosingExecutor(CountingExecutor):
     """Loses its hosts at the calls of `execute` in `losses`, numbered over all generations, and has others then.
 
     Where `loses_late` the step was computed and only its answer is lost. The first `num_failing` rebuilds fail.
-    A step whose tokens include `poison` raises an error. Routing rows say at which position they stand.
+    A step whose tokens include `poison` raises an error. Routing rows say at which position they stand. Hosts that
+    follow serve as the `layouts` say, one after the other, the last of them from then on; rows of data ranks that they
+    do not have are in no step, of `rows_per_rank` rows each.
     """
 
     phase = "starting"
 
-    def __init__(self, losses: frozenset[int] = frozenset(), *, loses_late: bool = False) -> None:
+    def __init__(
+        self,
+        losses: frozenset[int] = frozenset(),
+        *,
+        loses_late: bool = False,
+        layouts: Sequence[GroupLayout] = (GroupLayout(),),
+        rows_per_rank: int = 1000,
+    ) -> None:
         super().__init__()
+        self.layout, self._layouts, self._rows_per_rank = layouts[0], layouts, rows_per_rank
         self.losses, self._loses_late = losses, loses_late
         self.poison: int | None = None
         self.num_rebuilds = self.num_failing = 0
@@ -38,6 +48,7 @@ class LosingExecutor(CountingExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         assert not self._is_lost, "a step for hosts that are gone"
+        assert (plan.chunk_rows < self.layout.num_data_ranks * self._rows_per_rank).all(), "rows of ranks that are gone"
         if self.num_calls + 1 in self.losses and not self._loses_late:
             self._lose("host 1 is gone")
         if self.poison is not None and (plan.token_ids == self.poison).any():
@@ -73,13 +84,14 @@ class LosingExecutor(CountingExecutor):
         if self.num_rebuilds <= self.num_failing or self._is_cancelled:
             raise ExecutorFailure("no host joined")
         self._last_tokens, self._in_flight, self.staged = {}, None, None
+        self.layout = self._layouts[min(self.num_rebuilds, len(self._layouts) - 1)]
         self.serving, self.loss, self._is_lost = self.loaded, None, False
 
     def cancel(self) -> None:
         self._is_cancelled = True
         self.may_rebuild.set()
 
-    def lose_idle(self) -> None:
-        """Lose a host while no step runs."""
-        self.loss = ExecutorFailure("host 0 is silent")
+    def lose_idle(self, *, is_loss: bool = True) -> None:
+        """Lose a host while no step runs, or find others that had been done without."""
+        self.loss = ExecutorFailure("host 0 is silent", is_loss=is_loss)
         self.on_loss()

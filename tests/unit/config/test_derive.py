@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.config import derive
-from rayserve_moe.config.settings import CacheSettings, ClusterSettings, ModelSettings, SchedulerSettings, SettingsError
+from rayserve_moe.config.settings import (
+    CacheSettings,
+    ClusterSettings,
+    ModelSettings,
+    ParallelSettings,
+    SchedulerSettings,
+    SettingsError,
+)
 
 
 def test_the_longest_sequence_is_the_models_or_what_was_asked():
@@ -71,3 +78,30 @@ def test_the_compute_dtype_is_the_users_or_follows_platform_and_checkpoint(setti
 def test_emulated_hosts_block_and_tpu_hosts_poll(setting, topology, transport):
     cluster = ClusterSettings(transport=setting, tpu_topology=topology, tpu_version="v6e" if topology else "")
     assert derive.transport(cluster) == transport
+
+
+@pytest.mark.parametrize(
+    ("cluster", "parallel", "expected"),
+    [
+        ({}, {"num_hosts": 4}, [(4, 1, 1)]),
+        (
+            {"elastic_after_s": 5, "elastic_most_lost": 2},
+            {"num_hosts": 4, "data_parallel_size": 8},
+            [(4, 1, 8), (3, 1, 6), (2, 1, 4)],
+        ),
+        (
+            {"elastic_after_s": 5, "tpu_topology": "2x4", "tpu_version": "v6e"},
+            {"num_hosts": 6, "num_slices": 3, "data_parallel_size": 3},
+            [(6, 3, 3), (4, 2, 2)],
+        ),
+        (
+            {"elastic_after_s": 5, "elastic_most_lost": 1},
+            {"num_hosts": 4, "num_slices": 2, "data_parallel_size": 2},
+            [(4, 2, 2), (2, 1, 1)],
+        ),
+    ],
+)
+def test_a_group_does_without_whole_slices_or_single_emulated_hosts(cluster, parallel, expected):
+    """Hosts, slices and data ranks."""
+    sizes = derive.group_sizes(ClusterSettings(**cluster), ParallelSettings(**parallel))
+    assert [(size.num_hosts, size.num_slices, size.data_parallel_size) for size in sizes] == expected

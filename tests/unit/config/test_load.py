@@ -119,6 +119,14 @@ WRONG = {
         {"num_hosts": 4, "num_slices": 4, "data_parallel_size": 2},
         "num_slices 4 does not divide data_parallel_size = 2",
     ),
+    "a single host that may be lost": (
+        {"elastic_after_s": 5},
+        "elastic_after_s: of 1 slices or emulated hosts none is left without elastic_most_lost 1",
+    ),
+    "data ranks over two hosts that may be lost": (
+        {"elastic_after_s": 5, "num_hosts": 4, "data_parallel_size": 2},
+        "4 slices or emulated hosts have no whole data ranks each with data_parallel_size 2: take a multiple of 4",
+    ),
     "batches smaller than rows": (
         {"precompile_bs_paddings": [1, 4], "max_running_requests": 8},
         "precompile_bs_paddings reaches 4 rows, max_running_requests is 8",
@@ -200,7 +208,7 @@ def test_a_count_is_never_a_fraction(key):
 def test_the_bounds_themselves_are_allowed():
     """One at a time, beside what makes them possible."""
     company = {"model_path": "m", "precompile_bs_paddings": [8192], "page_size": 16}
-    apart = {"precompile_bs_paddings", "num_pages", "num_hosts", "data_parallel_size", "num_slices"}
+    apart = {"precompile_bs_paddings", "num_pages", "num_hosts", "data_parallel_size", "num_slices", "elastic_after_s"}
     for key, (kind, bounds) in NUMBERS.items():
         for value in bounds if key not in apart else ():
             settings_from({**company, key: kind(value)})

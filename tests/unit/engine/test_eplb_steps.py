@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.migration import Migration
-from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.placement import PlacementError, identity_placement
 from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
+from rayserve_moe.engine.executor import GroupLayout
 from tests.support.balancing import CountedSteps
 from tests.support.placements import random_placement
 
@@ -78,3 +79,25 @@ def test_readings_tell_steps_and_counts_and_nobody_plans_from_what_moves():
     steps.run(60)
     state = eplb.state()
     assert state is not None and (state.generation, state.version) == (1, 1)
+
+
+@pytest.mark.parametrize("was_wanted", [False, True])
+def test_plans_for_ranks_that_are_gone_are_dropped(was_wanted: bool) -> None:
+    """One that came before the loss, and one that a planner hands in after it."""
+    eplb = EplbSteps(Migration(START, hosts=2, slots_per_step=1))
+    if was_wanted:
+        eplb.head_for(random_placement(START, seed=1))
+    generation = eplb.reading.generation
+    eplb.start_over(GroupLayout(num_expert_ranks=3, num_redundant_experts=3, num_hosts=3))
+    now = eplb.migration.placement
+    assert (now.ep_size, now.num_slots, now.num_experts) == (3, START.num_experts + 3, START.num_experts)
+    assert eplb.state() is not None and eplb.reading.generation > generation
+    with pytest.raises(PlacementError):
+        eplb.head_for(random_placement(START, seed=1))
+    eplb._wanted.append(random_placement(START, seed=1))  # between a check and a loss
+    assert eplb._next_piece() is None
+    wanted = random_placement(now, seed=2)
+    eplb.head_for(wanted)
+    after = CountedSteps(eplb, np.ones((now.num_layers, now.num_experts)), tokens_per_step=10)
+    after.run(200)
+    after.assert_hold(wanted)

@@ -14,6 +14,7 @@ from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.engine import recovery
 from rayserve_moe.engine.engine_loop import EngineStoppedError
 from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.step_losses import StepLosses
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
@@ -133,7 +134,7 @@ def test_the_last_plan_believed_after_a_rebuild_is_noticed(believes: bool) -> No
     after = CountedSteps(eplb, np.ones((3, 12)), tokens_per_step=10)
     after.experts, after.shares = start.expert_of_slot.copy(), start.share_of_slot.copy()
     if not believes:
-        eplb.start_over()
+        eplb.start_over(GroupLayout(num_expert_ranks=4, num_redundant_experts=4, num_hosts=2))
     after.run(60)
     assert np.array_equal(after.experts, eplb.migration.placement.expert_of_slot) is not believes
     assert eplb.migration.placement is wanted

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
+from rayserve_moe.config.settings import CacheSettings, ClusterSettings, ParallelSettings, SchedulerSettings, Settings
 from rayserve_moe.engine import recovery
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop, EngineRebuildingError, EngineStoppedError
+from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.recovery import RebuildBounds, progress_of
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from tests.support.counting import CARD, LOST_PATH, ROUTING
@@ -37,9 +38,10 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 @contextmanager
 def recovering(
-    executor: LosingExecutor, *, most: int = 1000, overlaps: bool = True, **scheduler: int
+    executor: LosingExecutor, *, most: int = 1000, overlaps: bool = True, num_ranks: int = 1, **scheduler: int
 ) -> Iterator[EngineLoop]:
     wanted = Settings(
+        parallel=ParallelSettings(data_parallel_size=num_ranks),
         scheduler=SchedulerSettings(**{"max_running_requests": 4, **scheduler}, overlap_steps=overlaps),
         cache=CacheSettings(page_size=4),
         cluster=ClusterSettings(
@@ -109,6 +111,39 @@ def test_answers_are_those_without_a_loss(losses: frozenset[int], late: bool, ov
     with recovering(executor, overlaps=overlaps, max_step_tokens=32) as loop:
         assert said(answers(loop, varied())) == expected
         assert loop.statistics()["rebuilds"] == executor.num_rebuilds <= len(losses)
+
+
+@given(
+    losses=st.frozensets(st.integers(1, 60), min_size=1, max_size=6),
+    ranks=st.lists(st.integers(1, 4), max_size=6),
+    late=st.booleans(),
+    overlaps=st.booleans(),
+)
+@examples(40, deadline=None)
+def test_answers_are_those_without_a_loss_whatever_hosts_are_left(
+    losses: frozenset[int], ranks: list[int], late: bool, overlaps: bool
+) -> None:
+    """Each loss leaves other data ranks of four, or brings some back; no step has rows of those that are gone."""
+    with recovering(LosingExecutor()) as loop:
+        expected = said(answers(loop, varied()))
+    layouts = [GroupLayout(num, num_missing_hosts=4 - num) for num in (4, *ranks)]
+    executor = LosingExecutor(losses, loses_late=late, layouts=layouts, rows_per_rank=2)
+    with recovering(executor, overlaps=overlaps, num_ranks=4, max_running_requests=2, max_step_tokens=32) as loop:
+        assert said(answers(loop, varied())) == expected
+        statistics = loop.statistics()
+        assert statistics["hosts_missing"] == executor.layout.num_missing_hosts
+        assert statistics["pages_total"] == executor.layout.num_data_ranks * 63
+
+
+def test_hosts_that_come_back_are_not_held_against_the_bounds() -> None:
+    executor = LosingExecutor(layouts=[GroupLayout(1), GroupLayout(2)])
+    with recovering(executor, most=1, num_ranks=2) as loop:
+        for name in "abc":
+            executor.lose_idle(is_loss=False)
+            assert run(loop, request(name)).read_all()[0].kind == "length"
+        executor.lose_idle()
+        assert run(loop, request("d")).read_all()[0].kind == "length"
+        assert executor.num_rebuilds == 4
 
 
 def test_hosts_that_are_lost_while_nothing_runs_are_replaced_once() -> None:
