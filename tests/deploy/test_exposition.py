@@ -108,7 +108,8 @@ def test_the_docs_list_every_metric_and_those_of_vllm(families):
     only_with_limits = {f"{PREFIX}picks_{n}" for n in ("kept_ratio", "rerouted_total", "unfilled_total")}
     only_with_limits |= {f"{PREFIX}rank_imbalance_ratio"}
     only_with_workers = {f"{PREFIX}{n}_total" for n in ("rebuilds", "rebuild_seconds", "rebuild_phase_seconds")}
-    only_sometimes = only_with_limits | only_with_workers | {f"{PREFIX}requests_carried_over_total"}
+    only_with_workers |= {f"{PREFIX}{n}" for n in ("requests_carried_over_total", "hosts_missing")}
+    only_sometimes = only_with_limits | only_with_workers
     assert {name: kind for name, kind in listed if name not in only_sometimes} == told
     assert only_sometimes <= dict(listed).keys()
     mapped = re.findall(rf"^\| `vllm:\w+` \| .*?`({PREFIX}\w+)`", DOCS, re.MULTILINE)
