@@ -20,6 +20,7 @@ import pytest
 import ray
 from ray import serve
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
 from rayserve_moe import Engine
 from rayserve_moe.balancing.load_window import LoadReading
@@ -376,6 +377,8 @@ def test_one_that_hangs_is_killed_and_found_again(raylets: int) -> None:
     planner._answer_timeout_s = 900.0
     assert not planner.observe(LoadReading(0, 16, COUNTS)) and planner.propose(STATE) is None
     ray.kill(actors[1])
+    with pytest.raises(RayActorError):
+        ray.get(actors[1].__ray_call__.remote(lambda _: threading.Event().wait()), timeout=WITHIN_S)
     with pytest.raises(PlanFailure) as failure:
         planner.propose(STATE)
     assert failure.value.reason == "lost"

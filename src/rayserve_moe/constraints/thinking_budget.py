@@ -33,10 +33,10 @@ class ThinkingBudget(TimedGuide):
         within = self._any if self._inner is None else self._inner.next_mask(output_ids)
         if isinstance(within, FinishReason) or span.begun_at is None:
             return within
-        num_written = span.num_written_of_end
-        if span.num_outputs - span.begun_at - num_written < self._limit.num_tokens:
+        if span.num_outputs - span.begun_at < self._limit.num_tokens:
             return within
-        forced = self._limit.markers.end_ids[num_written]
+        # A marker that is begun is gone on with: broken off, it would be reasoning beyond the limit.
+        forced = self._limit.markers.end_ids[span.num_written_of_end]
         if self._allowed_ids and forced not in self._allowed_ids:
             return EMPTY
         return id_bits((forced,), num_words=len(self._any))
