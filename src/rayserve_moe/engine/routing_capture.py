@@ -17,6 +17,8 @@ from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 SOURCES = ("computed", "cached", "recomputed")
 NO_VERSION = -1
+Places = tuple[np.ndarray, np.ndarray]
+"""Slots of the store, and the stamps that their rows have."""
 
 
 class RoutingCapture:
@@ -54,16 +56,15 @@ class RoutingCapture:
         if not plan.wants_routing:
             return
         rows, positions = plan.chunk_rows, plan.chunk_starts
-        if plan.num_tokens != plan.num_chunks:
+        if plan.num_tokens != plan.num_chunks or plan.num_forks:
             first_token = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
             rows = np.repeat(rows, plan.chunk_lengths)
             positions = np.arange(plan.num_tokens) + np.repeat(positions - first_token, plan.chunk_lengths)
-        slots, stamps = table.places(rows, positions)
-        if self._num_data_ranks > 1:
-            slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
+        places = self._places_in(table, rows, positions)
         kept = self._kept_rows(plan, table) if self._has_kept else []
+        forks = self._forked_places(plan, table) if plan.num_forks else None
         under = len(self._versions) - 1
-        self._submitted[plan.step_id] = partial(self._store_rows, slots=slots, stamps=stamps, version=under, kept=kept)
+        self._submitted[plan.step_id] = partial(self._store_rows, places=places, version=under, kept=kept, forks=forks)
 
     def absorb(self, result: StepResult, *, belongs: np.ndarray | None = None) -> None:
         """Store the rows that came with the result of a step, of tokens that belong to their sequences, bool [T], where
@@ -109,15 +110,40 @@ class RoutingCapture:
         rows: np.ndarray,
         *,
         belongs: np.ndarray | slice,
-        slots: np.ndarray,
-        stamps: np.ndarray,
+        places: Places,
         version: int,
         kept: list[tuple[np.ndarray, ...]],
+        forks: tuple[Places, Places] | None,
     ) -> None:
-        """Store the rows of a step that ran under `version`, then those that were kept, which outrank them."""
-        self._store.write(slots[belongs], stamps[belongs], rows=rows[belongs], versions=version)
+        """Store the rows of a step that ran under `version`, then those that were kept, which outrank them, then for
+        `forks` those of the last page of their prompts."""
+        slots, stamps = (each[belongs] for each in places)
+        self._store.write(slots, stamps, rows=rows[belongs], versions=version)
         for kept_slots, kept_stamps, kept_rows, versions in kept:
             self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions)
+        if forks is not None:
+            (slots, stamps), own = forks
+            rows, is_known = self._store.read(slots, stamps)
+            own_slots, own_stamps = (places[is_known] for places in own)
+            versions = self._store.versions(slots)[is_known]
+            self._store.write(own_slots, own_stamps, rows=rows[is_known], versions=versions)
+
+    def _forked_places(self, plan: StepPlan, table: RowTable) -> tuple[Places, Places]:
+        """Where the rows of what forks copy are stored, and where they will be."""
+        forks = np.flatnonzero(plan.chunk_lengths == 0)
+        ends = plan.chunk_starts[forks]
+        counts = ends % self._page_size
+        positions = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+        rows = (np.repeat(plan.chunk_rows[chunks], counts) for chunks in (plan.sources[forks], forks))
+        source, own = (self._places_in(table, each, positions) for each in rows)
+        return source, own
+
+    def _places_in(self, table: RowTable, rows: np.ndarray, positions: np.ndarray) -> Places:
+        """Slots and stamps of positions of rows of all data ranks."""
+        slots, stamps = table.places(rows, positions)
+        if self._num_data_ranks > 1:
+            slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
+        return slots, stamps
 
     def _known_rows(self, sequence: Sequence, held: Sequence | Preemption, start: int) -> KnownRows:
         """Rows from position `start` on: those in the pages that are or were held, and those kept before."""

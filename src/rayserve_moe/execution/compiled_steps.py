@@ -25,11 +25,13 @@ from rayserve_moe.execution.migration import (
     read_counts,
     swap,
 )
+from rayserve_moe.execution.page_copies import COPIES_SIZE
 from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
 from rayserve_moe.execution.served_model import ServedModel, draft_sizes
 from rayserve_moe.execution.step import (
     WORD_AXES,
     adjust_rows,
+    copy_pages,
     run_step,
     sample_step,
     state_partitions,
@@ -47,7 +49,8 @@ from rayserve_moe.request_fields import MAX_LISTED_IDS
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_THREADS = 4
 DRAFT = "draft"
-UPDATE, ADJUST, READ_COUNTS, FETCH, SWAP = "update_rows", "adjust_rows", "read_counts", "fetch_slots", "swap_layer"
+UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
+FETCH, SWAP = "fetch_slots", "swap_layer"
 """Names of the programs that are no steps."""
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
@@ -74,8 +77,8 @@ class CompileTimes:
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Everything that runs on the devices: steps, changes of rows, what adjusts the logits of a row, and drafts by the
-    number of rows.
+    """Everything that runs on the devices: steps, changes of rows, what adjusts the logits of a row, copies of
+    pages, and drafts by the number of rows.
 
     `samplers` draw held samples, by the number of single tokens of a step; there are none where no samples are held.
     """
@@ -84,6 +87,7 @@ class CompiledPrograms:
     samplers: dict[int, CompiledSampler]
     update: CompiledUpdate
     adjust: CompiledUpdate
+    copy: CompiledUpdate
     read_counts: Callable[[jax.Array], jax.Array]
     migration: MigrationPrograms | None
     drafts: dict[int, CompiledDraft]
@@ -134,6 +138,7 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         *(_sample_program(size, served, config=config, state=state) for size in sizes),
         update_program(UPDATE, update_rows, VECTOR_SIZE),
         update_program(ADJUST, adjust_rows, ADJUSTMENT_SIZE),
+        update_program(COPY, copy_pages, COPIES_SIZE),
         Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
         *(_draft_program(size, served, config=config, state=state) for size in draft_sizes(served)),
     ]
@@ -194,7 +199,7 @@ def compile_served(served: ServedModel, *, num_pages: int, kept: KeptPrograms | 
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
     drafts = {size: compiled[f"{DRAFT}_{size}"] for size in draft_sizes(served)}
-    others = compiled[UPDATE], compiled[ADJUST], compiled[READ_COUNTS]
+    others = (compiled[name] for name in (UPDATE, ADJUST, COPY, READ_COUNTS))
     return CompiledPrograms(steps, samplers, *others, migration, drafts, times)
 
 

@@ -47,13 +47,16 @@ def extended(
     """On one device: the draft's state after a step, of whose tokens each is followed by the next or what is sampled.
 
     What a prompt of which a single token is computed goes on with is not known here: its next is taken to be itself.
+    Where several choices sample after one token, the first one's sample follows it for all of them, which costs the
+    others right drafts at most.
     """
     batch, places_S = step.batch, step.sample_places_S
     weights_of_both, draft = _both(weights), _draft_of(state)
     num_rows, num_tokens = len(state.last_tokens_R), len(batch.token_ids_T)
     goes_on_T = jnp.roll(batch.positions_T, -1) == batch.positions_T + 1
     next_T = jnp.where(goes_on_T, jnp.roll(batch.token_ids_T, -1), batch.token_ids_T)
-    sampled_S = jnp.where(step.sample_rows_S < num_rows, places_S, num_tokens)
+    is_fork_S = (places_S == jnp.roll(places_S, 1)) & (jnp.arange(len(places_S)) > 0)
+    sampled_S = jnp.where((step.sample_rows_S < num_rows) & ~is_fork_S, places_S, num_tokens)
     next_T = next_T.at[sampled_S].set(own.ids_S, mode="drop")
     if batch.num_prefill_blocks:
         next_T = next_T.at[_known_ends(step)].set(step.block_nexts_B, mode="drop")

@@ -34,6 +34,7 @@ from rayserve_moe.execution.draft_rows import DraftRows, draft_rows, drafts_of
 from rayserve_moe.execution.held_samples import HeldSamples, held_plans
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.pack import PackedStep, Packer
+from rayserve_moe.execution.page_copies import no_copies
 from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
 from rayserve_moe.execution.staged_weights import StagedWeights
@@ -207,6 +208,8 @@ class HostRunner:
             state = update(state, vector)
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
         self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
+        for vector in packed.copies:
+            self._state = self.programs.copy(self._state, vector)
         if later.held is not None:
             later.held.logits = output.logits_AV
         if "expert_counts_ME" in wanted:
@@ -237,7 +240,7 @@ class HostRunner:
 
     def _run_each_once(self) -> None:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""
-        self._state = self.programs.adjust(self.state, no_adjustment())
+        self._state = self.programs.copy(self.programs.adjust(self.state, no_adjustment()), no_copies())
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         self.programs.read_counts(self.state.expert_counts_ME)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.execution.buckets import choose_shape
+from rayserve_moe.execution.page_copies import copy_vectors
 from rayserve_moe.execution.step_input import InputLayout, Sections
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.scheduling.step_plan import BlockWork, PageTableChanges, StepPlan
@@ -32,7 +33,7 @@ class PackedStep:
     `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
     ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
     is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
-    that are held, int32 [data ranks, 3, S]; then the vectors have none.
+    that are held, int32 [data ranks, 3, S]; then the vectors have none. `copies` are vectors of pages to copy after it.
     """
 
     step_id: int
@@ -42,6 +43,7 @@ class PackedStep:
     sample_places: np.ndarray
     blocks: PackedBlocks | None = None
     held: np.ndarray | None = None
+    copies: tuple[np.ndarray, ...] = ()
 
 
 class Packer:
@@ -81,21 +83,23 @@ class Packer:
         return self._held(plan, packed) if plan.holds_samples else packed
 
     def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
-        if self._num_ranks == 1 and not plan.has_blocks:
+        if self._num_ranks == 1 and not plan.has_blocks and not plan.num_forks:
             return self._pack_singles(plan, with_changes=with_changes)
         ranks, rows = np.divmod(plan.chunk_rows, self._rows_per_rank)
         starts, lengths, block = plan.chunk_starts, plan.chunk_lengths, self._block_tokens
         takes_blocks = lengths > 1
         takes_blocks[plan.block_work.chunks] = True
         blocks = np.where(takes_blocks, -(-lengths // block), 0)
-        singles_before, num_singles = self._on_ranks(~takes_blocks, ranks)
+        is_single = ~takes_blocks & (lengths > 0)
+        singles_before, num_singles = self._on_ranks(is_single, ranks)
         blocks_before, num_blocks = self._on_ranks(blocks, ranks)
-        samples_before, _ = self._on_ranks(plan.chunk_samples, ranks)
-        shape = choose_shape(tuple(self.layouts), num_singles=max(num_singles), num_blocks=max(num_blocks))
+        samples_before, num_samples = self._on_ranks(plan.chunk_samples, ranks)
+        most_singles = max(*num_singles, *num_samples)
+        shape = choose_shape(tuple(self.layouts), num_singles=most_singles, num_blocks=max(num_blocks))
         layout, at = self.layouts[shape], self.layouts[shape].slices
         vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
 
-        singles = np.flatnonzero(~takes_blocks)
+        singles = np.flatnonzero(is_single)
         of_singles = ranks[singles], singles_before[singles]
         vectors[:, at.single_rows][of_singles] = rows[singles]
         vectors[:, at.single_positions][of_singles] = starts[singles]
@@ -116,13 +120,14 @@ class Packer:
 
         chunks = np.flatnonzero(plan.chunk_samples)
         of_samples = ranks[chunks], samples_before[chunks]
-        vectors[:, at.sample_places][of_samples] = (places + lengths - 1)[chunks]
+        vectors[:, at.sample_places][of_samples] = (places + lengths - 1)[plan.sources[chunks]]
         vectors[:, at.sample_rows][of_samples] = rows[chunks]
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
         sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
         asked = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
-        return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, asked)
+        copies = tuple(copy_vectors(plan, rows_per_rank=self._rows_per_rank)) if plan.num_forks else ()
+        return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, asked, copies=copies)
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """The common case, decoding on one rank: what `pack` does, in few calls."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.execution.draft_steps import draft_axes, extended
+from rayserve_moe.execution.page_copies import apply_copies
 from rayserve_moe.execution.prompt_scores import score_prompts
 from rayserve_moe.execution.row_updates import apply_adjustment, apply_update
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
@@ -21,6 +22,7 @@ from rayserve_moe.execution.step_samples import SampleInput, sample_held, sample
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, DraftState, ModelWeights, StepConfig, StepOutput
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import draft_parameters
 from rayserve_moe.model.kv_cache import cache_row
@@ -171,6 +173,18 @@ def adjust_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) ->
     """Take over what adjusts a row (`apply_adjustment`) on every device of the mesh."""
     part = words_of(config.model)
     return _on_all_devices(lambda *given: apply_adjustment(*given, part=part), state, vector, config)
+
+
+def copy_pages(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> DeviceState:
+    """Copy the last pages of prompts (`apply_copies`) on every device of the mesh."""
+    plan, num_layers = config.model.plan, config.model.spec.num_layers
+
+    def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
+        size = len(state.kv_pages) // num_layers
+        layers = config.layer_pages or tuple(LayerPages(0, layer * size, size) for layer in range(num_layers))
+        return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers)
+
+    return _on_all_devices(on_device, state, vector, config)
 
 
 def _on_all_devices(

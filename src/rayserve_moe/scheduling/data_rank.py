@@ -81,9 +81,27 @@ class DataRank:
         page_ids = prefix.page_ids
         self.allocator.share(page_ids)
         for group in self.windowed:
-            group.enter(row - self.rows.start, page_ids)
+            group.enter(row - self.rows.start, page_ids, position=len(page_ids) * self.table.page_size)
         self.table.extend(row, page_ids, generations=self.allocator.generations[page_ids])
         self.table.num_computed[row] = len(page_ids) * self.table.page_size
+        self.running.append(sequence)
+        self.prefilling.append(sequence)
+
+    def fork(self, sequence: Sequence, leader: Sequence, own_pages: np.ndarray) -> None:
+        """Make a sequence the youngest running one; it starts after the leader's prompt, of which it shares the whole
+        pages, and has `own_pages` for the rest. What of those is not cached yet has no lock until it is."""
+        row, position = self.free_rows.pop(), leader.num_prompt_tokens
+        self.table.take(row, sequence)
+        shared = leader.pages[: position // self.table.page_size]
+        assert leader.prefix is not None, "a leader runs"
+        self.tree.lock(leader.prefix)
+        sequence.data_rank, sequence.prefix, sequence.num_flushes = self.index, leader.prefix, leader.num_flushes
+        self.allocator.share(shared)
+        for group in self.windowed:
+            group.enter(row - self.rows.start, shared, position=position)
+        pages = np.concatenate([shared, own_pages])
+        self.table.extend(row, pages, generations=self.allocator.generations[pages])
+        self.table.num_computed[row] = position
         self.running.append(sequence)
         self.prefilling.append(sequence)
 

@@ -75,6 +75,7 @@ def build_schedule(
         wants_top=table.num_wanting_top > 0 and bool(table.num_top[sampling_rows].any()),
         wants_score_top=any(sequence.num_top for sequence, _, _ in scored),
         most_drafts=most_drafts,
+        num_forks=whole.num_forks,
         holds_samples=table.num_held > 0 and bool(table.are_held[sampling_rows].any()),
     )
     generations = table.generations[sampling_rows]

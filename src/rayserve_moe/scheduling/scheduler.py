@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from rayserve_moe.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests import GenerationRequest
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
+from rayserve_moe.scheduling.forks import cache_with_forks, fork_followers, release_followers
 from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
@@ -49,8 +49,8 @@ class Scheduler:
     Running sequences come first, oldest first; the rest of the budget admits waiting ones (chunked prefill, as in
     Sarathi-Serve). A step may be planned before the result of the one before is known: a sequence then continues from
     the token in flight. When pages run out, the youngest running sequence is preempted and waits at the front. The
-    choices of a request beyond the first wait for its prompt and find it cached. What is `held` is not admitted, nor
-    any to other ranks than `open_ranks`.
+    choices of a request beyond the first wait for its prompt, and fork off it or find it cached. What is `held` is not
+    admitted, nor any to other ranks than `open_ranks`.
     """
 
     def __init__(self, limits: StepLimits, *, weight_version: str = "0") -> None:
@@ -114,6 +114,8 @@ class Scheduler:
         for step in steps:
             step.go_on()
         if self.num_preemptions == num_preemptions:
+            for step in steps if not (self.waiting and self.waiting[0].num_to_recompute) else ():
+                fork_followers(step, page_size=limits.page_size)
             while self._admit_next(steps):
                 pass
         most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
@@ -144,7 +146,7 @@ class Scheduler:
                 endings.append((row, LENGTH))
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
-            self._release_followers(sequence)
+            release_followers(sequence, self.waiting)
         owned = [(sequence, reason) for row, reason in endings if (sequence := self.table.sequences[row])]
         for sequence, reason in owned:
             self.end(sequence, reason)
@@ -159,7 +161,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.held:
             self.held.remove(sequence)
-        self._release_followers(sequence)
+        release_followers(sequence, self.waiting)
 
     def release(self, sequence: Sequence) -> None:
         """Release the pages of an ended sequence; whole ones stay cached until they are evicted."""
@@ -207,6 +209,7 @@ class Scheduler:
         sequence = self.waiting[place]
         for step in sorted(open_steps, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
             if step.admit(sequence):
+                fork_followers(step, page_size=self._limits.page_size)
                 for passed_over in list(self.waiting)[:place]:
                     passed_over.num_passed_over += 1
                 self.waiting.remove(sequence)
@@ -222,17 +225,8 @@ class Scheduler:
         """
         rank, failed = self.ranks[sequence.data_rank], sequence.finish is not None and sequence.finish.kind == "error"
         if len(sequence.pages) and not failed:
-            rank.cache_computed(sequence, min(sequence.num_computed, sequence.num_tokens - 1))
+            cache_with_forks(rank, sequence, min(sequence.num_computed, sequence.num_tokens - 1))
         rank.give_up_pages(sequence)
-
-    def _release_followers(self, leader: Sequence) -> None:
-        """Queue the other choices of a request, to find its prompt cached: after those that have run before."""
-        followers, leader.followers = [f for f in leader.followers if f.finish is None], []
-        if followers:
-            num_preempted = sum(1 for _ in takewhile(lambda s: s.num_to_recompute > 0, self.waiting))
-            self.waiting.rotate(-num_preempted)
-            self.waiting.extendleft(reversed(followers))
-            self.waiting.rotate(num_preempted)
 
     def _namespace(self, request: GenerationRequest) -> Hashable:
         """The namespace of the cached prefixes of a request."""

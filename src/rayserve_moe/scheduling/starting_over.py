@@ -14,7 +14,7 @@ from rayserve_moe.scheduling.step_plan import StepPlan
 def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
     """Take back that a submitted step computes anything; returns its sequences. Then preempt all that runs."""
     table = scheduler.table
-    np.minimum.at(table.num_computed, plan.chunk_rows, plan.chunk_starts)
+    np.minimum.at(table.num_computed, plan.chunk_rows, np.where(plan.chunk_lengths > 0, plan.chunk_starts, 0))
     return [sequence for row in plan.chunk_rows.tolist() if (sequence := table.sequences[row])]
 
 

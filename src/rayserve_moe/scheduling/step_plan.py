@@ -8,6 +8,9 @@ A chunk is a run of tokens of one sequence: `chunk_rows[c]` is its row, its toke
 `token_ids`. Where `chunk_samples[c]`, the chunk ends at the last expected token and the next one is sampled. A token
 id of LAST_SAMPLED stands for the token that was sampled last in that row: it may not have left the device yet.
 
+A choice that forks off another has a chunk of no tokens behind the one that ends their prompt: it samples there too.
+Where that is inside a page, the page of the other's row is copied to its own after the step.
+
 A sequence whose drafts are verified has 1 + n chunks of one token each, next to each other: its last token, then the
 drafts. All of them sample, each as if the drafts before it were sampled tokens; those after the first draft that is
 not what was sampled before it do not count. `most_drafts` is the largest n of a plan.
@@ -158,7 +161,7 @@ class StepPlan:
     such: every host puts the weights that it has staged in the place of those it serves. A plan that `holds_samples`
     does not sample: the plan after it has the `masks` for that, which take the tokens before to be filled.
     With `wants_drafts` a draft model says what may follow the samples; `next_ids` int32 [chunks] are tokens behind
-    chunks that are known, -1: none, if it wants them.
+    chunks that are known, -1: none, if it wants them. `num_forks` chunks have no tokens.
     """
 
     step_id: int
@@ -182,11 +185,18 @@ class StepPlan:
     masks: SampleMasks | None = None
     wants_drafts: bool = False
     next_ids: np.ndarray | None = None
+    num_forks: int = 0
 
     @property
     def has_blocks(self) -> bool:
         """Whether some chunk takes blocks."""
-        return len(self.token_ids) != len(self.chunk_rows) or len(self.block_work.chunks) > 0
+        is_longer = (self.chunk_lengths > 1).any() if self.num_forks else self.num_tokens != self.num_chunks
+        return bool(is_longer) or len(self.block_work.chunks) > 0
+
+    @property
+    def sources(self) -> np.ndarray:
+        """Which chunk computes what each samples after, intp [chunks]: itself, or the one that it forks off."""
+        return np.maximum.accumulate(np.where(self.chunk_lengths > 0, np.arange(self.num_chunks), 0))
 
     @property
     def num_chunks(self) -> int:

@@ -48,9 +48,9 @@ class WindowedPages:
         for page in page_ids[self.page_of[page_ids] > 0].tolist():
             self._drop(page)
 
-    def enter(self, row: int, page_ids: np.ndarray) -> None:
-        """Let a row use what its next query sees of the cached pages that it starts after."""
-        first = self._first_seen[row] = int(self._first_seen_from(len(page_ids) * self._page_size))
+    def enter(self, row: int, page_ids: np.ndarray, *, position: int) -> None:
+        """Let a row use what its next query, at `position`, sees of the pages that it finds computed."""
+        first = self._first_seen[row] = int(self._first_seen_from(position))
         seen = page_ids[first:]
         assert self.page_of[seen].all(), "a cached prefix lacks pages that are seen from its end"
         self._num_users[seen] += 1
@@ -74,11 +74,11 @@ class WindowedPages:
         self._first_seen[row] = NOT_IN_USE
 
     def hand_over(self, page_ids: np.ndarray, cached_ids: np.ndarray) -> None:
-        """Move what stands behind `page_ids` [n], which have no user, to those of `cached_ids` [n] that lack it.
+        """Move what stands behind those of `page_ids` [n] that have no user to those of `cached_ids` [n] that lack it.
 
         Both hold the same tokens, and the latter are found by others.
         """
-        movable = (self.page_of[page_ids] > 0) & (self.page_of[cached_ids] == 0)
+        movable = (self.page_of[page_ids] > 0) & (self.page_of[cached_ids] == 0) & (self._num_users[page_ids] == 0)
         for page, cached in zip(page_ids[movable].tolist(), cached_ids[movable].tolist(), strict=True):
             del self._idle[page]
             self._idle[cached] = None

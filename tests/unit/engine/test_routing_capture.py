@@ -154,7 +154,7 @@ def test_choices_share_the_rows_of_their_prompt():
     captured = Captured()
     first, second = captured.finish(choices("a", 10, n=2, routing=True, num_new=3))
     assert first.source == ((0, 12, "computed"),)
-    assert second.source == ((0, 8, "cached"), (8, 12, "computed"))
+    assert second.source == ((0, 10, "cached"), (10, 12, "computed"))
     assert steps(second)[:8] == steps(first)[:8] and positions(second) == list(range(12))
 
 
