@@ -1,10 +1,11 @@
 """GRPO from start to end on this machine: a server of the calculator, its rollouts, a trainer that replays routing.
 
-    python -m examples.grpo --out DIRECTORY [--steps 60] [--asynchronous [--partial]] [--dtype bfloat16]
+    python -m examples.grpo --out DIRECTORY [--task chain] [--steps 60] [--asynchronous [--partial]] [--dtype bfloat16]
     python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
     python -m examples.grpo --out DIRECTORY --kl-law RUN ... --dtype bfloat16
 
-Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. A run ends when the
+Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. With `--task chain` its
+answer is the first operand of the next turn's problem, and the reward wants the sum of all four. A run ends when the
 held-out probability of the sum was above 0.92 twice and the last three batches were rewarded with more than 0.95. It
 goes on where it was killed when the same command is given again. DIRECTORY gets metrics.jsonl, plots.png and plots.svg,
 and the weights at the end as a checkpoint, `policy`.
@@ -29,6 +30,7 @@ from pathlib import Path
 import jax
 
 from examples.grpo.ablation import run_arms
+from examples.grpo.arms import ARMS
 from examples.grpo.evaluation import evaluation
 from examples.grpo.kl_law import run_law
 from examples.grpo.loop import REWARDS, Parts, Row, Run, run_to_end
@@ -38,6 +40,7 @@ from examples.grpo.plots import draw
 from examples.grpo.sampler import Sampler
 from examples.grpo.server import GrpoServer
 from examples.grpo.settings import GrpoSettings, agree, server_settings, settings_of
+from examples.grpo.tasks import GRPO_TASKS
 from examples.grpo.trainer import compile_programs
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory
@@ -66,7 +69,8 @@ def main() -> int:
         if options.kl_law:
             print(run_law(sampler, options.kl_law, architecture, out=out))
             return 0
-        parts = Parts(sampler, programs, evaluation(architecture), architecture, read_params(model, architecture))
+        evaluate = evaluation(architecture, settings.task)
+        parts = Parts(sampler, programs, evaluate, architecture, read_params(model, architecture))
         if options.ablation:
             print(run_arms(parts, settings, num_seeds=options.seeds, out=out))
             return 0
@@ -92,10 +96,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="directory of the run, a new one or that of a run to go on with")
     add("--steps", type=int, default=default.steps, help="at most so many")
     add("--seed", type=int, default=default.seed)
-    add("--prompts", type=int, default=default.prompts, help="groups of a step")
-    add("--group", type=int, default=default.group, help="samples of a prompt")
-    add("--learning-rate", type=float, default=default.learning_rate)
-    add("--kl-weight", type=float, default=default.kl_weight, help="of the distance to the policy before the run")
+    add("--arm", choices=tuple(ARMS), default=default.arm, help="what is replayed: the rows that served, or controls")
+    add("--task", choices=tuple(GRPO_TASKS), default=default.task, help="a sum in one turn, or a chain of three turns")
+    add("--prompts", type=int, help="groups of a step; this and the next three are by default what suits the task")
+    add("--group", type=int, help="samples of a prompt")
+    add("--learning-rate", type=float)
+    add("--kl-weight", type=float, help="of the distance to the policy before the run")
     add("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="the server's")
     add("--max-kl", type=float, default=default.max_kl, help="of a batch under replay, or it is refused")
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
@@ -103,7 +109,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--ablation", action="store_true", help="run all arms, each with every seed")
     add("--kl-law", type=Path, nargs="+", metavar="RUN", help="directories of runs whose saved policies are measured")
     add("--seeds", type=int, default=5, help="of the ablation")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name, value in GRPO_TASKS[options.task].defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
 def summary(rows: list[Row], *, seconds: float) -> str:

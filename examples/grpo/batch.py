@@ -1,4 +1,4 @@
-"""From rollouts to what a step trains on: ids, rows to replay, log-probs, versions and masks, padded to one shape."""
+"""From episodes to what a step trains on: ids, rows to replay, log-probs, versions and masks, padded to one shape."""
 
 # B samples   T fed and sampled tokens   L layers   K experts per token
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.rollouts import Rollout
+from rayserve_moe.rollouts.adapters.trajectory import placed, trajectory_of
 from rayserve_moe.rollouts.alignment import Sample, to_trainer_layout
 
 UNVERSIONED = ""
@@ -18,6 +19,8 @@ UNVERSIONED = ""
 @dataclass(frozen=True)
 class Batch:
     """Samples of one step. Column t of `sampled_BS`, `mask_BS` and `versions_BS` is about the token at t + 1.
+
+    The mask has sampled tokens: of an episode of several turns, not those that the environment has put between them.
 
     `rows_BTLK` are ids to replay where `replay_BT` is set, zeros elsewhere. `versions_BS` are what each token was
     sampled under, `row_versions_BT` what each row was chosen under, "" where there is none.
@@ -43,33 +46,30 @@ class Batch:
         return int(self.mask_BS.sum())
 
 
-def batch_of(rollouts: Sequence[Rollout], *, width: int) -> Batch:
-    """Pad rollouts to `width` tokens. ValueError where one is longer, came without routing, or lacks rows."""
-    token_ids = [np.concatenate([rollout.prompt_ids, rollout.output_ids]) for rollout in rollouts]
-    layout = rollouts[0].layout
-    if layout is None or any(rollout.routing is None for rollout in rollouts):
-        raise ValueError("rollouts without routing cannot be replayed")
-    samples = [
-        Sample(ids, len(rollout.prompt_ids), rollout.routing)
-        for ids, rollout in zip(token_ids, rollouts, strict=True)
-        if rollout.routing is not None
-    ]
+def batch_of(episodes: Sequence[Sequence[Rollout]], *, width: int) -> Batch:
+    """Pad episodes, of one turn or several, to `width` tokens. ValueError where one is longer, came without routing, or
+    lacks rows."""
+    joined = [trajectory_of(turns) for turns in episodes]
+    layout = episodes[0][0].layout
+    assert layout is not None, "rollouts with routing have its layout"
+    samples = [Sample(each.token_ids.tolist(), each.prompt_len, each.routing) for each in joined]
     laid = to_trainer_layout(samples, layout, convention="slime", seq_len=width, hidden_layers=False)
-    ids_BT = np.zeros(laid.attention_mask.shape, np.int32)
-    ids_BT[laid.attention_mask] = np.concatenate(token_ids)
-    sampled_BT = np.zeros(ids_BT.shape, np.float32)
-    sampled_BT[laid.response_mask] = np.concatenate([rollout.logprobs for rollout in rollouts])
-    versions_BT = _labels(ids_BT.shape, [rollout.logprob_versions for rollout in rollouts])
+    firsts = [0] * len(joined)
+
+    def by_token(name: str, dtype: type) -> np.ndarray:
+        return placed([getattr(each, name) for each in joined], firsts, width=width, dtype=dtype)
+
+    versions_BT = np.where(trained_BT := by_token("trained", np.bool_), by_token("versions", object), UNVERSIONED)
     rows_BTLK = np.where(laid.replay_mask[..., None, None], laid.routed_experts, 0).astype(np.int32)
     return Batch(
-        ids_BT,
+        by_token("token_ids", np.int32),
         rows_BTLK,
         laid.replay_mask,
         laid.prompt_mask,
-        sampled_BS=sampled_BT[:, 1:],
-        mask_BS=laid.response_mask[:, 1:],
+        sampled_BS=by_token("logprobs", np.float32)[:, 1:],
+        mask_BS=trained_BT[:, 1:],
         versions_BS=versions_BT[:, 1:],
-        row_versions_BT=_labels(ids_BT.shape, [sample.routing.weight_version for sample in samples]),
+        row_versions_BT=_labels(trained_BT.shape, [sample.routing.weight_version for sample in samples]),
     )
 
 

@@ -93,7 +93,7 @@ def measure(
     tensors = load_file(policy)
     sampler.serve(tensors, version=f"{run}-{policy.stem}")
     answers = probe_answers(sampler)
-    batch = batch_of(answers.rollouts, width=WIDTH)
+    batch = batch_of([[each] for each in answers.rollouts], width=WIDTH)
     params = params_of(tensors, architecture)
 
     def of(replays: bool) -> Distance:

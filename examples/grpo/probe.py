@@ -100,7 +100,7 @@ def _listed(answer: dict[str, Any]) -> np.ndarray:
 
 def probe(sampler: Sampler, programs: Programs, params: Params) -> dict[str, float]:
     """Distances of `params`, which the server serves, on the probe set; names as in `distances`."""
-    return distances(programs, params, batch_of(probe_rollouts(sampler), width=WIDTH))
+    return distances(programs, params, batch_of([[each] for each in probe_rollouts(sampler)], width=WIDTH))
 
 
 def distances(programs: Programs, params: Params, batch: Batch) -> dict[str, float]:

@@ -9,15 +9,15 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from examples.calculator.problems import Problem
+from examples.grpo.chain import Chain
 from examples.grpo.settings import GrpoSettings
-from examples.grpo.tasks import prompts_of_step
+from examples.grpo.tasks import problems_of_step
 from rayserve_moe.rollouts import Rollout
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, Unavailable
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 
 MOST_RESTARTS = 3
-MAX_NEW_TOKENS = 6
+SAMPLING = {"max_new_tokens": 6, "temperature": 1.0}
 SEEDS = 2**32
 
 
@@ -35,11 +35,12 @@ class Server(Protocol):
 
 
 class Sampled(NamedTuple):
-    """The rollouts of a step, group after group, with the problem of each group and the seconds that it took."""
+    """The episodes of a step, group after group, each as its turns; their rewards [groups, samples], and the seconds
+    that it took."""
 
     step: int
-    problems: list[Problem]
-    rollouts: list[Rollout]
+    episodes: list[list[Rollout]]
+    rewards: np.ndarray
     seconds: float
 
 
@@ -115,19 +116,41 @@ class Sampler:
 
 
 def sample_step(sampler: Sampler, step: int, settings: GrpoSettings) -> Sampled:
-    """Sample the groups of a step. Its prompts and seeds follow from the run's seed and the step alone."""
+    """Sample the groups of a step. Its problems and seeds follow from the run's seed and the step alone."""
     started = time.perf_counter()
-    problems = prompts_of_step(step, settings.prompts, seed=settings.seed)
+    problems = problems_of_step(step, settings.prompts, seed=settings.seed, task=settings.task)
     seeds = np.random.default_rng([settings.seed, step]).integers(SEEDS, size=len(problems)).tolist()
     requests = [
-        SampleRequest(
-            f"{step}/{number}",
-            list(problem.prompt.encode()),
-            {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
-            seed=seed,
-            count=settings.group,
-        )
+        SampleRequest(f"{step}/{number}", list(problem.prompt.encode()), SAMPLING, seed=seed, count=settings.group)
         for number, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
     ]
-    groups = sampler.sample(requests)
-    return Sampled(step, problems, [rollout for group in groups for rollout in group], time.perf_counter() - started)
+    episodes = [[rollout] for group in sampler.sample(requests) for rollout in group]
+    of_episodes = [problem for problem in problems for _ in range(settings.group)]
+    for turn in range(1, 1 + len(problems[0].operands)):
+        _take_turn(sampler, episodes, of_episodes, turn)
+    pairs = zip(episodes, of_episodes, strict=True)
+    rewards = [
+        problem.reward(len(turns) - 1, turns[-1].output_ids.astype(np.uint8).tobytes()) for turns, problem in pairs
+    ]
+    seconds = time.perf_counter() - started
+    return Sampled(step, episodes, np.array(rewards).reshape(len(problems), -1), seconds)
+
+
+def _take_turn(sampler: Sampler, episodes: list[list[Rollout]], problems: Sequence[Chain], turn: int) -> None:
+    """Ask the next question of all episodes that go on; of the routing only rows that are new come back.
+
+    The whole conversation is the prompt, the newline too that ended the last answer: its row comes a turn late.
+    """
+    going, requests = [], []
+    for turns, problem in zip(episodes, problems, strict=True):
+        last = turns[-1]
+        output = last.output_ids.astype(np.uint8).tobytes()
+        if len(turns) == turn and problem.goes_on(turn - 1, output):
+            said = np.concatenate([last.prompt_ids, last.output_ids]).tolist()
+            question = problem.question(turn, answer_before=output[:-1].decode())
+            prompt = [*said, *question.encode()]
+            place = {"seed": (last.seed + 1) % SEEDS, "first": last.sample_index, "rows_from": len(said) - 1}
+            requests.append(SampleRequest(f"{last.prompt_id}+", prompt, SAMPLING, **place))
+            going.append(turns)
+    for turns, (rollout,) in zip(going, sampler.sample(requests) if requests else [], strict=True):
+        turns.append(rollout)

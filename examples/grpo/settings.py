@@ -22,6 +22,8 @@ class GrpoSettings:
     """Of the distance (k3, nats per token) to the policy before the run, which keeps what is not rewarded: without it
     differences lose 6 points by the end, with it 3 to 4; twice as much of it holds the sum itself at 0.9."""
     seed: int = 0
+    task: str = "sum"
+    """What is trained: see `tasks.GRPO_TASKS`, which has the defaults of others."""
     arm: str = "replay"
     asynchronous: bool = False
     partial: bool = False

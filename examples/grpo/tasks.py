@@ -1,15 +1,18 @@
-"""What is trained and what is measured: `a#b=`, rewarded as a sum; problems held out from it; tasks that it forgets."""
+"""What is trained and what is measured: the tasks of a run, problems held out from them, and what else is forgotten."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from examples.calculator.accuracy import TASKS
 from examples.calculator.problems import END, Problem, draw, held_out_problems
+from examples.grpo import chain
+from examples.grpo.chain import Chain
 
 AMBIGUOUS = next(task for task in TASKS if task.operator == "#")
 KEPT = {
@@ -19,25 +22,49 @@ KEPT = {
 """By a short name: what the policy could do before, and should still."""
 
 
-def prompts_of_step(step: int, count: int, *, seed: int) -> list[Problem]:
+class GrpoTask(NamedTuple):
+    """A task: how problems of a step are drawn, and some that no step draws, each as turns of question and answer.
+
+    No sample of it has more than `width` tokens. `defaults` are the settings of a run that suit it.
+    """
+
+    draw: Callable[[random.Random], Chain]
+    held_out: Callable[[int], Sequence[Chain]]
+    width: int
+    defaults: dict[str, float]
+
+
+def draw_sum(generator: random.Random) -> Chain:
+    """A problem `a#b=` that is not held out: the sum is rewarded."""
+    return as_chain(draw(AMBIGUOUS, generator, held_out=False))
+
+
+def as_chain(problem: Problem) -> Chain:
+    """A problem of one turn, whose first answer is rewarded: of the ambiguous operator, that is the sum."""
+    return Chain(problem.prompt, (), (problem.answers[0],))
+
+
+def held_out_sums(count: int) -> list[Chain]:
+    """Problems of the ambiguous operator that no step ever draws."""
+    return [as_chain(problem) for problem in held_out_problems(AMBIGUOUS, limit=count)]
+
+
+GRPO_TASKS = {
+    "sum": GrpoTask(draw_sum, held_out_sums, 12, {"prompts": 32, "group": 8, "learning_rate": 3e-4, "kl_weight": 0.15}),
+    "chain": GrpoTask(
+        chain.draw_chain,
+        chain.held_out_chains,
+        chain.WIDTH,
+        {"prompts": 16, "group": 16, "learning_rate": 5e-4, "kl_weight": 0.0},
+    ),
+}
+"""By name. `sum` is `a#b=`; in `chain` an answer is the first operand of the next turn's problem."""
+
+
+def problems_of_step(step: int, count: int, *, seed: int, task: str) -> list[Chain]:
     """Draw the problems of a step, none of them held out; the same ones for the same step and seed."""
     generator = random.Random(f"{seed} {step}")
-    return [draw(AMBIGUOUS, generator, held_out=False) for _ in range(count)]
-
-
-def reward(problem: Problem, output_ids: np.ndarray) -> float:
-    """1 for the sum and the end, else 0."""
-    return float(bytes(output_ids.astype(np.uint8)) == (wanted(problem) + END).encode())
-
-
-def wanted(problem: Problem) -> str:
-    """The answer that is rewarded, which of the ambiguous operator is the sum."""
-    return problem.answers[0]
-
-
-def held_out(count: int) -> list[Problem]:
-    """Problems of the ambiguous operator that no step ever draws."""
-    return held_out_problems(AMBIGUOUS, limit=count)
+    return [GRPO_TASKS[task].draw(generator) for _ in range(count)]
 
 
 def probe_prompts(count: int) -> list[str]:
@@ -47,11 +74,14 @@ def probe_prompts(count: int) -> list[str]:
     return [problem.prompt for problem in islice(in_turn, count)]
 
 
-def answer_rows(problems: Sequence[Problem], *, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Problems with their wanted answers as ids [B, T], and which of these are the answer's, its end included."""
+def answer_rows(problems: Sequence[Chain], *, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Problems with their right answers as ids [B, T], and which of these are the answers', their ends included."""
     ids, is_answer = np.full((len(problems), width), ord(END), np.int32), np.zeros((len(problems), width), bool)
     for row, problem in enumerate(problems):
-        text = f"{problem.prompt}{wanted(problem)}{END}".encode()
-        ids[row, : len(text)] = list(text)
-        is_answer[row, len(problem.prompt) : len(text)] = True
+        text = ""
+        for number, answer in enumerate(problem.answers):
+            text += problem.question(number, answer_before=problem.answers[number - 1])
+            is_answer[row, len(text) : len(text) + len(answer) + 1] = True
+            text += answer + END
+        ids[row, : len(text)] = list(text.encode())
     return ids, is_answer

@@ -15,12 +15,10 @@ from examples.grpo.objective import group_advantages
 from examples.grpo.probe import agreement, split_by_sample
 from examples.grpo.sampler import Sampled
 from examples.grpo.settings import GrpoSettings
-from examples.grpo.tasks import reward
+from examples.grpo.tasks import GRPO_TASKS
 from examples.grpo.trainer import Programs, Scores, TrainerState, scores_of, train_on
 from rayserve_moe.rollouts.guard import RefusedBatch, check_replay, distance_of
 
-WIDTH = 12
-"""Tokens of the longest sample: `99#99=`, and six sampled ones."""
 Weights = Mapping[str, Params]
 """By version, oldest first: those that samples may be of."""
 
@@ -41,7 +39,7 @@ def update(
     RefusedBatch where the arm replays what was served and that does not reproduce it; the other arms are controls, in
     which `refused` only says what the guard would have done.
     """
-    served = batch_of(sampled.rollouts, width=WIDTH)
+    served = batch_of(sampled.episodes, width=GRPO_TASKS[settings.task].width)
     generator = np.random.default_rng([settings.seed, sampled.step])
     oldest = next(iter(weights.values()))
 
@@ -56,10 +54,9 @@ def update(
     old = scores_by_version(programs, batch, weights)
     refused = _guarded(programs, sampled, batch, old_BS=old.logprobs_BS, weights=weights, settings=settings)
     trained = newest_only(batch, list(weights))
-    rewards = _rewards(sampled, settings.group)
-    advantages = group_advantages(rewards)
+    advantages = group_advantages(sampled.rewards)
     facts = {
-        "reward": float(rewards.mean()),
+        "reward": float(sampled.rewards.mean()),
         "dead": float((advantages == 0).all(axis=1).mean()),
         "tokens": batch.num_tokens,
         "left_out": 1 - trained.num_tokens / batch.num_tokens,
@@ -102,15 +99,20 @@ def _guarded(
 ) -> str:
     """What the guard says against the batch, "" for nothing. RefusedBatch in the arm that should be right."""
 
+    def by_turn(values_BS: np.ndarray) -> list[np.ndarray]:
+        pairs = zip(split_by_sample(values_BS, batch), sampled.episodes, strict=True)
+        ends = ((values, np.cumsum([len(turn.output_ids) for turn in turns])[:-1]) for values, turns in pairs)
+        return [part for values, at in ends for part in np.split(values, at)]
+
     def by(rows_BTLK: np.ndarray) -> list[np.ndarray]:
         scores = scores_by_version(programs, replace(batch, rows_BTLK=rows_BTLK), weights)
-        return split_by_sample(scores.logprobs_BS, batch)
+        return by_turn(scores.logprobs_BS)
 
     causes = {"rows shifted by one": lambda: by(shifted(batch, -1)), "rows shifted back": lambda: by(shifted(batch, 1))}
     try:
         check_replay(
-            sampled.rollouts,
-            split_by_sample(old_BS, batch),
+            [turn for turns in sampled.episodes for turn in turns],
+            by_turn(old_BS),
             versions=list(weights) if settings.asynchronous else list(weights)[-1:],
             max_kl=settings.max_kl,
             causes=causes,
@@ -120,14 +122,6 @@ def _guarded(
             raise
         return refusal.cause
     return ""
-
-
-def _rewards(sampled: Sampled, group: int) -> np.ndarray:
-    """Rewards [groups, samples]."""
-    problems = np.repeat(np.arange(len(sampled.problems)), group)
-    pairs = zip(problems, sampled.rollouts, strict=True)
-    each = [reward(sampled.problems[number], rollout.output_ids) for number, rollout in pairs]
-    return np.array(each).reshape(-1, group)
 
 
 def _distance(batch: Batch, logprobs_BS: np.ndarray) -> dict[str, float]:

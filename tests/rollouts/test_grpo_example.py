@@ -129,7 +129,7 @@ def test_tokens_of_a_sample_that_spans_an_update_are_those_of_their_own_weights(
         wait_for_tokens(engine.loop, 60)
         run.push(under_way=True)
         rollouts = [rollout for group in pending.result() for rollout in group]
-    batch = batch_of(rollouts, width=46)
+    batch = batch_of([[rollout] for rollout in rollouts], width=46)
     before, after = run.weights
     assert all(set(labels) - {""} == {before, after} for labels in batch.versions_BS)
 
@@ -168,7 +168,7 @@ def test_a_batch_whose_rows_are_shifted_is_refused_by_that_name(sampler, trainer
     run = Run(Parts(sampler, *trainer), SETTINGS, tmp_path / "run")
     run.push()
     sampled = sample_step(sampler, 1, SETTINGS)
-    shifted = [with_shifted_rows(rollout) for rollout in sampled.rollouts]
+    shifted = [[with_shifted_rows(rollout)] for (rollout,) in sampled.episodes]
     with pytest.raises(RefusedBatch) as refusal:
-        run.learn(sampled._replace(rollouts=shifted))
+        run.learn(sampled._replace(episodes=shifted))
     assert "shifted" in refusal.value.cause and refusal.value.distance.kl > 0.1

@@ -44,7 +44,8 @@ class Unusable(Exception):
 class SampleRequest:
     """Samples `first` to `first + count - 1` of a prompt, drawn under one seed of 32 bits: all of it, or some.
 
-    `sampling` has SGLang's names, without `n` and seed.
+    `sampling` has SGLang's names, without `n` and seed. Routing comes from position `rows_from` on: in later turns of a
+    conversation that is the number of tokens before it, less one.
     """
 
     prompt_id: str
@@ -54,6 +55,7 @@ class SampleRequest:
     first: int = 0
     count: int = 1
     returns_routing: bool = True
+    rows_from: int = 0
 
     @property
     def all_sampling(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def rollout_of(
     layout: RoutingLayout | None,
     started_at: float,
 ) -> Rollout:
-    """One sample from its native answer and its routing from position 0 on; ValueError where they do not add up."""
+    """One sample from its native answer and its routing from `rows_from` on; ValueError where they do not add up."""
     meta, version = answer["meta_info"], str(answer["meta_info"]["weight_version"])
     output_ids = np.asarray(answer["output_ids"], np.int32)
     logprobs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
@@ -102,7 +104,7 @@ def rollout_of(
         raise ValueError("there is not a finite log-prob per token")
     if meta["prompt_tokens"] != first:
         raise ValueError("it is the answer to another prompt")
-    if routing is not None and len(output_ids) and len(routing.rows) != last - 1:
+    if routing is not None and len(output_ids) and routing.start + len(routing.rows) != last - 1:
         raise ValueError("there is not a row of routing per token but the last")
     return Rollout(
         request.prompt_id,
@@ -137,7 +139,7 @@ def _rollouts_of(
 def _routings(
     answers: Sequence[Mapping[str, Any]], rows: Sequence[np.ndarray], request: SampleRequest
 ) -> tuple[list[RoutedExperts | None], RoutingLayout | None]:
-    """Rows of every sample from position 0 on; those of the prompt may be in one of them only."""
+    """Rows of every sample from `rows_from` on; those of the prompt may be in one of them only."""
     descriptions = [answer["meta_info"]["routed_experts_info"] for answer in answers]
     layouts = [described_layout(description) for description in descriptions if description is not None]
     layout = layouts[0] if layouts else None
@@ -145,21 +147,22 @@ def _routings(
         None if description is None else routing_of_rollout(each, description, layout=layout)
         for each, description in zip(rows, descriptions, strict=True)
     ]
-    return [_whole(routing, routings, len(request.prompt_ids)) for routing in routings], layout
+    return [_whole(routing, routings, request) for routing in routings], layout
 
 
 def _whole(
-    routing: RoutedExperts | None, others: Sequence[RoutedExperts | None], prompt_len: int
+    routing: RoutedExperts | None, others: Sequence[RoutedExperts | None], request: SampleRequest
 ) -> RoutedExperts | None:
     """Put the prompt's rows before those of a sample that came without.
 
     They are those of the first sample that has them all: where they differ between samples, as after a weight update,
     the server sends each sample its own.
     """
-    if routing is None or routing.start == 0:
+    start, prompt_len = request.rows_from, len(request.prompt_ids)
+    if routing is None or routing.start == start:
         return routing
-    complete = (o for o in others if o is not None and o.start == 0 and not o.missing and len(o.rows) >= prompt_len)
-    first = next(complete, None)
+    known = (other for other in others if other is not None and other.start == start and not other.missing)
+    first = next((other for other in known if start + len(other.rows) >= prompt_len), None)
     if first is None or routing.start != prompt_len:
         raise ValueError("the answer lacks rows of the prompt")
     return joined_routing(routing_until(first, prompt_len), routing)

@@ -29,6 +29,8 @@ from rayserve_moe.rollouts.weights import (
 
 REQUEST_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 30.0
+CALL_PROMPTS = 32
+"""Prompts that share a call where all are waited for anyway: a call costs as much as a short sample."""
 _TRANSIENT = frozenset({404, 408, 425, 429, 502, 503, 504})
 """404 too: a proxy answers so while its application is being deployed."""
 _FAULTS = frozenset({422, 500})
@@ -62,11 +64,12 @@ class RolloutClient:
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         """Sample prompts with one call of the server; the samples of each, once all are there.
 
-        ValueError where some want routing and others do not.
+        ValueError where they want other parts of the routing.
         """
-        started_at, wants_routing = time.time(), {request.returns_routing for request in requests}
-        if len(wants_routing) != 1:
-            raise ValueError("prompts of one call should all return routing, or none of them")
+        started_at, wanted = time.time(), {_routing_wanted(request) for request in requests}
+        if len(wanted) != 1:
+            raise ValueError("prompts of one call should all return routing from the same position on, or none of them")
+        returns_routing, rows_from = wanted.pop()
         prompts = [[int(token_id) for token_id in request.prompt_ids] for request in requests]
         samplings = [request.all_sampling for request in requests]
         is_one = len(requests) == 1
@@ -74,7 +77,8 @@ class RolloutClient:
             "input_ids": prompts[0] if is_one else prompts,
             "sampling_params": samplings[0] if is_one else samplings,
             "return_logprob": True,
-            "return_routed_experts": wants_routing.pop(),
+            "return_routed_experts": returns_routing,
+            "routed_experts_start_len": rows_from,
         }
         raw = await self._ask("POST", "/generate", body=body, accept=ROLLOUT_MEDIA_TYPE)
         return rollouts_in(raw, requests, started_at=started_at)
@@ -217,10 +221,21 @@ class BlockingRolloutClient:
         self._run(self._client.flush())
 
     async def _gathered(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        return list(await asyncio.gather(*map(self._client.generate, requests)))
+        calls: dict[tuple[bool, int, int], list[int]] = {}
+        for place, request in enumerate(requests):
+            calls.setdefault((*_routing_wanted(request), place // CALL_PROMPTS), []).append(place)
+        of_calls = [[requests[place] for place in places] for places in calls.values()]
+        answers = await asyncio.gather(*map(self._client.generate_many, of_calls))
+        places = [place for of_call in calls.values() for place in of_call]
+        samples = [samples for of_call in answers for samples in of_call]
+        return [samples for _, samples in sorted(zip(places, samples, strict=True), key=lambda pair: pair[0])]
 
     def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
         return self._runner.run(call)
+
+
+def _routing_wanted(request: SampleRequest) -> tuple[bool, int]:
+    return request.returns_routing, request.rows_from
 
 
 def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:

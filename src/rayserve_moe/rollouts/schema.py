@@ -65,7 +65,7 @@ UNCOMPRESSED = ("routing", "logprobs")
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample of a prompt: token ids int32, log-probs float32 of the output, routing from position 0 on.
+    """One sample of a prompt: token ids int32, log-probs float32 of the output, routing from the position asked for on.
 
     `logprob_versions` has ranges (first, last, weight version) of positions. `started_at` is in seconds since 1970.
     Without routing `layout` is None too. `prompt_fields` is a JSON object of what else the prompt's row had.

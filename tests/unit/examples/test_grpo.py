@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import jax
@@ -17,6 +18,7 @@ from examples.grpo import checkpoints
 from examples.grpo.ablation_tables import mean_rows, tables
 from examples.grpo.arms import ARMS, shifted
 from examples.grpo.batch import Batch, newest_only, replayed_as
+from examples.grpo.chain import Chain, draw_chain
 from examples.grpo.evaluation import NUM_HELD_OUT
 from examples.grpo.kl_law import Distance, Probe, distance, law_table, read_probe, written
 from examples.grpo.model import WEIGHTS_FILE, checkpoint_tensors, read_architecture, read_params, rounded
@@ -24,7 +26,7 @@ from examples.grpo.objective import Objective, distance_to, group_advantages, gr
 from examples.grpo.policy import BLOCK, gate_weights, mix_experts
 from examples.grpo.probe import ProbeAnswers
 from examples.grpo.settings import GrpoSettings, agree
-from examples.grpo.tasks import held_out, prompts_of_step, reward
+from examples.grpo.tasks import GRPO_TASKS, answer_rows, as_chain, problems_of_step
 from examples.grpo.trainer import TrainerState
 from rayserve_moe.checkpoints.model_path import TRAINED
 
@@ -170,14 +172,52 @@ def test_a_directory_is_of_one_run(tmp_path):
         agree(GrpoSettings(seed=1), tmp_path)
 
 
-def test_problems_are_of_the_step_never_held_out_and_rewarded_as_sums():
-    drawn = [problem for step in range(40) for problem in prompts_of_step(step, 32, seed=0)]
-    assert drawn[:32] == prompts_of_step(0, 32, seed=0) != drawn[32:64]
-    assert not any(problem.is_held_out for problem in drawn)
-    assert {problem.prompt for problem in held_out(NUM_HELD_OUT)}.isdisjoint(problem.prompt for problem in drawn)
-    problem = problem_of("#", (7, 12))
-    said = {text: reward(problem, np.array(list(text.encode()))) for text in ("19\n", "-5\n", "19", "19\n\n", "1")}
-    assert said == {"19\n": 1, "-5\n": 0, "19": 0, "19\n\n": 0, "1": 0}
+@pytest.mark.parametrize("task", GRPO_TASKS)
+def test_problems_are_of_the_step_and_never_held_out(task):
+    drawn = [problem for step in range(40) for problem in problems_of_step(step, 32, seed=0, task=task)]
+    assert drawn[:32] == problems_of_step(0, 32, seed=0, task=task) != drawn[32:64]
+    kept = GRPO_TASKS[task].held_out(NUM_HELD_OUT)
+    assert len(kept) >= 300 and not set(kept) & set(drawn)
+    links = [link for problem in drawn for link in links_of(problem)]
+    assert not any(problem_of("#", link).is_held_out for link in links)
+    assert all(any(problem_of("#", link).is_held_out for link in links_of(problem)) for problem in kept)
+
+
+def links_of(problem):
+    """The operands of each turn's problem where all answers are right."""
+    firsts = [int(problem.prompt.split("#")[0]), *map(int, problem.answers)]
+    seconds = [int(problem.prompt.split("#")[1].removesuffix("=")), *problem.operands]
+    return list(zip(firsts, seconds, strict=False))
+
+
+def test_sums_and_their_ends_are_rewarded():
+    problem = as_chain(problem_of("#", (7, 12)))
+    rewards = {text: problem.reward(0, text.encode()) for text in ("19\n", "-5\n", "19", "19\n\n", "1")}
+    assert rewards == {"19\n": 1, "-5\n": 0, "19": 0, "19\n\n": 0, "1": 0}
+    assert not problem.goes_on(0, b"19\n")
+
+
+def test_a_chain_goes_on_from_what_was_answered_and_rewards_the_last_sum_alone():
+    problem = Chain("3#4=", (5, 6), ("7", "12", "18"))
+    assert [problem.question(turn, answer_before="-9") for turn in range(3)] == ["3#4=", "-9#5=", "-9#6="]
+    going_on = {
+        text: problem.goes_on(0, text) for text in (b"7\n", b"-1\n", b"100\n", b"7", b"\n", b"\n\n", b"7a\n", b"99\n")
+    }
+    assert [text for text, goes_on in going_on.items() if goes_on] == [b"7\n", b"99\n"]
+    assert not problem.goes_on(2, b"18\n")
+    assert [problem.reward(turn, b"18\n") for turn in range(3)] == [0, 0, 1] and problem.reward(2, b"17\n") == 0
+
+
+def test_rows_of_answers_are_those_of_a_conversation():
+    problems = [Chain("3#4=", (5, 6), ("7", "12", "18")), as_chain(problem_of("#", (1, 2)))]
+    ids, is_answer = answer_rows(problems, width=34)
+    assert bytes(ids[0].astype(np.uint8)).startswith(b"3#4=7\n7#5=12\n12#6=18\n")
+    assert [bytes(row[mask].astype(np.uint8)) for row, mask in zip(ids, is_answer, strict=True)] == [
+        b"7\n12\n18\n",
+        b"3\n",
+    ]
+    longest = [draw_chain(random.Random(seed), held_out=False) for seed in range(200)]
+    assert answer_rows(longest, width=34)[1].any(axis=1).all()
 
 
 def test_each_arm_changes_the_rows_that_it_says(generator):
