@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +80,19 @@ class SentBucket:
 
 
 @dataclass(frozen=True)
+class SentShares:
+    """A bucket that the sender has cut: by host what stands for its pieces, and how many bytes these are."""
+
+    by_host: tuple[Any, ...]
+    num_bytes: tuple[int, ...]
+    base_version: str | None = None
+
+
+Heads = Sequence[tuple[str, tuple[int, ...] | None]]
+"""Names of tensors and their shapes, None of a delta."""
+
+
+@dataclass(frozen=True)
 class WantedTensor:
     """What a host wants of a sent tensor: its `shape` in files, and the `regions` of it in the host's share."""
 
@@ -138,6 +152,11 @@ def write_bucket(tensors: Sequence[SentTensor], *, base_version: str | None = No
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     yield len(encoded).to_bytes(8, "little") + encoded
     yield from raw.values()
+
+
+def pieces_for(tensors: Sequence[SentTensor], wanted: Sequence[WantedTensor]) -> list[SentPiece]:
+    """The pieces of tensors that a host wants, as bits. CheckpointError as in `cut`."""
+    return [piece.as_bits() for tensor, share in zip(tensors, wanted, strict=True) for piece in cut(tensor, share)]
 
 
 def cut(tensor: SentTensor, wanted: WantedTensor) -> list[SentPiece]:

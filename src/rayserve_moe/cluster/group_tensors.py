@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError, RayTaskError
 
-from rayserve_moe.checkpoints.bucket import SentTensor, WantedTensor, cut
+from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, pieces_for
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, SHARE, WANTED
@@ -49,13 +49,25 @@ class GroupTensors:
         self._check(self._ask(BEGIN, expert_of_slot))
 
     def stage(self, tensors: Sequence[SentTensor]) -> None:
-        shares = self._ask(WANTED, [(tensor.name, tensor.shape) for tensor in tensors])
+        wanted = self.wanted([(tensor.name, tensor.shape) for tensor in tensors])
+        objects, sizes = zip(*(_share_of(tensors, share) for share in wanted), strict=True)
+        self.stage_shares(SentShares(objects, sizes))
+
+    def wanted(self, heads: Heads) -> list[list[WantedTensor]]:
+        shares = self._ask(WANTED, heads)
         self._check([share if isinstance(share, str) else "" for share in shares])
-        self.sent_bytes = self.sent_bytes or [0] * len(shares)
+        return shares
+
+    def stage_shares(self, shares: SentShares) -> None:
+        """Have every host fetch the object that is its share, from where its sender has put it."""
+        workers = self._workers()
+        if len(shares.by_host) != len(workers):
+            raise WeightsRefusedError(f"{len(shares.by_host)} shares were sent to {len(workers)} hosts")
+        before = self.sent_bytes or [0] * len(workers)
+        self.sent_bytes = [sent + more for sent, more in zip(before, shares.num_bytes, strict=True)]
         with self._failing():
             calls = [
-                worker.take_tensors.remote(ADD, self._share_of(host_id, tensors, share))
-                for host_id, (worker, share) in enumerate(zip(self._workers(), shares, strict=True))
+                worker.take_tensors.remote(ADD, share) for worker, share in zip(workers, shares.by_host, strict=True)
             ]
             ray.get(calls, timeout=self._timeout_s())
         self._wait()
@@ -73,16 +85,6 @@ class GroupTensors:
     def drop(self) -> None:
         with suppress(RayError):  # who is lost is noticed by its steps
             ray.get([worker.drop_staged.remote() for worker in self._workers()], timeout=DROP_TIMEOUT_S)
-
-    def _share_of(self, host_id: int, tensors: Sequence[SentTensor], wanted: list[WantedTensor]) -> ray.ObjectRef:
-        try:
-            pieces = [
-                piece.as_bits() for tensor, share in zip(tensors, wanted, strict=True) for piece in cut(tensor, share)
-            ]
-        except CheckpointError as error:
-            raise WeightsRefusedError(one_line(str(error))) from error
-        self.sent_bytes[host_id] += sum(piece.num_bytes for piece in pieces)
-        return ray.put(pieces)
 
     def _wait(self) -> None:
         """Wait until every host has staged what it was given. WeightsRefusedError where one has refused it."""
@@ -115,7 +117,17 @@ class GroupTensors:
             yield
         except GetTimeoutError as error:
             raise too_late(self._timeout_s()) from error
+        except ObjectLostError as error:
+            raise WeightsRefusedError("the weights were lost with who sent them") from error
         except RayTaskError as error:
             raise WeightsRefusedError("a host could not take the weights") from error
         except RayError as error:
             raise ExecutorFailure(f"a host was lost while it took new weights: {error}") from error
+
+
+def _share_of(tensors: Sequence[SentTensor], wanted: Sequence[WantedTensor]) -> tuple[ray.ObjectRef, int]:
+    try:
+        pieces = pieces_for(tensors, wanted)
+    except CheckpointError as error:
+        raise WeightsRefusedError(one_line(str(error))) from error
+    return ray.put(pieces), sum(piece.num_bytes for piece in pieces)

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from rayserve_moe.checkpoints.bucket import SentPiece, WantedTensor
+from rayserve_moe.checkpoints.bucket import Heads, SentPiece, WantedTensor
 from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare
 from rayserve_moe.execution.staged_weights import WeightReading
-from rayserve_moe.execution.tensor_staging import Heads, TensorStaging
+from rayserve_moe.execution.tensor_staging import TensorStaging
 from rayserve_moe.requests import WeightsRefusedError
 
 BEGIN, WANTED, ADD, FINISH, SHARE = "begin", "wanted", "add", "finish", "share"

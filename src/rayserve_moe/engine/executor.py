@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rayserve_moe.checkpoints.bucket import SentTensor
+from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
@@ -48,6 +48,14 @@ class TensorReceiver(Protocol):
 
     def stage(self, tensors: Sequence[SentTensor]) -> None:
         """Give every host its share of some tensors, or changes of them."""
+        ...
+
+    def wanted(self, heads: Heads) -> list[list[WantedTensor]]:
+        """What every host wants of some tensors, for a sender that cuts them itself."""
+        ...
+
+    def stage_shares(self, shares: SentShares) -> None:
+        """Give every host what its sender has cut for it, all that is wanted of the tensors in it."""
         ...
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from rayserve_moe.checkpoints.bucket import SentBucket
+from rayserve_moe.checkpoints.bucket import Heads, SentBucket, SentShares, WantedTensor
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.weight_orders import LOST_WHILE_READING, NOTHING_STAGED, WeightOrder, WeightOutcome
@@ -77,7 +77,15 @@ class TensorUpdates:
         self._timer: threading.Timer | None = None
         self.idle_s = IDLE_S
 
-    def stage(self, bucket: SentBucket, order: BucketOrder) -> Future[WeightOutcome]:
+    def wanted(self, heads: Heads, order: BucketOrder, *, base_version: str | None) -> Future[list[list[WantedTensor]]]:
+        """What every host wants of the tensors of a bucket, before that is cut; begins its update if need be.
+
+        The future fails with UpdateConflictError as in `stage`, and with WeightsRefusedError.
+        """
+        self._commands.check_open()
+        return self._updates.submit(self._wanted, heads, order, base_version)
+
+    def stage(self, bucket: SentBucket | SentShares, order: BucketOrder) -> Future[WeightOutcome]:
         """Stage a bucket; the outcome says whether that succeeded, and with the last one whether all of it serves.
 
         The future fails with UpdateConflictError for a bucket out of its order.
@@ -122,7 +130,19 @@ class TensorUpdates:
             self._ended.append(update_id)
         return was_open
 
-    def _stage(self, bucket: SentBucket, order: BucketOrder) -> WeightOutcome:
+    def _wanted(self, heads: Heads, order: BucketOrder, base_version: str | None) -> list[list[WantedTensor]]:
+        self._check_order(order)
+        self.close()
+        found: list[list[WantedTensor]] = []
+        with ExitStack() as ending:
+            ending.callback(self._drop, order.update_id)
+            self._go_on(order.update_id, base_version)
+            self._reach(lambda: found.extend(self._executor.tensors.wanted(heads)))
+            ending.pop_all()
+            self._await_next(order.update_id)
+        return found
+
+    def _stage(self, bucket: SentBucket | SentShares, order: BucketOrder) -> WeightOutcome:
         self._check_order(order)
         self.close()
         with ExitStack() as ending:
@@ -133,10 +153,13 @@ class TensorUpdates:
                 return WeightOutcome(False, str(refusal), self._between.version())
             if not order.is_last or order.waits:
                 ending.pop_all()
-                self._timer = threading.Timer(self.idle_s, self._end_idle, [order.update_id])
-                self._timer.daemon = True
-                self._timer.start()
+                self._await_next(order.update_id)
         return outcome
+
+    def _await_next(self, update_id: str) -> None:
+        self._timer = threading.Timer(self.idle_s, self._end_idle, [update_id])
+        self._timer.daemon = True
+        self._timer.start()
 
     def _swap(self, update_id: str, order: WeightOrder) -> WeightOutcome:
         opened = self._open
@@ -159,23 +182,30 @@ class TensorUpdates:
         elif order.number not in (None, 0):
             raise UpdateConflictError("this update has no bucket before this one here: begin with bucket 0")
 
-    def _taken(self, bucket: SentBucket, order: BucketOrder) -> WeightOutcome:
-        served_version = self._between.version()
-        if bucket.base_version not in (None, served_version):
+    def _go_on(self, update_id: str, base_version: str | None) -> _Open:
+        """Return the update that is open by now. UpdateConflictError for a delta of other weights."""
+        if base_version not in (None, self._between.version()):
             raise UpdateConflictError("`base_version` of the delta is not the version that serves")
-        if self._open is None or self._open.update_id != order.update_id:
+        if self._open is None or self._open.update_id != update_id:
             self.end_open()
             expert_of_slot, generation = self._commands.call(self._between.hold).result()
-            self._open = _Open(order.update_id, generation)
+            self._open = _Open(update_id, generation)
             self._reach(partial(self._executor.tensors.begin, expert_of_slot))
-        self._reach(partial(self._executor.tensors.stage, bucket.tensors))
-        self._open.num_buckets += 1
+        return self._open
+
+    def _taken(self, bucket: SentBucket | SentShares, order: BucketOrder) -> WeightOutcome:
+        opened, tensors = self._go_on(order.update_id, bucket.base_version), self._executor.tensors
+        if isinstance(bucket, SentShares):
+            self._reach(partial(tensors.stage_shares, bucket))
+        else:
+            self._reach(partial(tensors.stage, bucket.tensors))
+        opened.num_buckets += 1
         if not order.is_last:
-            return WeightOutcome(True, "the bucket is staged", served_version)
-        self._reach(self._executor.tensors.finish)
+            return WeightOutcome(True, "the bucket is staged", self._between.version())
+        self._reach(tensors.finish)
         if order.waits:
-            return WeightOutcome(True, "all buckets are staged", served_version)
-        return self._commands.call(partial(self._between.swap, order.order, self._open.generation)).result()
+            return WeightOutcome(True, "all buckets are staged", self._between.version())
+        return self._commands.call(partial(self._between.swap, order.order, opened.generation)).result()
 
     def _reach(self, call: Callable[[], None]) -> None:
         """Call hosts; WeightsRefusedError where one is lost."""

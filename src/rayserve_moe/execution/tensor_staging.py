@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rayserve_moe.checkpoints.bucket import SentPiece, WantedTensor
+from rayserve_moe.checkpoints.bucket import Heads, SentPiece, WantedTensor
 from rayserve_moe.checkpoints.names import walk
 from rayserve_moe.checkpoints.open_shares import WeightShare
 from rayserve_moe.checkpoints.sent_parameters import SentParameters
@@ -28,8 +28,6 @@ from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
 
-Heads = Sequence[tuple[str, tuple[int, ...] | None]]
-"""Names of tensors and their shapes, None of a delta."""
 NOT_BEGUN = "no update has begun on this host"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayserve_moe.checkpoints.bucket import SentTensor, cut
+from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, cut
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.staged_weights import WeightReading, refusing, too_late
@@ -31,6 +31,14 @@ class LocalTensors:
             with refusing():
                 pieces = cut(tensor, share)
             self._staging.add(pieces)
+
+    def wanted(self, heads: Heads) -> list[list[WantedTensor]]:
+        return [self._staging.wanted(heads)]
+
+    def stage_shares(self, shares: SentShares) -> None:
+        """Here a share is the pieces themselves."""
+        (pieces,) = shares.by_host
+        self._staging.add([piece.as_typed() for piece in pieces])
 
     def finish(self) -> None:
         self._staging.finish(threading.Event())

@@ -100,7 +100,7 @@ class WeightSending:
         self, tensors: Sequence[SentTensor], *, is_delta: bool
     ) -> Iterator[tuple[dict[str, str], list[bytes | memoryview]]]:
         """The query and the body of every request, in their order; at least one."""
-        groups = _grouped(tensors, self.bucket_bytes)
+        groups = bucketed(tensors, self.bucket_bytes)
         update_id, base_version = uuid.uuid4().hex, self.base_version or self.served_version
         for number, group in enumerate(groups):
             query = {"update_id": update_id, "bucket": str(number), "weight_version": self.weight_version}
@@ -109,7 +109,8 @@ class WeightSending:
             yield query, list(write_bucket(group, base_version=base_version if is_delta else None))
 
 
-def _grouped(tensors: Sequence[SentTensor], bucket_bytes: int) -> list[list[SentTensor]]:
+def bucketed(tensors: Sequence[SentTensor], bucket_bytes: int) -> list[list[SentTensor]]:
+    """Tensors in buckets of about `bucket_bytes`, whole ones; one bucket at least."""
     groups: list[list[SentTensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:

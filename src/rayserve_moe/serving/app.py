@@ -37,6 +37,7 @@ from rayserve_moe.serving.fleet import Fleet
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.prompt_reader import PromptReaders
+from rayserve_moe.serving.ray_weights import answer_trainer
 from rayserve_moe.serving.replica_calls import answer
 from rayserve_moe.serving.start.scaling import REPLICA_CPUS
 
@@ -90,6 +91,10 @@ class MoeServer:
     async def fleet_call(self, call: str, arguments: tuple[Any, ...]) -> Answer:
         """Answer a call of the fleet, by this replica alone."""
         return await answer(self._state, call, arguments=arguments)
+
+    async def sent_weights(self, call: str, arguments: tuple[Any, ...]) -> Answer:
+        """Answer a trainer in the same cluster (`rollouts.ray_weights`), for all replicas."""
+        return await answer_trainer(self._state, call, arguments=arguments)
 
     async def drain(self) -> int:
         """Refuse new requests from now on; returns how many are in progress."""

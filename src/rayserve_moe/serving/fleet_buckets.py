@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rayserve_moe.checkpoints.bucket import SentBucket
+from rayserve_moe.checkpoints.bucket import SentBucket, SentShares
 from rayserve_moe.engine.control import WeightOutcome, following_version
 from rayserve_moe.engine.tensor_updates import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answers
@@ -22,9 +22,12 @@ from rayserve_moe.serving.fleet_control import (
     sentence_of,
 )
 
+Sent = bytearray | dict[str, SentShares]
+"""A bucket as it is passed on: its body, or by replica what its sender has cut."""
+
 
 async def stage_everywhere(
-    state: ApiState, bucket: SentBucket, *, body: bytearray, order: BucketOrder
+    state: ApiState, bucket: SentBucket | SentShares, *, sent: Sent, order: BucketOrder
 ) -> WeightOutcome:
     """Have all replicas stage a bucket; with the last one all serve what was sent, or none.
 
@@ -34,11 +37,11 @@ async def stage_everywhere(
     if fleet is None or (fleet.member.is_alone and not order.is_last):
         return await _own(state, bucket, order)
     if not order.is_last:
-        return await _all_stage(state, body, order)
+        return await _all_stage(state, sent, order)
     async with ordered(state, fleet) as (order_id, view):
         if is_lone(fleet, view):
             return await note_own(state, order_id, path=None, outcome=await _own(state, bucket, order))
-        staged = await _all_stage(state, body, order, order_id=order_id)
+        staged = await _all_stage(state, sent, order, order_id=order_id)
         if not staged.success:
             return staged
         version = order.order.weight_version or following_version(state.loop.control)
@@ -46,18 +49,18 @@ async def stage_everywhere(
         return await decide(state, order_id, weights=weights)
 
 
-async def _own(state: ApiState, bucket: SentBucket, order: BucketOrder) -> WeightOutcome:
+async def _own(state: ApiState, bucket: SentBucket | SentShares, order: BucketOrder) -> WeightOutcome:
     return await asyncio.wrap_future(state.loop.control.tensors.stage(bucket, order))
 
 
-async def _all_stage(state: ApiState, body: bytearray, order: BucketOrder, *, order_id: str = "") -> WeightOutcome:
+async def _all_stage(state: ApiState, sent: Sent, order: BucketOrder, *, order_id: str = "") -> WeightOutcome:
     """Pass a bucket to all; where one does not stage it all forget the update."""
     assert state.fleet is not None, "a fleet stages"
     update_id = order.update_id
     number = state.loop.control.tensors.num_staged(update_id) if order.number is None else order.number
-    sent = await asyncio.to_thread(state.fleet.calls.put, body)
+    passed_on = sent if isinstance(sent, dict) else await asyncio.to_thread(state.fleet.calls.put, sent)
     limit_s = state.fleet.staging_timeout_s + STAGING_SLACK_S
-    staged = await ask_all(state, "bucket", update_id, number, sent, order_id, timeout_s=limit_s)
+    staged = await ask_all(state, "bucket", update_id, number, passed_on, order_id, timeout_s=limit_s)
     fault = _fault_of(staged)
     if fault:
         await discard(state, order_id)

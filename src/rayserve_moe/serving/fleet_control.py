@@ -47,12 +47,16 @@ async def ask_all(state: ApiState, call: str, *arguments: Any, timeout_s: float 
 
 async def ask_every(state: ApiState, call: str, *arguments: Any, timeout_s: float = CHANGE_S) -> list[Any]:
     """The same as values; ApiError for what a replica refuses, and 503 where one does not answer."""
-    answers = await ask_all(state, call, *arguments, timeout_s=timeout_s)
+    return list(values_of(await ask_all(state, call, *arguments, timeout_s=timeout_s)).values())
+
+
+def values_of(answers: Answers) -> dict[str, Any]:
+    """The values by replica; ApiError for what one refuses, and 503 where one does not answer."""
     if answers.missing:
         raise ApiError(503, missing_sentence(answers.missing), code="replica_missing")
     if (refused := answers.refused) is not None and refused.refusal is not None:
         raise ApiError(refused.refusal.status, sentence_of(refused), code=refused.refusal.code)
-    return answers.values
+    return answers.values_by_replica
 
 
 def missing_sentence(missing: tuple[str, ...]) -> str:

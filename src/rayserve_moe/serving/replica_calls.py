@@ -6,26 +6,34 @@ Each may be repeated without harm: a call is, where someone has not answered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from rayserve_moe.checkpoints.bucket import read_bucket
+from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor, read_bucket
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.tensor_updates import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Refusal
 from rayserve_moe.fleet.member import CannotFollowError, FleetMember
 from rayserve_moe.fleet.wanted_state import Wanted
+from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError, as_api_error
 from rayserve_moe.serving.metrics import metrics_of
 
+Calls = Mapping[str, Callable[..., Awaitable[Any]]]
+
 
 async def answer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
     """Return the answer of this replica to a call of the fleet."""
+    return await answer_by(CALLS, state, call, arguments=arguments)
+
+
+async def answer_by(calls: Calls, state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
+    """Return the answer to one of `calls`, or the refusal that its error stands for."""
     assert state.fleet is not None, "a fleet calls its members"
     name = state.fleet.member.name
     try:
-        return Answer(name, await CALLS[call](state, *arguments))
+        return Answer(name, await calls[call](state, *arguments))
     except (CannotFollowError, UpdateConflictError) as error:
         status = 409 if isinstance(error, UpdateConflictError) else 503
         return Answer(name, refusal=Refusal(status, str(error), "weights_conflict" if status == 409 else None))
@@ -91,20 +99,44 @@ async def _follow(state: ApiState, wanted: Wanted) -> WeightOutcome:
     return await asyncio.to_thread(_member(state).follow, state.loop.control, wanted)
 
 
-async def _bucket(state: ApiState, update_id: str, number: int, body: list[Any], order_id: str) -> WeightOutcome:
-    """Stage a bucket of an update; the last one, which names its order, waits for that."""
+async def _wanted(
+    state: ApiState, update_id: str, number: int, heads: Heads, base_version: str | None
+) -> list[list[WantedTensor]]:
+    order = BucketOrder(update_id, WeightOrder(""), number)
+    try:
+        return await asyncio.wrap_future(state.loop.control.tensors.wanted(heads, order, base_version=base_version))
+    except WeightsRefusedError as refusal:
+        raise ApiError(400, str(refusal), code="weights_refused") from refusal
+
+
+async def _bucket(
+    state: ApiState, update_id: str, number: int, sent: list[Any] | dict[str, SentShares], order_id: str
+) -> WeightOutcome:
+    """Stage a bucket of an update, or this replica's shares of it; the last one, which names its order, waits for
+    that."""
     assert state.fleet is not None, "a fleet calls its members"
     fleet = state.fleet
     async with fleet.staging:
         if fleet.last_bucket is not None and fleet.last_bucket[:2] == (update_id, number):
             return fleet.last_bucket[2]
-        bucket = await asyncio.to_thread(lambda: read_bucket(fleet.calls.get(body)))
+        if isinstance(sent, dict):
+            bucket = shares_of(state, sent)
+        else:
+            bucket = await asyncio.to_thread(lambda: read_bucket(fleet.calls.get(sent)))
         order = BucketOrder(update_id, WeightOrder(""), number, is_last=bool(order_id), waits=bool(order_id))
         outcome = await asyncio.wrap_future(state.loop.control.tensors.stage(bucket, order))
         if outcome.success and order_id:
             fleet.member.note_sent(order_id, update_id)
         fleet.last_bucket = (update_id, number, outcome)
         return outcome
+
+
+def shares_of(state: ApiState, sent: dict[str, SentShares]) -> SentShares:
+    """What of a bucket is this replica's. UpdateConflictError where it has joined since the bucket was cut."""
+    assert state.fleet is not None, "a fleet is sent shares"
+    if (shares := sent.get(state.fleet.member.name, sent.get(""))) is None:
+        raise UpdateConflictError("the bucket was cut before this replica joined")
+    return shares
 
 
 async def _drop_update(state: ApiState, update_id: str) -> bool:
@@ -118,7 +150,7 @@ def _member(state: ApiState) -> FleetMember:
     return state.fleet.member
 
 
-CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
+CALLS: Calls = {
     "abort": _abort,
     "abort_all": _abort_all,
     "bucket": _bucket,
@@ -132,5 +164,6 @@ CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "num_unended": _num_unended,
     "stage": _stage,
     "statistics": _statistics,
+    "wanted": _wanted,
     "weight_version": _weight_version,
 }

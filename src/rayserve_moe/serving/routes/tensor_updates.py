@@ -58,7 +58,7 @@ def tensor_router(state: ApiState) -> APIRouter:
             if isinstance(bucket, str):
                 return outcome_answer(WeightOutcome(False, bucket, state.card.weight_version))
             try:
-                outcome = await stage_everywhere(state, bucket, body=body, order=_order_of(options))
+                outcome = await stage_everywhere(state, bucket, sent=body, order=_order_of(options))
             except UpdateConflictError as error:
                 raise ApiError(409, str(error), code="weights_conflict") from error
         return outcome_answer(outcome)

@@ -1,0 +1,98 @@
+"""A trainer's weights to servers in its own Ray cluster: one object per bucket and share, no copy besides."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from rayserve_moe.checkpoints.bucket import SentShares, SentTensor, WantedTensor, pieces_for
+from rayserve_moe.engine.weight_orders import WeightOrder
+from rayserve_moe.rollouts.answers import Faulty, Refused, Unavailable
+from rayserve_moe.rollouts.weights import BUCKET_BYTES, HeldDtypes, bucketed, rounded, sent_tensors
+
+APPLICATION, DEPLOYMENT = "default", "moe-server"
+UNAVAILABLE = 503
+
+
+def update_weights_over_ray(
+    params: Mapping[str, Any],
+    *,
+    weight_version: str,
+    base: Mapping[str, Any] | None = None,
+    app: str = APPLICATION,
+    bucket_bytes: int = BUCKET_BYTES,
+    abort_all_requests: bool = False,
+) -> dict[str, Any]:
+    """Serve `params`, as `RolloutClient.update_weights_from` does, from a process of the cluster that serves them.
+
+    `app` is the name of the Serve application. Each host fetches only its share: hosts of several replicas that want
+    the same share one object. Returns `success`, `message`, `weight_version` and `sent_bytes`, by replica a list over
+    its hosts. Refused where the server keeps its old weights; Unavailable where it does not answer.
+    """
+    server = _Server(app)
+    info = server.call("held")
+    held = HeldDtypes(info["dtype"], tuple(info["float32_tensors"]))
+    tensors = sent_tensors(rounded(params, held), None if base is None else rounded(base, held))
+    base_version = info["weight_version"] if base is not None else None
+    update_id, buckets = uuid.uuid4().hex, bucketed(tensors, bucket_bytes)
+    order = WeightOrder("", weight_version, aborts_requests=abort_all_requests)
+    sent_bytes: dict[str, list[int]] = {}
+    outcome = None
+    for number, bucket in enumerate(buckets):
+        heads = [(tensor.name, tensor.shape) for tensor in bucket]
+        wanted = server.call("wanted", update_id, number, heads, base_version)
+        shares = _shares(bucket, wanted, base_version=base_version)
+        is_last = number == len(buckets) - 1
+        outcome = server.call("stage", update_id, number, shares, order if is_last else None)
+        if not outcome.success:
+            raise Refused(outcome.message)
+        for name, share in shares.items():
+            before = sent_bytes.get(name, [0] * len(share.num_bytes))
+            sent_bytes[name] = [sum(pair) for pair in zip(before, share.num_bytes, strict=True)]
+    assert outcome is not None, "there is a bucket at least"
+    return {
+        "success": True,
+        "message": outcome.message,
+        "weight_version": outcome.weight_version,
+        "sent_bytes": sent_bytes,
+    }
+
+
+def _shares(
+    bucket: Sequence[SentTensor], wanted: Mapping[str, Sequence[Sequence[WantedTensor]]], *, base_version: str | None
+) -> dict[str, SentShares]:
+    """By replica what its hosts want of a bucket, as objects; those that want the same have one."""
+    objects: dict[tuple[WantedTensor, ...], tuple[ray.ObjectRef, int]] = {}
+    shares = {}
+    for name, hosts in wanted.items():
+        for host in map(tuple, hosts):
+            if host not in objects:
+                pieces = pieces_for(bucket, host)
+                objects[host] = ray.put(pieces), sum(piece.num_bytes for piece in pieces)
+        refs, sizes = zip(*(objects[tuple(host)] for host in hosts), strict=True)
+        shares[name] = SentShares(refs, sizes, base_version)
+    return shares
+
+
+class _Server:
+    """The replicas of an application; any of them answers for all."""
+
+    def __init__(self, app: str) -> None:
+        self._handle = serve.get_deployment_handle(DEPLOYMENT, app).options(_by_reference=True)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        try:
+            answer = self._handle.sent_weights.remote(name, arguments).result()
+        except (RayError, RayServeException) as error:
+            raise Unavailable(f"the server does not answer: {type(error).__name__}") from error
+        if (refusal := answer.refusal) is None:
+            return answer.value
+        if refusal.status == UNAVAILABLE:
+            raise Unavailable(refusal.message)
+        raise Refused(refusal.message, refusal.status) if refusal.status < 500 else Faulty(refusal.message)
