@@ -87,24 +87,6 @@ class DataRank:
         self.running.append(sequence)
         self.prefilling.append(sequence)
 
-    def fork(self, sequence: Sequence, leader: Sequence, own_pages: np.ndarray) -> None:
-        """Make a sequence the youngest running one; it starts after the leader's prompt, of which it shares the whole
-        pages, and has `own_pages` for the rest. What of those is not cached yet has no lock until it is."""
-        row, position = self.free_rows.pop(), leader.num_prompt_tokens
-        self.table.take(row, sequence)
-        shared = leader.pages[: position // self.table.page_size]
-        assert leader.prefix is not None, "a leader runs"
-        self.tree.lock(leader.prefix)
-        sequence.data_rank, sequence.prefix, sequence.num_flushes = self.index, leader.prefix, leader.num_flushes
-        self.allocator.share(shared)
-        for group in self.windowed:
-            group.enter(row - self.rows.start, shared, position=position)
-        pages = np.concatenate([shared, own_pages])
-        self.table.extend(row, pages, generations=self.allocator.generations[pages])
-        self.table.num_computed[row] = position
-        self.running.append(sequence)
-        self.prefilling.append(sequence)
-
     def start_decoding(self, sequence: Sequence) -> None:
         """Move a sequence on whose known tokens are all computed."""
         self.prefilling.remove(sequence)

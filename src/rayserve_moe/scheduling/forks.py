@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from itertools import takewhile
 
+import numpy as np
+
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.rank_step import RankStep
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
@@ -20,7 +22,46 @@ def fork_followers(step: RankStep, *, page_size: int) -> None:
             if pages is None:
                 return
             leader.followers = [follower for follower in leader.followers if follower.finish is None]
-            step.fork(leader.followers.pop(0), leader, pages=pages)
+            _fork(step, leader.followers.pop(0), leader=leader, own_pages=pages)
+
+
+def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
+    """Start a choice after the leader's prompt; `own_pages` are for where that ends inside one."""
+    _take_row(step.rank, sequence, leader=leader, own_pages=own_pages)
+    sequence.note_start(leader.num_prompt_tokens)
+    step.new_sequences.append(sequence)
+    row, pages = sequence.row, sequence.pages.copy()
+    step.set_pages(np.full(len(pages), row), np.arange(len(pages)), page_ids=pages)
+    place = next(i for i, rows in enumerate(step.rows) if rows[0] == leader.row) + 1
+    step.rows.insert(place, np.array([row]))
+    step.starts.insert(place, np.array([sequence.num_computed]))
+    step.lengths.insert(place, np.array([0]))
+    step.token_ids.insert(place, np.zeros(0, np.int32))
+    step.samples.insert(place, np.array([leader.num_prompt_tokens < leader.limit]))
+    step.demands.insert(place, None)
+    step.num_forks += 1
+    step.completed.append((sequence, int(step.rank.table.generations[row])))
+
+
+def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
+    """Make a sequence the youngest running one of a rank, with the whole pages of the leader's prompt and its own.
+
+    What of those is not cached yet has no lock until it is.
+    """
+    table, position = rank.table, leader.num_prompt_tokens
+    row, shared = rank.free_rows.pop(), leader.pages[: position // table.page_size]
+    table.take(row, sequence)
+    assert leader.prefix is not None, "a leader runs"
+    rank.tree.lock(leader.prefix)
+    sequence.data_rank, sequence.prefix, sequence.num_flushes = rank.index, leader.prefix, leader.num_flushes
+    rank.allocator.share(shared)
+    for group in rank.windowed:
+        group.enter(row - rank.rows.start, shared, position=position)
+    pages = np.concatenate([shared, own_pages])
+    table.extend(row, pages, generations=rank.allocator.generations[pages])
+    table.num_computed[row] = position
+    rank.running.append(sequence)
+    rank.prefilling.append(sequence)
 
 
 def release_followers(leader: Sequence, waiting: deque[Sequence]) -> None:
@@ -33,7 +74,7 @@ def release_followers(leader: Sequence, waiting: deque[Sequence]) -> None:
         waiting.rotate(num_preempted)
 
 
-def cache_with_forks(rank: DataRank, sequence: Sequence, num_tokens: int) -> None:
+def cache_with_forks(rank: DataRank, sequence: Sequence, *, num_tokens: int) -> None:
     """Add the whole pages of the first `num_tokens` of a sequence to the prefix cache, also for the choices that share
     them without a lock: those that have forked off in a step that is not committed yet."""
     rank.cache_computed(sequence, num_tokens)

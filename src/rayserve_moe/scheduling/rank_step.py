@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Queued
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, PageTableCha
 CANDIDATES = 8
 """Waiting sequences, from the front, that are compared."""
 
-NO_IDS = np.zeros(0, np.int32)
 MAX_PASSED_OVER = 16
 """Times that others may be admitted before the sequence at the front."""
 
@@ -82,14 +80,6 @@ class RankStep:
         self.new_sequences: list[Sequence] = []
         self.completed: list[tuple[Sequence, int]] = []
         self.num_forks = 0
-        self._chunks: tuple[list[Any], ...] = (
-            self.rows,
-            self.starts,
-            self.lengths,
-            self.token_ids,
-            self.samples,
-            self.demands,
-        )
         self._limits, self._preempt, self._defers_decoding = limits, preempt, defers_decoding
         self._budget = limits.step_tokens
 
@@ -153,21 +143,6 @@ class RankStep:
         assert grown, "capacity was checked before admission"
         self._add_chunk(sequence, length)
         return True
-
-    def fork(self, sequence: Sequence, leader: Sequence, *, pages: np.ndarray) -> None:
-        """Start a choice of the leader's request after its prompt, whose last chunk is in this step: it samples there
-        too. Its own `pages` are for where the prompt ends inside a page."""
-        self.rank.fork(sequence, leader, pages)
-        sequence.note_start(leader.num_prompt_tokens)
-        self.new_sequences.append(sequence)
-        self._add_pages(sequence, first=0)
-        self.num_forks += 1
-        place = next(i for i, rows in enumerate(self.rows) if rows[0] == leader.row) + 1
-        samples = leader.num_prompt_tokens < leader.limit
-        chunk = ([sequence.row], [sequence.num_computed], [0], NO_IDS, [samples], None)
-        for parts, part in zip(self._chunks, chunk, strict=True):
-            parts.insert(place, part if part is None else np.array(part))
-        self.completed.append((sequence, int(self.rank.table.generations[sequence.row])))
 
     def _follow_windows(self) -> None:
         """Free what no query that is planned from now on will see."""
@@ -264,8 +239,12 @@ class RankStep:
         samples: np.ndarray,
         demand: ChunkDemand | None = None,
     ) -> None:
-        for parts, part in zip(self._chunks, (rows, starts, lengths, token_ids, samples, demand), strict=True):
-            parts.append(part)
+        self.rows.append(rows)
+        self.starts.append(starts)
+        self.lengths.append(lengths)
+        self.token_ids.append(token_ids)
+        self.samples.append(samples)
+        self.demands.append(demand)
         self.has_demands |= demand is not None
 
 

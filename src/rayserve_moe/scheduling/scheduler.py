@@ -225,7 +225,8 @@ class Scheduler:
         """
         rank, failed = self.ranks[sequence.data_rank], sequence.finish is not None and sequence.finish.kind == "error"
         if len(sequence.pages) and not failed:
-            cache_with_forks(rank, sequence, min(sequence.num_computed, sequence.num_tokens - 1))
+            num_known = min(sequence.num_computed, sequence.num_tokens - 1)
+            cache_with_forks(rank, sequence, num_tokens=num_known)
         rank.give_up_pages(sequence)
 
     def _namespace(self, request: GenerationRequest) -> Hashable:
