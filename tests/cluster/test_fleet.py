@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import ray
 from ray import serve
 from ray.serve.context import _get_global_client
+from safetensors.numpy import load_file
 
+from rayserve_moe.checkpoints.bucket import SentTensor
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.fleet.broadcast import listed_replicas
+from rayserve_moe.rollouts.answers import Refused
+from rayserve_moe.rollouts.ray_weights import Server, shares_for, update_weights_over_ray
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
@@ -78,6 +84,50 @@ def test_both_replicas_answer_alike_and_follow_one_order(fleet, checkpoint, othe
     assert after[0] != before[0] and after[1] == "1"
     back = {"model_path": str(checkpoint), "weight_version": before[1]}
     assert fleet.post("/update_weights_from_disk", json=back).json()["success"] and answered(fleet) == {before}
+
+
+@pytest.mark.slow
+def test_both_replicas_take_weights_from_a_trainer_of_the_cluster(fleet, checkpoint, other_checkpoint):
+    (before,) = answered(fleet)
+    update = {"model_path": str(other_checkpoint), "weight_version": "read"}
+    assert fleet.post("/update_weights_from_disk", json=update).json()["success"]
+    ((wanted, _),) = answered(fleet)
+    back = {"model_path": str(checkpoint), "weight_version": "back"}
+    assert fleet.post("/update_weights_from_disk", json=back).json()["success"]
+    params, others = (load_file(path / "model.safetensors") for path in (checkpoint, other_checkpoint))
+    sent = update_weights_over_ray(others, weight_version="shared", app="moe", bucket_bytes=10_000)
+    assert answered(fleet) == {(wanted, "shared")}
+    assert sent["sent_bytes"] == {name: [sum(values.nbytes for values in others.values())] for name in running()}
+    changed = {**others, "lm_head.weight": others["lm_head.weight"] * np.float32(1 + 2**-20)}
+    delta = update_weights_over_ray(changed, weight_version="delta", app="moe", base=others)
+    assert all(0 < sum(each) <= 2 * others["lm_head.weight"].nbytes for each in delta["sent_bytes"].values())
+    update_weights_over_ray(params, weight_version=before[1], app="moe")
+    assert answered(fleet) == {before}
+    with pytest.raises(Refused, match=r"no tensor model\.x"):
+        update_weights_over_ray({"model.x": np.zeros(3, np.float32)}, weight_version="wrong", app="moe")
+    assert answered(fleet) == {before}
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_between_two_buckets_changes_nothing(fleet, other_checkpoint):
+    (before,) = answered(fleet)
+    name = next(iter(load_file(other_checkpoint / "model.safetensors")))
+
+    @ray.remote(num_cpus=0, max_restarts=0)
+    class Trainer:
+        def send_half(self) -> bool:
+            values = load_file(other_checkpoint / "model.safetensors")[name]
+            server, bucket = Server("moe"), [SentTensor(name, values)]
+            wanted = server.call("wanted", "half", 0, [(name, values.shape)], None)
+            return server.call("stage", "half", 0, shares_for(bucket, wanted), None).success
+
+    trainer = Trainer.remote()
+    assert ray.get(trainer.send_half.remote())
+    ray.kill(trainer)
+    assert answered(fleet) == {before}
+    update_weights_over_ray(load_file(other_checkpoint / "model.safetensors"), weight_version="after", app="moe")
+    ((_, version),) = answered(fleet)
+    assert version == "after"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import ray
 from safetensors.numpy import load_file
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.bucket import SentBucket, SentTensor
+from rayserve_moe.checkpoints.bucket import SentBucket, SentShares, SentTensor, WantedTensor, pieces_for
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS
@@ -161,6 +161,56 @@ def test_hosts_are_sent_their_shares_while_a_request_runs(
             SentBucket((SentTensor("model.x", np.zeros(3, np.float32)),)), BucketOrder("wrong", WeightOrder(""))
         ).result(UPDATED_WITHIN_S)
         assert not refused.success and "host 0: the model has no tensor model.x" in refused.message
+        assert_same(complete(loop, tokenizer), answers[checkpoint])
+        assert loop.control.update_weights(WeightOrder(str(checkpoint), "0")).result(UPDATED_WITHIN_S).success
+    assert_nothing_was_compiled(executor)
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    """A process that cuts weights, holds the objects, and may be lost."""
+
+    def put(self, tensors: list[SentTensor], wanted: list[list[WantedTensor]]) -> SentShares:
+        pieces = [pieces_for(tensors, host) for host in wanted]
+        sizes = [sum(piece.num_bytes for piece in share) for share in pieces]
+        return SentShares(tuple(ray.put(share) for share in pieces), tuple(sizes))
+
+
+def share_out(
+    loop: EngineLoop, trainer: ray.actor.ActorHandle, tensors: list[SentTensor], version: str, *, kills: bool = False
+) -> WeightOutcome:
+    """Have a trainer put tensors as objects, in three buckets; where it `kills`, the last ones die with it."""
+    for number in range(3):
+        order = BucketOrder(version, WeightOrder("", version), number, is_last=number == 2)
+        bucket = tensors[number::3]
+        heads = [(tensor.name, tensor.shape) for tensor in bucket]
+        wanted = loop.control.tensors.wanted(heads, order, base_version=None).result(UPDATED_WITHIN_S)
+        shares = ray.get(trainer.put.remote(bucket, wanted))
+        if kills and order.is_last:
+            ray.kill(trainer)
+            ray.wait(list(shares.by_host), timeout=1, fetch_local=False)
+        outcome = loop.control.tensors.stage(shares, order).result(UPDATED_WITHIN_S)
+    return outcome
+
+
+@pytest.mark.slow
+def test_hosts_fetch_the_shares_that_were_cut_for_them(
+    group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
+) -> None:
+    """As when they are sent. Where the trainer is lost, no host is, and the old weights serve on."""
+    card, answers = expected
+    executor, tokenizer = group[0], Tokenizer(checkpoint)
+    with running_loop(group, card, "sockets") as loop:
+        trainer = Trainer.remote()
+        for path in (other_checkpoint, checkpoint):
+            assert share_out(loop, trainer, sent(path), f"shared {path.name}").success
+            assert_same(complete(loop, tokenizer), answers[path])
+        before, experts = list(executor.tensors.sent_bytes), sent(checkpoint, only=".experts.")
+        assert share_out(loop, trainer, experts, "experts alone").success
+        counted = [after - earlier for earlier, after in zip(before, executor.tensors.sent_bytes, strict=True)]
+        assert counted == [sum(tensor.values.nbytes for tensor in experts) // 2] * 2
+        lost = share_out(loop, trainer, sent(other_checkpoint), "lost", kills=True)
+        assert not lost.success and lost.weight_version == "experts alone", lost
         assert_same(complete(loop, tokenizer), answers[checkpoint])
         assert loop.control.update_weights(WeightOrder(str(checkpoint), "0")).result(UPDATED_WITHIN_S).success
     assert_nothing_was_compiled(executor)

@@ -35,7 +35,7 @@ def update_weights_over_ray(
     the same share one object. Returns `success`, `message`, `weight_version` and `sent_bytes`, by replica a list over
     its hosts. Refused where the server keeps its old weights; Unavailable where it does not answer.
     """
-    server = _Server(app)
+    server = Server(app)
     info = server.call("held")
     held = HeldDtypes(info["dtype"], tuple(info["float32_tensors"]))
     tensors = sent_tensors(rounded(params, held), None if base is None else rounded(base, held))
@@ -47,7 +47,7 @@ def update_weights_over_ray(
     for number, bucket in enumerate(buckets):
         heads = [(tensor.name, tensor.shape) for tensor in bucket]
         wanted = server.call("wanted", update_id, number, heads, base_version)
-        shares = _shares(bucket, wanted, base_version=base_version)
+        shares = shares_for(bucket, wanted, base_version=base_version)
         is_last = number == len(buckets) - 1
         outcome = server.call("stage", update_id, number, shares, order if is_last else None)
         if not outcome.success:
@@ -64,7 +64,7 @@ def update_weights_over_ray(
     }
 
 
-def _shares(
+def shares_for(
     bucket: Sequence[SentTensor], wanted: Mapping[str, Sequence[Sequence[WantedTensor]]], *, base_version: str | None
 ) -> dict[str, SentShares]:
     """By replica what its hosts want of a bucket, as objects; those that want the same have one."""
@@ -80,7 +80,7 @@ def _shares(
     return shares
 
 
-class _Server:
+class Server:
     """The replicas of an application; any of them answers for all."""
 
     def __init__(self, app: str) -> None:

@@ -20,7 +20,7 @@ from rayserve_moe.serving.replica_calls import answer_by, shares_of
 
 async def answer_trainer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
     """Return the answer to a call of a trainer, which concerns all replicas."""
-    return await answer_by(CALLS, state, call, arguments=arguments)
+    return await answer_by(CALLS, state, call=call, arguments=arguments)
 
 
 async def _held(state: ApiState) -> dict[str, Any]:

@@ -25,11 +25,11 @@ Calls = Mapping[str, Callable[..., Awaitable[Any]]]
 
 async def answer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
     """Return the answer of this replica to a call of the fleet."""
-    return await answer_by(CALLS, state, call, arguments=arguments)
+    return await answer_by(CALLS, state, call=call, arguments=arguments)
 
 
-async def answer_by(calls: Calls, state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
-    """Return the answer to one of `calls`, or the refusal that its error stands for."""
+async def answer_by(calls: Calls, state: ApiState, *, call: str, arguments: tuple[Any, ...]) -> Answer:
+    """Return the answer to one of `calls` by its name, or the refusal that its error stands for."""
     assert state.fleet is not None, "a fleet calls its members"
     name = state.fleet.member.name
     try:
