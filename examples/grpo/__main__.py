@@ -22,6 +22,7 @@ Needs the extra `grpo`: pip install -e '.[grpo]'.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -56,6 +57,10 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
     else:
         agree(settings, out)
+    server_cores: list[int] = []
+    if options.one_core_each:
+        *server_cores, own_core = sorted(os.sched_getaffinity(0))[:2]
+        os.sched_setaffinity(0, {own_core})
     cache = default_cache_directory()
     jax.config.update("jax_compilation_cache_dir", str(cache / "grpo"))
     model = resolve_model_path(MODEL, cache_directory=cache)
@@ -65,7 +70,7 @@ def main() -> int:
     )
     started = time.perf_counter()
     serving = server_settings(settings, model=model)
-    with Sampler(lambda: GrpoServer(serving, out)) as sampler:
+    with Sampler(lambda: GrpoServer(serving, out, cores=server_cores)) as sampler:
         if options.kl_law:
             print(run_law(sampler, options.kl_law, architecture, out=out))
             return 0
@@ -106,6 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-kl", type=float, default=default.max_kl, help="of a batch under replay, or it is refused")
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
     add("--partial", action="store_true", help="of an asynchronous run: push weights under samples, which go on")
+    add("--one-core-each", action="store_true", help="hold server and trainer to a core each, to compare loops (Linux)")
     add("--ablation", action="store_true", help="run all arms, each with every seed")
     add("--kl-law", type=Path, nargs="+", metavar="RUN", help="directories of runs whose saved policies are measured")
     add("--seeds", type=int, default=5, help="of the ablation")

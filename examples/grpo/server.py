@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,10 +19,11 @@ START_TIMEOUT_S, END_TIMEOUT_S, POLL_S = 300.0, 90.0, 0.2
 class GrpoServer:
     """A context manager around a server; `url` is its address. RuntimeError where it does not become healthy.
 
-    Its processes end with this one, however this one ends. Config and log are `serve.yaml` and `server.log`.
+    Its processes end with this one, however this one ends, and run on the `cores` given. Config and log are
+    `serve.yaml` and `server.log`.
     """
 
-    def __init__(self, settings: dict[str, Any], directory: Path) -> None:
+    def __init__(self, settings: dict[str, Any], directory: Path, *, cores: Collection[int] = ()) -> None:
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         self._port, self._log_path = port, directory / "server.log"
@@ -29,6 +31,8 @@ class GrpoServer:
         config.write_text(yaml.safe_dump(serve_config(settings, port=port)), encoding="utf-8")
         program = Path(sys.executable).parent / "rayserve-moe"
         command = [sys.executable, "-m", "examples.grpo.attached", program, "serve", config]
+        if cores:
+            command = ["taskset", "-c", ",".join(map(str, cores)), *command]
         with self._log_path.open("ab") as log:
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
 
