@@ -80,17 +80,17 @@ def main() -> int:
             print(run_arms(parts, settings, num_seeds=options.seeds, out=out))
             return 0
         run = Run(parts, settings, out)
-        run_to_end(run, report=lambda rows: plot(rows, out, every=settings.probe_every))
-    plot(run.rows, out)
+        run_to_end(run, report=lambda rows: plot(rows, out, task=settings.task, every=settings.probe_every))
+    plot(run.rows, out, task=settings.task)
     write_policy(checkpoint_tensors(run.weights[run.version], architecture), out / "policy", model=model)
     print(summary(run.rows, seconds=time.perf_counter() - started))
     return 0
 
 
-def plot(rows: list[Row], out: Path, *, every: int = 1) -> None:
+def plot(rows: list[Row], out: Path, *, task: str, every: int = 1) -> None:
     """Draw what there is, if the last step's number is a multiple of `every`."""
     if rows[-1]["step"] % every == 0:
-        draw({"run": rows}, title="GRPO on a#b=", file=out / "plots")
+        draw({"run": rows}, title=f"GRPO, task {task}", file=out / "plots")
 
 
 def parse_arguments() -> argparse.Namespace:
