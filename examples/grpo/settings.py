@@ -45,7 +45,7 @@ def agree(settings: GrpoSettings, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     file, said = directory / FILE, asdict(settings)
     if file.exists():
-        earlier = json.loads(file.read_text(encoding="utf-8"))
+        earlier = {**asdict(GrpoSettings()), **json.loads(file.read_text(encoding="utf-8"))}
         others = [name for name in said if name != "steps" and earlier.get(name) != said[name]]
         if others:
             raise ValueError(f"{directory} holds a run with another {', '.join(others)}: give another --out")
