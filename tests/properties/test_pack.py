@@ -93,14 +93,19 @@ def random_rows(generator: np.random.Generator, num_rows: int, page_size: int) -
 
 
 def random_plan(data: st.DataObject, rows: Rows, *, rows_per_rank: int, num_ranks: int) -> StepPlan:
-    """A plan such as the scheduler makes: a rank's chunks together, each row at most once, whole blocks that fit."""
+    """A plan such as the scheduler makes: a rank's chunks together, each row at most once, whole blocks that fit, forks
+    after what they fork off."""
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     decodes, share = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.3, 1.0]))
     num_rows, width = rows.page_table.shape
-    chunk_rows, lengths = [], []
+    chunk_rows, lengths, forks = [], [], data.draw(st.booleans())
     for rank in range(num_ranks):
         blocks_left = 0 if decodes else max(blocks for _, blocks in SHAPES[rows_per_rank])
-        for row in some(generator, rows_per_rank, 0.8):
+        for place, row in enumerate(some(generator, rows_per_rank, 0.8)):
+            if forks and place and generator.random() < 0.4:
+                chunk_rows.append(rank * rows_per_rank + row)
+                lengths.append(0)
+                continue
             length = min(int(generator.integers(1, LONGEST)), blocks_left * PREFILL_BLOCK_TOKENS) or 1
             blocks_left -= 0 if length == 1 else -(-length // PREFILL_BLOCK_TOKENS)
             chunk_rows.append(rank * rows_per_rank + row)
@@ -109,15 +114,19 @@ def random_plan(data: st.DataObject, rows: Rows, *, rows_per_rank: int, num_rank
     token_ids = generator.integers(1, 1000, lengths_array.sum()).astype(np.int32)
     is_single = np.repeat(lengths_array == 1, lengths_array)
     token_ids[is_single & (generator.random(len(token_ids)) < 0.5)] = LAST_SAMPLED
+    starts = generator.integers(0, LONGEST - lengths_array + 1)
+    for chunk in np.flatnonzero(lengths_array == 0):
+        starts[chunk] = starts[chunk - 1] + lengths_array[chunk - 1]
     changed_rows = some(generator, num_rows, share)
-    new_rows = some(generator, num_rows, 0.0 if decodes else share)
+    new_rows = some(generator, num_rows, 0.0 if decodes and not forks else share)
     return StepPlan(
         step_id=0,
         chunk_rows=np.asarray(chunk_rows, np.intp),
-        chunk_starts=generator.integers(0, LONGEST - lengths_array + 1),
+        chunk_starts=starts,
         chunk_lengths=lengths_array,
         token_ids=token_ids,
         chunk_samples=generator.random(len(lengths)) < 0.6,
+        num_forks=lengths.count(0),
         pages=PageTableChanges(
             changed_rows,
             generator.integers(0, width, len(changed_rows)),
