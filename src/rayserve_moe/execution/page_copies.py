@@ -46,19 +46,28 @@ def apply_copies(
     state: DeviceState, vector: jax.Array, *, data_rank: jax.Array, layer_pages: tuple[LayerPages, ...]
 ) -> DeviceState:
     """On one device: copy the pages of this data rank, of each layer where `layer_pages` says that it has them."""
-    page_size = state.kv_pages.shape[1]
+    page_size, num_groups = state.kv_pages.shape[1], num_tables(layer_pages)
     ranks_C, sources_C, targets_C, ends_C = vector.reshape(MAX_COPIES, COPY_FIELDS).T
-    columns_CG = (ends_C // page_size)[:, None] * num_tables(layer_pages) + jnp.arange(num_tables(layer_pages))
-    pages_CG = [
-        state.page_table_RP.at[rows_C[:, None], columns_CG].get(mode="clip") for rows_C in (sources_C, targets_C)
-    ]
-    is_own_C = (ranks_C == data_rank) & (ends_C % page_size > 0)
+    columns_CG = (ends_C // page_size)[:, None] * num_groups + jnp.arange(num_groups)
+    is_own_C1 = ((ranks_C == data_rank) & (ends_C % page_size > 0))[:, None]
+    from_CG, to_CG = (
+        # Page 0 of a layer, which belongs to nobody, is copied to itself.
+        jnp.where(is_own_C1, state.page_table_RP.at[rows_C[:, None], columns_CG].get(mode="clip"), 0)
+        for rows_C in (sources_C, targets_C)
+    )
+    num_copies = jnp.sum(ranks_C >= 0)
 
     def copied(pool: jax.Array, layers: tuple[LayerPages, ...]) -> jax.Array:
-        table_L, first_L, _ = np.array(layers, np.int32).T
-        from_LC, to_LC = (first_L[:, None] + pages.T[table_L] for pages in pages_CG)
-        to_LC = jnp.where(is_own_C, to_LC, len(pool))
-        return pool.at[to_LC.reshape(-1)].set(pool[from_LC.reshape(-1)], mode="drop")
+        table_L, first_L, _ = jnp.asarray(np.array(layers, np.int32).T)
+
+        def copy_one(number: jax.Array, pool: jax.Array) -> jax.Array:
+            # Page by page: XLA gathers into a buffer for all, and on CPUs scatters bfloat16 by way of the whole pool.
+            copy, layer = jnp.divmod(number, len(layers))
+            source, target = (first_L[layer] + pages_CG[copy, table_L[layer]] for pages_CG in (from_CG, to_CG))
+            page = jax.lax.dynamic_slice_in_dim(pool, source, 1)
+            return jax.lax.dynamic_update_slice_in_dim(pool, page, target, axis=0)
+
+        return jax.lax.fori_loop(0, num_copies * len(layers), copy_one, pool)
 
     state = replace(state, kv_pages=copied(state.kv_pages, layer_pages))
     if state.draft is None:
