@@ -13,6 +13,7 @@ import numpy as np
 
 from rayserve_moe.execution.step_types import DeviceState
 from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
+from rayserve_moe.kernels.registry import Kernel
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 MAX_COPIES = 16
@@ -43,9 +44,10 @@ def no_copies() -> np.ndarray:
 
 
 def apply_copies(
-    state: DeviceState, vector: jax.Array, *, data_rank: jax.Array, layer_pages: tuple[LayerPages, ...]
+    state: DeviceState, vector: jax.Array, *, data_rank: jax.Array, layer_pages: tuple[LayerPages, ...], copy: Kernel
 ) -> DeviceState:
-    """On one device: copy the pages of this data rank, of each layer where `layer_pages` says that it has them."""
+    """On one device: copy the pages of this data rank, of each layer where `layer_pages` says that it has them, by
+    `kv_pool.copy_pages` or another such kernel."""
     page_size, num_groups = state.kv_pages.shape[1], num_tables(layer_pages)
     ranks_C, sources_C, targets_C, ends_C = vector.reshape(MAX_COPIES, COPY_FIELDS).T
     columns_CG = (ends_C // page_size)[:, None] * num_groups + jnp.arange(num_groups)
@@ -58,16 +60,9 @@ def apply_copies(
     num_copies = jnp.sum(ranks_C >= 0)
 
     def copied(pool: jax.Array, layers: tuple[LayerPages, ...]) -> jax.Array:
-        table_L, first_L, _ = jnp.asarray(np.array(layers, np.int32).T)
-
-        def copy_one(number: jax.Array, pool: jax.Array) -> jax.Array:
-            # Page by page: XLA gathers into a buffer for all, and on CPUs scatters bfloat16 by way of the whole pool.
-            copy, layer = jnp.divmod(number, len(layers))
-            source, target = (first_L[layer] + pages_CG[copy, table_L[layer]] for pages_CG in (from_CG, to_CG))
-            page = jax.lax.dynamic_slice_in_dim(pool, source, 1)
-            return jax.lax.dynamic_update_slice_in_dim(pool, page, target, axis=0)
-
-        return jax.lax.fori_loop(0, num_copies * len(layers), copy_one, pool)
+        table_L, first_L, _ = np.array(layers, np.int32).T
+        sources_N, targets_N = ((first_L + pages_CG[:, table_L]).reshape(-1) for pages_CG in (from_CG, to_CG))
+        return copy(pool, sources_N, targets_N, num_copies * len(layers))
 
     state = replace(state, kv_pages=copied(state.kv_pages, layer_pages))
     if state.draft is None:

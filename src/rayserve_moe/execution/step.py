@@ -182,7 +182,8 @@ def copy_pages(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> 
     def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
         size = len(state.kv_pages) // num_layers
         layers = config.layer_pages or tuple(LayerPages(0, layer * size, size) for layer in range(num_layers))
-        return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers)
+        kernel = config.model.kernels.copy_pages
+        return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers, copy=kernel)
 
     return _on_all_devices(on_device, state, vector, config)
 

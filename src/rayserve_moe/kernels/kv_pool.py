@@ -50,6 +50,19 @@ def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Arra
     return flat.at[slots_T].set(_stored(rows, pool.dtype), mode="promise_in_bounds").reshape(pool.shape)
 
 
+def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, count: jax.Array) -> jax.Array:
+    """Copy the first `count` of pages `sources` of a pool to `targets`, int32 [N]; returns the updated pool.
+
+    Page by page: XLA would gather all of them into a buffer first.
+    """
+
+    def copy_one(number: jax.Array, pool: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_slice_in_dim(pool, sources_N[number], 1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, targets_N[number], axis=0)
+
+    return jax.lax.fori_loop(0, count, copy_one, pool)
+
+
 def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
     """`write_rows` of the K and V of each token; `kv_pages` is [pages, page, 2 * G, h]."""
     return write_rows(kv_pages, kv_rows(keys_TGh, values_TGh), slots_T)

@@ -84,7 +84,10 @@ class Server:
     """The replicas of an application; any of them answers for all."""
 
     def __init__(self, app: str) -> None:
-        self._handle = serve.get_deployment_handle(DEPLOYMENT, app).options(_by_reference=True)
+        handle = serve.get_deployment_handle(DEPLOYMENT, app)
+        # The caller has no event loop, whatever Serve's environment has by default; references are passed as such.
+        handle._init(_run_router_in_separate_loop=True)  # noqa: SLF001
+        self._handle = handle.options(_by_reference=True)
 
     def call(self, name: str, *arguments: Any) -> Any:
         try:

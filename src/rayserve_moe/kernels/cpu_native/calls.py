@@ -34,6 +34,7 @@ NAMES = (
     "Rotation",
     "Masses",
     "Noise",
+    "Pages",
 )
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
@@ -192,6 +193,13 @@ def attend_layer(
         norms_after=config.norms_after_rotation,
     )
     return out_TD, kv_pages
+
+
+def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, count: jax.Array) -> jax.Array:
+    """`kv_pool.copy_pages`, in place; what is not copied is copied to itself."""
+    targets_N = jnp.where(jnp.arange(len(sources_N)) < count, targets_N, sources_N)
+    call = jax.ffi.ffi_call(f"{PREFIX}pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
+    return call(pool, sources_N, targets_N)
 
 
 def _mean_squares(
