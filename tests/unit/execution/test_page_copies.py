@@ -1,0 +1,90 @@
+"""The last page of a prompt is copied to the rows that forked off it, in every layer, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rayserve_moe.execution.page_copies import COPIES_SIZE, COPY_FIELDS, apply_copies, no_copies
+from rayserve_moe.execution.step_types import DeviceState, DraftState
+from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, Kernels
+from tests.support.native import need_native_kernels
+from tests.support.rows import state_of_rows
+
+PAGE, WIDTH, NUM_ROWS = 4, 3, 3
+LAYERS = (LayerPages(0, 0, 20), LayerPages(1, 20, 12), LayerPages(0, 32, 20))
+"""Layers of two tables: the second one, of layers with a window, has fewer pages."""
+
+
+def state(dtype: np.dtype, num_groups: int, num_pages: int) -> DeviceState:
+    generator = np.random.default_rng(3)
+    table = generator.permutation(NUM_ROWS * WIDTH * num_groups).reshape(NUM_ROWS, -1).astype(np.int32) % 11 + 1
+    pool = generator.integers(0, 250, (num_pages, PAGE, 2, 5)).astype(dtype)
+    return state_of_rows(NUM_ROWS, page_table_RP=table, kv_pages=pool)
+
+
+def vector_of(*copies: tuple[int, int, int, int]) -> np.ndarray:
+    vector = no_copies()
+    vector[: len(copies) * COPY_FIELDS] = np.array(copies).reshape(-1)
+    return vector
+
+
+def copied(before: DeviceState, vector: np.ndarray, kernels: Kernels, layers: tuple[LayerPages, ...]) -> DeviceState:
+    @jax.jit
+    def run(given: DeviceState) -> DeviceState:
+        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=layers, copy=kernels.copy_pages)
+
+    return run(jax.tree.map(jnp.asarray, before))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [(CPU, np.float32), (CPU, np.uint16), (CPU, np.uint8), (CPU_NATIVE, ml_dtypes.bfloat16)]
+)
+def test_pages_of_the_own_rank_that_end_inside_are_copied_in_all_layers(kernels, dtype):
+    if kernels is CPU_NATIVE:
+        need_native_kernels()
+    before = state(np.dtype(dtype), num_groups=2, num_pages=52)
+    others = (0, 0, 2, 5), (1, 0, 2, 8), (-1, 0, 0, 0)
+    after = copied(before, vector_of((1, 0, 1, 5), *others[:2], (1, 0, 2, 11)), kernels, LAYERS)
+    expected = before.kv_pages.copy()
+    for target, index in ((1, 1), (2, 2)):
+        for group, first, _ in LAYERS:
+            source, goal = (before.page_table_RP[row, 2 * index + group] for row in (0, target))
+            expected[first + goal] = expected[first + source]
+    np.testing.assert_array_equal(np.asarray(after.kv_pages).view(np.uint8), expected.view(np.uint8))
+    for name in ("page_table_RP", "last_tokens_R", "sampling_floats_RF"):
+        np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+
+
+def test_the_pool_of_a_draft_model_is_that_of_one_layer():
+    before = state(np.dtype(np.float32), num_groups=1, num_pages=40)
+    own = np.random.default_rng(4).random((20, PAGE, 2, 5), np.float32)
+    draft = DraftState(own, np.zeros((NUM_ROWS, 2)), np.zeros(NUM_ROWS, np.int32))
+    layers = LayerPages(0, 0, 20), LayerPages(0, 20, 20)
+    after = copied(replace(before, draft=draft), vector_of((1, 2, 0, 3)), CPU, layers)
+    source, target = before.page_table_RP[[2, 0], 0]
+    own[target] = own[source]
+    assert after.draft is not None
+    np.testing.assert_array_equal(after.draft.kv_pages, own)
+
+
+def test_an_empty_vector_copies_nothing():
+    before = state(np.dtype(np.float32), num_groups=2, num_pages=52)
+    after = copied(before, no_copies(), CPU, LAYERS)
+    assert len(no_copies()) == COPIES_SIZE
+    np.testing.assert_array_equal(after.kv_pages, before.kv_pages)
+
+
+@pytest.mark.parametrize("page", [-1, 7])
+def test_the_native_kernel_refuses_pages_that_are_not_there(page):
+    need_native_kernels()
+    pool, places = jnp.ones((7, 2, 2, 2), jnp.bfloat16), jnp.array([3, page], jnp.int32)
+    for sources, targets in ((places, places[::-1]), (places[::-1], places)):
+        with pytest.raises(Exception, match="the pool has no such pages"):
+            jax.block_until_ready(jax.jit(CPU_NATIVE.copy_pages)(pool, sources, targets, jnp.int32(2)))
