@@ -65,7 +65,10 @@ def update_weights_over_ray(
 
 
 def shares_for(
-    bucket: Sequence[SentTensor], wanted: Mapping[str, Sequence[Sequence[WantedTensor]]], *, base_version: str | None
+    bucket: Sequence[SentTensor],
+    wanted: Mapping[str, Sequence[Sequence[WantedTensor]]],
+    *,
+    base_version: str | None = None,
 ) -> dict[str, SentShares]:
     """By replica what its hosts want of a bucket, as objects; those that want the same have one."""
     objects: dict[tuple[WantedTensor, ...], tuple[ray.ObjectRef, int]] = {}

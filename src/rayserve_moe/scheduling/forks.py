@@ -80,4 +80,4 @@ def cache_with_forks(rank: DataRank, sequence: Sequence, *, num_tokens: int) -> 
     rank.cache_computed(sequence, num_tokens)
     for other in sequence.choices:
         if other is not sequence and other.row != NO_ROW and other.data_rank == rank.index:
-            rank.cache_computed(other, min(num_tokens, other.num_prompt_tokens))
+            rank.cache_computed(other, min(num_tokens, other.num_prompt_tokens, other.num_computed))

@@ -92,6 +92,26 @@ def test_pages_of_a_prompt_stay_while_some_choice_uses_them(leaving, way):
     assert all_pages_are_free(target)
 
 
+def test_what_another_choice_has_not_computed_yet_is_not_cached_when_the_first_one_ends():
+    """Its rows were flushed meanwhile, so that the other computes the prompt anew, chunk by chunk."""
+    target = scheduler(num_rows=2, chunk_tokens=6)
+    turns = Turns(target)
+    old = one("old", [*range(200, 205)], num_new=40)
+    turns.begin(old)
+    first, second = group = choices("a", 12, n=2)
+    target.add(group)
+    for _ in range(3):
+        turns.turn()
+    target.flush()
+    abort(target, old)
+    assert turns.turn()["a/1"] == 6 and second.num_computed == 6
+    abort(target, first)
+    asking = one("b", 12)
+    asking.namespace = second.namespace
+    assert target.ranks[0].num_cached(asking) <= 4
+    turns.finish()
+
+
 def test_a_failed_prompt_is_not_cached_by_its_forks():
     target = scheduler()
     group = choices("a", 10, n=3)
