@@ -53,7 +53,7 @@ def apply_copies(
     columns_CG = (ends_C // page_size)[:, None] * num_groups + jnp.arange(num_groups)
     is_own_C1 = ((ranks_C == data_rank) & (ends_C % page_size > 0))[:, None]
     from_CG, to_CG = (
-        # Page 0 of a layer, which belongs to nobody, is copied to itself.
+        # Page 0 of a layer, which belongs to no sequence, is copied to itself.
         jnp.where(is_own_C1, state.page_table_RP.at[rows_C[:, None], columns_CG].get(mode="clip"), 0)
         for rows_C in (sources_C, targets_C)
     )
