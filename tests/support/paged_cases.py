@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -32,7 +33,8 @@ from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, S
 from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.paged_stream import PageStream
 from rayserve_moe.kernels.paged_visits import visits_of
-from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.paged_writes import RowWrites
+from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION, WRITING_DECODE
 from tests.support.drive import run_together
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
@@ -55,6 +57,7 @@ class PagedCase:
     latent_width: int = 0
     is_tree: bool = False
     is_described: bool = False
+    is_writing: bool = False
     dtype: str = "float32"
     most_rows: int = 1024
     most_keys: int = 64
@@ -89,6 +92,21 @@ CASES = {
     ),
     "latents in tiles, on two cores": PagedCase(
         ((100, 4), (3, 2), (170, 4)), 4, 16, 1, 192, ScoreConfig(scale=0.1), latent_width=128, most_rows=32, num_cores=2
+    ),
+    "new rows of single tokens": replace(SINGLES, blocks=(*SINGLES.blocks, (16, 1), (79, 1)), is_writing=True),
+    "new rows of twenty sequences, windows, described, on two cores, in bfloat16": PagedCase(
+        tuple((place, int(place % 5 > 0)) for place in range(0, 190, 9)),
+        1,
+        num_kv_heads=2,
+        width=128,
+        config=ScoreConfig(window=40),
+        is_described=True,
+        is_writing=True,
+        dtype="bfloat16",
+        num_cores=2,
+    ),
+    "new latents, sinks": PagedCase(
+        ((70, 1), (0, 0), (5, 1), (127, 1)), 1, 16, 1, 192, latent_width=128, has_sinks=True, is_writing=True
     ),
     "trees of drafts": PagedCase(
         ((100, 6), (0, 0), (0, 3), (61, 6)), 6, num_kv_heads=2, config=ScoreConfig(window=50), is_tree=True
@@ -181,12 +199,34 @@ def outcome_of(case: PagedCase) -> Outcome:
         described = paged_attention.describe_singles(places.positions_BQ[:, 0], **sizes)
         places = places._replace(described=described[case.config.window])
     trees = jnp.asarray(arrays.trees) if case.is_tree else None
-    found = paged_attention.attend(
-        queries, flat.reshape(*pool.shape[:2], -1), places, **knobs, ancestors_BQ=trees, interpret=INTERPRETED
-    )
+    flat = flat.reshape(*pool.shape[:2], -1)
+    if case.is_writing:
+        found = written_and_attended(queries, flat, places, knobs)
+    else:
+        found = paged_attention.attend(queries, flat, places, **knobs, ancestors_BQ=trees, interpret=INTERPRETED)
     expected = np.asarray(expected, np.float32)
     difference = np.abs(np.asarray(found, np.float32) - expected).max()
     return Outcome(float(difference), float(np.abs(expected).max()), _has_races())
+
+
+def written_and_attended(
+    queries_B1Hh: jax.Array, flat: jax.Array, places: BlockPlaces, knobs: dict[str, Any]
+) -> jax.Array:
+    """What attends new rows that the pool does not have yet; AssertionError where the pool is then another one than
+    with these rows, or holds them elsewhere. The layer's pages follow three of other layers."""
+    positions_B = np.asarray(places.positions_BQ[:, 0])
+    pages_B = np.take_along_axis(np.asarray(places.page_table_BP), positions_B[:, None] // PAGE, axis=1)[:, 0]
+    at = pages_B, positions_B % PAGE
+    is_real_B = positions_B >= 0
+    rows_BX = jnp.where(is_real_B[:, None], flat[at], 1e3)
+    missing = flat.at[tuple(part[is_real_B] for part in at)].set(jnp.nan)
+    others = jnp.full((3, *flat.shape[1:]), 7, flat.dtype)
+    new = paged_attention.NewRows(rows_BX, jnp.int32(len(others)))
+    found_BHv, pool = paged_attention.attend_new(
+        queries_B1Hh[:, 0], jnp.concatenate([others, missing]), places, new, **knobs, interpret=INTERPRETED
+    )
+    np.testing.assert_array_equal(*(np.asarray(each, np.float32) for each in (pool, jnp.concatenate([others, flat]))))
+    return found_BHv[:, None]
 
 
 def engine_outcome(name: str) -> Outcome:
@@ -197,7 +237,7 @@ def engine_outcome(name: str) -> Outcome:
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 40)]
     settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}
-    paged = partial(paged_attention.attend, interpret=INTERPRETED)
+    paged, writing = (partial(of, interpret=INTERPRETED) for of in (paged_attention.attend, paged_attention.attend_new))
     paged_attention.cores_of_device = lambda _=None: 1
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -206,6 +246,7 @@ def engine_outcome(name: str) -> Outcome:
             with ExitStack() as stack:
                 for by_name in (LATENT_ATTENTION, FLAT_ATTENTION) if is_paged else ():
                     attention = partial(by_name["tpu"]["attention"], decode=paged, prefill=paged)
+                    stack.enter_context(patch.dict(WRITING_DECODE, cpu=writing))
                     stack.enter_context(patch.dict(by_name, cpu={**by_name["tpu"], "attention": attention}))
                 runner = prepared_runner(path, **settings)
                 assert runner.config.kernels.has_flat_rows == is_paged
@@ -246,6 +287,36 @@ def one_key_too_many() -> None:
     paged_attention.visits_of = wrong
 
 
+def row_not_in_sight() -> None:
+    """The row goes to the pool alone, as if it were read before it has arrived there."""
+    put = RowWrites.put
+
+    def wrong(writes: RowWrites, stream: PageStream, *place: Any) -> None:
+        put(writes, replace(stream, blocks=OtherHalf(stream.blocks)), *place)
+
+    RowWrites.put = wrong
+
+
+def row_on_another_page() -> None:
+    place_of = PageStream.place_of
+    PageStream.place_of = lambda stream, reach, key: place_of(stream, reach, key - PAGE)
+
+
+def staged_rows_overwritten() -> None:
+    RowWrites.wait = lambda *_: None
+
+
+def row_of_a_neighbour() -> None:
+    put = RowWrites.put
+    RowWrites.put = lambda writes, stream, visit, *place: put(writes, stream, visit + 1, *place)
+
+
+WRITE_FAULTS: dict[str, Callable[[], None]] = {
+    "row not in sight": row_not_in_sight,
+    "row on another page": row_on_another_page,
+    "staged rows overwritten": staged_rows_overwritten,
+    "row of a neighbour": row_of_a_neighbour,
+}
 FAULTS: dict[str, Callable[[], None]] = {
     "no wait for pages": no_wait_for_pages,
     "pages into the block in use": pages_into_the_block_in_use,
@@ -264,9 +335,9 @@ def _run(name: str) -> Outcome:
         return engine_outcome(name)
     if name in CASES:
         return outcome_of(CASES[name])
-    FAULTS[name]()
+    (FAULTS | WRITE_FAULTS)[name]()
     try:
-        return outcome_of(replace(SINGLES, blocks=((100, 1), (191, 1))))
+        return outcome_of(replace(SINGLES, blocks=((100, 1), (191, 1)), is_writing=name in WRITE_FAULTS))
     except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
         return Outcome(error=str(error)[:300])
 

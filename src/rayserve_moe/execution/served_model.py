@@ -204,7 +204,14 @@ def served_model(
     not go together."""
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     may_be_flat = settings.cache.kv_dtype != "fp8" and settings.cache.page_size % CLEARED_ROWS == 0
-    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, may_be_flat=may_be_flat)
+    config = model_config(
+        spec,
+        plan,
+        experts=settings.experts,
+        kernels=kernels,
+        may_be_flat=may_be_flat,
+        has_lone_singles=not settings.speculation.most_drafts,
+    )
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)

@@ -37,12 +37,14 @@ def model_config(
     experts: ExpertSettings,
     kernels: Kernels | None = None,
     may_be_flat: bool = True,
+    has_lone_singles: bool = False,
 ) -> ModelConfig:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
     UnsupportedModelError an attention that the kernels lack.
 
     Without `kernels`, with those of the platform. Where cores share a device the pool's rows are flat, unless
     `may_be_flat` is false: for keys and values of 8 bits, or pages that our own attention does not take.
+    `has_lone_singles`: see `kernels_for`.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
     """
     _check_divisible(spec, plan)
@@ -58,7 +60,10 @@ def model_config(
     config = ExpertConfig(
         spec.router,
         kernels_for(
-            spec, kernels or KERNELS[platform_of(plan.mesh)], prefers_flat=may_be_flat and cores_of(plan.mesh) > 1
+            spec,
+            kernels or KERNELS[platform_of(plan.mesh)],
+            prefers_flat=may_be_flat and cores_of(plan.mesh) > 1,
+            has_lone_singles=has_lone_singles,
         ),
         plan,
         num_redundant=num_redundant,

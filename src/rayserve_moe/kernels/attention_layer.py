@@ -19,9 +19,12 @@ from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
 from rayserve_moe.kernels.attention_reference import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.layers import Rotation
+from rayserve_moe.kernels.paged_attention import NewRows
 
 PagedAttention = Callable[..., jax.Array]
 """The signature of `attention_reference.attend`."""
+WritingAttention = Callable[..., tuple[jax.Array, jax.Array]]
+"""The signature of `paged_attention.attend_new`."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +73,24 @@ class DescribedSingles(NamedTuple):
     valid_T1: jax.Array
 
 
+class PagedStep(NamedTuple):
+    """What the paged attention of a layer takes beside queries and pool: the tokens, the layer's first page, the rows
+    of all tokens, and how many of them, single tokens all, are written by the kernel that attends them."""
+
+    batch: TokenBatch
+    first_page: jax.Array
+    rows_TX: jax.Array
+    num_late: int
+
+
+class PagedKernels(NamedTuple):
+    """What attends single tokens and prefill blocks, and what writes the rows of single tokens as well, if anything."""
+
+    decode: PagedAttention
+    prefill: PagedAttention
+    write_and_decode: WritingAttention | None = None
+
+
 class AttentionInputs(NamedTuple):
     """What a layer attends with besides the stream and the pool: weights of all layers under the names of
     `model.parameters`, the tokens of the step, their rotation, and which layer it is; what `Kernels.describe_singles`
@@ -91,13 +112,15 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     decode: PagedAttention,
     prefill: PagedAttention,
     project: Callable[..., tuple[jax.Array, jax.Array]] = project_rows,
+    write_and_decode: WritingAttention | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
     Norms, biases and sinks may be absent, and the output's bias is the caller's to add. `kv_pages` is
     [L * pages, page, 2 * G, h], or with other rows that `project` gives and the kernels read: page p of layer l lies at
     l * pages + p, or where `batch.layer_pages` says. `decode` attends the single tokens, `prefill` the blocks;
-    `project` has the signature of `project_rows`.
+    `project` has the signature of `project_rows`. `write_and_decode` takes the place of `decode` where all layers see
+    equally far, and writes the rows that it attends.
     """
     weights, batch, rotation, layer, singles = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
@@ -106,59 +129,69 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         queries, rows = project(
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
-    with jax.named_scope("kv_update"):
-        kv_pages = write_rows(kv_pages, rows, batch.kv_slots_T + first_page * kv_pages.shape[1])
+    windows = sorted(set(config.windows or (0,)))
+    step = PagedStep(
+        batch, first_page, rows, num_late=batch.num_singles if write_and_decode and len(windows) == 1 else 0
+    )
+    kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
 
-        def attend(scores: ScoreConfig) -> jax.Array:
+        def attend(scores: ScoreConfig) -> tuple[jax.Array, jax.Array]:
             sinks = {"sinks_H": of_layer["sinks_LA"]} if "sinks_LA" in of_layer else {}
             how = {"config": scores, **sinks}
-            kernels = partial(decode, **how), partial(prefill, **how)
+            kernels = PagedKernels(
+                *(kernel and partial(kernel, **how) for kernel in (decode, prefill, write_and_decode))
+            )
             described = singles and singles.by_window[scores.window]
-            return attend_blocks(queries, kv_pages, batch, first_page=first_page, kernels=kernels, described=described)
+            return attend_blocks(queries, kv_pages, step, kernels=kernels, described=described)
 
-        attended_THh = _attend_by_window(attend, layer, config)
+        scores = [ScoreConfig(window, config.score_scale) for window in windows]
+        if len(scores) == 1:
+            attended_THh, kv_pages = attend(scores[0])
+        else:
+            # One program serves all layers, so that they need not be unrolled.
+            which_L = np.array([windows.index(window) for window in config.windows], np.int32)
+            of_window = [lambda score=score: attend(score)[0] for score in scores]
+            attended_THh = jax.lax.switch(jnp.asarray(which_L)[layer], of_window)
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
         return out_TD if singles is None else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
-def _attend_by_window(
-    attend: Callable[[ScoreConfig], jax.Array], layer: jax.Array, config: AttentionConfig
-) -> jax.Array:
-    """Attend with the window of a layer; one program serves all layers, so that they need not be unrolled."""
-    windows = sorted(set(config.windows or (0,)))
-    scores = [ScoreConfig(window, config.score_scale) for window in windows]
-    if len(scores) == 1:
-        return attend(scores[0])
-    which_L = np.array([windows.index(window) for window in config.windows], np.int32)
-    return jax.lax.switch(jnp.asarray(which_L)[layer], [partial(attend, score) for score in scores])
+def write_early(kv_pages: jax.Array, step: PagedStep) -> jax.Array:
+    """The pool with the rows of all tokens but those whose attention writes them."""
+    if step.num_late == len(step.rows_TX):
+        return kv_pages
+    with jax.named_scope("kv_update"):
+        slots_T = step.batch.kv_slots_T[step.num_late :] + step.first_page * kv_pages.shape[1]
+        return write_rows(kv_pages, step.rows_TX[step.num_late :], slots_T)
 
 
 def attend_blocks(
-    queries_THh: jax.Array,
-    kv_pages: jax.Array,
-    batch: TokenBatch,
-    *,
-    first_page: jax.Array,
-    kernels: tuple[PagedAttention, PagedAttention],
-    described: Any = None,
-) -> jax.Array:
-    """Attend the single tokens and the prefill blocks, each part with its kernel: [T, H, width of values].
+    queries_THh: jax.Array, kv_pages: jax.Array, step: PagedStep, *, kernels: PagedKernels, described: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attend the single tokens and the prefill blocks, each part with its kernel: [T, H, width of values]; and the pool
+    with the rows that are written late.
 
     With the single tokens `described` (see `BlockPlaces`), what stands for their padding is undefined.
     """
-    singles, (num_tokens, *head_shape), (decode, prefill) = batch.num_singles, queries_THh.shape, kernels
-    page_table_BP = batch.page_table_BP + first_page
-    parts = []
-    if singles:
-        places = BlockPlaces(page_table_BP[:singles], batch.positions_T[:singles, None], described)
-        parts.append(decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
+    batch, (num_tokens, *head_shape), parts = step.batch, queries_THh.shape, []
+    singles, page_table_BP = batch.num_singles, batch.page_table_BP + step.first_page
+    positions_U1 = batch.positions_T[:singles, None]
+    if step.num_late:
+        assert kernels.write_and_decode is not None, "rows are left to a kernel that writes them"
+        places = BlockPlaces(batch.page_table_BP[:singles], positions_U1, described)
+        new = NewRows(step.rows_TX[:singles], step.first_page)
+        attended, kv_pages = kernels.write_and_decode(queries_THh[:singles], kv_pages, places, new)
+        parts.append(attended)
+    elif singles:
+        places = BlockPlaces(page_table_BP[:singles], positions_U1, described)
+        parts.append(kernels.decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
     if batch.num_prefill_blocks:
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)
         queries_BQHh = queries_THh[singles:].reshape(*blocks, *head_shape)
         places = BlockPlaces(page_table_BP[singles:], batch.positions_T[singles:].reshape(blocks))
-        attended = prefill(queries_BQHh, kv_pages, places)
+        attended = kernels.prefill(queries_BQHh, kv_pages, places)
         parts.append(attended.reshape(num_tokens - singles, *attended.shape[2:]))
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0], kv_pages

@@ -20,9 +20,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.attention_layer import AttentionInputs, PagedAttention, attend_blocks
+from rayserve_moe.kernels.attention_layer import (
+    AttentionInputs,
+    PagedAttention,
+    PagedKernels,
+    PagedStep,
+    WritingAttention,
+    attend_blocks,
+    write_early,
+)
 from rayserve_moe.kernels.attention_reference import ScoreConfig
-from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
 
 
@@ -49,6 +56,7 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     decode: PagedAttention,
     prefill: PagedAttention,
     rows_of: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    write_and_decode: WritingAttention | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new latents.
 
@@ -63,15 +71,13 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     with jax.named_scope("projections"):
         latents_T1C = _latents(normed_TD, of_layer, rotation, config)
         queries_TAC = _absorbed_queries(normed_TD, of_layer, rotation, config)
-    with jax.named_scope("kv_update"):
-        kv_pages = write_rows(kv_pages, rows_of(latents_T1C), batch.kv_slots_T + first_page * kv_pages.shape[1])
+    step = PagedStep(batch, first_page, rows_of(latents_T1C), num_late=batch.num_singles if write_and_decode else 0)
+    kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
         how = {"config": ScoreConfig(scale=config.score_scale), "latent_width": latent_width}
-        kernels = partial(decode, **how), partial(prefill, **how)
+        kernels = PagedKernels(*(kernel and partial(kernel, **how) for kernel in (decode, prefill, write_and_decode)))
         described = singles and singles.by_window[0]
-        attended_TAC = attend_blocks(
-            queries_TAC, kv_pages, batch, first_page=first_page, kernels=kernels, described=described
-        )
+        attended_TAC, kv_pages = attend_blocks(queries_TAC, kv_pages, step, kernels=kernels, described=described)
     with jax.named_scope("output_product"):
         v_b_AvC = of_layer["v_b_LHC"].reshape(attended_TAC.shape[1], -1, latent_width)
         values_TAv = _multiply("TAC,AvC->TAv", attended_TAC.astype(normed_TD.dtype), v_b_AvC).astype(normed_TD.dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,23 @@ from rayserve_moe.kernels.paged_sizes import TileShape, blocks_per_call, pages_o
 from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
 from rayserve_moe.kernels.paged_tiles import attend_tile
 from rayserve_moe.kernels.paged_visits import Visits, visits_of
+from rayserve_moe.kernels.paged_writes import NEW_ROWS
 
 VMEM_BYTES = 40 << 20
+
+
+class NewRows(NamedTuple):
+    """Rows [B, X] of single tokens as the pool has them, and the page from which the page table counts."""
+
+    rows_BX: jax.Array
+    first_page: jax.Array
+
+
+class _Knobs(NamedTuple):
+    config: ScoreConfig
+    sinks_H: jax.Array | None
+    latent_width: int
+    ancestors_BQ: jax.Array | None = None
 
 
 def attend(  # noqa: PLR0913 (the reference's signature)
@@ -49,6 +64,42 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     of a block come first. `interpret` (see `pallas_call`) runs it without a TPU. Returns [B, Q, H, v]. ValueError for a
     pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
     """
+    knobs = _Knobs(config, sinks_H, latent_width, ancestors_BQ)
+    return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
+
+
+def attend_new(  # noqa: PLR0913 (as `attend`)
+    queries_BHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    new: NewRows,
+    *,
+    config: ScoreConfig = FULL_CAUSAL,
+    sinks_H: jax.Array | None = None,
+    latent_width: int = 0,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Write the rows of single tokens to their positions in the pool and attend: [B, H, v], and the pool.
+
+    As `kv_pool.write_rows` and then `attend` of one query per block, but that the page table counts from the first page
+    of `new` and nothing is written for padding. No two tokens are of one sequence.
+    """
+    knobs = _Knobs(config, sinks_H, latent_width)
+    attended_B1Hv, kv_pages = _attend(queries_BHh[:, None], kv_pages, places, new, knobs=knobs, interpret=interpret)
+    return attended_B1Hv[:, 0], kv_pages
+
+
+def _attend(
+    queries_BQHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    new: NewRows | None,
+    *,
+    knobs: _Knobs,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """What `attend` returns, and the pool with the new rows."""
+    config, sinks_H, latent_width, ancestors_BQ = knobs
     page_size, row_lanes = kv_pages.shape[1:]
     if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
         raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
@@ -67,6 +118,7 @@ def attend(  # noqa: PLR0913 (the reference's signature)
         config=config,
         has_sinks=sinks_H is not None,
         is_tree=ancestors_BQ is not None,
+        has_new_rows=new is not None,
     )
     sinks = [] if sinks_H is None else [_sinks(sinks_H, shape)]
     call = partial(_call, sinks=sinks, interpret=interpret)
@@ -77,9 +129,12 @@ def attend(  # noqa: PLR0913 (the reference's signature)
         of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits)
         trees_BQ = None if ancestors_BQ is None else ancestors_BQ[part]
         of_part = replace(shape, num_blocks=part.stop - first, num_cores=cores_for(part.stop - first, interpret))
-        parts.append(call(queries_BCQRK[part], kv_pages, of_call, trees_BQ, shape=of_part))
+        news = None if new is None else NewRows(new.rows_BX[part].astype(kv_pages.dtype), new.first_page)
+        attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, trees_BQ, news, shape=of_part)
+        parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    return gather_heads(attended_BCQRV, layout, width=latent_width or layout.head_dim).astype(queries_BQHh.dtype)
+    attended_BQHv = gather_heads(attended_BCQRV, layout, width=latent_width or layout.head_dim)
+    return attended_BQHv.astype(queries_BQHh.dtype), kv_pages
 
 
 def describe_singles(
@@ -111,12 +166,13 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     kv_pages: jax.Array,
     places: BlockPlaces,
     ancestors_BQ: jax.Array | None,
+    new: NewRows | None,
     *,
     sinks: list[jax.Array],
     shape: TileShape,
     interpret: Any,
-) -> jax.Array:
-    """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V], and the pool."""
     num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
     num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
     (table_BP, positions_BQ, visits), trees_BQ, core = places, ancestors_BQ, pl.BlockSpec(memory_space=pltpu.VMEM)
@@ -131,32 +187,42 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         )
     queries_BCMK = _for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
     queries_BCMK = jnp.pad(queries_BCMK, ((0, 0), (0, 0), (0, shape.num_tiles * shape.num_rows - num_rows), (0, 0)))
-    attended_BCMV = pl.pallas_call(
+    hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.int32(0) if new is None else new.first_page
+    rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
+    scalars = [a.reshape(-1) for a in (first_page, table_BP, *visits, positions_BQ, trees_BQ)]
+    given = [queries_BCMK, *sinks, *rows]
+    attended_BCMV, *written = pl.pallas_call(
         partial(attend_tile, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=len(scalars),
             grid=(shape.num_cores, shape.visits_per_core),
-            in_specs=[_block(lanes, shape), *(core for _ in sinks), pl.BlockSpec(memory_space=pltpu.HBM)],
-            out_specs=_block(num_lanes, shape),
+            in_specs=[_block(lanes, shape), *(core for _ in sinks), *(_rows(a, shape) for a in rows), hbm],
+            out_specs=[_block(num_lanes, shape), *(hbm for _ in rows)],
             scratch_shapes=_scratch(kv_pages, shape),
         ),
-        out_shape=jax.ShapeDtypeStruct((*queries_BCMK.shape[:3], num_lanes), queries_BCMK.dtype),
+        out_shape=[
+            jax.ShapeDtypeStruct((*queries_BCMK.shape[:3], num_lanes), queries_BCMK.dtype),
+            *(jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype) for _ in rows),
+        ],
+        input_output_aliases={len(scalars) + len(given): 1} if rows else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         name="paged_attention",
         interpret=interpret,
-    )(
-        *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, trees_BQ)),
-        queries_BCMK,
-        *sinks,
-        kv_pages,
-    )
-    return attended_BCMV[:num_blocks, :, :num_rows].reshape(*queries_BCQRK.shape[:4], num_lanes)
+    )(*scalars, *given, kv_pages)
+    attended_BCMV = attended_BCMV[:num_blocks, :, :num_rows]
+    return attended_BCMV.reshape(*queries_BCQRK.shape[:4], num_lanes), written[0] if written else kv_pages
 
 
 def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """Two blocks of the pool, sums and places of a tile's rows, how many blocks are done, and arrivals."""
+    """Two blocks of the pool, sums and places of a tile's rows, how many blocks are done, and arrivals; what
+    `RowWrites` has besides rows."""
+    writes = [
+        pltpu.VMEM((CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SemaphoreType.DMA,
+    ]
     widths = (LANES, LANES, shape.layout.value_lanes)
     return [
         pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
@@ -164,7 +230,18 @@ def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
         pltpu.VMEM((2, shape.num_rows, LANES), jnp.int32),
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
+        *(writes if shape.has_new_rows else []),
     ]
+
+
+def _rows(rows_BX: jax.Array, shape: TileShape) -> pl.BlockSpec:
+    """The new rows among which is that of a visit."""
+    num_rows = min(NEW_ROWS, len(rows_BX))
+
+    def of_visit(core: jax.Array, step: jax.Array, *_: Any) -> tuple[jax.Array, int]:
+        return jax.lax.div(core * shape.visits_per_core + step, num_rows), 0
+
+    return pl.BlockSpec((num_rows, rows_BX.shape[1]), of_visit)
 
 
 def _block(width: int, shape: TileShape) -> pl.BlockSpec:

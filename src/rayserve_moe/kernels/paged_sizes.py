@@ -38,11 +38,13 @@ class TileShape:
     config: ScoreConfig
     has_sinks: bool
     is_tree: bool
+    has_new_rows: bool = False
 
     @property
     def num_rows(self) -> int:
-        """T: rows of a tile with padding."""
-        return -(-self.tile_queries * self.query_rows // ALIGNED_ROWS) * ALIGNED_ROWS
+        """T: rows of a tile with padding; half a register's of 16 bits do for one tile of a block."""
+        aligned = ALIGNED_ROWS // 2 if self.num_tiles == 1 else ALIGNED_ROWS
+        return -(-self.tile_queries * self.query_rows // aligned) * aligned
 
     @property
     def score_rows(self) -> int:

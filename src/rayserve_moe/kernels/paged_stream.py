@@ -21,8 +21,10 @@ CLEARED_ROWS = 16
 
 
 class Scalars(NamedTuple):
-    """Scalar memory: page ids [B * P], the fields of `paged_visits.Visits`, positions and ancestors [B * Q]."""
+    """Scalar memory: page ids [B * P] from a first page on [1], the fields of `paged_visits.Visits`, positions and
+    ancestors [B * Q]."""
 
+    first_page: Any
     pages: Any
     first: Any
     end: Any
@@ -85,10 +87,18 @@ class PageStream:
 
         def copy(i: jax.Array, carry: None) -> None:
             keys = pl.ds(pl.multiple_of(i * self.page_size, self.page_size), self.page_size)
-            source, target = self.pool.at[self.scalars.pages[reach.table + first + i]], self.blocks.at[half, keys]
+            source, target = self.pool.at[self._page_of(reach, first + i)], self.blocks.at[half, keys]
             pltpu.make_async_copy(source, target, self.arrivals.at[half]).start()
 
         jax.lax.fori_loop(0, jnp.minimum(reach.num_pages - first, self.num_pages), copy, None)
+
+    def place_of(self, reach: Reach, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page in the pool where a key lies, and its row there."""
+        place = key - reach.begin
+        return self._page_of(reach, jax.lax.div(place, self.page_size)), jax.lax.rem(place, self.page_size)
+
+    def _page_of(self, reach: Reach, page: jax.Array) -> jax.Array:
+        return self.scalars.first_page[0] + self.scalars.pages[reach.table + page]
 
     def start_next(self, visit: jax.Array, end: jax.Array, half: jax.Array) -> None:
         """Ask for the first block of the first visit from `visit` on, ahead of `end`, that has one."""

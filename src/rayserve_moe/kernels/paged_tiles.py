@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from rayserve_moe.kernels.attention_reference import MASKED
 from rayserve_moe.kernels.paged_sizes import TileShape
 from rayserve_moe.kernels.paged_stream import PageStream, Scalars
+from rayserve_moe.kernels.paged_writes import RowWrites
 
 LOG2_E = math.log2(math.e)
 """Scores are kept as exponents of two, which is what the core raises."""
@@ -38,24 +39,35 @@ class Tile(NamedTuple):
     shape: TileShape
 
 
+class _Opened(NamedTuple):
+    """The references of a step of the grid by what they are for."""
+
+    stream: PageStream
+    writes: RowWrites | None
+    queries: Any
+    sinks: tuple[Any, ...]
+    out: Any
+    sums: Sums
+    places: Any
+    num_done: Any
+
+
 def attend_tile(*refs: Any, shape: TileShape) -> None:
-    """A step of the grid. `refs` are scalars, queries, sinks [C, T, 1] if any, the pool, the output [1, C, T, V]; two
-    blocks of the pool, `Sums`, places of rows, the number of blocks so far, and a semaphore of each block."""
-    scalars, num_given = Scalars(*refs[:6]), 9 + shape.has_sinks
-    (queries, *sinks, pool), out = refs[6 : num_given - 1], refs[num_given - 1]
-    blocks, *sums, places, num_done, arrivals = refs[num_given:]
-    stream = PageStream(
-        scalars, pool, blocks, arrivals, shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
-    )
+    """A step of the grid. `refs` are scalars, queries, sinks [C, T, 1] and new rows if any, the pool, the output
+    [1, C, T, V], the pool again if it is written; two blocks of the pool, `Sums`, places of rows, the number of blocks
+    so far, and a semaphore of each block; the rest of `RowWrites`."""
+    stream, writes, queries, sinks, out, sums, places, num_done = _open(refs, shape)
     begin = pl.program_id(0) * shape.visits_per_core
-    tile = Tile(begin + pl.program_id(1), queries, Sums(*sums), places, shape)
+    tile = Tile(begin + pl.program_id(1), queries, sums, places, shape)
     reach = stream.reach_of(tile.visit)
     num_blocks = stream.num_blocks(reach)
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         num_done[0] = 0
-        blocks[...] = jnp.zeros_like(blocks)
+        if writes:
+            writes.is_used[0] = 0
+        stream.blocks[...] = jnp.zeros_like(stream.blocks)
         stream.start_next(begin, begin + shape.visits_per_core, jnp.int32(0))
 
     def attend_block(i: jax.Array, carry: None) -> None:
@@ -70,13 +82,15 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
             stream.start_next(tile.visit + 1, begin + shape.visits_per_core, 1 - half)
 
         stream.wait(reach, i, half)
+        if writes:
+            pl.when(i + 1 == num_blocks)(lambda: writes.put(stream, tile.visit, reach, i, half))
         stream.clear(reach, i, half)
         _score_block(tile, stream, stream.first_key(reach, i), half)
         num_done[0] = num_done[0] + 1
 
     @pl.when(num_blocks > 0)
     def _() -> None:
-        _place_rows(tile, scalars)
+        _place_rows(tile, stream.scalars)
         tile.sums.total[...] = jnp.zeros_like(tile.sums.total)
         largest = sinks[0][...] * LOG2_E if sinks else MASKED
         tile.sums.largest[...] = jnp.broadcast_to(largest, tile.sums.largest.shape)
@@ -87,6 +101,24 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     @pl.when(num_blocks == 0)
     def _() -> None:
         out[...] = jnp.zeros_like(out)
+
+    if writes:
+        pl.when(pl.program_id(1) + 1 == shape.visits_per_core)(writes.wait)
+
+
+def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
+    scalars, refs = Scalars(*refs[: len(Scalars._fields)]), refs[len(Scalars._fields) :]
+    num_given = 2 + shape.has_sinks + shape.has_new_rows
+    (queries, *knobs, pool), (out, *rest) = refs[:num_given], refs[num_given:]
+    sinks, rows = tuple(knobs[: shape.has_sinks]), knobs[shape.has_sinks :]
+    if rows:
+        pool, *rest = rest
+    blocks, *sums, places, num_done, arrivals = rest[:7]
+    stream = PageStream(
+        scalars, pool, blocks, arrivals, shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
+    )
+    writes = RowWrites(*rows, *rest[7:]) if rows else None
+    return _Opened(stream, writes, queries, sinks, out, Sums(*sums), places, num_done)
 
 
 def _place_rows(tile: Tile, scalars: Scalars) -> None:

@@ -162,5 +162,9 @@ FLAT_ATTENTION: dict[str, Mapping[str, Any]] = {
 """What takes the place of fields where a model has sinks, or heads that are no whole registers of a TPU, or where two
 cores share a device: they share the work of the kernel of our own."""
 
+WRITING_DECODE: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"tpu": paged_attention.attend_new}
+"""What attends single tokens of flat rows and writes these, by the name of the table; `PagedKernels.write_and_decode`
+of the attention above, where no two single tokens of a step are of one sequence."""
+
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
 """By name; the one that has the name of a platform is the platform's own."""

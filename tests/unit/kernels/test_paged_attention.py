@@ -11,7 +11,7 @@ from rayserve_moe.kernels.flat_rows import flat_kv, flat_width, gather_heads, la
 from rayserve_moe.kernels.paged_attention import attend
 from rayserve_moe.kernels.paged_sizes import MOST_ROWS, tile_queries_for
 from rayserve_moe.kernels.paged_visits import visits_of
-from tests.support.paged_cases import CASES, FAULTS, MODELS, run_cases
+from tests.support.paged_cases import CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
@@ -87,7 +87,7 @@ def test_an_engine_gives_the_log_probs_of_the_reference():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, *WRITE_FAULTS])
 def test_a_planted_fault_is_found(fault):
     """A race, or a number that is none or wrong."""
     (found,) = run_cases(fault).values()
