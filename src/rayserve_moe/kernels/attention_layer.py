@@ -84,11 +84,18 @@ class PagedStep(NamedTuple):
 
 
 class PagedKernels(NamedTuple):
-    """What attends single tokens and prefill blocks, and what writes the rows of single tokens as well, if anything."""
+    """What attends single tokens and prefill blocks, and what writes the rows of single tokens as well, if anything:
+    that one gives zeros for padding."""
 
     decode: PagedAttention
     prefill: PagedAttention
     write_and_decode: WritingAttention | None = None
+
+    def with_knobs(self, **knobs: Any) -> PagedKernels:
+        """The same, with arguments by keyword."""
+        writing = self.write_and_decode
+        writing = None if writing is None else partial(writing, **knobs)
+        return PagedKernels(partial(self.decode, **knobs), partial(self.prefill, **knobs), writing)
 
 
 class AttentionInputs(NamedTuple):
@@ -138,10 +145,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 
         def attend(scores: ScoreConfig) -> tuple[jax.Array, jax.Array]:
             sinks = {"sinks_H": of_layer["sinks_LA"]} if "sinks_LA" in of_layer else {}
-            how = {"config": scores, **sinks}
-            kernels = PagedKernels(
-                *(kernel and partial(kernel, **how) for kernel in (decode, prefill, write_and_decode))
-            )
+            kernels = PagedKernels(decode, prefill, write_and_decode).with_knobs(config=scores, **sinks)
             described = singles and singles.by_window[scores.window]
             return attend_blocks(queries, kv_pages, step, kernels=kernels, described=described)
 
@@ -156,7 +160,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
-        return out_TD if singles is None else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
+        return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
 def write_early(kv_pages: jax.Array, step: PagedStep) -> jax.Array:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +73,8 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     step = PagedStep(batch, first_page, rows_of(latents_T1C), num_late=batch.num_singles if write_and_decode else 0)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
-        how = {"config": ScoreConfig(scale=config.score_scale), "latent_width": latent_width}
-        kernels = PagedKernels(*(kernel and partial(kernel, **how) for kernel in (decode, prefill, write_and_decode)))
+        kernels = PagedKernels(decode, prefill, write_and_decode)
+        kernels = kernels.with_knobs(config=ScoreConfig(scale=config.score_scale), latent_width=latent_width)
         described = singles and singles.by_window[0]
         attended_TAC, kv_pages = attend_blocks(queries_TAC, kv_pages, step, kernels=kernels, described=described)
     with jax.named_scope("output_product"):
@@ -83,7 +82,7 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         values_TAv = _multiply("TAC,AvC->TAv", attended_TAC.astype(normed_TD.dtype), v_b_AvC).astype(normed_TD.dtype)
         values_TH = values_TAv.reshape(len(normed_TD), -1)
         out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
-        return out_TD if singles is None else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
+        return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
 def _latents(

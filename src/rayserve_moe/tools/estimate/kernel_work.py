@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from rayserve_moe.kernels.grouped_ffn import TILE_ROWS, inner_block
+from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
 from rayserve_moe.kernels.pushed_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
 from rayserve_moe.tools.hlo_report import HBM
@@ -79,6 +80,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _pushed_experts(instruction, operands, work)
         case "ragged_paged_attention_kernel" | "paged_attention":
             return _paged_attention(instruction, work)
+        case "streamed_heads":
+            return _streamed_heads(instruction, operands)
     return None
 
 
@@ -139,13 +142,21 @@ def _pushed_experts(instruction: Instruction, operands: list[Instruction], work:
     return KernelWork(num_bytes + 4 * row_bytes, trips, 2 * row_bytes)
 
 
+def _streamed_heads(instruction: Instruction, operands: list[Instruction]) -> KernelWork:
+    """The matrices of one layer, each read once, and the results; its own loop runs as often as its schedule says."""
+    given = [shape for operand in operands for shape in operand.shapes if len(shape.dims) == 3]
+    of_layer = sum(shape.num_bytes / shape.dims[0] for shape in given)
+    return KernelWork(of_layer + sum(shape.num_bytes for shape in instruction.shapes if shape.space == HBM), ())
+
+
 def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:
-    rows = instruction.shapes[0].dims[0]
-    attention = work.attention.get(rows)
+    out, *pool = instruction.shapes
+    attention = work.attention.get(out.dims[0])
     if attention is None:
         return None
     if attention.num_pages:
-        # Of the two loops over a block's pages, each runs for some of the blocks.
-        return KernelWork(attention.kv_bytes, (attention.num_visits, attention.num_pages / 2))
+        # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
+        written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
+        return KernelWork(attention.kv_bytes + written, (attention.num_visits, attention.num_pages / 2))
     trips = (attention.num_query_blocks, attention.num_runs, attention.num_visits)
     return KernelWork(attention.kv_bytes, trips)
