@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.attention_reference import BlockPlaces
+from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows
 from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
-from rayserve_moe.kernels.paged_attention import attend
+from rayserve_moe.kernels.paged_attention import attend, attend_new
 from rayserve_moe.kernels.paged_sizes import pages_of_a_block
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
@@ -29,7 +29,7 @@ MODELS = {
     "Qwen3, 32 heads of 128": (32, 4, 128, 0),
 }
 """Query heads, KV heads, head width, latent width."""
-QUERIES = {"single tokens": 1, "blocks of 32": 32}
+QUERIES = {"single tokens": 1, "single tokens, written": 1, "blocks of 32": 32}
 
 
 def lanes_of(model: str) -> int:
@@ -55,12 +55,16 @@ def compile_all(chip: str, dump: DumpFolder) -> dict[str, int]:
         for name, num_queries in QUERIES.items():
             queries = jax.ShapeDtypeStruct((BLOCKS, num_queries, heads, width), jnp.bfloat16)
             pool = jax.ShapeDtypeStruct((2 * BLOCKS * PAGES, PAGE, lanes_of(model)), jnp.bfloat16)
+            row = jax.ShapeDtypeStruct((BLOCKS, lanes_of(model)), jnp.bfloat16)
             table, positions = (jax.ShapeDtypeStruct((BLOCKS, n), np.int32) for n in (PAGES, num_queries))
 
-            def run(queries, pool, *places, latent_width=latent_width):
+            def run(queries, pool, rows, *places, latent_width=latent_width, writes="written" in name):
+                if writes:
+                    new = NewRows(rows, np.int32(0))
+                    return attend_new(queries[:, 0], pool, BlockPlaces(*places), new, latent_width=latent_width)
                 return attend(queries, pool, BlockPlaces(*places), latent_width=latent_width)
 
-            compile_for(chip.removeprefix("tpu"), run, queries, pool, table, positions)
+            compile_for(chip.removeprefix("tpu"), run, queries, pool, row, table, positions, donate=1)
             (text,) = (text for op, text in dump.take().items() if op.startswith("paged_attention"))
             loops = read_schedule(text).loops
             block = max((loop for loop in loops if loop.trips is None), key=lambda loop: loop.last - loop.first)

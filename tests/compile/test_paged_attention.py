@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
 from rayserve_moe.kernels.kv_pool import write_rows
-from rayserve_moe.kernels.paged_attention import attend
+from rayserve_moe.kernels.paged_attention import attend, attend_new
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
@@ -19,8 +19,10 @@ MODELS = {"gpt-oss": (64, 8, 64, 0), "deepseek": (128, 1, 576, 512), "heads of 1
 """Query heads, KV heads, head width, latent width."""
 
 
-def compiled_step(chip: str, model: str, num_queries: int, *, config: ScoreConfig = FULL_CAUSAL, is_tree=False):
-    """New rows are written into a pool that is given away, then 16 blocks attend it."""
+def compiled_step(
+    chip: str, model: str, num_queries: int, *, config: ScoreConfig = FULL_CAUSAL, is_tree=False, is_writing=False
+):
+    """New rows are written into a pool that is given away, then 16 blocks attend it; or both at once."""
     heads, kv_heads, width, latent_width = MODELS[model]
     lanes = latent_lanes(width) if latent_width else flat_width(kv_heads, width)
     pool, rows = (
@@ -32,8 +34,12 @@ def compiled_step(chip: str, model: str, num_queries: int, *, config: ScoreConfi
     slots, sinks = jax.ShapeDtypeStruct((16,), np.int32), jax.ShapeDtypeStruct((heads,), jnp.bfloat16)
 
     def step(pool, rows, slots, queries, table, positions, sinks, trees):
-        pool, knobs = write_rows(pool, rows, slots), {"config": config, "latent_width": latent_width}
+        knobs = {"config": config, "latent_width": latent_width}
         knobs |= {"sinks_H": sinks} if model == "gpt-oss" else {}
+        if is_writing:
+            attended, pool = attend_new(queries[:, 0], pool, BlockPlaces(table, positions), NewRows(rows, 7), **knobs)
+            return pool, attended
+        pool = write_rows(pool, rows, slots)
         knobs |= {"ancestors_BQ": trees} if is_tree else {}
         return pool, attend(queries, pool, BlockPlaces(table, positions), **knobs)
 
@@ -55,6 +61,9 @@ def assert_reads_in_place(compiled, pool, num_rows: int = 16 * 128) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_single_tokens_attend_the_pool_in_place(chip, model):
     assert_reads_in_place(*compiled_step(chip, model, 1))
+    compiled, pool = compiled_step(chip, model, 1, is_writing=True)
+    assert_reads_in_place(compiled, pool)
+    assert "scatter" not in compiled.as_text()
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.kernels import attention_reference, paged_attention, paged_sizes
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.paged_stream import PageStream
 from rayserve_moe.kernels.paged_visits import visits_of
@@ -118,6 +118,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "an engine with sinks, windows and heads of 64": (
         "gpt-oss-tiny",
         {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "an engine with sinks that writes new rows where it attends them": (
+        "gpt-oss-tiny",
+        {"head_dim": 64, "layer_types": ["full_attention"] * 2},
     ),
     "an engine with latents": ("deepseek-v3-tiny", {"kv_lora_rank": 128}),
 }
@@ -221,7 +225,7 @@ def written_and_attended(
     rows_BX = jnp.where(is_real_B[:, None], flat[at], 1e3)
     missing = flat.at[tuple(part[is_real_B] for part in at)].set(jnp.nan)
     others = jnp.full((3, *flat.shape[1:]), 7, flat.dtype)
-    new = paged_attention.NewRows(rows_BX, jnp.int32(len(others)))
+    new = NewRows(rows_BX, jnp.int32(len(others)))
     found_BHv, pool = paged_attention.attend_new(
         queries_B1Hh[:, 0], jnp.concatenate([others, missing]), places, new, **knobs, interpret=INTERPRETED
     )

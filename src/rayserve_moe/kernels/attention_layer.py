@@ -16,15 +16,14 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
-from rayserve_moe.kernels.attention_reference import BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.layers import Rotation
-from rayserve_moe.kernels.paged_attention import NewRows
 
 PagedAttention = Callable[..., jax.Array]
 """The signature of `attention_reference.attend`."""
 WritingAttention = Callable[..., tuple[jax.Array, jax.Array]]
-"""The signature of `paged_attention.attend_new`."""
+"""The signature of `attention_reference.attend_new`."""
 
 
 @jax.tree_util.register_dataclass

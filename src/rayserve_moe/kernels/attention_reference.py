@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.kv_pool import read_wide
+from rayserve_moe.kernels.kv_pool import read_wide, write_rows
 
 KEYS_PER_SPAN = 128
 MASKED = -1e30
@@ -72,6 +72,13 @@ class BlockPlaces(NamedTuple):
     described: Any = None
 
 
+class NewRows(NamedTuple):
+    """Rows [B, ...] of single tokens as the pool has them, and the page from which their page table counts."""
+
+    rows_BX: jax.Array
+    first_page: jax.Array
+
+
 def attend(
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
@@ -98,6 +105,21 @@ def attend(
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
 
     return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, places.positions_BQ))
+
+
+def attend_new(
+    queries_BHh: jax.Array, kv_pages: jax.Array, places: BlockPlaces, new: NewRows, **knobs: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Write the rows of single tokens at their positions into the pool, then attend it: [B, H, v], and the pool.
+
+    Padding writes into page 0, which no sequence owns. `knobs` are those of `attend`.
+    """
+    (rows_BX, first_page), (page_table_BP, positions_B1, _), page_size = new, places, kv_pages.shape[1]
+    pages_B1 = jnp.take_along_axis(page_table_BP + first_page, jnp.maximum(positions_B1, 0) // page_size, axis=1)
+    slots_B1 = jnp.where(positions_B1 >= 0, pages_B1 * page_size + positions_B1 % page_size, 0)
+    kv_pages = write_rows(kv_pages, rows_BX, slots_B1[:, 0])
+    places = BlockPlaces(page_table_BP + first_page, positions_B1)
+    return attend(queries_BHh[:, None], kv_pages, places, **knobs)[:, 0], kv_pages
 
 
 def _attend_block(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.flat_rows import LANES, gather_heads, layout_of, spread_queries
 from rayserve_moe.kernels.paged_sizes import TileShape, blocks_per_call, pages_of_a_block, tile_queries_for
 from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
@@ -29,13 +29,6 @@ from rayserve_moe.kernels.paged_visits import Visits, visits_of
 from rayserve_moe.kernels.paged_writes import NEW_ROWS
 
 VMEM_BYTES = 40 << 20
-
-
-class NewRows(NamedTuple):
-    """Rows [B, X] of single tokens as the pool has them, and the page from which the page table counts."""
-
-    rows_BX: jax.Array
-    first_page: jax.Array
 
 
 class _Knobs(NamedTuple):
@@ -79,11 +72,8 @@ def attend_new(  # noqa: PLR0913 (as `attend`)
     latent_width: int = 0,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Write the rows of single tokens to their positions in the pool and attend: [B, H, v], and the pool.
-
-    As `kv_pool.write_rows` and then `attend` of one query per block, but that the page table counts from the first page
-    of `new` and nothing is written for padding. No two tokens are of one sequence.
-    """
+    """As `attention_reference.attend_new`, over a pool as `attend` takes it. No two tokens are of one sequence, and
+    nothing is written for padding."""
     knobs = _Knobs(config, sinks_H, latent_width)
     attended_B1Hv, kv_pages = _attend(queries_BHh[:, None], kv_pages, places, new, knobs=knobs, interpret=interpret)
     return attended_B1Hv[:, 0], kv_pages

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
+from rayserve_moe.kernels.paged_attention import attend_new
 from rayserve_moe.kernels.registry import CPU, TPU
 from rayserve_moe.model.attention import kernels_for, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
@@ -94,3 +95,13 @@ def test_there_is_a_window_for_every_layer():
     for windows in ((128,), (-1,) * spec.num_layers):
         with pytest.raises(UnsupportedModelError, match="are no positions for"):
             replace(spec, attention=replace(spec.attention, windows=windows))
+
+
+def test_new_rows_are_written_where_they_are_attended_if_single_tokens_are_of_different_sequences():
+    """In pools of flat rows alone: jax's kernel writes none, and drafts of one sequence see each other's rows."""
+    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    wide = replace(spec, attention=replace(spec.attention, head_dim=128))
+    assert kernels_for(wide, TPU, has_lone_singles=True) is TPU
+    assert kernels_for(wide, CPU, prefers_flat=True, has_lone_singles=True) is CPU
+    found = [kernels_for(wide, TPU, prefers_flat=True, has_lone_singles=lone).attention for lone in (False, True)]
+    assert "write_and_decode" not in found[0].keywords and found[1].keywords["write_and_decode"] is attend_new
