@@ -67,11 +67,12 @@ CASES = dict(
     [
         *_cases("30B", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48),
         *_cases("30B int8", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48, expert_dtype="int8"),
+        *_cases("30B fp8", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48, expert_dtype="fp8"),
         *_cases("30B", "qwen3-30b-a3b", "v6e:4x4", devices=16, layers=48),
         *_cases("235B", "qwen3-235b-a22b", "v5p:2x4x4", devices=32, layers=94),
     ]
 )
-"""`int8` are experts of `expert_dtype: int8`. All layers of a decode step are compiled, which takes hardly longer than
+"""`int8` and `fp8` are experts of that `expert_dtype`. All layers of a decode step are compiled, which takes hardly longer than
 few: they are one loop. A prefill step has tables of experts as small as its layers are few, which is 2 % of the step.
 """
 

@@ -28,7 +28,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.kernels import pushed_experts, pushed_products
+from rayserve_moe.kernels import paged_attention, pushed_experts, pushed_products
+from rayserve_moe.kernels.add_norm import add_and_norm
+from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.expert_products import (
     ExpertWeights,
     LayerExperts,
@@ -39,9 +41,11 @@ from rayserve_moe.kernels.expert_products import (
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.pushed_sizes import TILE_ROWS, PushSizes, lacks
 from rayserve_moe.kernels.registry import CPU, KERNELS, Kernels
+from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.top_experts import choose_experts
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import DEVICES
-from tests.support.drive import run_together
+from tests.support.drive import preempt_every, run_alone, run_together
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of
 from tests.support.narrow import random_experts
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
@@ -53,6 +57,15 @@ IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
 """Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
 has two cores, and three slots for them.
 """
+WIDTHS: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+"""Of models whose experts the kernel takes."""
+OWN: dict[str, Callable[..., Any]] = {
+    "attend": paged_attention.attend,
+    "attend_new": paged_attention.attend_new,
+    "project": project_rows_at_once,
+    "add_norm": add_and_norm,
+    "choose_experts": choose_experts,
+}
 LONGEST_S = 300.0
 """Of a case; most take less than a tenth."""
 
@@ -176,8 +189,7 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
     """Sequences of two data ranks of two devices each, next to the same by an exchange: ids, routing, log-probs."""
     traced: list[str] = []
     KERNELS["cpu"] = interpreted("cpu", traced=traced)
-    widths = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
-    config = replace(CORE_CONFIG, **widths, scale=0.05)
+    config = replace(CORE_CONFIG, **WIDTHS, scale=0.05)
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 20)]
     settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "num_redundant_experts": 4}
@@ -192,6 +204,47 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
             found[backend] = run_together(runner, card_of(path), requests, way=WAY)
     assert set(traced) == {expert_dtype}
     pairs = [(outcome, found["pushed"][key]) for key, outcome in found["all_to_all"].items()]
+    assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
+    differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
+    return Outcome(float(max(differences)), 1.0, *_faults())
+
+
+def all_interpreted(traced: list[str]) -> Kernels:
+    """Every kernel of a step on TPUs that is ours, in the place of those of CPUs."""
+    paged_attention.cores_of_device = lambda _=None: 1
+    own = {name: partial(kernel, interpret=INTERPRETED) for name, kernel in OWN.items()}
+    attention = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}
+    return replace(
+        interpreted("cpu", traced=traced),
+        attention=partial(attend_layer, **attention, project=partial(own["project"], is_flat=True)),
+        add_norm=own["add_norm"],
+        choose_experts=own["choose_experts"],
+        describe_singles=paged_attention.describe_singles,
+        has_flat_rows=True,
+        pool_dtypes={},
+    )
+
+
+def laws_outcome(mesh: tuple[int, int]) -> Outcome:
+    """Sequences by all kernels of our own, together, one by one, in other chunks with preemption, and by those of CPUs:
+    the largest difference of log-probs. AssertionError for other ids or rows."""
+    config = replace(CORE_CONFIG, **WIDTHS, head_dim=128, num_experts=128, scale=0.05)
+    generator = np.random.default_rng(8)
+    requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (2, 9, 20, 37)]
+    settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "compile_cache": "off"}
+    settings |= {"num_redundant_experts": 8, "enable_return_routed_experts": True}
+    found, traced = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder) / "model", config, seed=0, dtype="bfloat16")
+        for backend in ("all_to_all", "pushed"):
+            runner, card = prepared_runner(path, mesh=mesh, **settings, expert_backend=backend), card_of(path)
+            found.append(run_together(runner, card, requests, way=WAY))
+            KERNELS["cpu"] = all_interpreted(traced)
+        found.append(run_alone(runner, card, requests[:2], way=WAY))
+        other = replace(WAY, chunk_tokens=7, intervene=preempt_every(3), caches_prefixes=False)
+        found.append(run_together(runner, card, requests[1:3], way=other))
+    assert set(traced) == {"bfloat16"} and runner.config.kernels.has_flat_rows
+    pairs = [(outcome, others[key]) for key, outcome in found[0].items() for others in found[1:] if key in others]
     assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
     differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
     return Outcome(float(max(differences)), 1.0, *_faults())
@@ -255,6 +308,8 @@ WHOLE: dict[str, Callable[[], Outcome]] = {
     "a layer with placements": layer_outcome,
     "an engine": engine_outcome,
     "an engine, int8": partial(engine_outcome, "int8"),
+    "laws on four devices": partial(laws_outcome, (2, 2)),
+    "laws on eight devices": partial(laws_outcome, (4, 2)),
 }
 FAULTS: dict[str, Callable[[], None]] = {
     "two senders to the same rows": two_senders_to_the_same_rows,

@@ -42,9 +42,9 @@ def model_config(
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
     UnsupportedModelError an attention that the kernels lack.
 
-    Without `kernels`, with those of the platform. Where cores share a device the pool's rows are flat, unless
-    `may_be_flat` is false: for keys and values of 8 bits, or pages that our own attention does not take.
-    `has_lone_singles`: see `kernels_for`.
+    Without `kernels`, with those of the platform. Where cores share a device, or no two single tokens of a step are of
+    one sequence (`has_lone_singles`), the pool's rows are flat, unless `may_be_flat` is false: for keys and values of 8
+    bits, or pages that our own attention does not take.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
     """
     _check_divisible(spec, plan)
@@ -62,7 +62,7 @@ def model_config(
         kernels_for(
             spec,
             kernels or KERNELS[platform_of(plan.mesh)],
-            prefers_flat=may_be_flat and cores_of(plan.mesh) > 1,
+            prefers_flat=may_be_flat and (has_lone_singles or cores_of(plan.mesh) > 1),
             has_lone_singles=has_lone_singles,
         ),
         plan,
