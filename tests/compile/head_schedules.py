@@ -36,20 +36,19 @@ def compile_all(chip: str, dump: DumpFolder) -> dict[str, float]:
     found = {}
     for model, (width, heads, num_kv) in MODELS.items():
         sizes = {"q_LDH": (width, heads * HEAD_WIDTH), "k_LDG": (width, num_kv * HEAD_WIDTH)}
-        sizes |= {"v_LDG": sizes["k_LDG"], "q_norm_Lh": (HEAD_WIDTH,), "k_norm_Lh": (HEAD_WIDTH,)}
+        sizes |= {"v_LDG": sizes["k_LDG"], "q_norm_Lh": (HEAD_WIDTH,), "k_norm_Lh": (HEAD_WIDTH,), "norm_LD": (width,)}
         weights = {name: jax.ShapeDtypeStruct((LAYERS, *size), jnp.bfloat16) for name, size in sizes.items()}
         for num_tokens in TOKENS:
             shape = stream_shape(num_tokens, weights, num_cores=CHIPS[chip].cores_per_device)
             assert shape is not None, f"{model} does not fit {chip}"
-            normed = jax.ShapeDtypeStruct((num_tokens, width), jnp.bfloat16)
+            hidden = jax.ShapeDtypeStruct((num_tokens, width), jnp.bfloat16)
             angles = Rotation(*[jax.ShapeDtypeStruct((num_tokens, HEAD_WIDTH // 2), jnp.float32)] * 2)
 
-            def run(normed, weights, layer, angles, shape=shape):
-                return project_streamed(
-                    normed, StackedWeights(weights, layer), angles, shape=shape, eps=1e-6, interpret=False
-                )
+            def run(hidden, weights, layer, angles, shape=shape):
+                stacked = StackedWeights(weights, layer)
+                return project_streamed(hidden, hidden, stacked, angles, shape=shape, eps=1e-6, interpret=False)
 
-            compile_for(chip.removeprefix("tpu"), run, normed, weights, jax.ShapeDtypeStruct((), jnp.int32), angles)
+            compile_for(chip.removeprefix("tpu"), run, hidden, weights, jax.ShapeDtypeStruct((), jnp.int32), angles)
             (text,) = (text for op, text in dump.take().items() if op.startswith("streamed_heads"))
             found[f"{model}, {num_tokens} tokens"] = read_schedule(text).spent().bundles
     return found

@@ -42,6 +42,7 @@ from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.pushed_sizes import TILE_ROWS, PushSizes, lacks
 from rayserve_moe.kernels.registry import CPU, KERNELS, Kernels
 from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.streamed_heads import norm_and_project
 from rayserve_moe.kernels.top_experts import choose_experts
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import DEVICES
@@ -64,6 +65,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "attend_new": paged_attention.attend_new,
     "project": project_rows_at_once,
     "add_norm": add_and_norm,
+    "norm_and_project": norm_and_project,
     "choose_experts": choose_experts,
 }
 LONGEST_S = 300.0
@@ -218,6 +220,7 @@ def all_interpreted(traced: list[str]) -> Kernels:
         interpreted("cpu", traced=traced),
         attention=partial(attend_layer, **attention, project=partial(own["project"], is_flat=True)),
         add_norm=own["add_norm"],
+        norm_and_project=own["norm_and_project"],
         choose_experts=own["choose_experts"],
         describe_singles=paged_attention.describe_singles,
         has_flat_rows=True,

@@ -37,8 +37,8 @@ def add_and_norm(
     """
     if hidden_TD.size > MOST_ELEMENTS:
         return None
-    rows, whole = min(SCALE_ROWS, len(scale_LD)), pl.BlockSpec(memory_space=pltpu.VMEM)
-    scale = pl.BlockSpec((rows, scale_LD.shape[1]), lambda _, layer_1: (jax.lax.div(layer_1[0], rows), 0))
+    whole = pl.BlockSpec(memory_space=pltpu.VMEM)
+    scale = scales_around(scale_LD)
     out = jax.ShapeDtypeStruct(hidden_TD.shape, hidden_TD.dtype)
     if not interpret:
         # XLA may otherwise bring the scales of all layers into the core's memory, in every layer.
@@ -60,22 +60,34 @@ def add_and_norm(
     return total_TD, normed_TD
 
 
+def scales_around(scale_LD: jax.Array) -> pl.BlockSpec:
+    """A block of whole registers with the scale of a layer, which is the kernel's one prefetched scalar."""
+    rows = min(SCALE_ROWS, len(scale_LD))
+    return pl.BlockSpec((rows, scale_LD.shape[1]), lambda _, layer_1: (jax.lax.div(layer_1[0], rows), 0))
+
+
 def row_of(stacked_RD: jax.Array, row: jax.Array) -> jax.Array:
     """One row [1, D] in float32, inside a kernel: rows of 16 bits cannot be addressed one by one."""
     is_row_RD = jax.lax.broadcasted_iota(jnp.int32, stacked_RD.shape, 0) == row
     return jnp.sum(jnp.where(is_row_RD, stacked_RD.astype(jnp.float32), 0.0), axis=0, keepdims=True)
 
 
-def _add_and_norm(*refs: Any, eps: float) -> None:
-    """In float32 with the roundings of the reference: not every core computes in bfloat16."""
-    layer_1, scale, hidden, added, total, normed = refs
-    dtype = normed.dtype
+def sum_and_norm(
+    hidden_TD: jax.Array, added_TD: jax.Array, scale: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """The sum and its norm with a float32 scale, inside a kernel: in float32 with the roundings of the reference, for
+    not every core computes in bfloat16."""
+    dtype = hidden_TD.dtype
 
     def rounded(wide_TD: jax.Array) -> jax.Array:
         return wide_TD.astype(dtype).astype(jnp.float32)
 
-    wide_TD = rounded(hidden[...].astype(jnp.float32) + added[...].astype(jnp.float32))
-    total[...] = wide_TD.astype(dtype)
+    wide_TD = rounded(hidden_TD.astype(jnp.float32) + added_TD.astype(jnp.float32))
     normed_TD = wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD * wide_TD, axis=-1, keepdims=True) + eps)
+    return wide_TD.astype(dtype), (rounded(normed_TD) * scale).astype(dtype)
+
+
+def _add_and_norm(*refs: Any, eps: float) -> None:
+    layer_1, scale, hidden, added, total, normed = refs
     scale_of_layer = row_of(scale[...], jax.lax.rem(layer_1[0], scale.shape[0]))
-    normed[...] = (rounded(normed_TD) * scale_of_layer).astype(dtype)
+    total[...], normed[...] = sum_and_norm(hidden[...], added[...], scale_of_layer, eps)

@@ -100,13 +100,14 @@ class PagedKernels(NamedTuple):
 class AttentionInputs(NamedTuple):
     """What a layer attends with besides the stream and the pool: weights of all layers under the names of
     `model.parameters`, the tokens of the step, their rotation, and which layer it is; what `Kernels.describe_singles`
-    gave, where the kernels have it."""
+    gave, where the kernels have it; queries and rows, where `Kernels.norm_and_project` made them."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
     rotation: Rotation
     layer: jax.Array
     singles: DescribedSingles | None = None
+    projected: tuple[jax.Array, jax.Array] | None = None
 
 
 def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
@@ -128,11 +129,11 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     `project` has the signature of `project_rows`. `write_and_decode` takes the place of `decode` where all layers see
     equally far, and writes the rows that it attends.
     """
-    weights, batch, rotation, layer, singles = inputs
+    weights, batch, rotation, layer, singles, projected = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
-        queries, rows = project(
+        queries, rows = projected or project(
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
     windows = sorted(set(config.windows or (0,)))

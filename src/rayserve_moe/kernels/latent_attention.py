@@ -63,7 +63,7 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     other rows that `rows_of` makes of such ones; `rotation` is that of r elements. Queries come from a latent of their
     own where `weights` have one (q_a, q_a_norm, q_b).
     """
-    weights, batch, rotation, layer, singles = inputs
+    weights, batch, rotation, layer, singles, *_ = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     latent_width = len(of_layer["kv_a_norm_LC"])

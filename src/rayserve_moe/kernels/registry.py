@@ -31,6 +31,7 @@ from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.pushed_experts import push_experts
 from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks
 from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.streamed_heads import norm_and_project
 from rayserve_moe.kernels.top_experts import choose_experts
 
 Kernel = Callable[..., jax.Array]
@@ -60,7 +61,8 @@ class Kernels:
     `describe_singles` (`attention_ragged.describe_singles`): what the
     attention of single tokens derives of their positions, once for all layers; None: nothing. `choose_experts`
     (`top_experts.choose_experts`): a router and its choice at once, `add_norm` (`add_norm.add_and_norm`): a
-    residual stream and its norm; where they are or give None, the parts are computed one after the other.
+    residual stream and its norm, `norm_and_project` (`streamed_heads.norm_and_project`): that ahead of attention, with
+    queries, keys and values; where they are or give None, the parts are computed one after the other.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Kernels:
     describe_singles: Callable[..., Mapping[int, Any]] | None = None
     choose_experts: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
     add_norm: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
+    norm_and_project: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
 
     def __repr__(self) -> str:
         """The name: programs on disk are found by it, so it holds no address of a function."""
@@ -157,7 +160,11 @@ LATENT_ATTENTION: dict[str, Mapping[str, Any]] = {
 }
 """What takes the place of fields where a model's attention is latent, by the name of the table."""
 FLAT_ATTENTION: dict[str, Mapping[str, Any]] = {
-    "tpu": {"attention": partial(attend_layer, **_PAGED, project=partial(project_rows_at_once, is_flat=True)), **_FLAT}
+    "tpu": {
+        "attention": partial(attend_layer, **_PAGED, project=partial(project_rows_at_once, is_flat=True)),
+        **_FLAT,
+        "norm_and_project": norm_and_project,
+    }
 }
 """What takes the place of fields where a model has sinks, or heads that are no whole registers of a TPU, or where two
 cores share a device: they share the work of the kernel of our own."""

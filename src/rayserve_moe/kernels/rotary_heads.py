@@ -20,9 +20,8 @@ from rayserve_moe.kernels.add_norm import row_of
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
 from rayserve_moe.kernels.layers import Rotation, project
-from rayserve_moe.kernels.paged_attention import cores_of_device
-from rayserve_moe.kernels.streamed_heads import HEAD_WIDTH, project_streamed, stream_shape
 
+HEAD_WIDTH = 128
 MOST_ELEMENTS = 1 << 20
 """Elements of all heads of all tokens that the kernel takes: they lie in the core's memory several times."""
 
@@ -40,23 +39,13 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
     """As `project_rows`, and by it where the kernel does not know a knob of the model or tokens are many; as
     `project_flat_rows` where the pool's rows are flat.
 
-    Where rows are flat and the weights of all layers are given, the kernel reads these as well (`streamed_heads`).
     It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias. `interpret` (see
     `pallas_call`) runs it without a TPU.
     """
-    num_tokens, num_elements = len(normed_TD), sum(weights[name].shape[1] for name in ("q_LDH", "k_LDG", "v_LDG"))
-    is_plain = "q_norm_Lh" in weights and config == AttentionConfig(
-        HEAD_WIDTH, config.eps, config.plan, score_scale=config.score_scale, windows=config.windows
-    )
-    has_bias = any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG"))
-    is_small = num_tokens * num_elements <= MOST_ELEMENTS
-    if not is_plain or has_bias or not is_small or 2 * rotation.cos.shape[1] != HEAD_WIDTH:
+    num_tokens = len(normed_TD)
+    if not is_plain(num_tokens, weights, rotation, config):
         by_parts = project_flat_rows if is_flat else project_rows
         return by_parts(normed_TD, weights, rotation=rotation, config=config)
-    if is_flat and stacked is not None:
-        shape = stream_shape(num_tokens, stacked.of_layers, num_cores=cores_of_device(interpret))
-        if shape is not None:
-            return project_streamed(normed_TD, stacked, rotation, shape=shape, eps=config.eps, interpret=interpret)
     cos_Tr, sin_Tr = rotation
     queries_TH, keys_TG, values_TG = (project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG"))
     all_weights, layer = stacked or ({name: weights[name][None] for name in ("q_norm_Lh", "k_norm_Lh")}, 0)
@@ -74,6 +63,17 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
         interpret=interpret,
     )(jnp.asarray(layer, jnp.int32).reshape(1), queries_TH, keys_TG, values_TG, *norms, cos_Th, sin_Th)
     return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows if is_flat else rows.reshape(num_tokens, -1, HEAD_WIDTH)
+
+
+def is_plain(num_tokens: int, weights: Mapping[str, jax.Array], rotation: Rotation, config: AttentionConfig) -> bool:
+    """Whether tokens are few, and the model has no knob that kernels of few tokens do not know. The last axis of
+    `weights`, of a layer or of all, is that of heads."""
+    num_elements = sum(weights[name].shape[-1] for name in ("q_LDH", "k_LDG", "v_LDG"))
+    knobs = AttentionConfig(HEAD_WIDTH, config.eps, config.plan, score_scale=config.score_scale, windows=config.windows)
+    has_bias = any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG"))
+    is_small = num_tokens * num_elements <= MOST_ELEMENTS
+    is_whole = 2 * rotation.cos.shape[1] == HEAD_WIDTH
+    return "q_norm_Lh" in weights and config == knobs and not has_bias and is_small and is_whole
 
 
 def _turn(*refs: Any, eps: float) -> None:

@@ -1,4 +1,5 @@
-"""The projections of queries, keys and values with their norms and rotation in one TPU kernel, for few tokens.
+"""The begin of a layer in one TPU kernel, for few tokens: the stream added up and normed, queries, keys and values
+projected, and their norms and rotation.
 
 Weights of a layer are read where they lie, a block of columns while the one before is multiplied; what comes of it are
 whole heads, so that their norm and rotation follow at once. Where two cores share a device, each has half of the heads.
@@ -18,11 +19,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.add_norm import row_of
+from rayserve_moe.kernels.add_norm import row_of, scales_around, sum_and_norm
+from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.layers import Rotation
+from rayserve_moe.kernels.paged_attention import cores_of_device
+from rayserve_moe.kernels.rotary_heads import HEAD_WIDTH, MOST_ELEMENTS, is_plain
 
-HEAD_WIDTH = 128
 BLOCK_BYTES = 2 << 20
 """A block of columns: what memory delivers while the block before is multiplied, with two of them in a core."""
 MOST_BUFFER_BYTES = 8 << 20
@@ -54,6 +57,26 @@ class StreamShape:
         return max(self.block_heads, self.num_kv)
 
 
+def norm_and_project(
+    hidden_TD: jax.Array,
+    added_TD: jax.Array,
+    stacked: StackedWeights,
+    *,
+    rotation: Rotation,
+    config: AttentionConfig,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """`project_streamed` with the norms `norm_LD` of `stacked`; None where tokens are many, or the model has what the
+    kernel does not know. `interpret` (see `pallas_call`) runs it without a TPU."""
+    weights, num_tokens = stacked.of_layers, len(hidden_TD)
+    if hidden_TD.size > MOST_ELEMENTS or not is_plain(num_tokens, weights, rotation, config):
+        return None
+    shape = stream_shape(num_tokens, weights, num_cores=cores_of_device(interpret))
+    if shape is None:
+        return None
+    return project_streamed(hidden_TD, added_TD, stacked, rotation, shape=shape, eps=config.eps, interpret=interpret)
+
+
 def stream_shape(num_tokens: int, weights: Mapping[str, jax.Array], *, num_cores: int) -> StreamShape | None:
     """How the kernel is cut for weights [L, D, heads * h]; None where it does not fit: heads that do not divide by the
     cores, or keys of all KV heads that take too much of a core's memory at once."""
@@ -72,45 +95,61 @@ def stream_shape(num_tokens: int, weights: Mapping[str, jax.Array], *, num_cores
     return shape if shape.buffer_heads * head_bytes <= MOST_BUFFER_BYTES else None
 
 
-def project_streamed(
-    normed_TD: jax.Array, stacked: StackedWeights, rotation: Rotation, *, shape: StreamShape, eps: float, interpret: Any
-) -> tuple[jax.Array, jax.Array]:
-    """As `attention_heads.project_flat_rows` for heads of 128 with a norm each and no bias: queries [T, heads, h], and
-    rows [T, X]."""
+def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
+    hidden_TD: jax.Array,
+    added_TD: jax.Array,
+    stacked: StackedWeights,
+    rotation: Rotation,
+    *,
+    shape: StreamShape,
+    eps: float,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `add_norm.add_and_norm` adds up, and of its norm what `attention_heads.project_flat_rows` gives, for heads
+    of 128 with a norm each and no bias: the sum [T, D], queries [T, heads, h], and rows [T, X]."""
     weights, layer = stacked
     cos_Tr, sin_Tr = rotation
     cos_Th, sin_Th = (jnp.concatenate(pair, axis=1) for pair in ((cos_Tr, cos_Tr), (-sin_Tr, sin_Tr)))
-    hbm, vmem, smem = (pl.BlockSpec(memory_space=space) for space in (pltpu.HBM, pltpu.VMEM, pltpu.SMEM))
-    matrices = [weights[name] for name in MATRICES]
+    hbm, vmem = (pl.BlockSpec(memory_space=space) for space in (pltpu.HBM, pltpu.VMEM))
     tokens, heads, kv_heads = shape.num_tokens, shape.num_heads * shape.num_cores, shape.num_kv * shape.num_cores
+    dtype, scale_LD, lanes = hidden_TD.dtype, weights["norm_LD"], 2 * shape.num_kv * HEAD_WIDTH
+    if not interpret:
+        # XLA may otherwise bring the scales of all layers into the core's memory, in every layer.
+        scale_LD = pltpu.with_memory_space_constraint(scale_LD, pltpu.HBM)
     return pl.pallas_call(
         partial(_project, shape=shape, eps=eps),
-        grid=(shape.num_cores,),
-        in_specs=[smem, vmem, *[vmem] * 4, *[hbm] * 3],
-        out_specs=[hbm, hbm],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(shape.num_cores,),
+            in_specs=[scales_around(scale_LD), *[vmem] * 6, *[hbm] * 3],
+            out_specs=[hbm, hbm, hbm],
+            scratch_shapes=[
+                pltpu.VMEM((2, shape.width, shape.buffer_heads * HEAD_WIDTH), shape.dtype),
+                *[pltpu.VMEM((tokens, shape.width), dtype)] * 2,
+                pltpu.VMEM((tokens * shape.num_heads, HEAD_WIDTH), jnp.float32),
+                pltpu.VMEM((tokens, shape.num_heads, HEAD_WIDTH), dtype),
+                pltpu.VMEM((tokens, lanes), dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((3,)),
+            ],
+        ),
         out_shape=[
-            jax.ShapeDtypeStruct((tokens, heads, HEAD_WIDTH), normed_TD.dtype),
-            jax.ShapeDtypeStruct((tokens, 2 * kv_heads * HEAD_WIDTH), normed_TD.dtype),
-        ],
-        scratch_shapes=[
-            pltpu.VMEM((2, shape.width, shape.buffer_heads * HEAD_WIDTH), shape.dtype),
-            pltpu.VMEM((tokens * shape.num_heads, HEAD_WIDTH), jnp.float32),
-            pltpu.VMEM((tokens, shape.num_heads, HEAD_WIDTH), normed_TD.dtype),
-            pltpu.VMEM((tokens, 2 * shape.num_kv * HEAD_WIDTH), normed_TD.dtype),
-            pltpu.SemaphoreType.DMA((2,)),
-            pltpu.SemaphoreType.DMA((2,)),
+            jax.ShapeDtypeStruct(hidden_TD.shape, dtype),
+            jax.ShapeDtypeStruct((tokens, heads, HEAD_WIDTH), dtype),
+            jax.ShapeDtypeStruct((tokens, 2 * kv_heads * HEAD_WIDTH), dtype),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=VMEM_BYTES),
         name="streamed_heads",
         interpret=interpret,
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        normed_TD,
-        weights["q_norm_Lh"],
-        weights["k_norm_Lh"],
+        scale_LD,
+        hidden_TD,
+        added_TD,
+        *(weights[name] for name in ("q_norm_Lh", "k_norm_Lh")),
         cos_Th,
         sin_Th,
-        *matrices,
+        *(weights[name] for name in MATRICES),
     )
 
 
@@ -138,9 +177,10 @@ class _Stream:
 
 def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
     """Blocks of queries one after the other, then keys, then values; results leave for HBM at the end."""
-    layer_1, normed, q_norms, k_norms, cos, sin, queries, keys, values, *rest = refs
-    out_queries, out_rows, buffers, wide_queries, own_queries, own_rows, arrivals, left = rest
-    stream, core = _Stream(layer_1[0], normed, buffers, arrivals), pl.program_id(0)
+    layer_1, scales, hidden, added, q_norms, k_norms, cos, sin, queries, keys, values, *rest = refs
+    out_total, out_queries, out_rows, buffers, total, normed, wide_queries, own_queries, own_rows, *rest = rest
+    (arrivals, left), core = rest, pl.program_id(0)
+    stream = _Stream(layer_1[0], normed, buffers, arrivals)
     q_norm_1h, k_norm_1h = (row_of(norms[...], layer_1[0]) for norms in (q_norms, k_norms))
     turned = partial(_turned, angles=(cos[...], sin[...]), eps=eps, dtype=normed.dtype)
     first_head, first_kv, num_blocks = core * shape.num_heads, core * shape.num_kv, shape.num_blocks
@@ -168,6 +208,10 @@ def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
         own_rows[:, place * HEAD_WIDTH : (place + 1) * HEAD_WIDTH] = row_Th.astype(own_rows.dtype)
 
     block_of(first_head, half=0).start()
+    scale = row_of(scales[...], jax.lax.rem(layer_1[0], scales.shape[0]))
+    total[...], normed[...] = sum_and_norm(hidden[...], added[...], scale, eps)
+    total_out = pltpu.make_async_copy(total, out_total, left.at[2])
+    pl.when(core == 0)(total_out.start)
     jax.lax.fori_loop(0, num_blocks, multiply_queries, None)
     values_in.start()
     own_queries[...] = wide_queries[...].astype(own_queries.dtype).reshape(own_queries.shape)
@@ -186,6 +230,7 @@ def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
     rows_out.start()
     queries_out.wait()
     rows_out.wait()
+    pl.when(core == 0)(total_out.wait)
 
 
 def _turned(

@@ -15,6 +15,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import LayerRouting, apply_experts
 from rayserve_moe.experts.routing import ForcedExperts, router_of_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import AttentionInputs, DescribedSingles, TokenBatch
 from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.layers import Rotation
@@ -149,19 +150,35 @@ def attention_block(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention with its norm and residual; returns the stream, the stream normed for the MLP, and the pool."""
     (hidden_TD, added_TD, kv_pages, _), weights = carry, params["attention"]
-    hidden_TD, normed_TD = _add_and_norm(hidden_TD, added_TD, weights["norm_LD"], layer, config)
-    out_TD, kv_pages = attend(weights, (normed_TD, kv_pages), layer, inputs=inputs, config=config)
+    projected, at_once = None, config.kernels.norm_and_project
+    if at_once is not None:
+        knobs = {"rotation": inputs.rotation, "config": attention_config(config.spec, config.plan)}
+        with jax.named_scope("attention/projections"):
+            projected = at_once(hidden_TD, added_TD, StackedWeights(weights, layer), **knobs)
+    if projected is None:
+        hidden_TD, normed_TD = _add_and_norm(hidden_TD, added_TD, weights["norm_LD"], layer, config)
+        out_TD, kv_pages = attend(weights, (normed_TD, kv_pages), layer, inputs=inputs, config=config)
+    else:
+        hidden_TD, made = projected[0], projected[1:]
+        out_TD, kv_pages = attend(weights, (hidden_TD, kv_pages), layer, inputs=inputs, config=config, made=made)
     added_TD = scaled(out_TD, config.spec.residual_multiplier)
     return *_add_and_norm(hidden_TD, added_TD, params["mlp_norm"]["scale"], layer, config), kv_pages
 
 
 @jax.named_scope("attention")
 def attend(
-    weights: dict[str, jax.Array], rows: Rows, layer: jax.Array, *, inputs: StepInputs, config: ModelConfig
+    weights: dict[str, jax.Array],
+    rows: Rows,
+    layer: jax.Array,
+    *,
+    inputs: StepInputs,
+    config: ModelConfig,
+    made: Rows | None = None,
 ) -> Rows:
-    """What attention adds to the stream, of the normed one [T, D], and the pool."""
+    """What attention adds to the stream, of the normed one [T, D], and the pool; of that one only the shape counts
+    where queries and rows are `made` already."""
     normed_TD, kv_pages = rows
-    of_layer = AttentionInputs(weights, inputs.batch, inputs.rotation, layer, inputs.singles)
+    of_layer = AttentionInputs(weights, inputs.batch, inputs.rotation, layer, inputs.singles, made)
     attention = attention_config(config.spec, config.plan)
     out_TD, kv_pages = config.kernels.attention(normed_TD, kv_pages, of_layer, config=attention)
     out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)

@@ -22,6 +22,7 @@ DATA = {
     "describe_singles",
     "choose_experts",
     "add_norm",
+    "norm_and_project",
 }
 FUNCTIONS = [field.name for field in dataclasses.fields(CPU) if field.name not in DATA]
 

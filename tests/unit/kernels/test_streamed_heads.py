@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.kernels import streamed_heads
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows
-from rayserve_moe.kernels.layers import rotation_of
+from rayserve_moe.kernels.layers import rms_norm, rotation_of
 from rayserve_moe.kernels.streamed_heads import project_streamed, stream_shape
 
 LAYERS, LAYER, WIDTH, HEADS, KV_HEADS, EPS = 3, 2, 32, 6, 2, 1e-6
@@ -23,17 +23,19 @@ SHAPES = {
     "v_LDG": (LAYERS, WIDTH, KV_HEADS * 128),
     "q_norm_Lh": (LAYERS, 128),
     "k_norm_Lh": (LAYERS, 128),
+    "norm_LD": (LAYERS, WIDTH),
 }
 
 
 def streamed_and_expected(num_tokens: int, num_cores: int, dtype: str) -> list[tuple[np.ndarray, np.ndarray]]:
     generator = np.random.default_rng(num_tokens)
     weights = {name: jnp.asarray(generator.standard_normal(shape), dtype) for name, shape in SHAPES.items()}
-    normed = jnp.asarray(generator.standard_normal((num_tokens, WIDTH)), dtype)
+    hidden, added = (jnp.asarray(generator.standard_normal((num_tokens, WIDTH)), dtype) for _ in range(2))
     rotation = rotation_of(jnp.arange(num_tokens), np.float32(1e4) ** (-np.arange(64, dtype=np.float32) / 64))
     shape = stream_shape(num_tokens, weights, num_cores=num_cores)
     found = project_streamed(
-        normed,
+        hidden,
+        added,
         StackedWeights(weights, jnp.int32(LAYER)),
         rotation,
         shape=replace(shape, block_heads=1),
@@ -41,8 +43,12 @@ def streamed_and_expected(num_tokens: int, num_cores: int, dtype: str) -> list[t
         interpret=pltpu.InterpretParams(detect_races=True),
     )
     of_layer = {name: array[LAYER] for name, array in weights.items()}
-    expected = project_flat_rows(normed, of_layer, rotation=rotation, config=AttentionConfig(128, EPS))
-    return [tuple(np.asarray(each, np.float32) for each in pair) for pair in zip(found, expected, strict=True)]
+    total = hidden + added
+    normed = rms_norm(total, of_layer["norm_LD"], EPS)
+    projected = project_flat_rows(normed, of_layer, rotation=rotation, config=AttentionConfig(128, EPS))
+    return [
+        tuple(np.asarray(each, np.float32) for each in pair) for pair in zip(found, (total, *projected), strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -51,9 +57,9 @@ def streamed_and_expected(num_tokens: int, num_cores: int, dtype: str) -> list[t
     [(2, 1, "float32"), (5, 2, "float32"), (8, 1, "bfloat16"), (17, 2, "bfloat16")],
 )
 def test_streamed_heads_are_those_of_the_reference(num_tokens, num_cores, dtype):
-    """In bfloat16 to the bit: both round at the same places."""
+    """In bfloat16 nearly to the bit: both round at the same places what is summed in other orders."""
     for found, expected in streamed_and_expected(num_tokens, num_cores, dtype):
-        bound = 1e-6 if dtype == "float32" else 0.0
+        bound = 2e-6 if dtype == "float32" else 2**-7
         np.testing.assert_allclose(found, expected, rtol=bound, atol=bound)
     assert not interpret_pallas_call.races.races_found
 

@@ -156,7 +156,7 @@ def attend_layer(
 
     It rounds where that does.
     """
-    weights, batch, rotation, layer, _ = inputs
+    weights, batch, rotation, layer, *_ = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"

@@ -31,7 +31,7 @@ def attend_latent_layer(
     It rounds where that does, and the queries against latents besides: they are multiplied as bfloat16. Blocks are
     attended in the latent space like single tokens, so that a token's bits do not depend on how its prompt is cut.
     """
-    weights, batch, rotation, layer, _ = inputs
+    weights, batch, rotation, layer, *_ = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
