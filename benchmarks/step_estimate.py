@@ -72,8 +72,9 @@ CASES = dict(
         *_cases("235B", "qwen3-235b-a22b", "v5p:2x4x4", devices=32, layers=94),
     ]
 )
-"""`int8` and `fp8` are experts of that `expert_dtype`. All layers of a decode step are compiled, which takes hardly longer
-than few: they are one loop. A prefill step has tables of experts as small as its layers are few, which is 2 % of the step.
+"""`int8` and `fp8` are experts of that `expert_dtype`. All layers of a decode step are compiled, which takes hardly
+longer than few: they are one loop. A prefill step has tables of experts as small as its layers are few, which is 2 % of
+the step.
 """
 
 KEY = "step_estimate"

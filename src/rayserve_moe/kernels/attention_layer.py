@@ -137,9 +137,8 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
     windows = sorted(set(config.windows or (0,)))
-    step = PagedStep(
-        batch, first_page, rows, num_late=batch.num_singles if write_and_decode and len(windows) == 1 else 0
-    )
+    writes = write_and_decode is not None and len(windows) == 1
+    step = PagedStep(batch, first_page, rows, num_late=batch.num_singles if writes else 0)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
 
@@ -152,8 +151,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         scores = [ScoreConfig(window, config.score_scale) for window in windows]
         if len(scores) == 1:
             attended_THh, kv_pages = attend(scores[0])
-        else:
-            # One program serves all layers, so that they need not be unrolled.
+        else:  # one program serves all layers, so that they need not be unrolled
             which_L = np.array([windows.index(window) for window in config.windows], np.int32)
             of_window = [lambda score=score: attend(score)[0] for score in scores]
             attended_THh = jax.lax.switch(jnp.asarray(which_L)[layer], of_window)

@@ -20,7 +20,7 @@ from rayserve_moe.kernels.add_norm import row_of
 from rayserve_moe.kernels.paged_stream import CLEARED_ROWS, PageStream, Reach
 
 NEW_ROWS = 16
-"""Single tokens whose new rows are brought into the core's memory at once: whole registers of 16-bit numbers."""
+"""Single tokens whose new rows the core's memory holds at once: whole registers of 16-bit numbers."""
 
 
 @dataclass(frozen=True)
