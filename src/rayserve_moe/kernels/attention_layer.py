@@ -136,8 +136,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         queries, rows = projected or project(
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
-    windows = sorted(set(config.windows or (0,)))
-    writes = write_and_decode is not None and len(windows) == 1
+    writes = write_and_decode is not None and len(set(config.windows)) < 2
     step = PagedStep(batch, first_page, rows, num_late=batch.num_singles if writes else 0)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
@@ -148,17 +147,28 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
             described = singles and singles.by_window[scores.window]
             return attend_blocks(queries, kv_pages, step, kernels=kernels, described=described)
 
-        scores = [ScoreConfig(window, config.score_scale) for window in windows]
-        if len(scores) == 1:
-            attended_THh, kv_pages = attend(scores[0])
-        else:  # one program serves all layers, so that they need not be unrolled
-            which_L = np.array([windows.index(window) for window in config.windows], np.int32)
-            of_window = [lambda score=score: attend(score)[0] for score in scores]
-            attended_THh = jax.lax.switch(jnp.asarray(which_L)[layer], of_window)
+        attended_THh, kv_pages = _attend_by_window(attend, kv_pages, layer, config)
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
+
+
+def _attend_by_window(
+    attend: Callable[[ScoreConfig], tuple[jax.Array, jax.Array]],
+    kv_pages: jax.Array,
+    layer: jax.Array,
+    config: AttentionConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with the window of a layer; one program serves all layers, so that they need not be unrolled. Of several
+    windows none leads to another pool."""
+    windows = sorted(set(config.windows or (0,)))
+    scores = [ScoreConfig(window, config.score_scale) for window in windows]
+    if len(scores) == 1:
+        return attend(scores[0])
+    which_L = np.array([windows.index(window) for window in config.windows], np.int32)
+    of_window = [lambda score=score: attend(score)[0] for score in scores]
+    return jax.lax.switch(jnp.asarray(which_L)[layer], of_window), kv_pages
 
 
 def write_early(kv_pages: jax.Array, step: PagedStep) -> jax.Array:
