@@ -169,14 +169,11 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     table_BP, positions_BQ = _for_cores(table_BP, shape.num_cores), _for_cores(positions_BQ, shape.num_cores, fill=-1)
     trees_BQ = positions_BQ if ancestors_BQ is None else _for_cores(ancestors_BQ, shape.num_cores)
     if visits is None:
-        visits = visits_of(
-            positions_BQ,
-            shape.config,
-            tile_queries=shape.tile_queries,
-            ancestors_BQ=trees_BQ if shape.is_tree else None,
-        )
+        seen_BQ = trees_BQ if shape.is_tree else None
+        visits = visits_of(positions_BQ, shape.config, tile_queries=shape.tile_queries, ancestors_BQ=seen_BQ)
     queries_BCMK = _for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
     queries_BCMK = jnp.pad(queries_BCMK, ((0, 0), (0, 0), (0, shape.num_tiles * shape.num_rows - num_rows), (0, 0)))
+    pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.int32(0) if new is None else new.first_page
     rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
     scalars = [a.reshape(-1) for a in (first_page, table_BP, *visits, positions_BQ, trees_BQ)]
@@ -192,7 +189,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         ),
         out_shape=[
             jax.ShapeDtypeStruct((*queries_BCMK.shape[:3], num_lanes), queries_BCMK.dtype),
-            *(jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype) for _ in rows),
+            *(pool for _ in rows),
         ],
         input_output_aliases={len(scalars) + len(given): 1} if rows else {},
         compiler_params=pltpu.CompilerParams(
