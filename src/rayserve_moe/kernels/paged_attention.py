@@ -174,7 +174,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     queries_BCMK = _for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
     queries_BCMK = jnp.pad(queries_BCMK, ((0, 0), (0, 0), (0, shape.num_tiles * shape.num_rows - num_rows), (0, 0)))
     pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
-    hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.int32(0) if new is None else new.first_page
+    hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
     rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
     scalars = [a.reshape(-1) for a in (first_page, table_BP, *visits, positions_BQ, trees_BQ)]
     given = [queries_BCMK, *sinks, *rows]

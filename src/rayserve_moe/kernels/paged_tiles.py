@@ -73,9 +73,7 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     def attend_block(i: jax.Array, carry: None) -> None:
         half = jax.lax.rem(num_done[0], 2)
 
-        @pl.when(i + 1 < num_blocks)
-        def _() -> None:
-            stream.start(reach, i + 1, 1 - half)
+        pl.when(i + 1 < num_blocks)(lambda: stream.start(reach, i + 1, 1 - half))
 
         @pl.when(i + 1 == num_blocks)
         def _() -> None:

@@ -112,7 +112,7 @@ def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
     cos_Th, sin_Th = (jnp.concatenate(pair, axis=1) for pair in ((cos_Tr, cos_Tr), (-sin_Tr, sin_Tr)))
     hbm, vmem = (pl.BlockSpec(memory_space=space) for space in (pltpu.HBM, pltpu.VMEM))
     tokens, heads, kv_heads = shape.num_tokens, shape.num_heads * shape.num_cores, shape.num_kv * shape.num_cores
-    dtype, scale_LD, lanes = hidden_TD.dtype, weights["norm_LD"], 2 * shape.num_kv * HEAD_WIDTH
+    dtype, scale_LD = hidden_TD.dtype, weights["norm_LD"]
     if not interpret:
         # XLA may otherwise bring the scales of all layers into the core's memory, in every layer.
         scale_LD = pltpu.with_memory_space_constraint(scale_LD, pltpu.HBM)
@@ -123,15 +123,7 @@ def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
             grid=(shape.num_cores,),
             in_specs=[scales_around(scale_LD), *[vmem] * 6, *[hbm] * 3],
             out_specs=[hbm, hbm, hbm],
-            scratch_shapes=[
-                pltpu.VMEM((2, shape.width, shape.buffer_heads * HEAD_WIDTH), shape.dtype),
-                *[pltpu.VMEM((tokens, shape.width), dtype)] * 2,
-                pltpu.VMEM((tokens * shape.num_heads, HEAD_WIDTH), jnp.float32),
-                pltpu.VMEM((tokens, shape.num_heads, HEAD_WIDTH), dtype),
-                pltpu.VMEM((tokens, lanes), dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((3,)),
-            ],
+            scratch_shapes=_scratch(shape, dtype),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(hidden_TD.shape, dtype),
@@ -151,6 +143,20 @@ def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
         sin_Th,
         *(weights[name] for name in MATRICES),
     )
+
+
+def _scratch(shape: StreamShape, dtype: Any) -> list[Any]:
+    """Two buffers of columns, the sum and its norm, queries in 32 bits and rounded, rows, arrivals, and departures."""
+    tokens, lanes = shape.num_tokens, 2 * shape.num_kv * HEAD_WIDTH
+    return [
+        pltpu.VMEM((2, shape.width, shape.buffer_heads * HEAD_WIDTH), shape.dtype),
+        *[pltpu.VMEM((tokens, shape.width), dtype)] * 2,
+        pltpu.VMEM((tokens * shape.num_heads, HEAD_WIDTH), jnp.float32),
+        pltpu.VMEM((tokens, shape.num_heads, HEAD_WIDTH), dtype),
+        pltpu.VMEM((tokens, lanes), dtype),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA((3,)),
+    ]
 
 
 @dataclass(frozen=True)
@@ -191,21 +197,13 @@ def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
     def multiply_queries(block: jax.Array, carry: None) -> None:
         half = jax.lax.rem(block, 2)
 
-        @pl.when(block + 1 < num_blocks)
-        def _() -> None:
-            block_of(first_head + (block + 1) * shape.block_heads, half=1 - half).start()
-
-        @pl.when(block + 1 == num_blocks)
-        def _() -> None:
-            keys_in.start()
-
+        following = block_of(first_head + (block + 1) * shape.block_heads, half=1 - half)
+        pl.when(block + 1 < num_blocks)(following.start)
+        pl.when(block + 1 == num_blocks)(keys_in.start)
         block_of(first_head, half=half).wait()
         for i, head_Th in enumerate(stream.heads_in(half, shape.block_heads)):
             rows = pl.ds(block * shape.block_heads + i, shape.num_tokens, stride=shape.num_heads)
             wide_queries[rows, :] = turned(head_Th, q_norm_1h)
-
-    def put(place: int, row_Th: jax.Array) -> None:
-        own_rows[:, place * HEAD_WIDTH : (place + 1) * HEAD_WIDTH] = row_Th.astype(own_rows.dtype)
 
     block_of(first_head, half=0).start()
     scale = row_of(scales[...], jax.lax.rem(layer_1[0], scales.shape[0]))
@@ -222,15 +220,20 @@ def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
     )
     queries_out.start()
     keys_in.wait()
-    for i, head_Th in enumerate(stream.heads_in(num_blocks % 2, shape.num_kv)):
-        put(2 * i, turned(head_Th, k_norm_1h))
+    _put(own_rows, 0, [turned(head_Th, k_norm_1h) for head_Th in stream.heads_in(num_blocks % 2, shape.num_kv)])
     values_in.wait()
-    for i, head_Th in enumerate(stream.heads_in((num_blocks + 1) % 2, shape.num_kv)):
-        put(2 * i + 1, head_Th)
+    _put(own_rows, 1, stream.heads_in((num_blocks + 1) % 2, shape.num_kv))
     rows_out.start()
     queries_out.wait()
     rows_out.wait()
     pl.when(core == 0)(total_out.wait)
+
+
+def _put(rows: Any, first: int, heads: list[jax.Array]) -> None:
+    """Keys (`first` 0) or values (1) of all heads into their places of flat rows."""
+    for i, head_Th in enumerate(heads):
+        place = (2 * i + first) * HEAD_WIDTH
+        rows[:, place : place + HEAD_WIDTH] = head_Th.astype(rows.dtype)
 
 
 def _turned(
