@@ -17,13 +17,18 @@ from rayserve_moe.kernels.pushed_sizes import WEIGHT_DTYPES, PushSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
+FEW_TOKENS = 8
+"""Tokens of a data rank of which every device of its tensor group keeps all rows, most as padding: to cut them up
+costs more than to look at so few."""
+
 
 def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
     """The MoE sum of each token [T, D], by the kernel that pushes rows; by the exchange where it lacks something."""
     if why_not_pushed(tokens.hidden_TD, experts.weights, config):
         return apply_all_to_all(tokens, experts, config=config)
     plan, num_tokens = config.plan, len(tokens.valid_T)
-    part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
+    keeps_all = plan.tensor_size == 1 or num_tokens <= FEW_TOKENS
+    part = (_mine_alone if keeps_all else take_part)(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     with jax.named_scope("dispatch"):
         rank = plan.expert_rank()
         slots_TK = choose_slots(part.ids_TK, part.valid_T, experts.maps, layer=experts.layer, rank=rank, config=config)
@@ -32,10 +37,20 @@ def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expert
     of_layer = LayerExperts(experts.weights, experts.layer * sizes.num_slots, product)
     with jax.named_scope("experts"):
         out_TD = config.kernels.pushed_sums(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
-    if plan.tensor_size > 1:
-        with jax.named_scope("combine"):
-            out_TD = jax.lax.all_gather(out_TD, TENSOR, axis=0, tiled=True)
-    return out_TD[:num_tokens]
+    if plan.tensor_size == 1:
+        return out_TD
+    with jax.named_scope("combine"):
+        if keeps_all:  # exact: of each token all ranks but one add zeros
+            return jax.lax.psum(out_TD.astype(jnp.float32), TENSOR).astype(out_TD.dtype)
+        return jax.lax.all_gather(out_TD, TENSOR, axis=0, tiled=True)[:num_tokens]
+
+
+def _mine_alone(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> RoutedTokens:
+    """All tokens, those of other parts than `take_part` gives as padding."""
+    if num_parts == 1:
+        return tokens
+    part_T = jnp.arange(len(tokens.valid_T)) // -(-len(tokens.valid_T) // num_parts)
+    return tokens._replace(valid_T=tokens.valid_T & (part_T == part))
 
 
 def why_not_pushed(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> str:
@@ -53,7 +68,7 @@ def why_not_pushed(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertC
 def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> PushSizes:
     (num_tokens, width), shape = hidden_TD.shape, config.plan.mesh.shape
     return PushSizes(
-        -(-num_tokens // config.plan.tensor_size),
+        num_tokens if num_tokens <= FEW_TOKENS else -(-num_tokens // config.plan.tensor_size),
         config.router.top_k,
         width,
         weights.gate_XDF.shape[2],
