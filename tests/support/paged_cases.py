@@ -119,10 +119,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt-oss-tiny",
         {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]},
     ),
-    "an engine with sinks that writes new rows where it attends them": (
-        "gpt-oss-tiny",
-        {"head_dim": 64, "layer_types": ["full_attention"] * 2},
-    ),
     "an engine with latents": ("deepseek-v3-tiny", {"kv_lora_rank": 128}),
 }
 """Presets, and what is other about them."""

@@ -126,8 +126,8 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     Norms, biases and sinks may be absent, and the output's bias is the caller's to add. `kv_pages` is
     [L * pages, page, 2 * G, h], or with other rows that `project` gives and the kernels read: page p of layer l lies at
     l * pages + p, or where `batch.layer_pages` says. `decode` attends the single tokens, `prefill` the blocks;
-    `project` has the signature of `project_rows`. `write_and_decode` takes the place of `decode` where all layers see
-    equally far, and writes the rows that it attends.
+    `project` has the signature of `project_rows`. `write_and_decode` takes the place of `decode`
+    and writes the rows that it attends.
     """
     weights, batch, rotation, layer, singles, projected = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
@@ -136,8 +136,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         queries, rows = projected or project(
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
-    writes = write_and_decode is not None and len(set(config.windows)) < 2
-    step = PagedStep(batch, first_page, rows, num_late=batch.num_singles if writes else 0)
+    step = PagedStep(batch, first_page, rows, num_late=batch.num_singles if write_and_decode else 0)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
 
@@ -147,7 +146,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
             described = singles and singles.by_window[scores.window]
             return attend_blocks(queries, kv_pages, step, kernels=kernels, described=described)
 
-        attended_THh, kv_pages = _attend_by_window(attend, kv_pages, layer, config)
+        attended_THh, kv_pages = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
@@ -155,20 +154,15 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 
 
 def _attend_by_window(
-    attend: Callable[[ScoreConfig], tuple[jax.Array, jax.Array]],
-    kv_pages: jax.Array,
-    layer: jax.Array,
-    config: AttentionConfig,
+    attend: Callable[[ScoreConfig], tuple[jax.Array, jax.Array]], layer: jax.Array, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with the window of a layer; one program serves all layers, so that they need not be unrolled. Of several
-    windows none leads to another pool."""
+    """Attend with the window of a layer; one program serves all layers, so that they need not be unrolled."""
     windows = sorted(set(config.windows or (0,)))
     scores = [ScoreConfig(window, config.score_scale) for window in windows]
     if len(scores) == 1:
         return attend(scores[0])
     which_L = np.array([windows.index(window) for window in config.windows], np.int32)
-    of_window = [lambda score=score: attend(score)[0] for score in scores]
-    return jax.lax.switch(jnp.asarray(which_L)[layer], of_window), kv_pages
+    return jax.lax.switch(jnp.asarray(which_L)[layer], [partial(attend, score) for score in scores])
 
 
 def write_early(kv_pages: jax.Array, step: PagedStep) -> jax.Array:
