@@ -176,7 +176,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
     rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
-    scalars = [a.reshape(-1) for a in (first_page, table_BP, *visits, positions_BQ, trees_BQ)]
+    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, trees_BQ))]
     given = [queries_BCMK, *sinks, *rows]
     attended_BCMV, *written = pl.pallas_call(
         partial(attend_tile, shape=shape),
