@@ -56,7 +56,7 @@ def assert_sound(program: ProgramReport) -> None:
     assert program.error == ""
     assert program.copies == [] and program.is_in_place
     assert program.memory.peak <= program.memory.limit
-    assert program.kernels["ragged_paged_attention_kernel"] > 0
+    assert program.kernels["paged_attention"] > 0
     assert program.kernels.keys() & {"grouped_ffn", "ragged-dot-none", "pushed_experts"}
 
 

@@ -18,14 +18,14 @@ LAYERS, KV_BYTES = 48, 2 * 4 * 128 * 2
 
 
 @cache
-def served(batch: int, *, tp: int = 1, redundant: int = 0) -> ServedModel:
+def served(batch: int, *, tp: int = 1, redundant: int = 0, drafts: str | None = None) -> ServedModel:
     values = {"max_model_len": 1024, "max_running_requests": batch, "num_redundant_experts": redundant}
+    values |= {"speculative_algorithm": drafts} if drafts else {}
     return lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=tp, **values))
 
 
-def work(batch: int, *, prompt_tokens: int = 0, tp: int = 1, redundant: int = 0) -> StepWork:
-    sizes = StepSizes("v6e:2x4", batch, 1024)
-    return step_work(served(batch, tp=tp, redundant=redundant).config, sizes, prompt_tokens=prompt_tokens)
+def work(batch: int, *, prompt_tokens: int = 0, **how: int | str) -> StepWork:
+    return step_work(served(batch, **how).config, StepSizes("v6e:2x4", batch, 1024), prompt_tokens=prompt_tokens)
 
 
 def test_few_tokens_use_few_slots_and_many_use_all():
@@ -55,10 +55,14 @@ def test_operations_grow_with_tokens():
 
 
 def test_kernels_visit_blocks_of_keys():
-    (decode,) = work(2).attention.values()
+    """Jax's kernel, which models of heads of 128 have where drafts are verified; and our own."""
+    (own,) = work(2).attention.values()
+    assert (own.num_runs, own.kv_bytes, own.num_visits, own.num_pages) == (2, 2 * 1024 * KV_BYTES, 2 * 2, 2 * 8)
+    assert set(work(16, prompt_tokens=8192).attention) == {16, 8192 // 32}
+    (decode,) = work(2, drafts="NGRAM").attention.values()
     assert (decode.num_runs, decode.kv_bytes) == (2, 2 * 1024 * KV_BYTES)
     assert decode.num_visits == 2 * 2, "512 keys a block"
-    prefill = work(16, prompt_tokens=8192).attention
+    prefill = work(16, prompt_tokens=8192, drafts="NGRAM").attention
     assert set(prefill) == {16, 8192}
     blocks = prefill[8192]
     assert blocks.num_query_blocks == blocks.num_runs == 8192 // 64
