@@ -17,6 +17,7 @@ def test_no_projection_takes_more_bundles_than_the_baseline(chip):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_projections_of_few_tokens_wait_for_memory(chip):
+    """Of up to 128 tokens, on tpu7x of up to 32: its memory is faster, and of 128 it computes 1.3 times as long."""
     for model in MODELS:
-        for num_tokens in TOKENS:
+        for num_tokens in [tokens for tokens in TOKENS if chip != "tpu7x" or tokens <= 32]:
             assert BASELINE.committed()[chip][f"{model}, {num_tokens} tokens"] <= memory_bundles(chip, model)

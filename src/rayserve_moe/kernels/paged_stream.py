@@ -21,8 +21,8 @@ CLEARED_ROWS = 16
 
 
 class Scalars(NamedTuple):
-    """Scalar memory: page ids [B * P] from a first page on [], the fields of `paged_visits.Visits`, positions and
-    ancestors [B * Q]."""
+    """Scalar memory: page ids [B * P] from a first page on [] (None: from that of the pool), the fields of
+    `paged_visits.Visits`, positions and ancestors [B * Q]."""
 
     first_page: Any
     pages: Any
@@ -98,7 +98,8 @@ class PageStream:
         return self._page_of(reach, jax.lax.div(place, self.page_size)), jax.lax.rem(place, self.page_size)
 
     def _page_of(self, reach: Reach, page: jax.Array) -> jax.Array:
-        return self.scalars.first_page[...] + self.scalars.pages[reach.table + page]
+        of_table, first_page = self.scalars.pages[reach.table + page], self.scalars.first_page
+        return of_table if first_page is None else first_page[...] + of_table
 
     def start_next(self, visit: jax.Array, end: jax.Array, half: jax.Array) -> None:
         """Ask for the first block of the first visit from `visit` on, ahead of `end`, that has one."""

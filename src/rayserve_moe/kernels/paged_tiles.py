@@ -112,6 +112,8 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
     if rows:
         pool, *rest = rest
     blocks, *sums, places, num_done, arrivals = rest[:7]
+    if not rows:
+        scalars = scalars._replace(first_page=None)
     stream = PageStream(
         scalars, pool, blocks, arrivals, shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
     )
