@@ -287,14 +287,23 @@ def one_key_too_many() -> None:
     paged_attention.visits_of = wrong
 
 
+class Unchanged:
+    """Blocks of the stream that keep what they hold."""
+
+    def __init__(self, blocks: Any) -> None:
+        self.blocks = blocks
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.blocks[place]
+
+    def __setitem__(self, place: Any, rows: Any) -> None:
+        """Nothing is stored."""
+
+
 def row_not_in_sight() -> None:
-    """The row goes to the pool alone, as if it were read before it has arrived there."""
+    """The row goes to the pool alone, as if the page were read before it has arrived there."""
     put = RowWrites.put
-
-    def wrong(writes: RowWrites, stream: PageStream, *place: Any) -> None:
-        put(writes, replace(stream, blocks=OtherHalf(stream.blocks)), *place)
-
-    RowWrites.put = wrong
+    RowWrites.put = lambda writes, stream, *place: put(writes, replace(stream, blocks=Unchanged(stream.blocks)), *place)
 
 
 def row_on_another_page() -> None:
