@@ -1,0 +1,88 @@
+"""A layer whose begin, attention and new rows are kernels of our own is the layer of the reference."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.checkpoints.synthetic import PRESETS
+from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.execution.weights import model_config
+from rayserve_moe.kernels import paged_attention
+from rayserve_moe.kernels.add_norm import add_and_norm
+from rayserve_moe.kernels.attention_layer import TokenBatch, attend_layer
+from rayserve_moe.kernels.registry import CPU, Kernels
+from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.streamed_heads import norm_and_project
+from rayserve_moe.model.decoder_layers import LayerCarry, attention_block, step_inputs
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.parallel.mesh import plan_for
+
+LAYERS, LAYER, PAGE, WIDTH = 2, 1, 16, 64
+POSITIONS = (40, -1, 7)
+PROMPT = (17, 18, -1, -1)
+"""A block of a prompt, whose rows are written ahead of attention."""
+
+
+def own_kernels() -> Kernels:
+    interpreter = pltpu.InterpretParams()
+    paged, writing = (partial(of, interpret=interpreter) for of in (paged_attention.attend, paged_attention.attend_new))
+    project = partial(project_rows_at_once, is_flat=True, interpret=interpreter)
+    attention = partial(attend_layer, decode=paged, prefill=paged, write_and_decode=writing, project=project)
+    return replace(
+        CPU,
+        attention=attention,
+        has_flat_rows=True,
+        pool_dtypes={},
+        describe_singles=paged_attention.describe_singles,
+        add_norm=partial(add_and_norm, interpret=interpreter),
+        norm_and_project=partial(norm_and_project, interpret=interpreter),
+    )
+
+
+def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
+    """The stream, its norm, and the pool behind attention, [layers * pages, page, elements of a row]."""
+    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    attention = replace(spec.attention, num_heads=4, num_kv_heads=2, head_dim=128)
+    spec = replace(spec, hidden_size=WIDTH, attention=attention)
+    config = model_config(spec, plan_for(jax.devices()[:1]), experts=ExpertSettings(), kernels=kernels)
+    generator, row = np.random.default_rng(3), (2 * 2, 128)
+    shapes = {"q_LDH": (WIDTH, 512), "k_LDG": (WIDTH, 256), "v_LDG": (WIDTH, 256), "o_LHD": (512, WIDTH)}
+    shapes |= {"q_norm_Lh": (128,), "k_norm_Lh": (128,), "norm_LD": (WIDTH,)}
+    drawn = {name: generator.standard_normal((LAYERS, *shape)) / 8 for name, shape in shapes.items()}
+    weights = {"attention": {name: jnp.asarray(array, jnp.float32) for name, array in drawn.items()}}
+    weights["mlp_norm"] = {"scale": jnp.asarray(generator.standard_normal((LAYERS, WIDTH)), jnp.float32)}
+    positions, num_blocks = np.array((*POSITIONS, *prompt), np.int32), len(POSITIONS) + bool(prompt)
+    tables = generator.permutation(np.arange(1, 1 + num_blocks * 3)).reshape(num_blocks, 3).astype(np.int32)
+    of_token = np.minimum(np.arange(len(positions)), len(POSITIONS))
+    slots = np.where(positions >= 0, tables[of_token, positions // PAGE] * PAGE + positions % PAGE, 0)
+    pool = generator.standard_normal((LAYERS * (num_blocks * 3 + 1), PAGE, *row))
+    batch = TokenBatch(*(jnp.asarray(a) for a in (positions, positions, slots, tables)), num_singles=len(POSITIONS))
+    hidden, added = (jnp.asarray(generator.standard_normal((len(positions), WIDTH)), jnp.float32) for _ in range(2))
+
+    def run(pool: jax.Array) -> tuple[jax.Array, ...]:
+        carry = LayerCarry(hidden, added, pool, jnp.int32(0))
+        inputs = step_inputs(batch, pool, config)
+        return attention_block(weights, carry, jnp.int32(LAYER), inputs=inputs, config=config)
+
+    pool = jnp.asarray(pool, jnp.float32)
+    *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.has_flat_rows else pool)
+    keeps = np.asarray(positions >= 0)
+    written = np.array(pool).reshape(*pool.shape[:2], -1)
+    # Padding writes into page 0 of the layer, which no sequence owns.
+    written[LAYER * (num_blocks * 3 + 1)] = 0
+    return [*(np.asarray(array)[keeps] for array in found), written]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [(), PROMPT], ids=["single tokens", "beside a prompt"])
+def test_a_layer_by_our_own_kernels_is_the_reference(prompt, monkeypatch):
+    monkeypatch.setattr(paged_attention, "cores_of_device", lambda _=None: 1)
+    for own, expected in zip(block_by(own_kernels(), prompt), block_by(CPU, prompt), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=2e-5, atol=2e-5)
