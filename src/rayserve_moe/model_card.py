@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rayserve_moe.processor_arguments import ProcessorArgument
 from rayserve_moe.request_fields import PROCESSED
 
 
@@ -44,3 +45,9 @@ class ModelCard:
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
     logprobs_mode: str = PROCESSED
+    routing_by_default: str = "off"
+    """Form in which OpenAI's routes return routing where a request says nothing of it; `off` for none."""
+    hidden_size: int = 0
+    """Numbers of a hidden state; 0 where such do not leave the devices."""
+    processors: tuple[tuple[ProcessorArgument, ...], ...] = ()
+    """Arguments of each logit processor."""

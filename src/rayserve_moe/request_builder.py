@@ -14,7 +14,14 @@ import numpy as np
 from rayserve_moe.constraint_fields import ConstraintFields
 from rayserve_moe.request_constraints import constraint_of
 from rayserve_moe.request_fields import OPENAI, RAW, SGLANG, VLLM, RequestField, declared
-from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, RoutedExperts, SamplingParams
+from rayserve_moe.requests import (
+    GenerationRequest,
+    ListedInPrompt,
+    ModelCard,
+    RequestError,
+    RoutedExperts,
+    SamplingParams,
+)
 
 Given = Mapping[str, Any]
 
@@ -92,6 +99,8 @@ def build_request(
         options["priority"] = -options.get("priority", 0)
     options["num_top_logprobs"], scored_from = _SCORES[dialect](given, len(prompt_ids))
     waits = dialect == OPENAI and scored_from is not None
+    if dialect != SGLANG and options.get("return_hidden_states"):  # those of OpenAI have one state
+        options["return_hidden_states"] = "last"
     constraint = constraint_of(given)
     options |= _evidence(given, options, dialect=dialect, card=card, differs=constraint or _is_processed(sampling))
     return GenerationRequest(
@@ -101,6 +110,7 @@ def build_request(
         **options,
         incremental=(is_streamed and not waits) or sampling.is_watched,
         score_prompt_from=scored_from,
+        listed_in_prompt=_listed_in_prompt(given, options, prompt_len=len(prompt_ids), scored_from=scored_from),
         constraint=constraint,
         forced_routing=forced,
     )
@@ -116,16 +126,27 @@ def _evidence(given: Given, options: Given, *, dialect: str, card: ModelCard, di
     listed, mode = options.get("logprob_token_ids", ()), options.get("logprobs_mode") or card.logprobs_mode
     if listed and not has_logprobs and dialect != SGLANG:
         raise RequestError("is only for requests with `logprobs`", "logprob_token_ids")
-    if listed and dialect == SGLANG and has_logprobs and given.get("logprob_start_len", -1) not in (-1, None):
-        raise RequestError("is not computed for the prompt: leave `logprob_start_len` out", "logprob_token_ids")
     is_raw = bool(has_logprobs and mode == RAW and differs)
     return {"logprob_token_ids": listed if has_logprobs else (), "raw_logprobs": is_raw}
+
+
+def _listed_in_prompt(
+    given: Given, options: Given, *, prompt_len: int, scored_from: int | None
+) -> ListedInPrompt | None:
+    """vLLM's rows of ids, one for each position from the first on; SGLang has one list for all that are scored."""
+    if (rows := given.get("prompt_logprob_token_ids")) is not None:
+        return ListedInPrompt(given.get("prompt_logprob_start") or 0, rows)
+    ids = given.get("token_ids_logprob")
+    if not ids or scored_from is None or not options["logprob_token_ids"]:
+        return None
+    count = prompt_len - 1 - scored_from
+    return ListedInPrompt(scored_from, np.broadcast_to(np.asarray(ids, np.int32), (count, len(ids))))
 
 
 def _is_processed(sampling: SamplingParams) -> bool:
     """Whether a request's logits are changed before its tokens are drawn, other than by truncation."""
     penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    listed = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words
+    listed = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or sampling.processor_arguments
     return bool(listed or sampling.min_new_tokens) or penalties != (1, 0, 0) or sampling.temperature not in (0, 1)
 
 

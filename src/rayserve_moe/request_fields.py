@@ -160,12 +160,46 @@ def _is_bias_key(key: Any) -> bool:
     return is_number and str(int(key)) == key and is_token_id(int(key))
 
 
+def _hidden_states(value: object) -> str:
+    return ("all" if value else "") if isinstance(value, bool) else str(value)
+
+
+HIDDEN_STATES = Values(
+    {"enum": [False, True, "last"]},
+    partial(
+        _read,
+        lambda it: isinstance(it, bool) or it in ("", "all", "last"),
+        _hidden_states,
+        "should be true, false or last",
+    ),
+)
 COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
 BUDGET = whole(-1, INT32_MAX)
 """-1 is none."""
 LISTED_IDS = one_or_several(COUNT, MAX_LISTED_IDS)
 ANY_OBJECT = Values({"type": "object"}, partial(_read, lambda it: isinstance(it, Mapping), dict, "should be an object"))
+
+
+def _read_arguments(value: object) -> tuple[tuple[str, Any], ...]:
+    """Pairs of name and value, sorted; lists as tuples. Such pairs are read as well."""
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        value = dict(value)
+    if not isinstance(value, Mapping) or len(value) > _MOST_ARGUMENTS or not all(isinstance(k, str) for k in value):
+        raise ValueError(f"should be an object of at most {_MOST_ARGUMENTS} arguments by name")
+    given = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items() if each is not None}
+    numbers = [one for each in given.values() for one in (each if isinstance(each, tuple) else [each])]
+    if not all(isinstance(one, Real) for one in numbers):
+        raise ValueError("should hold numbers, true, false, and lists of such")
+    return tuple(sorted(given.items()))
+
+
+_MOST_ARGUMENTS = 64
+_NUMBER = {"type": ["number", "boolean"]}
+_ARGUMENT = {"anyOf": [{"type": ["number", "boolean", "null"]}, {"type": "array", "items": _NUMBER}]}
+ARGUMENTS = Values(
+    {"type": "object", "additionalProperties": _ARGUMENT, "maxProperties": _MOST_ARGUMENTS}, _read_arguments
+)
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LOGPROBS_MODE = Values(
     {"enum": [PROCESSED, RAW]},

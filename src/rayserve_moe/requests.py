@@ -6,7 +6,7 @@ These are the types that all packages share. Text, HTTP bodies and device arrays
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from rayserve_moe.model_card import ModelCard as ModelCard
 from rayserve_moe.model_card import RoutingLayout as RoutingLayout
 from rayserve_moe.reasoning_span import ThinkingLimit
 from rayserve_moe.request_fields import (
+    ARGUMENTS,
     BUDGET,
     COUNT,
     FLAG,
+    HIDDEN_STATES,
     INT32_MAX,
     LISTED_IDS,
     LOGPROBS_MODE,
@@ -33,6 +35,10 @@ from rayserve_moe.request_fields import (
     text,
     whole,
 )
+from rayserve_moe.token_evidence import HiddenStates as HiddenStates
+from rayserve_moe.token_evidence import ListedInPrompt as ListedInPrompt
+from rayserve_moe.token_evidence import PromptScores as PromptScores
+from rayserve_moe.token_evidence import TopLogprobs as TopLogprobs
 
 ROW_START = "routed_experts_start_len"
 
@@ -97,6 +103,10 @@ class SamplingParams(SharedSampling):
     """Patterns (RE2) whose first match ends a choice, as stop strings do."""
     bad_words: tuple[str, ...] = stated((), one_or_several(text(256, shortest=1), 128), sglang=None)
     """Words that the output must not have."""
+    processor_arguments: tuple[tuple[str, Any], ...] = stated(
+        (), ARGUMENTS, sglang="custom_params", openai="vllm_xargs", vllm="extra_args"
+    )
+    """Arguments of logit processors that the server has, by name."""
     repetition_detection: tuple[int, ...] | None = stated(None, REPETITION, sglang=None)
     """A `Repetition`: a pattern of tokens that ends a choice once it stands there so often."""
 
@@ -127,6 +137,8 @@ class GenerationRequest:
     """Ids whose log-probs are returned at every output."""
     return_entropy: bool = stated(False, FLAG, openai=None, vllm=None)
     """Return the entropy at every output."""
+    return_sampling_mask: bool = stated(False, FLAG, vllm=None)
+    """Return the tokens that truncation has left at every output, and log-probs among them."""
     logprobs_mode: str | None = stated(None, LOGPROBS_MODE)
     """What log-probs of outputs are of: the distribution that is sampled before truncation, or the model's own."""
     raw_logprobs: bool = False
@@ -137,6 +149,10 @@ class GenerationRequest:
     """The same with markers, which the text layer knows."""
     score_prompt_from: int | None = None
     """Return log-probs of the prompt tokens at positions above this one."""
+    listed_in_prompt: ListedInPrompt | None = None
+    """Ids whose log-probs are returned at positions of the prompt."""
+    return_hidden_states: str = stated("", HIDDEN_STATES, vllm=None)
+    """Return the states of the last layer: true those of all tokens, `last` of the last one."""
     forced_routing: RoutedExperts | None = None
     """Replaces what the router selects at the prompt positions that it has rows for."""
     stream_routed_experts: bool = stated(False, FLAG)
@@ -178,30 +194,6 @@ class RoutedExperts:
     weight_version: tuple[tuple[int, int, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class TopLogprobs:
-    """The likeliest tokens at each of N positions, falling: `token_ids` int32 and `logprobs` float32, both [N, n]."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Log-probs float32 [N] of the prompt tokens at positions `start + 1 .. start + N`, each given those before it.
-
-    `ranks` int32 [N] are their places among all tokens, the likeliest first, from 1 on.
-    N is the prompt's length - 1 - `start`, or less where the request ended before its prompt was computed. All are
-    computed under the weights `weight_version`.
-    """
-
-    start: int
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    top: TopLogprobs | None = None
-    weight_version: str = ""
-
-
 @dataclass
 class ChoiceResult:
     """What one choice has generated: since its last update, or, once updates are added up, from its start.
@@ -211,7 +203,9 @@ class ChoiceResult:
     `ranks` go with `logprobs` (see `PromptScores`), `top` too where it was asked for. `weight_versions` are pairs of a
     position and the weights that outputs from there on were sampled under, up to the next pair, for all of the choice
     so far, and so are `drafts`. `evidence` float32 [N, 1 + n] has of every output the entropy in nats, then the
-    log-probs of the n `logprob_token_ids`; None where no evidence is asked.
+    log-probs of the n `logprob_token_ids`; None where no evidence is asked. `support` are the
+    ids that truncation left, where they are asked, and the log-prob of the output among them. `hidden`, and log-probs
+    float32 [N, L] of what is `listed_in_prompt`, come with the last update.
     """
 
     request_id: str = ""
@@ -228,6 +222,9 @@ class ChoiceResult:
     text: str = ""
     evidence: np.ndarray | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    support: list[tuple[np.ndarray, float]] = field(default_factory=list)
+    hidden: HiddenStates | None = None
+    prompt_listed: np.ndarray | None = None
 
     def add(self, update: ChoiceResult) -> None:
         """Append the next update of this choice."""
@@ -235,12 +232,15 @@ class ChoiceResult:
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
         self.ranks += update.ranks
+        self.support += update.support
         self.finish = update.finish or self.finish
         self.routing = joined_routing(self.routing, update.routing)
         self.top = joined_top(self.top, update.top)
         parts = [each for each in (self.evidence, update.evidence) if each is not None]
         self.evidence = np.concatenate(parts) if parts else None
         self.prompt_scores = update.prompt_scores or self.prompt_scores
+        self.hidden = update.hidden or self.hidden
+        self.prompt_listed = self.prompt_listed if update.prompt_listed is None else update.prompt_listed
         self.weight_versions = update.weight_versions or self.weight_versions
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         self.drafts = max(self.drafts, update.drafts)

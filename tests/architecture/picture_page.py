@@ -24,7 +24,8 @@ KINDS = {
         "#e3f0fb",
         (
             "engine text constraints scheduling replay balancing observability config request_builder requests "
-            "request_constraints constraint_fields finish_reason model_card reasoning_span request_fields"
+            "request_constraints constraint_fields finish_reason model_card reasoning_span token_evidence "
+            "processor_arguments request_fields"
         ),
     ),
     "one host": ("#e2f4e6", "tools inprocess execution checkpoints"),

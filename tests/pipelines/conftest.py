@@ -18,8 +18,10 @@ from tests.support.engines import CORE, ONE_BUCKET
 from tests.support.native import IdleReference
 from tests.support.outcomes import Outcomes
 from tests.support.router_reference import RouterReference
+from tests.support.runners import optimized
 from tests.support.workload import mixed_workload
 
+SHOWN: dict[str, Any] = {"enable_return_hidden_states": True, "logit_processors": "examples.logit_processors"}
 ON_TWO_RANKS = Way(step_tokens=64, chunk_tokens=64)
 EngineFactory = Callable[..., Engine]
 ReferenceFactory = Callable[[Path], RouterReference]
@@ -73,14 +75,18 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineFactory) -> Engine:
-    """One device, two decode buckets, two prefill buckets: its bits are what all is held to."""
-    return engine_with(max_step_tokens=256, precompile_bs_paddings=[1, 16], structured_output=True)
+    """One device, two decode buckets, two prefill buckets, compiled as for users: its bits are what all is held to."""
+    with optimized():
+        return engine_with(
+            max_step_tokens=256, precompile_bs_paddings=[1, 16], compile_cache="off", structured_output=True
+        )
 
 
 @pytest.fixture(scope="session")
 def two_ranks(engine_with: EngineFactory) -> Engine:
     """Two data ranks of one device each, which are driven `ON_TWO_RANKS`."""
-    return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2, structured_output=True)
+    wide = {"devices_per_host": 2, "data_parallel_size": 2}
+    return engine_with(**ONE_BUCKET, **wide, structured_output=True, **SHOWN)
 
 
 @pytest.fixture(scope="session")

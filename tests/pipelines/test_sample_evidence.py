@@ -35,17 +35,20 @@ def asking() -> list[GenerationRequest]:
         {"raw_logprobs": True, "num_top_logprobs": 3},
         {"raw_logprobs": True, "logprob_token_ids": tuple(range(128)), "return_entropy": True},
         {"logprob_token_ids": (500,), "constraint": Constraint("regex", "(ab|cd){2,12}")},
+        {"return_sampling_mask": True, "raw_logprobs": True},
+        {"return_sampling_mask": True, "constraint": Constraint("regex", "[a-z]{2,12}")},
     ]
     requests = []
     for i, kind in enumerate(kinds):
         sampling: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.5 * i, "seed": i, "n": 1 + (i == 3)}
+        sampling |= {"top_k": 30, "top_p": 0.8, "min_p": 0.01} if i > 4 else {}
         sampling |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3} if i % 2 else {}
         requests.append(replace(request_for(draw_prompt(generator, 3 + 14 * i), f"e{i}", **sampling), **kind))
     return requests
 
 
 def without_evidence(request: GenerationRequest) -> GenerationRequest:
-    return replace(request, logprob_token_ids=(), return_entropy=False, raw_logprobs=False)
+    return replace(request, logprob_token_ids=(), return_entropy=False, raw_logprobs=False, return_sampling_mask=False)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +120,43 @@ def test_entropy_and_listed_log_probs_are_of_what_may_be_sampled(engine: Engine)
         assert entropy == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), **CLOSE)
 
 
+@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.9}, {}])
+def test_the_sampling_mask_is_what_truncation_leaves(engine: Engine, limits: dict[str, float]):
+    """In the order of ids, of the distribution that is sampled; log-probs are those among them."""
+    params = {"max_new_tokens": 4, "temperature": 1.3, "ignore_eos": True, "logit_bias": {"7": 2}, **limits}
+    asked = {"sampling_params": params, "return_sampling_mask": True, "seed": 9}
+    meta = answer_of(engine, **asked, token_ids_logprob=[*range(128)])["meta_info"]
+    parts = [
+        answer_of(engine, **asked, token_ids_logprob=[*range(i, i + 128)])["meta_info"] for i in range(0, 512, 128)
+    ]
+    assert meta["output_token_sampling_mask_length"] == 4
+    for place, (logprob, token_id, _) in enumerate(meta["output_token_logprobs"]):
+        logprobs = np.array([value for part in parts for value, *_ in part["output_token_ids_logprobs"][place]])
+        order = np.argsort(-logprobs, kind="stable")
+        kept = order[: limits.get("top_k", 512)]
+        mass = np.exp(logprobs[kept])
+        kept = kept[np.cumsum(mass) - mass < limits.get("top_p", 1.0) * mass.sum()]
+        kept = kept[logprobs[kept] >= logprobs.max() + np.log(limits.get("min_p", 0) or 1e-300)]
+        assert meta["output_token_sampling_mask"][place] == sorted(kept.tolist()) and token_id in kept
+        expected = logprob - np.logaddexp.reduce(logprobs[kept])
+        assert meta["output_token_sampling_logprobs"][place] == pytest.approx(expected, **CLOSE)
+
+
+def test_a_greedy_sample_is_all_its_sampling_mask(engine: Engine):
+    asked = {"sampling_params": {"max_new_tokens": 3, "temperature": 0}, "return_sampling_mask": True}
+    answer = answer_of(engine, **asked)
+    assert answer["meta_info"]["output_token_sampling_mask"] == [[each] for each in answer["output_ids"]]
+    assert answer["meta_info"]["output_token_sampling_logprobs"] == [0.0] * 3
+
+
 def test_a_stream_has_the_same_evidence(engine: Engine):
     asked = {"token_ids_logprob": LISTED, "return_entropy": True, "logprobs_mode": "raw_logprobs"}
+    asked["return_sampling_mask"] = True
     whole = answer_of(engine, **asked)["meta_info"]
     params = {"max_new_tokens": 6, "temperature": 0.6, "ignore_eos": True, "frequency_penalty": 0.5}
     *_, last = engine.generate_stream(input_ids=PROMPT, sampling_params=params, seed=3, return_logprob=True, **asked)
-    names = ("output_token_ids_logprobs", "output_token_entropy", "output_token_logprobs")
+    names = ["output_token_ids_logprobs", "output_token_entropy", "output_token_logprobs"]
+    names += ["output_token_sampling_mask", "output_token_sampling_logprobs"]
     assert [last["meta_info"][name] for name in names] == [whole[name] for name in names]
 
 
@@ -139,7 +173,6 @@ def test_the_model_s_own_need_no_program_where_they_are_sampled(engine: Engine):
     [
         ({"token_ids_logprob": [512]}, "logprob_token_ids"),
         ({"token_ids_logprob": [*range(129)]}, "token_ids_logprob"),
-        ({"token_ids_logprob": [5], "logprob_start_len": 0}, "logprob_token_ids"),
         ({"logprobs_mode": "raw"}, "logprobs_mode"),
     ],
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.constraints.compiler import ConstraintCompiler
-from rayserve_moe.engine.admission import ending_ids
+from rayserve_moe.engine.admission import ending_ids, processed_of
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.guides import guides_of
@@ -22,7 +22,7 @@ from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.requests import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
-from rayserve_moe.scheduling.sequence import Sequence, evidence_of, top_of
+from rayserve_moe.scheduling.sequence import Sequence, evidence_of, hidden_of, support_of, top_of
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
@@ -164,10 +164,13 @@ def choices_of(
     assert sampling.seed is not None or sampling.temperature == 0, "a run that is compared needs a seed"
     stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
     withheld = ending_ids(sampling, card) if sampling.min_new_tokens else frozenset()
-    return [
+    choices = [
         Sequence(request, i, seed=sampling.seed or 0, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
         for i, guide in enumerate(guides_of(request, constraints, num_ids=card.vocab_size))
     ]
+    for choice in choices:
+        choice.processed = processed_of(sampling, card)
+    return choices
 
 
 def preempt_every(num_steps: int, *, forgets: bool = False) -> Intervention:
@@ -208,6 +211,9 @@ def _take_over(outcomes: Outcomes, ended: Iterable[Sequence]) -> None:
         outcome.num_cached = sequence.num_cached
         outcome.top = top_of(sequence, first, stop=last)
         outcome.evidence = evidence_of(sequence, first, stop=last)
+        outcome.support = support_of(sequence, first, stop=last)
+        outcome.hidden = hidden_of(sequence)
+        outcome.prompt_listed = sequence.inspection and sequence.inspection.listed_logprobs()
         outcome.scores = sequence.scoring and sequence.scoring.scores()
 
 

@@ -14,6 +14,7 @@ SERVED_CONFIG = replace(PRESETS["tiny"], mlp_only_layers=(1,))
 MAX_MODEL_LEN = 512
 SERVED: dict[str, Any] = {
     "enable_return_routed_experts": True,
+    "enable_return_hidden_states": True,
     "max_running_requests": 8,
     "max_step_tokens": 64,
     "precompile_bs_paddings": [8],

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe import extract_routed_experts_from_meta_info
-from rayserve_moe.requests import FinishReason, PromptScores, RoutedExperts, RoutingLayout, TopLogprobs
+from rayserve_moe.requests import FinishReason, HiddenStates, PromptScores, RoutedExperts, RoutingLayout, TopLogprobs
 
 LOGPROB_TOLERANCE = 1e-5
+STATE_TOLERANCE = 3e-5
+"""Of hidden states, whose numbers are of the size of 1 to 4."""
 
 
 @dataclass
@@ -30,6 +32,9 @@ class Outcome:
     top: TopLogprobs | None = None
     scores: PromptScores | None = None
     evidence: np.ndarray | None = None
+    support: list[tuple[np.ndarray, float]] = field(default_factory=list)
+    hidden: HiddenStates | None = None
+    prompt_listed: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -70,9 +75,23 @@ def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> 
     assert (actual.evidence is None) == (expected.evidence is None)
     if actual.evidence is not None and expected.evidence is not None:
         np.testing.assert_allclose(actual.evidence, expected.evidence, rtol=0, atol=LOGPROB_TOLERANCE)
+    assert_same_states(actual, expected)
+    assert [ids.tolist() for ids, _ in actual.support] == [ids.tolist() for ids, _ in expected.support]
+    among = [[logprob for _, logprob in each.support] for each in (actual, expected)]
+    np.testing.assert_allclose(*among, rtol=0, atol=LOGPROB_TOLERANCE)
     if routing:
         np.testing.assert_array_equal(actual.rows, expected.rows)
         assert actual.routing is not None and actual.routing.missing == ()
+
+
+def assert_same_states(actual: Outcome, expected: Outcome) -> None:
+    """Assert that the same hidden states, and log-probs of listed ids in the prompt, were found."""
+    states = [(each.hidden.prompt, each.hidden.outputs) if each.hidden else () for each in (actual, expected)]
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=STATE_TOLERANCE)
+    assert (actual.prompt_listed is None) == (expected.prompt_listed is None)
+    if actual.prompt_listed is not None and expected.prompt_listed is not None:
+        np.testing.assert_allclose(actual.prompt_listed, expected.prompt_listed, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 def assert_same_top(actual: TopLogprobs | None, expected: TopLogprobs | None) -> None:

@@ -49,10 +49,16 @@ class RouterReference:
 
     def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Log-probs [T - 1] of every token but the first, given those before it."""
-        hidden = self._norm(self._all(token_ids)[2], "model.norm")
+        return self.all_logprobs(token_ids)[np.arange(len(token_ids) - 1), list(token_ids[1:])]
+
+    def all_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Log-probs [T - 1, V] of every token of the vocabulary after each but the last."""
         head = "model.embed_tokens" if self._config["tie_word_embeddings"] else "lm_head"
-        probabilities = _softmax(self._project(hidden[:-1], head))
-        return np.log(probabilities[np.arange(len(token_ids) - 1), list(token_ids[1:])])
+        return np.log(_softmax(self._project(self.states(token_ids)[:-1], head)))
+
+    def states(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Hidden states [T, D] after the last layer and its norm."""
+        return self._norm(self._all(token_ids)[2], "model.norm")
 
     def check(self, token_ids: Sequence[int], routing: RoutedExperts, tally: Tally) -> None:
         """Assert that every row of `routing`, of the sequence `token_ids`, is right or reported missing."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 
@@ -12,10 +15,12 @@ from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
+from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests import ModelCard
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
+from tests.support.compiling import OPTIMIZED
 from tests.support.drive import Way
 
 TWO_SHAPES: dict[str, Any] = {
@@ -28,6 +33,13 @@ TWO_SHAPES: dict[str, Any] = {
 """The least that runs many requests: a shape for decoding and one for prompts."""
 WAY = Way(num_rows=16, step_tokens=32, chunk_tokens=32)
 """As they schedule."""
+
+
+@contextmanager
+def optimized() -> Iterator[None]:
+    """Compile what starts inside as for users. It may not share a folder of programs with what is compiled quickly."""
+    with patch.dict(COMPILER_OPTIONS_OF_PLATFORM, cpu=OPTIMIZED):
+        yield
 
 
 def new_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:

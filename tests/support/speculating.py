@@ -11,7 +11,14 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.kernels.registry import CPU_NATIVE
 from rayserve_moe.reasoning_span import ReasoningMarkers, ThinkingLimit
-from rayserve_moe.requests import Constraint, GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests import (
+    Constraint,
+    GenerationRequest,
+    ListedInPrompt,
+    RoutedExperts,
+    RoutingLayout,
+    SamplingParams,
+)
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.constraints import PERSON, compiler, schema_constraint
 from tests.support.drive import Intervention, Way, preempt_every, run_together
@@ -29,6 +36,8 @@ SPECULATES: dict[str, Any] = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_steps": DRAFTS,
     "structured_output": True,
+    "enable_return_hidden_states": True,
+    "logit_processors": "examples.logit_processors",
 }
 CONSTRAINTS = (
     schema_constraint(PERSON),
@@ -39,6 +48,8 @@ CONSTRAINTS = (
         "structural_tag", '{"structures": [{"begin": "a", "schema": {"enum": [1]}, "end": "z"}], "triggers": ["a"]}'
     ),
 )
+PROCESSED = ((("top_n_sigma", 0.8),), (("no_repeat_ngram", 2),), (("no_repeat_ngram", 3), ("top_n_sigma", 2.0)))
+"""Arguments of logit processors."""
 PLAIN = Way(num_rows=ROWS, step_tokens=64, chunk_tokens=64, constraints=compiler())
 TOLERANCE = 1e-6
 """Of log-probs, absolute, and again relative: XLA adds up float32 in another order in other compiled shapes."""
@@ -104,7 +115,8 @@ def check_mix(
 
 def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[GenerationRequest]:
     """Requests that share prompts, greedy and sampled, with penalties, biases, allowed ids, ends, several choices,
-    scores, evidence of samples, forced routing, grammars, words to leave out, and limits of reasoning."""
+    scores, evidence of samples, hidden states, listed ids, forced routing, grammars, words to leave out, limits of
+    reasoning, logit processors."""
     generator = np.random.default_rng(seed)
     stems = [draw_prompt(generator, int(generator.integers(1, LONGEST_STEM))) for _ in range(NUM_STEMS)]
     requests = [_random_request(generator, stems, f"{seed}-{i}") for i in range(count)]
@@ -131,11 +143,17 @@ def _random_request(generator: np.random.Generator, stems: list[np.ndarray], nam
     if generator.random() < 0.15:
         listed = tuple(int(word) for word in generator.integers(0, CORE_CONFIG.vocab_size, 4))
         request = replace(request, logprob_token_ids=listed, raw_logprobs=bool(generator.random() < 0.5))
+    if generator.random() < 0.15:
+        listed = generator.integers(-1, CORE_CONFIG.vocab_size, (int(generator.integers(len(prompt_ids))), 3))
+        start = int(generator.integers(len(prompt_ids) - len(listed)))
+        request = replace(request, listed_in_prompt=ListedInPrompt(start, listed.astype(np.int32)))
     if generator.random() < 0.3:
         request = _guided(generator, request)
     return replace(
         request,
         speculative=bool(generator.random() < 0.9),
+        return_hidden_states=str(generator.choice(["", "", "", "", "all", "last"])),
+        return_sampling_mask=bool(generator.random() < 0.1),
         return_entropy=bool(generator.random() < 0.1),
         raw_logprobs=request.raw_logprobs or bool(generator.random() < 0.1),
         priority=int(generator.integers(-1, 2)),
@@ -184,4 +202,5 @@ def _random_sampling(generator: np.random.Generator) -> SamplingParams:
         stop_token_ids=tuple(int(word) for word in generator.integers(0, words, 40)) if often(0.4) else (),
         min_new_tokens=int(generator.integers(0, 10)) if often(0.2) else 0,
         ignore_eos=often(0.7),
+        processor_arguments=PROCESSED[generator.integers(len(PROCESSED))] if often(0.2) else (),
     )

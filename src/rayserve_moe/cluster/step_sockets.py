@@ -42,6 +42,7 @@ from rayserve_moe.scheduling.step_plan import (
     SampleMasks,
     StepPlan,
     StepResult,
+    TokenInspection,
     TokenScores,
 )
 
@@ -183,6 +184,7 @@ RECORDS = (
     SampleMasks,
     StepResult,
     TokenScores,
+    TokenInspection,
 )
 NOTHING = (NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK)
 """Values of plans that change nothing: sent as their index here."""

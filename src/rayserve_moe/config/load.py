@@ -241,6 +241,8 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"weight_roots must be absolute directories or URLs, found {_shown(wrong[0])}")
     if settings.server.admin_api_key and settings.server.admin_api_key == settings.server.api_key:
         raise SettingsError("admin_api_key is api_key: give it another value, or leave it empty")
+    if settings.structured.processors and not settings.structured.enabled:
+        raise SettingsError("logit_processors belong to samples that are held, which structured_output: true has")
     _check_parallel(settings.parallel)
     _check_selection(settings)
     check_speculation(settings.speculation, selection=settings.experts.selection)
@@ -256,6 +258,8 @@ def _check_together(settings: Settings) -> None:
 
 def _check_selection(settings: Settings) -> None:
     experts = settings.experts
+    if settings.replay.by_default != "off" and not settings.replay.enabled:
+        raise SettingsError("routed_experts_by_default needs enable_return_routed_experts: true")
     if experts.selection == "balanced" and settings.replay.enabled:
         raise SettingsError(
             "expert_selection balanced and enable_return_routed_experts exclude each other: which experts a token gets "

@@ -99,6 +99,9 @@ class StructuredSettings:
 
     enabled: bool = _named(True, "structured_output")
     """Take constraints; samples are then drawn by a program of its own for each size of decode steps."""
+    processors: str = _named("", "logit_processors")
+    """A Python module, or the path of its file, on every host, with functions that change logits where a request gives
+    their arguments (docs/logit_processors.md)."""
     num_threads: int = _number(2, (1, 64), "structured_output_threads")
     """Threads that compile constraints; others wait for them."""
     timeout_s: float = _number(5.0, (0.1, 600), "structured_output_timeout_s")
@@ -133,10 +136,16 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Return of routed experts."""
+    """Return of routed experts and hidden states."""
 
     enabled: bool = _named(False, "enable_return_routed_experts")
     """Compile routing capture into the steps and accept `return_routed_experts` on requests."""
+    by_default: str = _choice("off", "nested", key="routed_experts_by_default")
+    """What `/v1/completions` and `/v1/chat/completions` return of routing where a request says nothing: `nested` is the
+    lists of vLLM's server flag, `off` none."""
+    shows_hidden: bool = _named(False, "enable_return_hidden_states")
+    """Have hidden states leave the steps: for `return_hidden_states`, `/v1/embeddings`, and log-probs of listed ids in
+    prompts. A program that looks at tokens is compiled for each size of steps."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from rayserve_moe.request_fields import MAX_LOGIT_BIASES, declared
+from rayserve_moe.processor_arguments import processed_row
+from rayserve_moe.request_fields import MAX_LISTED_IDS, MAX_LOGIT_BIASES, declared
 from rayserve_moe.requests import (
     GenerationRequest,
     ModelCard,
@@ -16,6 +17,9 @@ from rayserve_moe.requests import (
     SamplingParams,
 )
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
+
+MOST_HIDDEN_NUMBERS = 1 << 24
+"""Of the hidden states that one request can have returned: 64 MiB."""
 
 
 def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) -> None:
@@ -48,6 +52,8 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
     _check_logit_bias(sampling, card)
     _check_allowed(sampling, card)
     _check_scoring(request, card)
+    _check_inspection(request, card)
+    processed_of(sampling, card)
     if request.forced_routing is not None and not card.takes_forced_routing:
         raise RequestError(
             "this server balances its selection of experts, so routing cannot be forced: start it with "
@@ -75,6 +81,14 @@ def _check_fields(record: SamplingParams | GenerationRequest) -> None:
 def ending_ids(sampling: SamplingParams, card: ModelCard) -> frozenset[int]:
     """Ids that `min_new_tokens` holds back: all that could end a choice, asked for or not."""
     return frozenset(i for i in (*sampling.stop_token_ids, *card.eos_token_ids) if 0 <= i < card.vocab_size)
+
+
+def processed_of(sampling: SamplingParams, card: ModelCard) -> np.ndarray | None:
+    """What logit processors are given for a request (`processed_row`). RequestError for what none takes."""
+    try:
+        return processed_row(dict(sampling.processor_arguments), card.processors)
+    except ValueError as error:
+        raise RequestError(str(error), "vllm_xargs") from error
 
 
 def _check_ends(sampling: SamplingParams, card: ModelCard) -> None:
@@ -111,6 +125,30 @@ def _check_scoring(request: GenerationRequest, card: ModelCard) -> None:
     first = request.score_prompt_from
     if first is not None and not 0 <= first < len(request.prompt_ids):
         raise RequestError("must lie in the prompt", "logprob_start_len")
+
+
+def _check_inspection(request: GenerationRequest, card: ModelCard) -> None:
+    listed, wanted = request.listed_in_prompt, request.return_hidden_states
+    name = "return_hidden_states" if wanted else "listed_in_prompt"
+    if (wanted or listed is not None) and not card.hidden_size:
+        raise RequestError(
+            "hidden states stay on the devices of this server: start it with enable_return_hidden_states: true", name
+        )
+    num_states = (len(request.prompt_ids) if wanted == "all" else 1) + request.sampling.max_new_tokens
+    if wanted and num_states * request.sampling.n * card.hidden_size > MOST_HIDDEN_NUMBERS:
+        raise RequestError(
+            f"states of {card.hidden_size} numbers at up to {num_states} tokens are more than {MOST_HIDDEN_NUMBERS} "
+            "together: ask for fewer tokens, or for `last`",
+            name,
+        )
+    if listed is None:
+        return
+    name = "listed_in_prompt"
+    ids, num_scored, size = listed.ids, len(request.prompt_ids) - 1, card.vocab_size
+    if not 0 <= listed.start <= num_scored - len(ids):
+        raise RequestError(f"the prompt has {num_scored} positions with a token behind them", name)
+    if ids.shape[1] > MAX_LISTED_IDS or (ids.size and not -1 <= ids.min() <= ids.max() < size):
+        raise RequestError(f"up to {MAX_LISTED_IDS} token ids in [0, {size}) are listed for a position", name)
 
 
 def _check_forced_routing(forced: RoutedExperts, layout: RoutingLayout, *, prompt_len: int) -> None:

@@ -54,6 +54,10 @@ def native_answer(
     meta_info |= _native_drafts(result.drafts)
     if request.return_entropy and result.evidence is not None:
         meta_info["output_token_entropy"] = result.evidence[:, 0].tolist()
+    if request.return_sampling_mask:
+        meta_info |= _native_support(result.support)
+    if (states := hidden_states(request, result)) is not None:
+        meta_info["hidden_states"] = states
     if return_logprob:
         meta_info |= _native_logprobs(request, result, token_text or _no_text)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
@@ -137,7 +141,30 @@ def output_logprobs(result: ChoiceResult, *, num_top: int, listed_ids: Sequence[
 
 def _listed(evidence: np.ndarray, listed_ids: Sequence[int]) -> list[list[tuple[float, int]]]:
     """Pairs of log-prob and token id, in the order of the list, per output."""
-    return [list(zip(values, listed_ids, strict=True)) for values in evidence[:, 1:].tolist()]
+    return _pairs(evidence[:, 1:], listed_ids)
+
+
+def _pairs(logprobs: np.ndarray, token_ids: Sequence[int]) -> list[list[tuple[float, int]]]:
+    return [list(zip(values, token_ids, strict=True)) for values in logprobs.tolist()]
+
+
+def _native_support(support: list[tuple[np.ndarray, float]]) -> dict:
+    return {
+        "output_token_sampling_mask": [ids.tolist() for ids, _ in support],
+        "output_token_sampling_logprobs": [logprob for _, logprob in support],
+        "output_token_sampling_mask_length": len(support),
+    }
+
+
+def hidden_states(request: GenerationRequest, result: ChoiceResult) -> list | None:
+    """The hidden states of a choice that has ended, as SGLang has them: those of the prompt, then one per output that
+    was read; the last one alone where that is asked for. None where there are none, or none are wanted."""
+    hidden = result.hidden
+    if hidden is None or not request.return_hidden_states:
+        return None
+    if request.return_hidden_states == "last":
+        return hidden.last(len(result.token_ids)).tolist()
+    return [hidden.prompt.tolist(), *hidden.outputs[: max(0, len(result.token_ids) - 1)].tolist()]
 
 
 def prompt_logprobs_of(
@@ -232,7 +259,10 @@ def _native_logprobs(request: GenerationRequest, result: ChoiceResult, token_tex
         fields["input_top_logprobs"] = [] if start is None else [None, *map(entries, tops)]
     if ids := request.logprob_token_ids:
         found = [] if result.evidence is None else _listed(result.evidence, ids)
-        fields |= {"input_token_ids_logprobs": [], "output_token_ids_logprobs": list(map(entries, found))}
+        fields |= {"output_token_ids_logprobs": list(map(entries, found))}
+    if ids and "input_token_logprobs" in fields:
+        found = [] if result.prompt_listed is None else _pairs(result.prompt_listed, ids)
+        fields["input_token_ids_logprobs"] = [] if start is None else [None, *map(entries, found)]
     return fields
 
 

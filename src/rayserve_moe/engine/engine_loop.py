@@ -15,7 +15,7 @@ from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfi
 from rayserve_moe.config.derive import most_live_requests
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
-from rayserve_moe.engine.admission import check_request, ending_ids
+from rayserve_moe.engine.admission import check_request, ending_ids, processed_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
 from rayserve_moe.engine.cycle_setup import step_cycle_for
@@ -271,7 +271,10 @@ def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[
     ends = sampling.ignore_eos and not is_guided
     stops = frozenset(sampling.stop_token_ids) | frozenset(() if ends else card.eos_token_ids)
     withheld = ending_ids(sampling, card) if sampling.min_new_tokens and not is_guided else frozenset()
-    return [
+    sequences = [
         Sequence(request, i, seed=seed, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
         for i, guide in enumerate(guides)
     ]
+    for sequence in sequences if sampling.processor_arguments else ():
+        sequence.processed = processed_of(sampling, card)
+    return sequences

@@ -61,6 +61,8 @@ def _wanting(request: GenerationRequest) -> str | None:
         "thinking_token_budget": request.thinking,
         "logprob_token_ids": request.logprob_token_ids,
         "return_entropy": request.return_entropy,
+        "return_sampling_mask": request.return_sampling_mask,
+        "vllm_xargs": request.sampling.processor_arguments,
         "logprobs_mode": request.raw_logprobs,
     }
     return next((name for name, is_wanted in wants.items() if is_wanted), None)

@@ -11,7 +11,7 @@ from rayserve_moe.engine.step_cycle import NO_ROWS
 from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence, evidence_of, top_of
+from rayserve_moe.scheduling.sequence import Sequence, evidence_of, hidden_of, support_of, top_of
 
 Sink = Callable[[list[ChoiceResult]], Iterable[int] | None]
 """Takes updates of one request; returns the choices that a stop string has completed, so that they end here."""
@@ -152,6 +152,7 @@ def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResul
         ranks=sequence.ranks[first:last].tolist(),
         drafts=sequence.drafts,
         evidence=evidence_of(sequence, first, stop=last),
+        support=support_of(sequence, first, stop=last),
     )
 
 
@@ -159,6 +160,8 @@ def _last_update_of(sequence: Sequence) -> ChoiceResult:
     update = _update_of(sequence, sequence.final_routing)
     update.finish = sequence.finish
     update.prompt_scores = sequence.scoring.scores() if sequence.scoring is not None else None
+    if sequence.inspection is not None:
+        update.hidden, update.prompt_listed = hidden_of(sequence), sequence.inspection.listed_logprobs()
     return update
 
 

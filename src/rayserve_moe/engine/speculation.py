@@ -144,7 +144,7 @@ class Speculation:
         found = {}
         for row in rows.tolist():
             sequence = self._table.sequences[row]
-            if sequence is not None and sequence.request.speculative and not sequence.is_held:
+            if sequence is not None and sequence.takes_drafts:
                 drafts = self.proposer.propose(sequence, self._most)
                 if len(drafts):
                     found[row] = drafts[: self._most]

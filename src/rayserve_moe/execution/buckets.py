@@ -14,6 +14,7 @@ from rayserve_moe.execution.shape_choice import CPUS, SMALL_MODEL, TPUS, Device,
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.scheduling.inspection import TokenInspection
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, StepPlan
 
 PREFILL_SHARE = 0.25
@@ -59,6 +60,9 @@ def step_shapes(
     return (*decode, *(StepShape(num_singles, size, block) for size in prefill_sizes))
 
 
+FIRST_TOKEN = TokenInspection(np.zeros(1, np.intp), np.zeros((1, 1), np.int32))
+
+
 def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks: int) -> StepShape:
     """Take the shape with the fewest tokens that holds the plan; the scheduler never plans more than the largest."""
     fitting = [s for s in shapes if s.num_singles >= num_singles and s.num_blocks >= num_blocks]
@@ -66,8 +70,10 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
     return min(fitting, key=lambda s: s.num_tokens)
 
 
-def filling_plan(shape: StepShape, *, longest: int, num_rows: int) -> StepPlan:
-    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens of all rows at most."""
+def filling_plan(shape: StepShape, *, longest: int, num_rows: int, is_inspected: bool = False) -> StepPlan:
+    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens of all rows at most.
+
+    Where it `is_inspected` its first token is looked at."""
     blocks = [min(shape.block_tokens, longest)] * shape.num_blocks
     lengths = np.asarray(blocks or [1] * min(shape.num_singles, num_rows), np.int32)
     return StepPlan(
@@ -78,6 +84,7 @@ def filling_plan(shape: StepShape, *, longest: int, num_rows: int) -> StepPlan:
         token_ids=np.zeros(int(lengths.sum()), np.int32),
         chunk_samples=np.arange(len(lengths)) == 0,
         wants_routing=True,
+        inspection=FIRST_TOKEN if is_inspected else None,
     )
 
 

@@ -11,6 +11,7 @@ from rayserve_moe.checkpoints.names import verify
 from rayserve_moe.config.derive import max_model_len
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings
+from rayserve_moe.execution.processor_module import digest_of, load_processors
 from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
 from rayserve_moe.model.family_table import family_of, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
@@ -53,7 +54,10 @@ def describe_model(settings: Settings) -> DescribedModel:
         draft = located(speculation.draft_model_path, cache_directory=kept)
         speculation = dataclasses.replace(speculation, draft_model_path=draft)
     settings = dataclasses.replace(settings, speculation=speculation)
-    return DescribedModel(card, tokenizer, runner_settings(settings, model))
+    processors = load_processors(settings.structured.processors)
+    card = dataclasses.replace(card, processors=tuple(each.arguments for each in processors))
+    runner = dataclasses.replace(runner_settings(settings, model), processors_digest=digest_of(processors))
+    return DescribedModel(card, tokenizer, runner)
 
 
 def model_card(
@@ -75,6 +79,8 @@ def model_card(
         returns_routing=replay.enabled,
         path=model.path,
         logprobs_mode=model.logprobs_mode,
+        routing_by_default=replay.by_default,
+        hidden_size=spec.hidden_size if replay.shows_hidden else 0,
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
 

@@ -13,10 +13,12 @@ import jax
 import jax.monitoring
 import numpy as np
 
+from rayserve_moe.decoding.logit_processors import processed_size
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution.compile_cache import KeptPrograms, signature_of, without_cache_of_jax
 from rayserve_moe.execution.device_state import block_input_shapes
 from rayserve_moe.execution.draft_steps import draft_ahead
+from rayserve_moe.execution.inspection import TOKENS_AT_ONCE, CompiledInspection, inspect_tokens
 from rayserve_moe.execution.migration import (
     MigrationPrograms,
     expert_state,
@@ -27,8 +29,9 @@ from rayserve_moe.execution.migration import (
 )
 from rayserve_moe.execution.page_copies import COPIES_SIZE
 from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
-from rayserve_moe.execution.served_model import ServedModel, draft_sizes
+from rayserve_moe.execution.served_model import ServedModel, draft_sizes, inspected_sizes
 from rayserve_moe.execution.step import (
+    ROW_AXES,
     WORD_AXES,
     adjust_rows,
     copy_pages,
@@ -39,6 +42,7 @@ from rayserve_moe.execution.step import (
     weight_partitions,
 )
 from rayserve_moe.execution.step_input import InputLayout
+from rayserve_moe.execution.step_samples import HeldInputs
 from rayserve_moe.execution.step_types import DeviceState, StepConfig, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.transformer import words_of
@@ -48,14 +52,14 @@ from rayserve_moe.request_fields import MAX_LISTED_IDS
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_THREADS = 4
-DRAFT = "draft"
+DRAFT, INSPECT = "draft", "inspect"
 UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
 FETCH, SWAP = "fetch_slots", "swap_layer"
 """Names of the programs that are no steps."""
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
 CompiledSampler = Callable[..., tuple[DeviceState, StepOutput]]
-"""Takes DeviceState, `logits_AV` of a step, `samples_N3S`, `mask_AW` and `asked_AF`."""
+"""Takes DeviceState, `logits_AV` of a step and `held`."""
 CompiledDraft = Callable[..., tuple[DeviceState, jax.Array]]
 """Takes ModelWeights, DeviceState and `rows_NS`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
@@ -77,10 +81,10 @@ class CompileTimes:
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Everything that runs on the devices: steps, changes of rows, what adjusts the logits of a row, copies of
-    pages, and drafts by the number of rows.
+    """Everything that runs on the devices: steps, changes of rows, of their logits, of pages, and drafts by rows.
 
     `samplers` draw held samples, by the number of single tokens of a step; there are none where no samples are held.
+    `inspections` look at tokens of a step, by its number of them; there are none where hidden states are not shown.
     """
 
     steps: dict[StepShape, CompiledStep]
@@ -91,7 +95,13 @@ class CompiledPrograms:
     read_counts: Callable[[jax.Array], jax.Array]
     migration: MigrationPrograms | None
     drafts: dict[int, CompiledDraft]
+    inspections: dict[int, CompiledInspection]
     times: CompileTimes
+
+    @property
+    def changes(self) -> tuple[CompiledUpdate, CompiledUpdate]:
+        """What changes rows ahead of a step (`updates_of`)."""
+        return self.update, self.adjust
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,7 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         update_program(COPY, copy_pages, COPIES_SIZE),
         Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
         *(_draft_program(size, served, config=config, state=state) for size in draft_sizes(served)),
+        *(_inspection_program(size, served, config=config) for size in inspected_sizes(served)),
     ]
     if served.staging is None:
         return programs
@@ -199,8 +210,9 @@ def compile_served(served: ServedModel, *, num_pages: int, kept: KeptPrograms | 
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
     drafts = {size: compiled[f"{DRAFT}_{size}"] for size in draft_sizes(served)}
+    inspections = {size: compiled[f"{INSPECT}_{size}"] for size in inspected_sizes(served)}
     others = (compiled[name] for name in (UPDATE, ADJUST, COPY, READ_COUNTS))
-    return CompiledPrograms(steps, samplers, *others, migration, drafts, times)
+    return CompiledPrograms(steps, samplers, *others, migration, drafts, inspections, times)
 
 
 def launch_for(devices: list[jax.Device]) -> Launch:
@@ -256,12 +268,14 @@ def _sample_program(num_singles: int, served: ServedModel, *, config: StepConfig
     count = plan.data_size * num_singles
     shape = count, part.num_parts * part.width
     logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=plan.sharding(WORD_AXES))
-    inputs = {
-        "samples_N3S": _integers(served, plan.data_size, 3, num_singles),
-        "mask_AW": _integers(served, count, mask_words(part.num_words)),
-        "asked_AF": _integers(served, count, 1 + MAX_LISTED_IDS),
-    }
-    return Program(sampler_name(num_singles), partial(sample_step, config=config), (state, logits), inputs, donated=0)
+    held = HeldInputs(
+        _integers(served, plan.data_size, 3, num_singles),
+        _integers(served, count, mask_words(part.num_words)),
+        _integers(served, count, 1 + MAX_LISTED_IDS),
+        _integers(served, count, processed_size(served.processors)) if served.processors else None,
+    )
+    run = partial(sample_step, config=config)
+    return Program(sampler_name(num_singles), run, (state, logits), {"held": held}, donated=0)
 
 
 def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
@@ -270,6 +284,15 @@ def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state:
     run = partial(draft_ahead, config=config.draft, most_drafts=config.most_drafts, partitions=partitions)
     inputs = {"rows_NS": _integers(served, config.model.plan.data_size, size)}
     return Program(f"{DRAFT}_{size}", run, (served.weights, state), inputs, donated=1)
+
+
+def _inspection_program(num_tokens: int, served: ServedModel, *, config: StepConfig) -> Program:
+    plan = config.model.plan
+    shape = plan.data_size * num_tokens, config.model.spec.hidden_size
+    hidden = jax.ShapeDtypeStruct(shape, served.dtype, sharding=plan.sharding(ROW_AXES))
+    sizes = {"places_P": (TOKENS_AT_ONCE,), "listed_PL": (TOKENS_AT_ONCE, MAX_LISTED_IDS)}
+    inputs = {name: _integers(served, *shape) for name, shape in sizes.items()}
+    return Program(f"{INSPECT}_{num_tokens}", partial(inspect_tokens, config=config), (served.weights, hidden), inputs)
 
 
 def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:

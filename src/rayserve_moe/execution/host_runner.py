@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -31,14 +31,16 @@ from rayserve_moe.execution.compiled_steps import (
 from rayserve_moe.execution.device_state import BlockInputSource, allocate
 from rayserve_moe.execution.draft_model import draft_of, open_draft, spec_of
 from rayserve_moe.execution.draft_rows import DraftRows, draft_rows, drafts_of
-from rayserve_moe.execution.held_samples import HeldSamples, held_plans
+from rayserve_moe.execution.held_samples import HeldSamples, held_of, held_plans
+from rayserve_moe.execution.inspection import inspection_inputs
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.page_copies import no_copies
-from rayserve_moe.execution.row_updates import adjustment_vectors, no_adjustment, update_vectors
+from rayserve_moe.execution.row_updates import no_adjustment, updates_of
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
 from rayserve_moe.execution.staged_weights import StagedWeights
 from rayserve_moe.execution.step_results import only_wanted, start_copies, step_result, wanted_outputs
+from rayserve_moe.execution.step_samples import HeldInputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.tensor_staging import TensorStaging
 from rayserve_moe.execution.weight_share import read_share
@@ -50,10 +52,11 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class _Later(NamedTuple):
-    """What comes of a step after it: samples that wait for masks, and drafts."""
+    """What comes of a step after it: samples that wait for masks, drafts, and a look at its tokens."""
 
     held: HeldSamples | None
     drafting: DraftRows | None
+    inspections: list[dict[str, np.ndarray]]
 
 
 class HostRunner:
@@ -179,16 +182,16 @@ class HostRunner:
         started = time.perf_counter()
         fits = self._packer.fits(plan)
         packed = self._packer.pack(plan, with_changes=fits)
-        updates = [] if fits else list(_updates(plan, self.programs, num_rows=self.served.num_rows))
+        updates = [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=self.served.num_rows))
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
-        self._held = held = HeldSamples(packed, wants_top=plan.wants_top) if plan.holds_samples else None
-        later = _Later(held, _drafting(plan, self.served))
+        self._held = held = held_of(plan, packed, processors=self.served.processors)
+        later = _Later(held, _drafting(plan, self.served), list(inspection_inputs(plan.inspection, packed)))
         run = partial(self._run, packed, updates, wanted=wanted, moves=moves, later=later)
         pack_s = time.perf_counter() - started
         return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, later=later)
 
-    def _draw(self, held: HeldSamples, inputs: Mapping[str, np.ndarray]) -> StepOutput:
+    def _draw(self, held: HeldSamples, inputs: HeldInputs) -> StepOutput:
         self._state, output = held.draw(self.programs.samplers, self.state, inputs=inputs)
         return start_copies(output, is_needed=self._copies_to_host)
 
@@ -214,7 +217,9 @@ class HostRunner:
             later.held.logits = output.logits_AV
         if "expert_counts_ME" in wanted:
             output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
-        output = only_wanted(output, wanted)
+        programs, hidden_TD = self.programs.inspections, output.hidden_TD
+        inspected = tuple(programs[shape.num_tokens](self.weights, hidden_TD, **each) for each in later.inspections)
+        output = replace(only_wanted(output, wanted), inspected=inspected or None)
         if later.drafting is not None:
             output = replace(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
         return start_copies(output, is_needed=self._copies_to_host)
@@ -244,9 +249,9 @@ class HostRunner:
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         self.programs.read_counts(self.state.expert_counts_ME)
-        num_rows = self.served.num_rows
+        num_rows, looks = self.served.num_rows, self._settings.replay.shows_hidden
         for shape in self.served.shapes:
-            plan = filling_plan(shape, longest=self.served.longest, num_rows=num_rows)
+            plan = filling_plan(shape, longest=self.served.longest, num_rows=num_rows, is_inspected=looks)
             for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
                 self.execute(one)
         self.execute(StepPlan(step_id=-1))
@@ -287,14 +292,3 @@ def _with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) ->
     begun = time.perf_counter()
     drafts = drafts_of(output.drafts_NSK, drafting.places)
     return replace(result, drafts=drafts, draft_s=time.perf_counter() - begun)
-
-
-def _updates(
-    plan: StepPlan, programs: CompiledPrograms, *, num_rows: int
-) -> Iterator[tuple[CompiledUpdate, np.ndarray]]:
-    """Programs that go ahead of a step, with their vectors."""
-    for vector in update_vectors(plan, rows_per_rank=num_rows):
-        yield programs.update, vector
-    for adjustment in plan.adjustments:
-        for vector in adjustment_vectors(adjustment, rows_per_rank=num_rows):
-            yield programs.adjust, vector

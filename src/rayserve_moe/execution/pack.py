@@ -34,6 +34,7 @@ class PackedStep:
     ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
     is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
     that are held, int32 [data ranks, 3, S]; then the vectors have none. `copies` are vectors of pages to copy after it.
+    `num_inspected` tokens are looked at.
     """
 
     step_id: int
@@ -43,6 +44,7 @@ class PackedStep:
     sample_places: np.ndarray
     blocks: PackedBlocks | None = None
     held: np.ndarray | None = None
+    num_inspected: int = 0
     copies: tuple[np.ndarray, ...] = ()
 
 
@@ -80,6 +82,8 @@ class Packer:
     def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
         packed = self._packed(plan, with_changes=with_changes)
+        if plan.inspection is not None:
+            packed = replace(packed, num_inspected=len(plan.inspection.tokens))
         return self._held(plan, packed) if plan.holds_samples else packed
 
     def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:

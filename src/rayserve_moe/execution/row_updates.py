@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
@@ -37,6 +37,9 @@ biases; their values as bits. A rank of -1 marks padding. The row is the rank's 
 """
 
 
+Update = Callable[[DeviceState, np.ndarray], DeviceState]
+
+
 def update_vectors(plan: StepPlan, *, rows_per_rank: int) -> Iterator[np.ndarray]:
     """Cut the changes of a plan into vectors int32 [VECTOR_SIZE]."""
     pages, sampling = plan.pages, plan.sampling
@@ -58,6 +61,18 @@ def update_vectors(plan: StepPlan, *, rows_per_rank: int) -> Iterator[np.ndarray
         first = MAX_ENTRIES * ENTRY_FIELDS
         vector[first : first + some_rows.size] = some_rows.reshape(-1)
         yield vector
+
+
+def updates_of(
+    plan: StepPlan, changes: tuple[Update, Update], *, rows_per_rank: int
+) -> Iterator[tuple[Update, np.ndarray]]:
+    """Programs that go ahead of a step, of those for rows and for what adjusts them, with their vectors."""
+    update, adjust = changes
+    for vector in update_vectors(plan, rows_per_rank=rows_per_rank):
+        yield update, vector
+    for adjustment in plan.adjustments:
+        for vector in adjustment_vectors(adjustment, rows_per_rank=rows_per_rank):
+            yield adjust, vector
 
 
 def empty_vector() -> np.ndarray:

@@ -22,6 +22,7 @@ from rayserve_moe.config.settings import (
     StructuredSettings,
     UpdateSettings,
 )
+from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.execution.buckets import step_cost, step_shapes
 from rayserve_moe.execution.device_state import state_shapes
 from rayserve_moe.execution.draft_model import draft_config, draft_shapes, draft_state_shapes
@@ -29,6 +30,7 @@ from rayserve_moe.execution.draft_steps import scratch_pages
 from rayserve_moe.execution.memory import PoolSizes, page_bytes
 from rayserve_moe.execution.migration import staging_shapes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
+from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepConfig, StepShape
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
@@ -57,6 +59,8 @@ class RunnerSettings:
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     structured: StructuredSettings = field(default_factory=StructuredSettings)
+    processors_digest: str = ""
+    """Of the source of the logit processors, the same on every host."""
 
 
 def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
@@ -90,6 +94,7 @@ class ServedModel:
     placement: ExpertPlacement
     shapes: tuple[StepShape, ...]
     draft: DraftConfig | None = None
+    processors: tuple[LogitProcessor, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -163,6 +168,8 @@ class ServedModel:
             most_drafts=self.settings.speculation.most_drafts,
             holds_samples=self.settings.structured.enabled,
             draft=self.draft,
+            shows_hidden=self.settings.replay.shows_hidden,
+            processors=self.processors,
         )
 
     def state(self, num_pages: int) -> DeviceState:
@@ -197,6 +204,13 @@ def draft_sizes(served: ServedModel) -> tuple[int, ...]:
     return (*sorted(size for size in sizes if size < served.num_rows), served.num_rows)
 
 
+def inspected_sizes(served: ServedModel) -> tuple[int, ...]:
+    """Tokens of a data rank among which some can be looked at, ascending; none where hidden states are not shown."""
+    if not served.settings.replay.shows_hidden:
+        return ()
+    return tuple(sorted({shape.num_tokens for shape in served.shapes}))
+
+
 def served_model(
     spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings, draft: DraftSpec | None = None
 ) -> ServedModel:
@@ -216,7 +230,8 @@ def served_model(
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
     of_draft = None if draft is None else draft_config(draft, config)
-    served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft)
+    processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
+    served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
     for each in (config,) if of_draft is None else (config, of_draft.layer):
         check_kv_heads(each, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held

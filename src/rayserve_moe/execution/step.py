@@ -13,12 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from rayserve_moe.decoding.sampling import Sampled
 from rayserve_moe.execution.draft_steps import draft_axes, extended
 from rayserve_moe.execution.page_copies import apply_copies
 from rayserve_moe.execution.prompt_scores import score_prompts
 from rayserve_moe.execution.row_updates import apply_adjustment, apply_update
 from rayserve_moe.execution.step_input import DeviceInput, InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_samples import SampleInput, sample_held, sample_rows, sampled_bits, top_bits
+from rayserve_moe.execution.step_samples import (
+    HeldInputs,
+    SampleInput,
+    sample_held,
+    sample_rows,
+    sampled_bits,
+    top_bits,
+)
 from rayserve_moe.execution.step_types import BlockInputs, DeviceState, DraftState, ModelWeights, StepConfig, StepOutput
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
@@ -52,7 +60,7 @@ def run_step(
 
     def on_device(
         weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
-    ) -> tuple[DeviceState, StepOutput, jax.Array | None]:
+    ) -> tuple[DeviceState, StepOutput, tuple[jax.Array | None, jax.Array | None]]:
         vector_W = vectors_NW[plan.data_rank()]
         state = replace(state, page_table_RP=change_pages(state, vector_W, layout=layout))
         step = unpack(vector_W, state, layout=layout, page_size=config.page_size, layer_pages=config.layer_pages)
@@ -65,26 +73,35 @@ def run_step(
             config=config.model,
             asked=config.asked_layers,
         )
-        state = replace(state, kv_pages=out.kv_pages)
+        counts_ME = state.expert_counts_ME + out.expert_counts_ME
+        state = replace(state, kv_pages=out.kv_pages, expert_counts_ME=counts_ME)
         sampled, own, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
-        state = replace(state, expert_counts_ME=state.expert_counts_ME + out.expert_counts_ME)
         if config.draft is not None:
             state = replace(state, draft=extended(weights, state, step=step, out=out, own=own, config=config.draft))
         scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
-        tally_N4 = None if out.tally_4 is None else plan.gather_data_ranks(out.tally_4[None], dim=0)
-        bits = sampled_bits(sampled, plan.data_size), _captured_routing(out, config)
-        output = StepOutput(*bits, top_bits(sampled.top, plan.data_size), *scores, tally_N4=tally_N4)
-        return state, output, logits_AV if config.holds_samples else None
+        output = _output(sampled, out, scores, config=config)
+        hidden_TD = out.hidden_TD if config.shows_hidden else None
+        return state, output, (logits_AV if config.holds_samples else None, hidden_TD)
 
     model, whole, state_parts = config.model, PartitionSpec(), state_partitions(config.model, config.draft)
-    state, output, logits_AV = jax.shard_map(
+    state, output, (logits_AV, hidden_TD) = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(weight_partitions(model, config.draft), state_parts, whole, block_partitions(model, blocks)),
-        out_specs=(state_parts, whole, plan.partition(WORD_AXES)),
+        out_specs=(state_parts, whole, (plan.partition(WORD_AXES), plan.partition(ROW_AXES))),
         check_vma=False,
     )(weights, state, vectors_NW, blocks)
-    return state, replace(output, logits_AV=logits_AV)
+    return state, replace(output, logits_AV=logits_AV, hidden_TD=hidden_TD)
+
+
+def _output(
+    sampled: Sampled, out: ForwardOutput, scores: tuple[jax.Array | None, jax.Array | None], *, config: StepConfig
+) -> StepOutput:
+    """What of a step is the same on every device."""
+    plan = config.model.plan
+    tally_N4 = None if out.tally_4 is None else plan.gather_data_ranks(out.tally_4[None], dim=0)
+    bits = sampled_bits(sampled, plan.data_size), _captured_routing(out, config)
+    return StepOutput(*bits, top_bits(sampled.top, plan.data_size), *scores, tally_N4=tally_N4)
 
 
 def _samples_of(step: DeviceInput) -> SampleInput:
@@ -93,29 +110,21 @@ def _samples_of(step: DeviceInput) -> SampleInput:
 
 
 def sample_step(
-    state: DeviceState,
-    logits_AV: jax.Array,
-    *,
-    samples_N3S: jax.Array,
-    mask_AW: jax.Array,
-    asked_AF: jax.Array,
-    config: StepConfig,
+    state: DeviceState, logits_AV: jax.Array, *, held: HeldInputs, config: StepConfig
 ) -> tuple[DeviceState, StepOutput]:
     """Sample what a step has held (`sample_held`) on every device of the mesh; the output has samples alone."""
     plan, whole, parts = config.model.plan, PartitionSpec(), state_partitions(config.model, config.draft)
 
-    def on_device(state: DeviceState, logits_AV: jax.Array, *inputs: jax.Array) -> tuple[DeviceState, StepOutput]:
-        samples_N3S, mask_AW, asked_AF = inputs
-        given = {"samples_N3S": samples_N3S, "mask_AW": mask_AW, "asked_AF": asked_AF}
-        return sample_held(state, logits_AV, **given, config=config)
+    def on_device(state: DeviceState, logits_AV: jax.Array, held: HeldInputs) -> tuple[DeviceState, StepOutput]:
+        return sample_held(state, logits_AV, held=held, config=config)
 
     return jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(parts, plan.partition(WORD_AXES), whole, whole, whole),
+        in_specs=(parts, plan.partition(WORD_AXES), whole),
         out_specs=(parts, whole),
         check_vma=False,
-    )(state, logits_AV, samples_N3S, mask_AW, asked_AF)
+    )(state, logits_AV, held)
 
 
 def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | None:

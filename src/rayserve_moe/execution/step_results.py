@@ -10,6 +10,7 @@ from rayserve_moe.execution.pack import PackedStep
 from rayserve_moe.execution.step_types import StepOutput
 from rayserve_moe.requests import TopLogprobs
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult, TokenScores
+from rayserve_moe.token_evidence import SampleSupport
 
 
 def wanted_outputs(plan: StepPlan) -> frozenset[str]:
@@ -49,6 +50,7 @@ def step_result(
     if output.topk_ids_MTK is not None:
         rows_NMK = np.asarray(output.topk_ids_MTK)[:, packed.token_places].transpose(1, 0, 2)
         routing = np.ascontiguousarray(rows_NMK)
+    hidden, listed = _inspected(output, num_tokens=packed.num_inspected)
     return StepResult(
         packed.step_id,
         ids,
@@ -63,6 +65,9 @@ def step_result(
         tally=None if output.tally_N4 is None else np.asarray(output.tally_N4).sum(axis=0, dtype=np.int64),
         failed_fetch=failed_fetch,
         evidence=None if output.evidence_AF is None else np.asarray(output.evidence_AF)[packed.sample_places],
+        support=_support(output, packed.sample_places),
+        hidden=hidden,
+        listed=listed,
     )
 
 
@@ -74,6 +79,24 @@ def _scores(output: StepOutput, packed: PackedStep) -> TokenScores | None:
     found = np.asarray(output.scores_N2X).transpose(1, 0, 2).reshape(2, -1)
     bits, ranks = found[:, places]
     return TokenScores(bits.view(np.float32), ranks, _top(output.score_top_N2XJ, places))
+
+
+def _support(output: StepOutput, places: np.ndarray) -> SampleSupport | None:
+    if output.support is None:
+        return None
+    bits, logprobs = (np.asarray(each)[places] for each in output.support)
+    is_kept = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    counts, ids = is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32)
+    return SampleSupport(counts, ids, logprobs)
+
+
+def _inspected(output: StepOutput, *, num_tokens: int) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    if output.inspected is None:
+        return None, None
+    hidden, listed = (
+        np.concatenate([np.asarray(each) for each in found]) for found in zip(*output.inspected, strict=True)
+    )
+    return hidden[:num_tokens].astype(np.float32), listed[:num_tokens]
 
 
 def _top(top_N2PJ: jax.Array | None, places: np.ndarray) -> TopLogprobs | None:

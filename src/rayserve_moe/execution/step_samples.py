@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
 from rayserve_moe.decoding.drafts import accepted, drafts_of
-from rayserve_moe.decoding.evidence import EvidenceLogits, with_evidence
+from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_support, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
-from rayserve_moe.decoding.masks import masked
+from rayserve_moe.decoding.logit_processors import allowed_logits
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
 from rayserve_moe.execution.step_input import sampling_of
 from rayserve_moe.execution.step_types import DeviceState, StepConfig, StepOutput
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.sharding import gather_rows
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
+from rayserve_moe.token_evidence import WANTS_SUPPORT
 
 
 class SampleInput(NamedTuple):
@@ -33,6 +35,17 @@ class SampleInput(NamedTuple):
     sampling: SamplingBatch
     penalties: Penalties
     ids_S: jax.Array
+
+
+class HeldInputs(NamedTuple):
+    """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand and the tokens
+    before them; the words that they may be; what evidence is asked; what logit processors are given, where there are
+    some."""
+
+    samples_N3S: Any
+    mask_AW: Any
+    asked_AF: Any
+    processed_AX: Any = None
 
 
 class OwnSamples(NamedTuple):
@@ -48,11 +61,10 @@ def sample_rows(
     *,
     samples: SampleInput,
     config: StepConfig,
-    mask_AW: jax.Array | None = None,
+    allow: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[Sampled, OwnSamples, jax.Array, DeviceState]:
-    """Sample for all data ranks, from words that the mask allows, and record of the rows what they have sampled: of
-    drafts up to the first wrong one. With the samples come those of this rank, and the logits they are of, before the
-    mask.
+    """Sample for all data ranks, from what `allow` leaves of their logits, and record of the rows what they have
+    sampled: of drafts up to the first wrong one. With the samples come those of this rank, and the logits, before that.
 
     Where samples may be held, a step that has none does not sample.
     """
@@ -67,11 +79,11 @@ def sample_rows(
     adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
 
     def draw() -> Sampled:
-        allowed_AV = adjusted_AV if mask_AW is None else masked(adjusted_AV, mask_AW, part=part)
+        allowed_AV = adjusted_AV if allow is None else allow(adjusted_AV)
         kernels = {"noise": config.model.kernels.noise, "masses": config.model.kernels.masses}
         return sample(allowed_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
 
-    sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and mask_AW is None else draw()
+    sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and allow is None else draw()
     own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], samples.rows_S
     if drafts is not None:
         counts_A, is_last_A = accepted(sampled.ids_S, drafts)
@@ -90,33 +102,21 @@ def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
 
 
 def sample_held(
-    state: DeviceState,
-    logits_AV: jax.Array,
-    *,
-    samples_N3S: jax.Array,
-    mask_AW: jax.Array,
-    asked_AF: jax.Array,
-    config: StepConfig,
+    state: DeviceState, logits_AV: jax.Array, *, held: HeldInputs, config: StepConfig
 ) -> tuple[DeviceState, StepOutput]:
-    """On one device: sample what a step has held, and find the evidence that is asked of it (`with_evidence`).
-
-    `samples_N3S` int32 are the rows of its samples, the positions where the new tokens will stand, and the tokens
-    before them.
-    """
+    """On one device: sample what a step has held, and find the evidence that is asked of it (`with_evidence`)."""
     plan, part = config.model.plan, words_of(config.model)
-    rows_S, positions_S, ids_S = samples_N3S[plan.data_rank()]
+    rows_S, positions_S, ids_S = held.samples_N3S[plan.data_rank()]
     samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), ids_S)
-    sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, mask_AW=mask_AW)
-    sampled, evidence_AF = with_evidence(
-        sampled,
-        EvidenceLogits(logits_AV, masked(adjusted_AV, mask_AW, part=part)),
-        asked_SF=asked_AF,
-        rows=gather_rows(samples.sampling, plan),
-        part=part,
-        masses=config.model.kernels.masses,
-    )
+    given = {"given_SX": held.processed_AX, "processors": config.processors, "part": part}
+    allow = partial(allowed_logits, mask_SW=held.mask_AW, **given)
+    sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
+    logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
+    how = {"rows": rows, "part": part, "masses": config.model.kernels.masses}
+    support = sampling_support(logits.processed_SV, sampled.ids_S, wants_S=held.asked_AF[:, 0] >= WANTS_SUPPORT, **how)
+    sampled, evidence_AF = with_evidence(sampled, logits, asked_SF=held.asked_AF, **how)
     bits = sampled_bits(sampled, plan.data_size), top_bits(sampled.top, plan.data_size)
-    return state, StepOutput(bits[0], top_N2SJ=bits[1], evidence_AF=evidence_AF)
+    return state, StepOutput(bits[0], top_N2SJ=bits[1], evidence_AF=evidence_AF, support=support)
 
 
 def sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.decoding.adjustment import AdjustmentState
+from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.kv_pool import LayerPages
@@ -36,7 +37,8 @@ class StepConfig:
     """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
 
     `most_drafts` is that of any `StepPlan`. Where samples may be `held`, logits leave the step, and a step without a
-    sample leaves out sampling.
+    sample leaves out sampling. Hidden states leave it where it `shows_hidden`.
+    `processors` change logits of held samples.
     """
 
     model: ModelConfig
@@ -46,6 +48,8 @@ class StepConfig:
     most_drafts: int = 0
     holds_samples: bool = False
     draft: DraftConfig | None = None
+    shows_hidden: bool = False
+    processors: tuple[LogitProcessor, ...] = ()
 
     @property
     def asked_layers(self) -> tuple[int, ...]:
@@ -127,7 +131,8 @@ class StepOutput:
     likeliest tokens there, as in `top_N2SJ`. `expert_counts_ME` of all data ranks is there after steps that want it.
     `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`). `logits_AV`
     float32, of each device its share of the vocabulary, are there for samples that are held; `evidence_AF` float32,
-    as `with_evidence` returns it, once those are drawn.
+    as `with_evidence` returns it, and `support`, as `sampling_support` does, once those are drawn. `hidden_TD` are
+    those of `ForwardOutput`, of each data rank its own; `inspected` what was looked at of them (`inspect_tokens`).
     `drafts_NSK` int32 is there after steps that want drafts: those of each row that has sampled (`draft_rows`).
     """
 
@@ -141,3 +146,6 @@ class StepOutput:
     logits_AV: jax.Array | None = None
     drafts_NSK: jax.Array | None = None
     evidence_AF: jax.Array | None = None
+    support: tuple[jax.Array, jax.Array] | None = None
+    hidden_TD: jax.Array | None = None
+    inspected: tuple[tuple[jax.Array, jax.Array], ...] | None = None

@@ -43,6 +43,7 @@ class SamplingParams(SharedSampling):
     stop_token_ids: Sequence[int] | None = None
     repetition_detection: Mapping[str, int] | None = None
     bad_words: Sequence[str] | None = None
+    extra_args: Mapping[str, Any] | None = None
     min_tokens: int = 0
     logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None

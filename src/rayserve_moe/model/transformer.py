@@ -117,10 +117,12 @@ def logits_of(params: Parameters, hidden_SD: jax.Array, *, config: ModelConfig) 
     return normed_logits(params, norm_rows(hidden_SD, params["embedding"]["final_norm_D"], config), config=config)
 
 
-def normed_logits(params: Parameters, normed_SD: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """`logits_of` hidden states that are normed already."""
+def normed_logits(
+    params: Parameters, normed_SD: jax.Array, *, config: ModelConfig, are_everywhere: bool = False
+) -> jax.Array:
+    """`logits_of` hidden states that are normed already, and `are_everywhere` if all devices have the same."""
     embedding = params["embedding"]
     head = partial(config.kernels.head, head_VD=embedding.get("head_VD", embedding["table_VD"]))
     with jax.named_scope("head"):
-        logits_WV = score_my_words(normed_SD, head, part=words_of(config), plan=config.plan)
+        logits_WV = score_my_words(normed_SD, head, part=words_of(config), plan=None if are_everywhere else config.plan)
         return logits_WV if config.spec.logits_divisor == 1.0 else logits_WV / config.spec.logits_divisor

@@ -52,13 +52,14 @@ def score_my_words(
     score: Callable[[jax.Array], jax.Array],
     *,
     part: VocabularyPart,
-    plan: ParallelPlan,
+    plan: ParallelPlan | None,
 ) -> jax.Array:
     """Logits [W, V] of the samples of all data ranks, for the words of this device; of padding minus infinity.
 
-    `score` gives the logits of any hidden states [W, D] for this device's share of the head.
+    `score` gives the logits of any hidden states [W, D] for this device's share of the head. Without a plan every
+    device has those of all ranks already.
     """
-    logits_WV = score(plan.gather_data_ranks(hidden_SD, dim=0))
+    logits_WV = score(hidden_SD if plan is None else plan.gather_data_ranks(hidden_SD, dim=0))
     assert logits_WV.shape[1] == part.width or not part.axes, f"{logits_WV.shape[1]} words, not {part.width}"
     return part.without_padding(logits_WV[:, : part.width])
 

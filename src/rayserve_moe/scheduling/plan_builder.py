@@ -9,6 +9,7 @@ import numpy as np
 
 from rayserve_moe.requests import SamplingParams
 from rayserve_moe.scheduling.chunk_demands import block_work_of
+from rayserve_moe.scheduling.inspected_tokens import Inspected, inspection_of
 from rayserve_moe.scheduling.rank_step import RankStep
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
@@ -34,7 +35,8 @@ class Schedule:
     `sampling_rows` are the rows of the chunks that sample, `sampling_generations` the generations of those rows,
     `num_departures` how many sequences had left a row by then. `completed` are the sequences whose last known token is
     computed by a longer chunk of this step, with their row's generation; `scored` those with prompt tokens to score,
-    each with the first position that is scored after and the number of scores, in the plan's order.
+    each with the first position that is scored after and the number of scores, in the plan's order; `inspected` are the
+    tokens that are looked at.
     """
 
     plan: StepPlan
@@ -43,6 +45,7 @@ class Schedule:
     num_departures: int
     completed: tuple[tuple[Sequence, int], ...] = ()
     scored: tuple[tuple[Sequence, int, int], ...] = ()
+    inspected: tuple[Inspected, ...] = ()
 
 
 def build_schedule(
@@ -60,11 +63,13 @@ def build_schedule(
         work = block_work_of(list(zip(whole.demands, whole.rows, whole.token_ids, strict=True)))
         scored = tuple(_scored(whole, table))
     wants_routing = captures_all or (table.num_wanting_routing > 0 and bool(table.wants_routing[rows].any()))
+    starts, lengths = _joined(whole.starts, np.intp), _joined(whole.lengths, np.intp)
+    inspection, inspected = inspection_of(table, rows, starts=starts, lengths=lengths)
     plan = StepPlan(
         step_id=step_id,
         chunk_rows=rows,
-        chunk_starts=_joined(whole.starts, np.intp),
-        chunk_lengths=_joined(whole.lengths, np.intp),
+        chunk_starts=starts,
+        chunk_lengths=lengths,
         token_ids=_joined(whole.token_ids, np.int32),
         chunk_samples=samples,
         pages=_pages(whole.pages),
@@ -77,9 +82,10 @@ def build_schedule(
         most_drafts=most_drafts,
         num_forks=whole.num_forks,
         holds_samples=table.num_held > 0 and bool(table.are_held[sampling_rows].any()),
+        inspection=inspection,
     )
     generations = table.generations[sampling_rows]
-    return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), scored)
+    return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), scored, inspected)
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

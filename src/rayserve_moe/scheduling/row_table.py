@@ -28,7 +28,8 @@ class RowTable:
     `generations` counts the owners of a row: what was started for one owner must not be used for the next.
     `capacities` are the tokens that the pages of a row hold. `num_departures` counts how often any row was left,
     `num_with_stop_ids`, `num_wanting_routing` and `num_wanting_top` the rows in use whose sequence has or wants that.
-    `num_top` are the likeliest tokens returned with each sample. Samples of `num_held` rows `are_held`.
+    `num_top` are the likeliest tokens returned with each sample. Samples of `num_held` rows `are_held`, tokens of
+    `num_inspected` rows may be looked at.
     `singles` and `all_true` are constants: lengths and token ids of chunks that go on from the token sampled last.
     """
 
@@ -51,6 +52,8 @@ class RowTable:
         self.num_top = np.zeros(num_rows, np.int64)
         self.are_held = np.zeros(num_rows, np.bool_)
         self.num_held = 0
+        self.are_inspected = np.zeros(num_rows, np.bool_)
+        self.num_inspected = 0
         self.stop_ids = np.full((num_rows, 1), NO_TOKEN, np.int32)
         self.num_departures = 0
         self.num_with_stop_ids = 0
@@ -82,6 +85,8 @@ class RowTable:
         self.num_wanting_top += sequence.num_top > 0
         self.are_held[row] = sequence.is_held
         self.num_held += sequence.is_held
+        self.are_inspected[row] = sequence.inspection is not None
+        self.num_inspected += sequence.inspection is not None
         self.capacities[row] = sequence.counters[NUM_PAGES] * self.page_size
         self.is_incremental[row] = sequence.request.incremental
         self.published_at[row] = -np.inf
@@ -102,6 +107,7 @@ class RowTable:
         self.num_wanting_routing -= sequence.request.return_routed_experts
         self.num_wanting_top -= sequence.num_top > 0
         self.num_held -= sequence.is_held
+        self.num_inspected -= sequence.inspection is not None
 
     def add_pages(self, rows: np.ndarray, page_ids: np.ndarray, *, generations: np.ndarray) -> np.ndarray:
         """Append one page to each of `rows` (all different); returns the index it took in each."""

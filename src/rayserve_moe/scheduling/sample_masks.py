@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rayserve_moe.processor_arguments import NUM_RECENT
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
@@ -52,7 +53,23 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
     if asking:
         of_samples, asked = zip(*asking, strict=True)
         masks = replace(masks, asking=np.asarray(of_samples, np.intp), asked=np.stack(asked))
+    processing = [
+        (sample, _processed(sequence, sequence.processed))
+        for sample, sequence in _held(table, schedule)
+        if sequence.processed is not None
+    ]
+    if processing:
+        of_samples, given = zip(*processing, strict=True)
+        masks = replace(masks, processing=np.asarray(of_samples, np.intp), processed=np.stack(given))
     return masks, endings
+
+
+def _processed(sequence: Sequence, given: np.ndarray) -> np.ndarray:
+    """What processors are given of a sequence: what its request says, the number of its outputs, its last tokens."""
+    recent = np.full(NUM_RECENT, -1, np.int32)
+    known = sequence.token_ids[max(0, sequence.num_tokens - NUM_RECENT) : sequence.num_tokens]
+    recent[NUM_RECENT - len(known) :] = known
+    return np.concatenate([given, np.array([sequence.num_outputs], np.int32), recent])
 
 
 def _guided(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence, Guide]]:

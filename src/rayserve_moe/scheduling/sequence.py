@@ -10,9 +10,18 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rayserve_moe.request_fields import MAX_LISTED_IDS
-from rayserve_moe.requests import DraftCounts, FinishReason, GenerationRequest, RoutedExperts, TopLogprobs
+from rayserve_moe.requests import (
+    DraftCounts,
+    FinishReason,
+    GenerationRequest,
+    HiddenStates,
+    RoutedExperts,
+    TopLogprobs,
+)
 from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand, PromptScoring, demand_of
+from rayserve_moe.scheduling.inspection import PromptInspection
+from rayserve_moe.token_evidence import WANTS_SUPPORT
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
@@ -52,13 +61,15 @@ class Guide(Protocol):
 class Sequence:
     """Tokens, pages and row of one choice.
 
-    What it samples is what its `guide` allows; `asked` int32 [F] is the evidence that its request wants of samples, a
+    What it samples is what its `guide` allows; `processed` int32 [X] is what its request gives to logit
+    processors (`processed_row`); `asked` int32 [F] is the evidence that its request wants of samples, a
     row of `decoding.evidence`, and `evidence_of_outputs` what was found at each output. It ends at `stop_token_ids`;
     its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of its request, itself among them;
     `followers` wait for its prompt. Its client knows the first `num_published` tokens. `num_to_recompute` positions
     were computed before it was preempted. `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that
     it found cached, or computed once more; later ones outrank. `top_of_outputs` are the likeliest tokens at each
-    output, `scoring` what is found of its prompt's scores; its client has, or does not want, the first
+    output, `scoring` what is found of its prompt's scores, `inspection` of its tokens, and `hidden_of_outputs` are the
+    states at its outputs, `support_of_outputs` what truncation left them; its client has, or does not want, the first
     `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable` the tokens whose
     rows and keys come from the same weights, and may be found by others. `weight_versions` are those of its outputs, as
     in `ChoiceResult`. It came, first got a row, and got its last token, at `accepted_at`, `started_at` and, out of a
@@ -86,14 +97,12 @@ class Sequence:
         prompt_len, max_new_tokens = len(request.prompt_ids), request.sampling.max_new_tokens
         limit = prompt_len + max_new_tokens
         self.request = request
-        self.choice_index = choice_index
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.withheld_ids = withheld_ids
+        self.choice_index, self.seed = choice_index, seed
+        self.stop_token_ids, self.withheld_ids = stop_token_ids, withheld_ids
         self.guide = guide
+        self.processed: np.ndarray | None = None
         self.num_prompt_tokens = prompt_len
-        self.num_cached = self.data_rank = 0
-        self.row = NO_ROW
+        self.num_cached, self.data_rank, self.row = 0, 0, NO_ROW
         self.finish: FinishReason | None = None
         self.choices: list[Sequence] = [self]
         self.followers: list[Sequence] = []
@@ -102,8 +111,7 @@ class Sequence:
         self.namespace: Hashable = request.cache_salt
         self.prefix: CachedPrefix | None = None
         self.num_flushes = self.num_passed_over = 0
-        self.num_published = prompt_len
-        self.num_to_recompute = 0
+        self.num_published, self.num_to_recompute = prompt_len, 0
         self.origins: tuple[tuple[int, int, str], ...] = ()
         self.weight_versions: tuple[tuple[int, str], ...] = ()
         self.accepted_at = time.monotonic()
@@ -115,7 +123,10 @@ class Sequence:
         self.final_routing: RoutedExperts | None = None
         self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
         self.evidence_of_outputs: list[np.ndarray] = []
+        self.hidden_of_outputs: list[np.ndarray] = []
+        self.support_of_outputs: list[tuple[np.ndarray, float]] = []
         self.scoring: PromptScoring | None = None
+        self.inspection: PromptInspection | None = None
         self.drafts = DraftCounts()
         self.counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
         self.token_ids = np.asarray(request.prompt_ids, np.int32)
@@ -127,7 +138,12 @@ class Sequence:
     @property
     def is_held(self) -> bool:
         """Whether its samples are drawn by a program of their own."""
-        return self.guide is not None or self.asked is not None
+        return not (self.guide is None and self.asked is None and self.processed is None)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether its tokens may be verified several at a time."""
+        return self.request.speculative and not self.is_held and not self.request.return_hidden_states
 
     @property
     def num_tokens(self) -> int:
@@ -192,10 +208,10 @@ def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:
 def asked_of(request: GenerationRequest) -> np.ndarray | None:
     """What a request asks of its samples, padded with -1; None where that is nothing."""
     ids = request.logprob_token_ids
-    if not (ids or request.return_entropy or request.raw_logprobs):
+    if not (ids or request.return_entropy or request.raw_logprobs or request.return_sampling_mask):
         return None
     asked = np.full(1 + MAX_LISTED_IDS, -1, np.int32)
-    asked[: 1 + len(ids)] = (request.raw_logprobs, *ids)
+    asked[: 1 + len(ids)] = (request.raw_logprobs + WANTS_SUPPORT * request.return_sampling_mask, *ids)
     return asked
 
 
@@ -206,6 +222,22 @@ def evidence_of(sequence: Sequence, start: int, *, stop: int) -> np.ndarray | No
     first = sequence.num_prompt_tokens
     rows = sequence.evidence_of_outputs[start - first : stop - first]
     return np.asarray(rows, np.float32).reshape(-1, 1 + len(sequence.request.logprob_token_ids))
+
+
+def support_of(sequence: Sequence, start: int, *, stop: int) -> list[tuple[np.ndarray, float]]:
+    """The support of the outputs at positions `[start, stop)`: ids, and the log-prob of the output among them."""
+    first = sequence.num_prompt_tokens
+    return sequence.support_of_outputs[start - first : stop - first]
+
+
+def hidden_of(sequence: Sequence) -> HiddenStates | None:
+    """The hidden states that were found at the tokens of a sequence; None where none are, or none are wanted."""
+    if sequence.inspection is None or not len(states := sequence.inspection.states()):
+        return None
+    if not sequence.request.return_hidden_states:
+        return None
+    outputs = sequence.hidden_of_outputs
+    return HiddenStates(states, np.stack(outputs) if outputs else np.zeros((0, states.shape[1]), np.float32))
 
 
 def chunk_demand(sequence: Sequence, start: int, *, stop: int) -> ChunkDemand | None:

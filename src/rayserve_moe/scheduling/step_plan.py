@@ -21,16 +21,18 @@ The chunks of a rank stand together, ranks in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
-from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.request_fields import MAX_LISTED_IDS
 from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.scheduling.inspection import TokenInspection
+from rayserve_moe.scheduling.start_report import StartReport as StartReport
+from rayserve_moe.scheduling.start_report import slowest_start as slowest_start
+from rayserve_moe.token_evidence import SampleSupport
 
 LAST_SAMPLED = -1
 
@@ -39,7 +41,6 @@ PREFILL_BLOCK_TOKENS = 32
 
 MAX_WITHHELD_IDS = 128
 """Ids that one request can withhold from its first tokens."""
-
 WITHHELD = -np.inf
 """The bias of an id that is withheld."""
 
@@ -140,12 +141,15 @@ class BlockWork:
 class SampleMasks:
     """The words that samples of a plan may be: `samples` intp [N] says which, in the plan's order; the others may be
     any. `bits` int32 [N, W] has bit i % 32 of number i // 32 for id i. Of the samples `asking` intp [M] evidence is
-    `asked`, int32 [M, F], as `Sequence.asked` has it."""
+    `asked`, int32 [M, F], as `Sequence.asked` has it. Those of `processing` intp [O] are given to logit processors with
+    `processed` int32 [O, X], what `allowed_logits` takes."""
 
     samples: np.ndarray
     bits: np.ndarray
     asking: np.ndarray = field(default_factory=lambda: _empty(np.intp))
     asked: np.ndarray = field(default_factory=lambda: _empty(np.int32, 1 + MAX_LISTED_IDS))
+    processing: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    processed: np.ndarray = field(default_factory=lambda: _empty(np.int32, 0))
 
 
 NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(), BlockWork()
@@ -161,7 +165,8 @@ class StepPlan:
     such: every host puts the weights that it has staged in the place of those it serves. A plan that `holds_samples`
     does not sample: the plan after it has the `masks` for that, which take the tokens before to be filled.
     With `wants_drafts` a draft model says what may follow the samples; `next_ids` int32 [chunks] are tokens behind
-    chunks that are known, -1: none, if it wants them. `num_forks` chunks have no tokens.
+    chunks that are known, -1: none, if it wants them. `num_forks` chunks have no tokens. `inspection` is for servers
+    that show hidden states.
     """
 
     step_id: int
@@ -185,6 +190,7 @@ class StepPlan:
     masks: SampleMasks | None = None
     wants_drafts: bool = False
     next_ids: np.ndarray | None = None
+    inspection: TokenInspection | None = None
     num_forks: int = 0
 
     @property
@@ -229,7 +235,9 @@ class StepResult:
     tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
     `failed_fetch` is set in every result until another migration begins. `drafts` int32 [rows, most drafts] are those
     of a draft model, where they were wanted, of every row that has sampled, in the order of the plan; waiting for them
-    beyond the step took `draft_s`.
+    beyond the step took `draft_s`. `support` is that of samples
+    of which it was asked. Of tokens that were looked at, in the order of the plan, `hidden` float32 [P, D] are
+    the states and `listed` float32 [P, L] the log-probs.
     """
 
     step_id: int
@@ -247,54 +255,11 @@ class StepResult:
     drafts: np.ndarray | None = None
     draft_s: float = 0.0
     evidence: np.ndarray | None = None
+    support: SampleSupport | None = None
+    hidden: np.ndarray | None = None
+    listed: np.ndarray | None = None
 
     @property
     def finite(self) -> np.ndarray:
         """Whether the logits were finite, bool."""
         return self.ranks > 0
-
-
-@dataclass(frozen=True)
-class StartReport:
-    """The result of starting an executor: KV pages of one data rank, how experts are spread, and seconds of each part.
-
-    `page_groups` are the groups of layers, where there are several or some have a window.
-    `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
-    which `num_programs_found` were on disk. `first_run_s` is running every program once. `dtype` is that of
-    the weights, but for tensors by the names of `float32_tensors`, in which `*` stands for numbers.
-    """
-
-    num_pages: int
-    load_s: float = 0.0
-    compile_s: float = 0.0
-    compile_sum_s: float = 0.0
-    first_run_s: float = 0.0
-    num_programs: int = 0
-    num_programs_found: int = 0
-    num_expert_ranks: int = 1
-    num_redundant_experts: int = 0
-    page_groups: tuple[PageGroup, ...] = ()
-    dtype: str = ""
-    float32_tensors: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        windowed = "".join(f", {size} for a window of {window}" for window, size in self.page_groups if window)
-        return (
-            f"{self.num_pages} KV pages per data rank{windowed}; weights loaded in {self.load_s:.1f} s, "
-            f"{self.num_programs} programs compiled in {self.compile_s:.1f} s ({self.compile_sum_s:.1f} s one by one, "
-            f"{self.num_programs_found} found on disk), each run in {self.first_run_s:.1f} s"
-        )
-
-    def statistics(self) -> dict[str, float]:
-        """All but the pages and how experts are spread, by name."""
-        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
-        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
-        return {f"start_{name}": float(value) for name, value in numbers.items() if name not in left_out}
-
-
-def slowest_start(reports: Sequence[StartReport]) -> StartReport:
-    """Combine the reports of hosts that started in parallel: the worst of each number."""
-    columns = zip(*(asdict(report).items() for report in reports), strict=True)
-    least = ("num_pages", "num_programs_found")
-    worst = {column[0][0]: (min if column[0][0] in least else max)(value for _, value in column) for column in columns}
-    return StartReport(**worst)

@@ -8,12 +8,23 @@ import numpy as np
 
 from rayserve_moe.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.scheduling.inspected_tokens import commit_inspections
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW
 from rayserve_moe.scheduling.step_plan import StepResult
+from rayserve_moe.token_evidence import SampleSupport
 
 NOT_FINITE = FinishReason("error", message="the model produced logits that are not finite")
+
+
+MOST_SUPPORT = 4096
+"""Tokens that truncation may leave to a sample whose support is returned."""
+TOO_WIDE = FinishReason(
+    "error",
+    message=f"truncation left more than {MOST_SUPPORT} tokens to a sample: lower top_k, or top_p",
+    source="return_sampling_mask",
+)
 
 
 def commit_tokens(
@@ -28,6 +39,7 @@ def commit_tokens(
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
     ranks, top, evidence = result.ranks, result.top, result.evidence
     endings: list[tuple[int, FinishReason]] = []
+    kept = np.ones(len(rows), np.bool_)
     all_finite = np.count_nonzero(ranks) == len(rows)
     if table.num_departures != schedule.num_departures or not all_finite or counts is not None:
         kept = table.generations[rows] == schedule.sampling_generations
@@ -52,6 +64,8 @@ def commit_tokens(
         _note_top(table, rows, top)
     if evidence is not None:
         _note_evidence(table, rows, evidence)
+    if result.support is not None:
+        endings += _note_support(table, rows, support=_of_kept(result.support, kept))
     over = places >= table.limits[rows]
     if table.num_with_stop_ids:
         over |= (table.stop_ids[rows] == ids[:, None]).any(axis=1)
@@ -95,8 +109,30 @@ def _note_evidence(table: RowTable, rows: np.ndarray, evidence: np.ndarray) -> N
             sequence.evidence_of_outputs.append(evidence[i, : 1 + len(sequence.request.logprob_token_ids)])
 
 
-def commit_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:
-    """Store the prompt scores of a step; yields the rows of sequences with scores that are not finite."""
+def _of_kept(support: SampleSupport, kept: np.ndarray) -> list[tuple[np.ndarray, float]]:
+    each = zip(np.split(support.token_ids, np.cumsum(support.counts)[:-1]), support.logprobs.tolist(), strict=True)
+    return [one for one, is_kept in zip(each, kept.tolist(), strict=True) if is_kept]
+
+
+def _note_support(
+    table: RowTable, rows: np.ndarray, *, support: list[tuple[np.ndarray, float]]
+) -> Iterator[tuple[int, FinishReason]]:
+    """Append the support of each sample to the sequences that ask for it; yields those for which it is too much."""
+    for row, one in zip(rows.tolist(), support, strict=True):
+        sequence = table.sequences[row]
+        if sequence is not None and sequence.request.return_sampling_mask:
+            sequence.support_of_outputs.append(one)
+            if len(one[0]) > MOST_SUPPORT:
+                yield row, TOO_WIDE
+
+
+def commit_evidence(table: RowTable, schedule: Schedule, *, result: StepResult) -> Iterator[int]:
+    """Store what a step has found of tokens besides samples; yields the rows of sequences where that is not finite."""
+    yield from _commit_scores(schedule, result)
+    yield from commit_inspections(table, schedule.inspected, result=result)
+
+
+def _commit_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:
     first = 0
     for sequence, position, count in schedule.scored:
         assert result.scores is not None and sequence.scoring is not None, "scores were asked for"

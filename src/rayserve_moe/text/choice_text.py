@@ -176,7 +176,7 @@ class ChoiceText:
 
     def _cut(self, update: ChoiceResult, num_kept: int) -> None:
         """Drop what was generated after the stop string, and name it as the reason; an error stays an error."""
-        for values in (update.token_ids, update.logprobs, update.ranks):
+        for values in (update.token_ids, update.logprobs, update.ranks, update.support):
             del values[num_kept:]
         if update.top is not None:
             update.top = TopLogprobs(update.top.token_ids[:num_kept], update.top.logprobs[:num_kept])

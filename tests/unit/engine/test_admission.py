@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.admission import check_request
+from rayserve_moe.engine.admission import MOST_HIDDEN_NUMBERS, check_request
 from rayserve_moe.requests import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
 from tests.support.counting import CARD
 
@@ -148,3 +148,15 @@ def test_nobody_forces_routing_on_a_balanced_selection():
     with pytest.raises(RequestError, match="expert_selection: replicas_only") as error:
         check_request(wanted, replace(CARD, takes_forced_routing=False), longest=LONGEST)
     assert error.value.param == "forced_routed_experts"
+
+
+def test_states_are_bounded_together():
+    """Of all tokens of all choices, or of the last one of the prompt and the outputs."""
+    card = replace(CARD, hidden_size=MOST_HIDDEN_NUMBERS // 16)
+    fits = replace(request(max_new_tokens=13), return_hidden_states="all")
+    check_request(fits, card, longest=LONGEST)
+    check_request(replace(request(range(60), max_new_tokens=15), return_hidden_states="last"), card, longest=LONGEST)
+    for beyond in (request(max_new_tokens=14), request(n=2, max_new_tokens=13)):
+        with pytest.raises(RequestError, match="ask for fewer tokens") as refused:
+            check_request(replace(beyond, return_hidden_states="all"), card, longest=LONGEST)
+        assert refused.value.param == "return_hidden_states"

@@ -1,0 +1,81 @@
+"""What is looked at, processed and left by truncation is the same over two hosts as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.cluster.replica_engine import start_replica_engine
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.requests import ChoiceResult, GenerationRequest, ListedInPrompt, SamplingParams
+from rayserve_moe.text.tokenizer import Tokenizer
+from tests.cluster.conftest import SETTINGS
+
+CLOSE = {"rtol": 0, "atol": 3e-5}
+ASKED: dict[str, Any] = {
+    **SETTINGS,
+    "structured_output": True,
+    "enable_return_hidden_states": True,
+    "logit_processors": "examples.logit_processors",
+}
+
+
+def asking() -> list[GenerationRequest]:
+    generator, requests = np.random.default_rng(1), []
+    for i, length in enumerate((1, 33, 50, 70)):
+        prompt = generator.integers(3, 500, length).astype(np.int32)
+        arguments = (("top_n_sigma", 1.5),) if i % 2 else ()
+        sampling = SamplingParams(
+            max_new_tokens=8, temperature=0.9, seed=i, top_k=20, ignore_eos=True, processor_arguments=arguments
+        )
+        listed = ListedInPrompt(0, generator.integers(0, 500, (length - 1, 3)).astype(np.int32))
+        request = GenerationRequest(f"e{i}", prompt, sampling, return_hidden_states=("all", "last", "all", "")[i])
+        requests.append(replace(request, listed_in_prompt=listed, return_sampling_mask=True, return_entropy=True))
+    return requests
+
+
+def answers(loop: EngineLoop, tokenizer: Tokenizer) -> list[ChoiceResult]:
+    streams = [GenerationStream(loop, tokenizer, request=request) for request in asking()]
+    results = [ChoiceResult() for _ in streams]
+    for stream, result in zip(streams, results, strict=True):
+        for delta in stream:
+            result.add(delta)
+    loop.check_integrity()
+    return results
+
+
+@pytest.mark.slow
+def test_two_hosts_find_what_one_process_does(raylets: int, checkpoint: Path) -> None:
+    with Engine(str(checkpoint), **ASKED) as engine:
+        expected = answers(engine.loop, engine.tokenizer)
+    wide = {"num_hosts": 2, "devices_per_host": 2, "data_parallel_size": 2}
+    group = start_replica_engine(settings_from({"model_path": str(checkpoint), **ASKED, **wide}))
+    try:
+        found = answers(group.loop, group.tokenizer)
+    finally:
+        group.shutdown()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, **CLOSE)
+        assert [ids.tolist() for ids, _ in ours.support] == [ids.tolist() for ids, _ in theirs.support]
+        for one, other in ((ours.evidence, theirs.evidence), (ours.prompt_listed, theirs.prompt_listed)):
+            assert one is not None and other is not None
+            np.testing.assert_allclose(one, other, **CLOSE)
+        assert (ours.hidden is None) == (theirs.hidden is None)
+        if ours.hidden is not None and theirs.hidden is not None:
+            np.testing.assert_allclose(ours.hidden.prompt, theirs.hidden.prompt, **CLOSE)
+            np.testing.assert_allclose(ours.hidden.outputs, theirs.hidden.outputs, **CLOSE)
+
+
+def test_a_replica_with_a_wrong_module_reserves_nothing(checkpoint: Path) -> None:
+    values = {"model_path": str(checkpoint), **ASKED, "logit_processors": "no.such.module"}
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        start_replica_engine(settings_from(values))

@@ -1,0 +1,180 @@
+"""Hidden states, and log-probs of listed ids in prompts: what they are, and that nothing depends on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.requests import GenerationRequest, ListedInPrompt, RequestError
+from tests.pipelines.conftest import ON_TWO_RANKS, EngineFactory, ReferenceFactory
+from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.outcomes import LOGPROB_TOLERANCE, STATE_TOLERANCE, Outcomes, assert_all_same
+from tests.support.speculating import PLAIN, SPECULATES, VOCAB_SIZE
+from tests.support.workload import draw_prompt, request_for
+
+ALONE = replace(PLAIN, constraints=None)
+WAYS = {
+    "company": ALONE,
+    "one step after the other": replace(ALONE, overlaps=False),
+    "chunks that cut pages": replace(ALONE, chunk_tokens=7, step_tokens=48),
+    "single tokens": replace(ALONE, chunk_tokens=1),
+    "preemption every 2 steps": replace(ALONE, chunk_tokens=16, intervene=preempt_every(2)),
+    "preemption every 3 steps, all forgotten": replace(ALONE, intervene=preempt_every(3, forgets=True)),
+    "no cached prefixes": replace(ALONE, caches_prefixes=False),
+}
+
+
+def asking() -> list[GenerationRequest]:
+    """Requests for states and listed log-probs, of one choice and several, without outputs and with."""
+    generator = np.random.default_rng(11)
+    requests = []
+    for i, length in enumerate([1, 2, 33, 40, 77, 100]):
+        sampling = {"max_new_tokens": (0, 6, 1, 9, 0, 5)[i], "n": 1 + 2 * (i == 3), "temperature": float(i == 3)}
+        request = request_for(draw_prompt(generator, length), f"i{i}", **sampling)
+        rows = generator.integers(-1, VOCAB_SIZE, (length - 1, 1 + 40 * (i == 2))).astype(np.int32)[i:]
+        if len(rows) and i != 5:
+            request = replace(request, listed_in_prompt=ListedInPrompt(i, rows))
+        requests.append(replace(request, return_hidden_states=("last", "all", "all", "all", "", "last")[i]))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def shown(engine_with: EngineFactory) -> Engine:
+    return engine_with(**SPECULATES)
+
+
+@pytest.fixture(scope="module")
+def alone(shown: Engine) -> Outcomes:
+    return run_alone(shown.runner, shown.card, asking(), way=ALONE)
+
+
+def test_they_are_those_of_the_reference(shown: Engine, alone: Outcomes, reference_for: ReferenceFactory):
+    reference = reference_for(Path(shown.card.path))
+    for request in asking():
+        for choice in range(request.sampling.n):
+            outcome = alone[request.request_id, choice]
+            text = [*request.prompt_ids.tolist(), *outcome.ids]
+            read = text[: max(len(request.prompt_ids), len(text) - 1)]
+            states = reference.states(read)
+            assert (outcome.hidden is None) == (not request.return_hidden_states)
+            if outcome.hidden is not None:
+                wanted = states if request.return_hidden_states == "all" else states[len(request.prompt_ids) - 1 :]
+                found = np.concatenate([outcome.hidden.prompt, outcome.hidden.outputs])
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=STATE_TOLERANCE)
+                np.testing.assert_array_equal(outcome.hidden.last(len(outcome.ids)), found[-1])
+            if (listed := request.listed_in_prompt) is not None:
+                rows = reference.all_logprobs(text)[listed.start : listed.start + len(listed.ids)]
+                expected = np.where(listed.ids < 0, 0, np.take_along_axis(rows, np.maximum(listed.ids, 0), axis=1))
+                assert outcome.prompt_listed is not None
+                np.testing.assert_allclose(outcome.prompt_listed, expected, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_they_do_not_depend_on_scheduling(shown: Engine, alone: Outcomes, way: Way):
+    assert_all_same(run_together(shown.runner, shown.card, asking(), way=way), alone)
+
+
+def test_they_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):
+    assert_all_same(run_together(two_ranks.runner, two_ranks.card, asking(), way=ON_TWO_RANKS), alone)
+
+
+def test_what_is_looked_at_is_computed_although_it_is_cached(shown: Engine, alone: Outcomes):
+    cycle = cycle_for(shown.runner, shown.card, ALONE)
+    for request in asking():
+        plain = replace(request, request_id="plain", return_hidden_states="", listed_in_prompt=None)
+        run_on(cycle, shown.card, [plain])
+        outcomes = run_on(cycle, shown.card, [request])
+        assert_all_same(outcomes, {key: alone[key] for key in outcomes})
+        if request.return_hidden_states == "all":
+            assert outcomes[request.request_id, 0].num_cached == 0
+    cycle.scheduler.flush()
+
+
+def answer_of(engine: Engine, **fields: Any) -> dict[str, Any]:
+    asked = {"input_ids": [*range(40, 60)], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    answer = engine.generate(**(asked | fields))
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_listed_log_probs_of_prompts_are_those_of_prompt_scores(shown: Engine):
+    """Of the token that stands there, and of others as a prompt with that token says."""
+    asked = {"return_logprob": True, "logprob_start_len": 3, "sampling_params": {"max_new_tokens": 0}}
+    meta = answer_of(shown, token_ids_logprob=[*range(40, 60), 7], **asked)["meta_info"]
+    first, *entries = meta["input_token_ids_logprobs"]
+    assert first is None and len(entries) == 16
+    for own, listed in zip(meta["input_token_logprobs"][1:], entries, strict=True):
+        (value,) = [logprob for logprob, token_id, _ in listed if token_id == own[1]]
+        assert value == pytest.approx(own[0], abs=LOGPROB_TOLERANCE)
+    other = answer_of(shown, input_ids=[*range(40, 50), 7], **asked)["meta_info"]["input_token_logprobs"][-1]
+    assert entries[6][-1][:2] == [pytest.approx(other[0], abs=LOGPROB_TOLERANCE), 7]
+
+
+def test_answers_have_a_state_for_every_token_that_was_read(shown: Engine):
+    width = shown.card.hidden_size
+    states = answer_of(shown, return_hidden_states=True)["meta_info"]["hidden_states"]
+    assert [len(states[0]), *map(len, states[1:])] == [20, width, width, width]
+    last = answer_of(shown, return_hidden_states="last")["meta_info"]["hidden_states"]
+    assert last == pytest.approx(states[-1], abs=STATE_TOLERANCE)
+    params = {"max_new_tokens": 4, "temperature": 0}
+    *_, end = shown.generate_stream(input_ids=[*range(40, 60)], sampling_params=params, return_hidden_states=True)
+    for one, other in zip(end["meta_info"]["hidden_states"], states, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=STATE_TOLERANCE)
+
+
+def test_states_end_with_the_text(shown: Engine):
+    """What a stop string cuts off has none either."""
+    plain = answer_of(shown, return_hidden_states=True, sampling_params={"max_new_tokens": 8, "temperature": 0})
+    params = {"max_new_tokens": 8, "temperature": 0, "stop": [plain["text"][:1]]}
+    cut = answer_of(shown, return_hidden_states=True, sampling_params=params)
+    assert len(cut["output_ids"]) < 8
+    assert len(cut["meta_info"]["hidden_states"]) == len(cut["output_ids"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"return_hidden_states": "first"}, "return_hidden_states"),
+        ({"return_hidden_states": 1}, "return_hidden_states"),
+    ],
+)
+def test_what_cannot_be_returned_is_refused(shown: Engine, fields: dict[str, Any], param: str):
+    with pytest.raises(RequestError) as refused:
+        answer_of(shown, **fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"return_hidden_states": True},
+        {"return_hidden_states": "last"},
+        {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [5]},
+    ],
+)
+def test_a_server_that_does_not_show_states_says_how_it_would(engine: Engine, fields: dict[str, Any]):
+    with pytest.raises(RequestError, match="enable_return_hidden_states"):
+        answer_of(engine, **fields)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        ListedInPrompt(0, np.zeros((20, 2), np.int32)),
+        ListedInPrompt(19, np.zeros((1, 2), np.int32)),
+        ListedInPrompt(-1, np.zeros((1, 2), np.int32)),
+        ListedInPrompt(0, np.full((1, 2), VOCAB_SIZE, np.int32)),
+        ListedInPrompt(0, np.full((1, 2), -2, np.int32)),
+        ListedInPrompt(0, np.zeros((1, 129), np.int32)),
+    ],
+)
+def test_lists_that_no_prompt_position_has_are_refused(shown: Engine, listed: ListedInPrompt):
+    request = replace(request_for([*range(40, 60)]), listed_in_prompt=listed)
+    with pytest.raises(RequestError) as refused:
+        shown.loop.submit(request, lambda _: None)
+    assert refused.value.param == "listed_in_prompt"
