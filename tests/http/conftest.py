@@ -62,6 +62,15 @@ def small_engine(poisoned_checkpoint):
         yield engine
 
 
+@pytest.fixture
+def poisoned_states(poisoned_checkpoint):
+    """A server of hidden states, with a token whose states are no numbers."""
+    with Engine(model_path=str(poisoned_checkpoint), **ONE_ROW, enable_return_hidden_states=True) as engine:
+        with served(engine) as url, httpx.Client(base_url=url, timeout=600) as client:
+            yield client
+        assert_idle(engine)
+
+
 @pytest.fixture(scope="session")
 def url(engine):
     with served(engine) as url:

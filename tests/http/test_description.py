@@ -25,7 +25,7 @@ ROUTES = {
         "/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/pause", "/resume", "/abort_requests",
         "/inference/v1/abort_requests", "/update_weights", "/update_weight_version", "/begin_weight_update",
         "/end_weight_update", "/areal_update_weights", "/areal_pause_generation", "/areal_continue_generation",
-        "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/score", *REASONS,
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/score", "/v1/embeddings", *REASONS,
     },
     "delete": {"/v1/responses/{response_id}", "/update_weights_from_tensor"},
 }  # fmt: skip
@@ -40,6 +40,8 @@ GOOD = [
     ("/v1/responses", {"input": "x", "max_output_tokens": 1, "metadata": {"a": "b"}}),
     ("/detokenize", {"tokens": [5]}),
     ("/v1/score", {"query": "x", "items": ["y", "z"], "label_token_ids": [5], "apply_softmax": True}),
+    ("/v1/score", {"text_1": "x", "text_2": ["y", "z"]}),
+    ("/v1/embeddings", {"input": ["x", "y"], "encoding_format": "base64"}),
     (TOKENS, {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "routed_experts_format": "npy"}),
 ]
 

@@ -6,15 +6,19 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import pytest
 
+from rayserve_moe import Engine
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, decode_rollout
 from rayserve_moe.requests import ChoiceResult, RoutedExperts
 from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses import answering
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, prompt_fields, stream, wait_until
+from tests.http.conftest import served
+from tests.support.engines import SERVED
 
 PATHS = [COMPLETIONS, GENERATE, TOKENS]
 DIALECTS = ["sglang", "nested", "npy", "packed"]
@@ -238,3 +242,22 @@ def test_rows_that_were_never_computed_are_missing_in_every_dialect(http, engine
     assert len(rows) == 0
     for description in descriptions:
         assert description["missing"] == [[0, len(PROMPT) - 1]] and description["crc32"] is None
+
+
+def test_a_server_flag_alone_returns_the_lists_of_vllm(checkpoint, http):
+    """As a script reads them that sends nothing about routing; null or false, and another form, are what they say."""
+    body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    with (
+        Engine(str(checkpoint), **SERVED, routed_experts_by_default="nested") as engine,
+        served(engine) as url,
+        httpx.Client(base_url=url, timeout=600) as by_default,
+    ):
+        answer = ask(by_default, COMPLETIONS, **body)
+        asked = ask(http, COMPLETIONS, **body, return_routed_experts=True, routed_experts_format="nested")
+        assert answer["prompt_routed_experts"] == asked["prompt_routed_experts"]
+        assert answer["choices"][0]["routed_experts"] == asked["choices"][0]["routed_experts"]
+        assert len(answer["choices"][0]["routed_experts"]) == 4 and len(answer["prompt_routed_experts"]) == len(PROMPT)
+        chat = ask(by_default, CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=2)
+        assert chat["prompt_routed_experts"] and chat["choices"][0]["routed_experts"]
+        assert "prompt_routed_experts" not in ask(by_default, COMPLETIONS, **body, return_routed_experts=False)
+        assert "meta_info" in ask(by_default, COMPLETIONS, **body, routed_experts_format="sglang")["choices"][0]

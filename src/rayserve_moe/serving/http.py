@@ -11,6 +11,7 @@ from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.routes.control import control_router
+from rayserve_moe.serving.routes.embeddings import embeddings_router
 from rayserve_moe.serving.routes.fields import fields_router
 from rayserve_moe.serving.routes.messages import messages_router
 from rayserve_moe.serving.routes.models import model_router, package_version
@@ -35,6 +36,7 @@ from rayserve_moe.serving.schemas.control import (
     WeightDirBody,
     WeightNameBody,
 )
+from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
 from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
@@ -43,7 +45,7 @@ from rayserve_moe.serving.schemas.score import ScoreBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody
 
-GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody, MessagesBody, ResponsesBody, ScoreBody)
+GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody, MessagesBody, ResponsesBody, ScoreBody, EmbeddingBody)
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (AbortBody, AbortIdsBody, PauseBody, PauseOptions, ResetOptions)
 WEIGHTS = (UpdateWeightsBody, WeightDirBody, WeightNameBody)
@@ -65,7 +67,8 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(guard_edge, server=state.server)
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most used come first.
-    for router in (native_router, openai_router, token_router, messages_router, responses_router, score_router):
+    generating = (native_router, openai_router, token_router, messages_router, responses_router)
+    for router in (*generating, score_router, embeddings_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
     for router in (control_router, trainer_control_router, tensor_router, *others):

@@ -134,6 +134,10 @@ def size_of(results: Iterable[ChoiceResult]) -> int:
         num_logprobs += 0 if result.evidence is None else result.evidence.size
         if (scores := result.prompt_scores) is not None:
             num_logprobs += scores.logprobs.size + (0 if scores.top is None else scores.top.logprobs.size)
+        num_logprobs += sum(len(ids) for ids, _ in result.support)
+        num_logprobs += 0 if result.prompt_listed is None else result.prompt_listed.size
+        if (hidden := result.hidden) is not None:
+            num_logprobs += hidden.prompt.size + hidden.outputs.size
         size += num_logprobs * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)
     return size
 

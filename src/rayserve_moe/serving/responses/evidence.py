@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import native_answer, output_versions, prompt_logprobs_of
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
+from rayserve_moe.engine.answers import hidden_states, native_answer, output_versions, prompt_logprobs_of
+from rayserve_moe.requests import ChoiceResult, DraftCounts, GenerationRequest, ModelCard
 from rayserve_moe.serving.responses.logprobs import echoed_text
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
@@ -32,6 +32,8 @@ class EvidenceWriter:
             fields |= self._of_prompt(request, so_far, is_first=is_first)
         elif body.return_prompt_token_ids:
             fields |= {"prompt_token_ids": request.prompt_ids.tolist(), "response_token_ids": list(so_far.token_ids)}
+        if delta.finish is not None and (states := hidden_states(request, so_far)) is not None:
+            fields["hidden_states"] = states
         if body.return_weight_versions and delta.finish is not None:
             fields["weight_versions"] = output_versions(request, so_far)
         return fields
@@ -45,6 +47,21 @@ class EvidenceWriter:
         if self._body.return_prompt_text and is_first:
             fields["prompt_text"] = echoed_text(self._tokenizer, request.prompt_ids.tolist())
         return fields
+
+    def sglext(self, results: Sequence[ChoiceResult]) -> dict:
+        """Return the object of SGLang's extensions beside the choices, if it has something."""
+        body, request = self._body, self._streams.request_of_choice[0]
+        found: dict = {}
+        if body.return_cached_tokens_details:
+            found["cached_tokens_details"] = {"device": results[0].num_cached_tokens, "host": 0}
+        if body.return_spec_tokens_details:
+            details = [draft_details(result.drafts) for result in results]
+            found["spec_tokens_details"] = details[0] if len(details) == 1 else details
+        if isinstance(body, ChatBody) and body.return_input_ids_in_sglext:
+            found["input_ids"] = request.prompt_ids.tolist()
+        if isinstance(body, ChatBody) and body.return_output_ids_in_sglext:
+            found["output_ids"] = [list(result.token_ids) for result in results]
+        return {"sglext": found} if found else {}
 
     def meta_info(self, choice: int, result: ChoiceResult) -> dict:
         """Return `meta_info` as `/generate` has it, without routing; empty where it is not asked for."""
@@ -67,6 +84,17 @@ class EvidenceWriter:
         if self._body.return_token_ids and is_first:
             fields["prompt_token_ids"] = request.prompt_ids.tolist()
         return fields
+
+
+def draft_details(drafts: DraftCounts) -> dict:
+    """What became of drafts, as `spec_tokens_details` of SGLang has it."""
+    return {
+        "spec_accept_rate": drafts.accepted / max(drafts.drafted, 1),
+        "spec_accept_length": 1 + drafts.accepted / drafts.chains if drafts.chains else 0.0,
+        "spec_num_correct_drafts": drafts.accepted,
+        "spec_num_proposed_drafts": drafts.drafted,
+        "spec_verify_ct": drafts.chains,
+    }
 
 
 def prompt_logprobs(

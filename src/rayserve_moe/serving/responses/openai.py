@@ -60,6 +60,7 @@ class OpenAIWriter:
             "choices": choices,
             **self._prompt_rows(choices),
             **self._evidence.of_chat(results),
+            **self._evidence.sglext(results),
             "usage": self.usage(results),
         }
 
@@ -90,10 +91,12 @@ class OpenAIWriter:
         return events
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
-        """Return the event that counts tokens, if it was asked for."""
-        if not (options := self._body.stream_options) or not options.include_usage:
-            return []
-        return [{**self._event([]), "usage": self.usage(results)}]
+        """Return the events of SGLang's extensions and of counted tokens, if they were asked for."""
+        extension = self._evidence.sglext(results)
+        events = [{**self._event([]), **extension}] if extension else []
+        if (options := self._body.stream_options) and options.include_usage:
+            events.append({**self._event([]), "usage": self.usage(results)})
+        return events
 
     def usage(self, results: Sequence[ChoiceResult]) -> dict:
         """Count tokens as `usage_of`; in a chat those of reasoning too."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Sequence
+
+import numpy as np
+import pybase64
 
 from rayserve_moe.engine.answers import error_of, stop_reason
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
@@ -37,6 +41,7 @@ class TokenWriter:
             **self._answer([self._choice(choice, result) for choice, result in enumerate(results)]),
             **self._prompt_logprobs(results),
             **self._prompt_ids(),
+            **self._listed(results),
             "usage": usage_of(self._request_of_choice, results),
         }
 
@@ -92,6 +97,17 @@ class TokenWriter:
             return {}
         result = next((result for result in results if result.prompt_scores is not None), results[0])
         return {"prompt_logprobs": prompt_logprobs(self._request_of_choice[0], result, num_top=num_top)}
+
+    def _listed(self, results: Sequence[ChoiceResult]) -> dict:
+        """Log-probs of ids that are listed for the prompt: base64 of a `.npy` file, float32 [N, L]; -inf for none."""
+        if (listed := self._request_of_choice[0].listed_in_prompt) is None:
+            return {}
+        found = next((r.prompt_listed for r in results if r.prompt_listed is not None), None)
+        if found is None:
+            return {"prompt_token_id_logprobs": None}
+        buffer = io.BytesIO()
+        np.save(buffer, np.where(listed.ids[: len(found)] < 0, np.float32(-np.inf), found), allow_pickle=False)
+        return {"prompt_token_id_logprobs": pybase64.b64encode(buffer.getbuffer()).decode()}
 
     def _prompt_ids(self) -> dict:
         if not self._body.return_token_ids:

@@ -29,6 +29,7 @@ _PARAM_NAMES = {
     **param_names(SGLANG, SamplingParams, prefix="sampling_params."),
     **param_names(SGLANG, ConstraintFields, prefix="sampling_params."),
     **param_names(SGLANG, GenerationRequest),
+    "listed_in_prompt": "token_ids_logprob",
 }
 
 
@@ -60,7 +61,10 @@ async def _requests(state: ApiState, body: GenerateBody, http_request: Request) 
     prompts = await prompt_ids_of(state, body.batch.prompts, param=body.prompt_name, request=http_request)
     forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=body.batch.is_batch)
     sampling = body.sampling_params if len(body.sampling_params) > 1 else body.sampling_params * len(prompts)
-    given = [body.of_prompt(place) | dict(params) for place, params in enumerate(sampling)]
+    given = [
+        body.of_prompt(place) | {name: value for name, value in params if value is not None}
+        for place, params in enumerate(sampling)
+    ]
     return [
         build_request(prompt_ids, each, dialect=SGLANG, card=state.card, request_id=request_id, forced=rows)
         for request_id, prompt_ids, each, rows in zip(_request_ids(body), prompts, given, forced, strict=True)

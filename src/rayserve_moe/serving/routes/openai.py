@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from fastapi import APIRouter
@@ -26,6 +27,7 @@ from rayserve_moe.serving.routes.chat_prompt import chat_ids
 from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_of
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 
+Body = TypeVar("Body", CompletionBody, ChatBody)
 _CHAT_NAMES = {"prompt": "messages"}
 _COMPLETION_NAMES = {"top_logprobs": "logprobs"}
 
@@ -36,7 +38,7 @@ def openai_router(state: ApiState) -> APIRouter:
 
     @router.post("/v1/completions", **generates(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionBody, admission=state.admission)
+        body = with_routing(state, await read_body(request, CompletionBody, admission=state.admission))
         check_model(state, body.model)
         prompts = await prompt_ids_of(
             state,
@@ -50,12 +52,21 @@ def openai_router(state: ApiState) -> APIRouter:
 
     @router.post("/v1/chat/completions", **generates(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatBody, admission=state.admission)
+        body = with_routing(state, await read_body(request, ChatBody, admission=state.admission))
         check_model(state, body.model)
         prompt_ids = await chat_ids(state, body, request=request)
         return await _answer(state, request, body=body, prompts=[prompt_ids])
 
     return router
+
+
+def with_routing(state: ApiState, body: Body) -> Body:
+    """The body, asking for routing where it says nothing of it and the server returns it by default."""
+    kind, given = state.card.routing_by_default, body.model_fields_set
+    if kind == "off" or "return_routed_experts" in given:
+        return body
+    asked = {"return_routed_experts": True, "routed_experts_format": kind}
+    return body.model_copy(update={name: value for name, value in asked.items() if name not in given})
 
 
 async def _answer(

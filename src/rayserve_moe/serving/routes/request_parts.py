@@ -48,16 +48,20 @@ def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
 
     ApiError 400 for more tokens than the context has.
     """
-    num_tokens, longest = body.truncate_prompt_tokens, state.card.max_model_len
+    keeps = max(1, state.card.max_model_len - (dict(body)["max_tokens"] != 0))
+    return truncation_to(state, body.truncate_prompt_tokens, side=body.truncation_side, keeps=keeps)
+
+
+def truncation_to(state: ApiState, num_tokens: int | None, *, side: str | None, keeps: int) -> Truncation | None:
+    """How prompts are cut to so many tokens; -1 stands for `keeps`. ApiError 400 for more than the context has."""
+    longest = state.card.max_model_len
     if num_tokens is None:
         return None
     if num_tokens == 0 or num_tokens > longest:
         sentence = f"`truncate_prompt_tokens` should be -1, or lie in [1, {longest}], the context"
         raise ApiError(400, sentence, param="truncate_prompt_tokens")
-    if num_tokens < 0:
-        num_tokens = max(1, longest - (dict(body)["max_tokens"] != 0))
-    side = body.truncation_side or state.tokenizer.backing.truncation_side
-    return Truncation(num_tokens, side == "left")
+    side = side or state.tokenizer.backing.truncation_side
+    return Truncation(keeps if num_tokens < 0 else num_tokens, side == "left")
 
 
 async def prompt_ids_of(

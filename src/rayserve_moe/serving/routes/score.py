@@ -1,4 +1,4 @@
-"""`/v1/score` in SGLang's dialect: probabilities of labels after a query and each of several items."""
+"""`/v1/score`: in SGLang's dialect probabilities of labels after texts, in vLLM's how near embeddings are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import GENERATION, takes
 from rayserve_moe.serving.responses.request_streams import open_streams
 from rayserve_moe.serving.responses.streaming import json_answer, while_connected
+from rayserve_moe.serving.routes.embeddings import (
+    check_shown,
+    embedding_request,
+    listed_answer,
+    states_of,
+    unit_vectors,
+)
 from rayserve_moe.serving.routes.request_parts import check_model, prompt_ids_of
-from rayserve_moe.serving.schemas.score import ScoreBody
+from rayserve_moe.serving.schemas.prompt_types import Prompt
+from rayserve_moe.serving.schemas.score import PAIRS, ScoreBody
 
 _PARAM_NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items"}
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, seed=0)
@@ -29,10 +37,15 @@ def score_router(state: ApiState) -> APIRouter:
     """Return the route over one engine."""
     router = APIRouter()
 
-    @router.post("/v1/score", **takes(ScoreBody, *GENERATION))
+    @router.post("/v1/score", **takes(ScoreBody, *GENERATION, 501))
     async def score(request: Request) -> Response:
         body = await read_body(request, ScoreBody, admission=state.admission)
         check_model(state, body.model)
+        if body.pairs_name is not None:
+            return json_answer(await _nearness(state, body, request))
+        for name in ("query", "items", "label_token_ids"):
+            if not getattr(body, name):
+                raise ApiError(400, f"`{name}` is required, and not empty", param=name)
         prompts = await prompt_ids_of(state, body.prompts, param="items", request=request)
         stem = body.rid or uuid.uuid4().hex
         requests = [_request(body, prompt_ids, f"{stem}_{place}") for place, prompt_ids in enumerate(prompts)]
@@ -47,6 +60,34 @@ def score_router(state: ApiState) -> APIRouter:
         return json_answer({"object": "scoring", "scores": scores, "model": state.card.name, "usage": usage})
 
     return router
+
+
+async def _nearness(state: ApiState, body: ScoreBody, request: Request) -> dict:
+    """The cosine of the embeddings of each pair, in vLLM's form."""
+    check_shown(state)
+    names, texts = pair_of(body)
+    ids = [
+        await prompt_ids_of(state, each, param=name, request=request) for name, each in zip(names, texts, strict=True)
+    ]
+    stem = body.rid or f"score-{uuid.uuid4().hex}"
+    asked = [embedding_request(each, f"{stem}_{i}", salt=body.cache_salt) for i, each in enumerate([*ids[0], *ids[1]])]
+    vectors = unit_vectors(await states_of(state, request, asked=asked))
+    scores = np.sum(vectors[: len(ids[0])] * vectors[len(ids[0]) :], axis=1)
+    data = [{"index": i, "object": "score", "score": float(score)} for i, score in enumerate(scores)]
+    return listed_answer(state, stem, data=data, num_tokens=sum(len(each.prompt_ids) for each in asked))
+
+
+def pair_of(body: ScoreBody) -> tuple[tuple[str, str], tuple[list[Prompt], list[Prompt]]]:
+    """Names and texts of what is compared. ApiError 400 for one without the other, and for other numbers of them."""
+    given = {name for names in PAIRS for name in names if getattr(body, name) is not None}
+    names = next((names for names in PAIRS if given == set(names)), None)
+    if names is None or body.query is not None:
+        pairs = ", ".join(" and ".join(f"`{name}`" for name in names) for names in PAIRS)
+        raise ApiError(400, f"two texts are compared: {pairs}", param=body.pairs_name)
+    first, second = (getattr(body, name) for name in names)
+    if len(first) not in (1, len(second)):
+        raise ApiError(400, f"`{names[0]}` should be one, or as many as `{names[1]}`", param=names[0])
+    return names, (first, second)
 
 
 def _request(body: ScoreBody, prompt_ids: np.ndarray, request_id: str) -> GenerationRequest:

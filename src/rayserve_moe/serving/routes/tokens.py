@@ -20,13 +20,14 @@ from rayserve_moe.serving.responses.answering import respond, rollout_type
 from rayserve_moe.serving.responses.request_streams import open_streams, refusals_named
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.responses.tokens import TokenWriter
-from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of
+from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_to
 from rayserve_moe.serving.schemas.tokens import IN_SAMPLING, START, TokenBody
 
 _PARAM_NAMES = {
     **param_names(VLLM, SamplingParams, prefix="sampling_params."),
     **param_names(VLLM, ConstraintFields, prefix="sampling_params."),
     **{name: f"sampling_params.{name}" for name in IN_SAMPLING},
+    "listed_in_prompt": "sampling_params.prompt_logprob_token_ids",
     "prompt": "token_ids",
     "rid": "request_id",
     ROW_START: f"sampling_params.{START}",
@@ -59,7 +60,11 @@ def token_router(state: ApiState) -> APIRouter:
 
 async def _request(state: ApiState, body: TokenBody, http_request: Request) -> GenerationRequest:
     """Return the engine's request. Routing is wanted unless it is switched off, or the server captures none."""
-    prompts = await prompt_ids_of(state, [body.token_ids], param="token_ids", request=http_request)
+    num_tokens, keeps = body.sampling_params.truncate_prompt_tokens, max(1, state.card.max_model_len - 1)
+    truncation = truncation_to(state, num_tokens, side="left", keeps=keeps)
+    prompts = await prompt_ids_of(
+        state, [body.token_ids], param="token_ids", request=http_request, truncation=truncation
+    )
     if body.routed_experts_dtype and state.card.routing.num_experts > _MOST_INT16_EXPERTS:
         raise ApiError(400, "`routed_experts_dtype` cannot hold the expert ids", param="routed_experts_dtype")
     (rows,) = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=False)

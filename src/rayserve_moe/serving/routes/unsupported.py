@@ -18,7 +18,7 @@ _MEMORY = "device memory stays with the server while it runs: stop it to have th
 _ADAPTERS = "this server has no adapters: merge them into a checkpoint and load that"
 _READ = "weights are checked as they are read: a wrong checkpoint is refused by /update_weights_from_disk"
 _PROFILE = "profiles are switched on by settings, not by requests"
-_GENERATION = "this server generates tokens only: it has neither embeddings nor classes"
+_GENERATION = "this server generates tokens and embeddings: it has no classes"
 _UNSUPPORTED_CONTROL = {
     BY_COLLECTIVE: """/init_weights_update_group /destroy_weights_update_group /update_weights_from_distributed
         /init_weight_transfer_engine /start_weight_update /finish_weight_update /collective_rpc /fetch_weights
@@ -32,7 +32,7 @@ _UNSUPPORTED_CONTROL = {
     _PROFILE: "/start_profile /stop_profile",
 }
 _UNSUPPORTED = {
-    _GENERATION: "/v1/embeddings /classify",
+    _GENERATION: "/classify",
     "prompts are rendered by /tokenize: send it the messages": "/v1/chat/completions/render",
 }
 

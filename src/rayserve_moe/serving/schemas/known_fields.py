@@ -23,6 +23,7 @@ from rayserve_moe.serving.schemas.control import (
     WeightDirBody,
     WeightNameBody,
 )
+from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
 from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.schemas.nested_fields import NESTED_FIELDS, NestedFields
@@ -47,6 +48,7 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "mc": CountTokensBody,
     "r": ResponsesBody,
     "score": ScoreBody,
+    "e": EmbeddingBody,
     "abort": AbortBody,
     "abort-ids": AbortIdsBody,
     "pause": PauseBody,
@@ -68,6 +70,7 @@ _PLAIN = {
     "mc": "/v1/messages/count_tokens",
     "r": "/v1/responses",
     "score": "/v1/score",
+    "e": "/v1/embeddings",
     "abort": "/abort_request",
     "abort-ids": "/abort_requests /inference/v1/abort_requests",
     "pause": "/pause_generation",
@@ -93,10 +96,11 @@ PLACES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
 """Routes that take each of OBJECTS, and where it stands in their bodies."""
 
 _OTHER_NAMES = (
-    ("c h", {"request_id": "rid", "extra_key": "cache_salt"}),
+    ("c h", {"request_id": "rid", "extra_key": "cache_salt", "custom_params": "vllm_xargs"}),
     ("c h", {"routed_experts_prompt_start": "routed_experts_start_len"}),
     ("g", {"extra_key": "cache_salt"}),
     ("i", {"rid": "request_id"}),
+    ("e score", {"request_id": "rid"}),
 )
 
 _ACCEPTED = (
@@ -115,7 +119,8 @@ _ACCEPTED = (
     ("m mc", "metadata service_tier cache_control inference_geo speed mm_payload return_mm_kwargs"),
     ("r", "service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"),
     ("r", "stream_options mm_payload return_mm_kwargs session_id"),
-    ("score", "user"),
+    ("score e", "user"),
+    ("mc", "cache_salt priority vllm_xargs"),
     ("directory", "update_info reset_prefix_cache"),
     ("reset", "reset_external timeout timeout_s empty_cache"),
     ("version", "weight_label"),
@@ -124,8 +129,6 @@ _ACCEPTED = (
 
 _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # length, stopping, text
-    ("is", "truncate_prompt_tokens", ()),
-    ("gs", "max_thinking_tokens", ()),
     ("i", "output_mode", ("tokens",)),
     # distribution
     ("c h is", "logits_processors", ()),
@@ -133,21 +136,15 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("c h gs is", "beam_width", (1,)),
     ("h gs is", "best_of", (1,)),
     ("c h g", "custom_logit_processor", ()),
-    ("c h g gs", "custom_params", ()),
-    ("c h", "vllm_xargs", ()),
-    ("is", "extra_args trace_decode_token_ids", ()),
+    ("g", "custom_params", ()),
+    ("is", "trace_decode_token_ids", ()),
     ("c h is", "watermarking", (False,)),
     ("c h g", "watermark", (False, {"enabled": False})),
     # evidence returned
-    ("is", "prompt_logprob_start", (0,)),
-    ("is", "prompt_logprob_token_ids", ()),
     ("is", "flat_logprobs", (False,)),
     ("g", "return_indexer_topk", (False,)),
-    ("h g", "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_sampling_mask", (False,)),
+    ("h g", "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs", (False,)),
     ("h g", "sampling_logprobs_mode", ("selected",)),
-    ("h", "return_input_ids_in_sglext return_output_ids_in_sglext", (False,)),
-    ("c h", "return_cached_tokens_details return_spec_tokens_details", (False,)),
-    ("c h g", "return_hidden_states", (False,)),
     # prompt, template, tools, reasoning
     ("c", "prompt_embeds suffix", ()),
     ("h", "chat_template functions", ()),
@@ -174,18 +171,19 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("i", "features content_parts", ()),
     # other systems' routes
     ("m mc", "container context_management mcp_servers kv_transfer_params ec_transfer_params", ()),
-    ("m mc", "mm_processor_kwargs media_io_kwargs cache_salt", ()),
-    ("m mc", "priority", (0,)),
-    ("m mc", "vllm_xargs", ()),
+    ("m mc", "mm_processor_kwargs media_io_kwargs", ()),
     ("m mc r", "watermarking", (False,)),
     ("r", "background", (False,)),
     ("r", "truncation", ("disabled",)),
     ("r", "conversation context_management max_tool_calls prompt moderation", ()),
-    ("r", "mm_processor_kwargs media_io_kwargs vllm_xargs previous_input_messages", ()),
+    ("r", "mm_processor_kwargs media_io_kwargs previous_input_messages", ()),
     ("r", "enable_response_messages", (False,)),
     ("r", "kv_transfer_params ec_transfer_params", ()),
-    ("score", "text_1 text_2 queries documents data_1 data_2", ()),
     ("score", "truncate_prompt_tokens mm_processor_kwargs multi_item_delimiter_indices", ()),
+    ("e", "messages mm_processor_kwargs lora_path embed_overrides embed_override_token_id", ()),
+    ("e", "padding", ("do_not_pad",)),
+    ("e", "embed_dtype", ("float32",)),
+    ("e", "endianness", ("native", "little")),
     ("score", "return_pooled_hidden_states", (False,)),
     # control
     ("tokenize", "chat_template tools return_offsets", ()),

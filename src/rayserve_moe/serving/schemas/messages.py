@@ -11,6 +11,8 @@ from pydantic import Field
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.schemas.field_types import MaxTokens, RequestBody
 
+_AS_THEY_ARE = ("temperature", "top_p", "top_k", "cache_salt", "priority", "vllm_xargs")
+"""Fields that chats have too, and check."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 
@@ -37,6 +39,9 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: Any = None
+    priority: Any = None
+    vllm_xargs: Any = None
 
 
 def chat_fields(body: CountTokensBody) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def chat_fields(body: CountTokensBody) -> dict[str, Any]:
     fields |= {"reasoning_effort": config.get("effort"), "response_format": _format(config.get("format"))}
     if isinstance(body, MessagesBody):
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
-        fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+        fields |= {name: getattr(body, name) for name in _AS_THEY_ARE}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from rayserve_moe.constraint_fields import ConstraintFields
-from rayserve_moe.request_fields import FLAG, INT32_MAX, LISTED_IDS, MAX_TOP_LOGPROBS, SGLANG, Values, text, whole
+from rayserve_moe.request_fields import (
+    FLAG,
+    HIDDEN_STATES,
+    INT32_MAX,
+    LISTED_IDS,
+    MAX_TOP_LOGPROBS,
+    SGLANG,
+    Values,
+    text,
+    whole,
+)
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
     LONGEST_RID,
@@ -62,6 +72,7 @@ Flags = Annotated[Any, _reader(FLAG), _schema(FLAG)]
 Starts = Annotated[Any, _reader(_START), _schema(_START)]
 Counts = Annotated[Any, _reader(_COUNT), _schema(_COUNT)]
 Listed = Annotated[Any, _reader(LISTED_IDS, takes_lists=True), _schema(LISTED_IDS)]
+States = Annotated[Any, _reader(HIDDEN_STATES), _schema(HIDDEN_STATES)]
 Salts = Annotated[Any, _reader(_SALT), _schema(_SALT)]
 
 _RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": LONGEST_RID}
@@ -80,6 +91,8 @@ class NativeSampling(RequestBody):
     Stop strings end a choice before `min_new_tokens` too; with `no_stop_trim` they stay in the text.
     """
 
+    max_thinking_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+
 
 OneOrMoreSamplings = Annotated[
     list[NativeSampling],
@@ -91,8 +104,9 @@ OneOrMoreSamplings = Annotated[
 class GenerateBody(RoutingFields):
     """One prompt or a batch, as text or as token ids; `sampling_params` holds one object, or one per prompt.
 
-    What is asked of log-probs, and the salt, may be lists with one value per prompt. With `return_logprob` true,
-    `logprob_start_len` p asks for those of the prompt from position p on; -1 for the output's alone.
+    What is asked of log-probs and hidden states, and the salt, may be lists with one value per prompt. With
+    `return_logprob` true, `logprob_start_len` p asks for those of the prompt from position p on; -1 for the output's
+    alone.
     """
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
@@ -105,6 +119,8 @@ class GenerateBody(RoutingFields):
     top_logprobs_num: Counts = 0
     token_ids_logprob: Listed = ()
     cache_salt: Salts = ""
+    return_hidden_states: States = ""
+    return_sampling_mask: Flags = False
     return_text_in_logprobs: bool = False
     routed_experts_format: RoutingFormat = "sglang"
     rid: Rids = None

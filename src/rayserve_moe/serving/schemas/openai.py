@@ -81,7 +81,7 @@ class StreamedBody(RoutingFields):
 
 @record_fields(OPENAI, SamplingParams)
 @record_fields(OPENAI, ConstraintFields)
-@record_fields(OPENAI, GenerationRequest, without={"top_logprobs"})
+@record_fields(OPENAI, GenerationRequest, without={"top_logprobs", "return_sampling_mask"})
 class OpenAIGeneration(StreamedBody):
     """What both OpenAI routes take. SGLang's `no_stop_trim` keeps what follows the stop string in its token as well."""
 
@@ -93,6 +93,8 @@ class OpenAIGeneration(StreamedBody):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_weight_versions: bool = False
+    return_cached_tokens_details: bool = False
+    return_spec_tokens_details: bool = False
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
@@ -141,6 +143,9 @@ class ChatBody(OpenAIGeneration, TemplateFields, ToolFields):
     return_prompt_text: bool = False
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False
+    return_input_ids_in_sglext: bool = False
+    return_output_ids_in_sglext: bool = False
+    return_sampling_mask: bool = False
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:
@@ -164,6 +169,8 @@ class ChatBody(OpenAIGeneration, TemplateFields, ToolFields):
 
     @model_validator(mode="after")
     def _whole_answers_describe_themselves(self) -> Self:
+        if self.return_sampling_mask and not self.return_meta_info:
+            raise fault("`return_sampling_mask` is only for requests with `return_meta_info` true")
         if self.stream and (self.return_meta_info or self.return_prompt_token_ids):
             raise fault("`return_meta_info` and `return_prompt_token_ids` are only for requests without `stream`")
         return self

@@ -17,7 +17,7 @@ _CHAT_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "chat_template_kwargs"),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "include_reasoning"),
-    *("thinking_token_budget", "repetition_detection"),
+    *("thinking_token_budget", "repetition_detection", "vllm_xargs"),
 )
 """Fields that mean the same in a chat."""
 
@@ -56,6 +56,7 @@ class ResponsesBody(RequestBody):
     logit_bias: Any = None
     cache_salt: Any = None
     priority: Any = None
+    vllm_xargs: Any = None
     chat_template_kwargs: Any = None
     include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None

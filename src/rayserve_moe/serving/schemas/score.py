@@ -1,4 +1,4 @@
-"""The body of `/v1/score` in SGLang's dialect."""
+"""The body of `/v1/score`, of SGLang or of vLLM."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from rayserve_moe.serving.schemas.prompt_types import Prompt, Prompts
 
 
 class ScoreBody(RequestBody):
-    """How likely each of the labels is right after the query and each item, both text or both token ids.
+    """SGLang's: how likely each of the labels is right after the query and each item, both text or both token ids.
 
     With `item_first` the items come before the query. With `apply_softmax` the labels alone share the probability.
+    vLLM's: how near the embeddings of two texts are, of one and each of several, or of as many and as many.
     """
 
-    query: Prompts
-    items: Prompts
-    label_token_ids: ListedIds
+    query: Prompts | None = None
+    items: Prompts | None = None
+    label_token_ids: ListedIds = ()
+    text_1: Prompts | None = None
+    text_2: Prompts | None = None
+    queries: Prompts | None = None
+    documents: Prompts | None = None
+    data_1: Prompts | None = None
+    data_2: Prompts | None = None
     apply_softmax: bool = False
     item_first: bool = False
     model: str | None = None
@@ -27,8 +34,8 @@ class ScoreBody(RequestBody):
 
     @model_validator(mode="after")
     def _are_of_one_kind(self) -> Self:
-        if not self.label_token_ids:
-            raise fault("`label_token_ids` should not be empty")
+        if self.pairs_name is not None or self.query is None or self.items is None:
+            return self
         if len(self.query) != 1:
             raise fault("`query` should be one text, or one list of token ids")
         if any(type(item) is not type(self.query[0]) for item in self.items):
@@ -36,11 +43,22 @@ class ScoreBody(RequestBody):
         return self
 
     @property
+    def pairs_name(self) -> str | None:
+        """A field that only vLLM's body has, of pairs of texts; None in SGLang's."""
+        names = (name for names in PAIRS for name in names if name != "items")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
+    @property
     def prompts(self) -> list[Prompt]:
         """What the labels are scored after."""
+        assert self.query is not None and self.items is not None, "checked by the route"
         (query,) = self.query
         joined = ((item, query) if self.item_first else (query, item) for item in self.items)
         return [_joined(first, last) for first, last in joined]
+
+
+PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""Names of what is compared, in vLLM's bodies."""
 
 
 def _joined(first: Prompt, last: Prompt) -> Prompt:
