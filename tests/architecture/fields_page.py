@@ -21,6 +21,7 @@ TITLES = {
     "mc": "`POST /v1/messages/count_tokens`",
     "r": "`POST /v1/responses`",
     "score": "`POST /v1/score`",
+    "e": "`POST /v1/embeddings`",
     "abort": "`POST /abort_request`",
     "abort-ids": "`POST /abort_requests`, `/inference/v1/abort_requests`",
     "pause": "`POST /pause_generation`",
@@ -68,8 +69,19 @@ temperature, which counts as 1 where it is 0. `logprobs_mode: "raw_logprobs"` ha
 that, as those of prompts are; the setting of that name says what they are where a request does not.
 `logprob_token_ids` (up to 128 ids, beside `logprobs`) come after the sampled token in the place of the likeliest
 ones, without rank. On `/generate` they are called `token_ids_logprob`, and stand in `output_token_ids_logprobs` where
-`return_logprob` is true; entropies in nats in `output_token_entropy`. These fields, and `raw_logprobs` where it
-differs, need the setting `structured_output`: such samples are drawn by a program of their own, and without drafts.
+`return_logprob` is true; entropies in nats in `output_token_entropy`. `return_sampling_mask` returns the ids that
+truncation left at every output (`output_token_sampling_mask`; with more than 4096 the choice ends with an error), and
+the log-prob of the output among them. These fields, arguments of
+[logit processors](logit_processors.md), and `raw_logprobs` where it differs, need the setting `structured_output`: such
+samples are drawn by a program of their own, and without drafts.
+
+With the setting `enable_return_hidden_states` a server returns states of the last layer after the final norm:
+`return_hidden_states: true` on `/generate` those of all prompt tokens, then of each output but the last, as lists in
+`meta_info.hidden_states`; `"last"`, and `true` on OpenAI's routes, the one that the last output was drawn from. So are
+`/v1/embeddings` (the state at the last token, as a unit vector) and vLLM's form of `/v1/score` (the cosine of two).
+The same setting has ids listed at prompt positions: `token_ids_logprob` beside `logprob_start_len` on `/generate`, and
+rows of ids in `prompt_logprob_token_ids` on `/inference/v1/generate`, whose log-probs come as vLLM's base64 of a `.npy`
+file. Tokens that are looked at so are computed even where their keys are cached; none is missing.
 """
 
 
