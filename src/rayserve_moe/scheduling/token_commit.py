@@ -20,11 +20,8 @@ NOT_FINITE = FinishReason("error", message="the model produced logits that are n
 
 MOST_SUPPORT = 4096
 """Tokens that truncation may leave to a sample whose support is returned."""
-TOO_WIDE = FinishReason(
-    "error",
-    message=f"truncation left more than {MOST_SUPPORT} tokens to a sample: lower top_k, or top_p",
-    source="return_sampling_mask",
-)
+_WIDE = f"truncation left more than {MOST_SUPPORT} tokens to a sample: lower top_k, or top_p"
+TOO_WIDE = FinishReason("error", message=_WIDE, source="return_sampling_mask")
 
 
 def commit_tokens(
@@ -69,7 +66,8 @@ def commit_tokens(
     over = places >= table.limits[rows]
     if table.num_with_stop_ids:
         over |= (table.stop_ids[rows] == ids[:, None]).any(axis=1)
-    for i in np.flatnonzero(over).tolist():
+    ended = {row for row, _ in endings}
+    for i in [i for i in np.flatnonzero(over).tolist() if int(rows[i]) not in ended]:
         is_stop = ids[i] in table.stop_ids[rows[i]]
         reason = FinishReason("stop", matched=int(ids[i])) if is_stop else LENGTH
         endings.append((int(rows[i]), reason))
