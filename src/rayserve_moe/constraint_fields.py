@@ -22,7 +22,7 @@ class ConstraintFields:
     """A JSON schema."""
     guided_regex: Any = stated(None, LONG_TEXT, sglang=None, vllm=None)
     """A regular expression that the whole answer matches."""
-    guided_choice: Any = stated(None, TEXTS, sglang=None, vllm=None)
+    guided_choice: Any = stated(None, TEXTS, sglang="choice", vllm=None)
     """Texts, of which the answer is one."""
     guided_grammar: Any = stated(None, LONG_TEXT, sglang=None, vllm=None)
     """A grammar in GBNF or Lark."""

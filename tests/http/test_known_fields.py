@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -152,14 +153,24 @@ def test_an_unknown_name_is_logged_once(http, caplog):
     ]
 
 
+PEERS = json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize(
-    ("system", "key"),
-    [(system, key) for system, objects in json.loads(RECORDED.read_text(encoding="utf-8")).items() for key in objects],
+    ("system", "key"), [(system, key) for system in PEERS for key in PEERS[system] if key in OBJECTS]
 )
 def test_every_field_of_other_systems_is_known(system, key):
     """Their request models, read as text (`tests/http/peer_fields.py`): none unknown here, so that none is ignored."""
-    names = json.loads(RECORDED.read_text(encoding="utf-8"))[system][key]
-    assert len(names) > 1 and not set(names) - set(known_fields(key).names)
+    assert len(PEERS[system][key]) > 1 and not set(PEERS[system][key]) - set(known_fields(key).names)
+
+
+def test_names_within_objects_that_are_read_as_they_stand_are_those_of_other_systems(http):
+    path, body = ROUTES["c"]
+    names = PEERS["vllm 0.32.0"]
+    error = check_error(http.post(path, json=body | {"structured_outputs": {"sparkle": 1}}), 400)
+    assert set(names["structured_outputs"]) <= set(re.findall(r"\w+", error["message"]))
+    told = http.post(path, json=body | {"repetition_detection": dict.fromkeys(names["repetition_detection"], 2)})
+    assert told.status_code == 200, told.text
 
 
 def test_the_table_is_served(http):

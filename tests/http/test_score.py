@@ -30,6 +30,15 @@ def test_scores_are_the_probabilities_that_log_probs_say(http, item_first, softm
     assert answer["object"] == "scoring" and answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 0.5, 4])
+def test_labels_share_the_probability_at_a_temperature(http, temperature):
+    answer = ask(http, SCORE, **ASKED, apply_softmax=True, temperature=temperature)
+    for scores, item in zip(answer["scores"], ITEMS, strict=True):
+        weights = label_logprobs(http, QUERY + item)
+        weights = np.exp((weights - weights.max()) / temperature)
+        np.testing.assert_allclose(scores, weights / weights.sum(), rtol=1e-3)
+
+
 def test_texts_are_joined_before_they_are_tokenized(http):
     answer = ask(http, SCORE, query="Is this so? ", items=["yes", "no"], label_token_ids=LABELS)
     prompts = [ask(http, "/tokenize", prompt=f"Is this so? {item}")["tokens"] for item in ("yes", "no")]
@@ -54,6 +63,8 @@ def test_one_item_needs_no_list(http):
         ({"items": ["x"]}, None),
         ({"query": [QUERY, QUERY]}, None),
         ({"text_1": "x", "text_2": "y"}, "text_1"),
+        ({"temperature": 0, "apply_softmax": True}, "temperature"),
+        ({"temperature": 2}, None),
         ({"model": "other"}, "model"),
     ],
 )

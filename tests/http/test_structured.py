@@ -69,6 +69,7 @@ def test_a_schema_is_kept_to_on_every_route(http, path, fields):
         (CHAT, {"ebnf": 'root ::= "x" "y"'}, "xy"),
         (GENERATE, {"regex": "[a-c]{3}"}, "[a-c]{3}"),
         (GENERATE, {"ebnf": 'start: "a" | "b"'}, "[ab]"),
+        (GENERATE, {"choice": ["yes", "no."]}, "yes|no[.]"),
         (TOKENS, {"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
     ],
 )

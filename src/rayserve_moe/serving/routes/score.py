@@ -56,7 +56,8 @@ def score_router(state: ApiState) -> APIRouter:
             streams.close()
         num_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-        scores = [_scores(result, softmax=body.apply_softmax) for result in results]
+        temperature = body.temperature if body.apply_softmax else None
+        scores = [_scores(result, temperature=temperature) for result in results]
         return json_answer({"object": "scoring", "scores": scores, "model": state.card.name, "usage": usage})
 
     return router
@@ -102,10 +103,12 @@ def _request(body: ScoreBody, prompt_ids: np.ndarray, request_id: str) -> Genera
     )
 
 
-def _scores(result: ChoiceResult, *, softmax: bool) -> Sequence[float]:
-    """Probabilities of the labels, in their order."""
+def _scores(result: ChoiceResult, *, temperature: float | None) -> Sequence[float]:
+    """Probabilities of the labels, in their order; with a temperature they are all that there are."""
     if result.evidence is None or len(result.evidence) == 0:
         raise ApiError(503, "the request was ended before it was computed")
     logprobs = result.evidence[0, 1:].astype(np.float64)
-    chances = np.exp(logprobs - logprobs.max() if softmax else logprobs)
-    return (chances / chances.sum() if softmax else chances).tolist()
+    if temperature is None:
+        return np.exp(logprobs).tolist()
+    chances = np.exp((logprobs - logprobs.max()) / temperature)
+    return (chances / chances.sum()).tolist()

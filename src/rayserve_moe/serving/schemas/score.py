@@ -13,7 +13,8 @@ from rayserve_moe.serving.schemas.prompt_types import Prompt, Prompts
 class ScoreBody(RequestBody):
     """SGLang's: how likely each of the labels is right after the query and each item, both text or both token ids.
 
-    With `item_first` the items come before the query. With `apply_softmax` the labels alone share the probability.
+    With `item_first` the items come before the query. With `apply_softmax` the labels alone share the probability, at
+    `temperature`.
     vLLM's: how near the embeddings of two texts are, of one and each of several, or of as many and as many.
     """
 
@@ -27,6 +28,7 @@ class ScoreBody(RequestBody):
     data_1: Prompts | None = None
     data_2: Prompts | None = None
     apply_softmax: bool = False
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     item_first: bool = False
     model: str | None = None
     rid: Annotated[str, Field(min_length=1, max_length=200)] | None = None
@@ -40,6 +42,8 @@ class ScoreBody(RequestBody):
             raise fault("`query` should be one text, or one list of token ids")
         if any(type(item) is not type(self.query[0]) for item in self.items):
             raise fault("`items` should be texts where `query` is text, and token ids where it has token ids")
+        if self.temperature != 1 and not self.apply_softmax:
+            raise fault("`temperature` is that of the labels' own distribution: it needs `apply_softmax`")
         return self
 
     @property
