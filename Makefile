@@ -5,7 +5,7 @@ READY := .venv/.ready
 TORCH := .venv/.torch
 CLIENTS := .venv-clients
 # Clients with an environment of their own each: their packages do not go with ours.
-APART := litellm
+APART := litellm instructor guidellm aiperf
 
 # Two processes share the tests; the longest ones, which come first, are not put behind others.
 SHARED := -n 2 --no-loadscope-reorder

@@ -34,6 +34,7 @@ from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.routing_table import bfloat16_routing
 from benchmarks.selection_table import balanced_selection
+from benchmarks.structured_table import hostile_schemas, schema_suite, structured_output
 from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
 
@@ -325,5 +326,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "narrow_experts": narrow_experts,
     "house": house,
     "loading": loading,
+    "schema_suite": schema_suite,
+    "structured_output": structured_output,
+    "hostile_schemas": hostile_schemas,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

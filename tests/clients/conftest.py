@@ -15,6 +15,8 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from tests.http.conftest import assert_idle, served
+from tests.support.engines import SERVED
+from tests.support.scripted import MARKERS, MODEL, SCRIPTS, SPECIAL, TEMPLATE, write_scripted
 
 NUM_LAYERS, TOP_K = PRESETS["tiny"].num_hidden_layers, PRESETS["tiny"].num_experts_per_tok
 
@@ -57,6 +59,28 @@ def url(address: str, engine: Engine) -> Iterator[str]:
     """The server's address. Whatever a client did, the engine is idle and whole after it."""
     yield address
     assert_idle(engine)
+
+
+@pytest.fixture(scope="package")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine whose model reasons, then calls two tools, whatever it is asked (`tests.support.scripted`)."""
+    path = tmp_path_factory.mktemp("clients") / MODEL
+    write_scripted(path, SCRIPTS, template=TEMPLATE, special=SPECIAL, markers=MARKERS)
+    with Engine(model_path=str(path), served_model_name=MODEL, **SERVED) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package")
+def tool_address(scripted: Engine) -> Iterator[str]:
+    with served(scripted) as address:
+        yield address
+
+
+@pytest.fixture
+def tool_url(tool_address: str, scripted: Engine) -> Iterator[str]:
+    """The address of a server whose model has tools, likewise."""
+    yield tool_address
+    assert_idle(scripted)
 
 
 def uncached_rows(engine: Engine, token_ids: list[int]) -> np.ndarray:

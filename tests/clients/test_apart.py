@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,19 +13,68 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "apart"
 LONGEST_S = 600
+NUM_REQUESTS, NUM_TOKENS = 4, 8
+CACHED = "models--local--tiny"
 
 
-def run(name: str, program: str, *arguments: str) -> str:
+def run(name: str, program: str, *arguments: str, **environment: str) -> str:
     """Run a program of a client's environment; returns what it writes."""
     path = ROOT / f".venv-clients-{name}" / "bin" / program
     if not path.exists():
         pytest.skip("`make clients` installs it")
-    quiet = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([path, *arguments], check=False, capture_output=True, text=True, timeout=LONGEST_S, env=quiet)
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | quiet | environment
+    asked = {"capture_output": True, "text": True, "timeout": LONGEST_S, "env": environment}
+    done = subprocess.run([path, *arguments], check=False, **asked)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["litellm"])
-def test_a_client_gets_what_it_asks_for(url: str, name: str) -> None:
-    run(name, "python", str(SCRIPTS / f"ask_{name}.py"), url)
+@pytest.mark.parametrize("name", ["litellm", "instructor"])
+def test_a_client_gets_what_it_asks_for(url: str, tool_url: str, name: str) -> None:
+    run(name, "python", str(SCRIPTS / f"ask_{name}.py"), url, tool_url)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_guidellm_counts_the_tokens_that_it_asked_for(url: str, checkpoint: Path, tmp_path: Path, route: str) -> None:
+    out = tmp_path / "out.json"
+    extras = {"body": {"min_tokens": NUM_TOKENS}}
+    backend = {"kind": "openai_http", "target": url, "model": "m", "request_format": route, "extras": extras}
+    run(
+        "guidellm",
+        "guidellm",
+        "run",
+        *("--backend", json.dumps(backend), "--tokenizer", f"kind=hf_auto,model={checkpoint}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens=16,output_tokens={NUM_TOKENS}"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
+        *("--output", f"kind=json,path={out}", "--disable-console"),
+    )
+    (measured,) = json.loads(out.read_text())["benchmarks"]
+    requests = measured["requests"]
+    assert not requests["errored"] and len(requests["successful"]) == NUM_REQUESTS
+    assert {request["output_tokens"] for request in requests["successful"]} == {NUM_TOKENS}
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_aiperf_counts_the_tokens_that_it_asked_for(url: str, checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    """It takes a tokenizer from the hub's cache alone: this one has the tokenizer of the server."""
+    snapshot = tmp_path / "hub" / CACHED / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for file in checkpoint.glob("*.json"):
+        shutil.copy(file, snapshot)
+    (tmp_path / "hub" / CACHED / "refs").mkdir()
+    (tmp_path / "hub" / CACHED / "refs" / "main").write_text(snapshot.name)
+    run(
+        "aiperf",
+        "aiperf",
+        "profile",
+        *("--url", url, "--model", "m", "--endpoint-type", kind, "--streaming", "--tokenizer", "local/tiny"),
+        *("--request-count", str(NUM_REQUESTS), "--concurrency", "2", "--isl", "16", "--osl", str(NUM_TOKENS)),
+        *("--extra-inputs", f"min_tokens:{NUM_TOKENS}", "--use-server-token-count"),
+        *("--ui", "none", "--output-artifact-dir", str(tmp_path / "out")),
+        HF_HUB_CACHE=str(tmp_path / "hub"),
+    )
+    measured = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
+    assert measured["request_count"]["avg"] == NUM_REQUESTS
+    lengths = measured["output_sequence_length"]
+    assert lengths["min"] == lengths["max"] == NUM_TOKENS

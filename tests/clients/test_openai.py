@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from rayserve_moe import Engine
 from tests.clients.conftest import client_package, decode_int32, uncached_rows
@@ -14,11 +17,28 @@ from tests.clients.conftest import client_package, decode_int32, uncached_rows
 client_package("strands_sglang")
 
 ROUTED = {"return_routed_experts": True, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "Where?"}]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+CALLS = [("f", {"n": 5, "s": "é <b>"}), ("g", {})]
+"""What the model of `tool_client` calls."""
+
+
+class Point(BaseModel):
+    """Small enough for a random model to write within its limit."""
+
+    axis: Literal["x", "y"]
+    value: int = Field(ge=0, le=99)
 
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def tool_client(tool_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tool_url}/v1", api_key="EMPTY", max_retries=0) as client:
         yield client
 
 
@@ -83,3 +103,43 @@ def test_responses_whole_streamed_and_continued(client: openai.OpenAI) -> None:
     assert final.output_text == text == whole.output_text and final.usage is not None
     after = client.responses.create(**asked | {"input": "And?"}, previous_response_id=whole.id)
     assert after.usage is not None and after.usage.input_tokens > final.usage.input_tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_objects_are_parsed(client: openai.OpenAI, seed: int) -> None:
+    asked = {"model": "m", "messages": MESSAGES, "seed": seed, "max_tokens": 200}
+    (choice,) = client.chat.completions.parse(response_format=Point, **asked).choices
+    assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Point)
+    with client.chat.completions.stream(response_format=Point, **asked) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert streamed.message.parsed == choice.message.parsed
+
+
+def test_responses_are_parsed_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked = {"model": "m", "input": "Where?", "max_output_tokens": 200, "temperature": 0}
+    whole = client.responses.parse(text_format=Point, **asked)
+    assert whole.status == "completed" and isinstance(whole.output_parsed, Point)
+    with client.responses.stream(text_format=Point, **asked) as stream:
+        assert stream.get_final_response().output_parsed == whole.output_parsed
+
+
+def test_tools_are_called_whole_and_streamed(tool_client: openai.OpenAI) -> None:
+    asked = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+    (choice,) = tool_client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
+    with tool_client.chat.completions.stream(**asked) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    for one in choice, streamed:
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in one.message.tool_calls]
+        assert calls == CALLS
+
+
+def test_responses_call_tools_whole_and_streamed(tool_client: openai.OpenAI) -> None:
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
+    asked = {"model": "scripted", "input": "Where?", "tools": tools, "temperature": 0}
+    with tool_client.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
+    for response in tool_client.responses.create(**asked), streamed:
+        kinds = [item.type for item in response.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        assert [(call.name, json.loads(call.arguments)) for call in response.output[2:]] == CALLS

@@ -65,7 +65,7 @@ def test_several_calls_in_one_piece_or_in_characters_keep_their_arguments(calls)
 
 @pytest.mark.parametrize("calls", ONE_CALL)
 def test_a_call_that_ends_too_early_is_content(calls):
-    """vllm 46464, 51977; harmony 38, 60: broken output must be content, not an error."""
+    """vllm 46464, 51977; harmony 38, 60; sglang 35565: broken output must be content, not an error and not lost."""
     text = ONE_CALL[calls] if calls in ("llama", "harmony") else "Here. " + ONE_CALL[calls]
     values_end, num_calls = text.index("5") + 1, 0
     for end in range(1, len(text)):
@@ -86,6 +86,23 @@ def test_arguments_that_are_no_json_object_make_content(calls, arguments):
         assert answer.content == "}" and len(answer.calls) == 1
     else:
         assert answer.calls == [] and answer.content == text
+
+
+def test_parameters_of_one_call_are_one_object_and_one_call():
+    """sglang 11888, 23071: MiniMax's and GLM's arguments, in pieces, were a second call or two objects in a row."""
+    given = {"k": "head -100", "n": 5, "o": {"a": 1}}
+    minimax = "".join(
+        f'<parameter name="{k}">{v if k == "k" else json.dumps(v)}</parameter>\n' for k, v in given.items()
+    )
+    glm = "".join(
+        f"<arg_key>{k}</arg_key>\n<arg_value>{v if k == 'k' else json.dumps(v)}</arg_value>\n" for k, v in given.items()
+    )
+    for calls, text in (
+        ("minimax", f'<minimax:tool_call>\n<invoke name="f">\n{minimax}</invoke>\n</minimax:tool_call>'),
+        ("glm", f"<tool_call>f\n{glm}</tool_call>"),
+    ):
+        (call,) = split(calls, text, tools=TOOLS).calls
+        assert json.loads(call.arguments) == given
 
 
 def test_a_call_inside_reasoning_ends_it():

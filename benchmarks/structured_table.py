@@ -1,0 +1,80 @@
+"""What structured output costs, and whether its answers are valid, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.figures import milliseconds_per_step, paired_ratio, rate, spread
+from benchmarks.markdown import markdown_table
+
+SIDES = {
+    "constrained": "16 constrained",
+    "mixed": "8 constrained beside 8 without",
+}
+
+
+def schema_suite(found: Mapping[str, Any]) -> str:
+    """How many schemas are taken and refused, then how answers ended, and how many of those that stopped are valid."""
+    ends, refused = found["ends"], found["refused"]
+    total, stopped = sum(ends.values()), ends["stop"]
+    rows = [
+        ["schemas taken", f"{found['taken']} of {found['schemas']}"],
+        ["refused by keyword", ", ".join(f"{name} {count}" for name, count in sorted(refused.items()))],
+        ["answers that ended by `stop`, valid", f"{stopped - len(found['invalid']):,} of {stopped:,}"],
+        ["schemas that have such answers", f"{found['schemas_with_a_stop']}"],
+        [
+            "answers that ended by `length`",
+            f"{ends.get('length', 0):,} of {total:,} ({ends.get('length', 0) / total:.0%})",
+        ],
+        ["answers that ended by `error`", f"{ends.get('error', 0):,}"],
+    ]
+    return markdown_table(["draft 2020-12", ""], rows)
+
+
+def structured_output(measured: Mapping[str, Any]) -> str:
+    """For each model and text, tokens per second without and with constraints."""
+    rows = []
+    for each in measured.values():
+        runs, tokens = each["runs"], each["tokens"]
+        plain = runs["plain"]
+        for side, title in SIDES.items():
+            ratio = paired_ratio((run["tokens_s"] for run in runs[side]), (run["tokens_s"] for run in plain))
+            rows.append(
+                [
+                    each["text"],
+                    f"{each['ids']:,}",
+                    title,
+                    rate(tokens, plain),
+                    rate(tokens, runs[side]),
+                    ratio,
+                    spread(1e3 * run["seconds"] / run["steps"] for run in plain),
+                    milliseconds_per_step(runs[side], ["mask"]),
+                ]
+            )
+    heading = [
+        "text",
+        "ids",
+        "streams",
+        "tokens/s, none constrained",
+        "tokens/s",
+        "ratio",
+        "ms per plain step",
+        "ms of masks per step",
+    ]
+    return markdown_table(heading, rows)
+
+
+def hostile_schemas(measured: Mapping[str, Any]) -> str:
+    """For each model, what came of each schema, and the longest time without tokens of a stream beside it."""
+    return "\n\n".join(_beside(model, found) for model, found in measured.items())
+
+
+def _beside(model: str, found: Mapping[str, Any]) -> str:
+    rows = [
+        [name, each["outcome"], f"{each['answered_ms']:.0f}", spread(each["gaps_ms"])]
+        for name, each in found["schemas"].items()
+    ]
+    quiet = ["none", "", "", spread(found["quiet_gaps_ms"])]
+    heading = [f"schema ({model})", "answer", "after at most, ms", "longest gap of a stream beside it, ms"]
+    return markdown_table(heading, [quiet, *rows])
