@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.figures import milliseconds_per_step, paired_ratio, rate, spread
+from benchmarks.figures import milliseconds_per_step, rate, speed_ratio, spread
 from benchmarks.markdown import markdown_table
 
 SIDES = {
@@ -39,7 +39,6 @@ def structured_output(measured: Mapping[str, Any]) -> str:
         runs, tokens = each["runs"], each["tokens"]
         plain = runs["plain"]
         for side, title in SIDES.items():
-            ratio = paired_ratio((run["tokens_s"] for run in runs[side]), (run["tokens_s"] for run in plain))
             rows.append(
                 [
                     each["text"],
@@ -47,7 +46,7 @@ def structured_output(measured: Mapping[str, Any]) -> str:
                     title,
                     rate(tokens, plain),
                     rate(tokens, runs[side]),
-                    ratio,
+                    speed_ratio(runs[side], plain),
                     spread(1e3 * run["seconds"] / run["steps"] for run in plain),
                     milliseconds_per_step(runs[side], ["mask"]),
                 ]

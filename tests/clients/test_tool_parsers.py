@@ -66,18 +66,23 @@ KINDS = list(TYPES), [kind for kind in TYPES if kind != "boolean"]
 """Qwen3-Coder's template writes True, which `renderers` takes for a string."""
 
 
+def tokenizer_of(name, path, markers=()):
+    """The tokenizer of a family, with markers as tokens."""
+    write_tokenizer(path, 270)
+    backing = AutoTokenizer.from_pretrained(path)
+    tokens = dict.fromkeys(["<think>", "</think>", *markers])
+    backing.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
+    backing.chat_template = FAMILIES[name].chat_template
+    shutil.rmtree(path)
+    backing.save_pretrained(path)
+    return Tokenizer(Path(path))
+
+
 @pytest.fixture(params=THEIRS)
 def family(request, tmp_path):
     """A family, its tokenizer with its markers as tokens, and how to call the other parser."""
     name, (function, markers) = request.param, THEIRS[request.param]
-    write_tokenizer(tmp_path, 270)
-    backing = AutoTokenizer.from_pretrained(tmp_path)
-    tokens = dict.fromkeys(["<think>", "</think>", *markers.values()])
-    backing.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
-    backing.chat_template = FAMILIES[name].chat_template
-    shutil.rmtree(tmp_path)
-    backing.save_pretrained(tmp_path)
-    tokenizer = Tokenizer(Path(tmp_path))
+    tokenizer = tokenizer_of(name, tmp_path, markers.values())
     ids = {key: tokenizer.backing.convert_tokens_to_ids(token) for key, token in markers.items()}
     stops, begin = ({}, "<|start|>assistant") if name == "gpt_oss" else ({"stop_ids": {1}}, "")
     takes_tools = name in ("qwen3_coder", "glm45", "glm47", "minimax_m2")
@@ -107,8 +112,8 @@ def drawn(name, draw):
     return tools, message
 
 
-def test_both_read_the_same(family):
-    name, tokenizer, parse = family
+def answers(name, tokenizer):
+    """NUM_ANSWERS times tools, a message, its text by the family's template, and what we read of that."""
     output, draw = ChatOutput(tokenizer), random.Random(5)
     user = {"role": "user", "content": "hi"}
     prompt = render_chat(tokenizer, [user])
@@ -117,9 +122,24 @@ def test_both_read_the_same(family):
         tools, message = drawn(name, draw)
         text = render_chat(tokenizer, [user, message], add_generation_prompt=False)[len(prompt) : -len("</s>")]
         splitter = output.splitter(prompt_ids, tools=tools, has_calls=True, has_reasoning=FAMILIES[name].reasons)
-        ours, theirs = answer_of(parts_of(splitter, list(text))), parse(text, tools)
+        yield tools, message, text, answer_of(parts_of(splitter, list(text)))
+
+
+def test_both_read_the_same(family):
+    name, tokenizer, parse = family
+    for tools, _, text, ours in answers(name, tokenizer):
+        theirs = parse(text, tools)
         assert [(call.name, json.loads(call.arguments)) for call in ours.calls] == [
             (call.name, call.arguments) for call in theirs.tool_calls
         ], text
         assert ours.content.strip() == (theirs.content or "").strip(), text
         assert ours.reasoning.strip() == (theirs.reasoning_content or "").strip(), text
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in THEIRS])
+def test_what_renderers_cannot_read_is_what_the_template_has_rendered(name, tmp_path):
+    for _, message, text, ours in answers(name, tokenizer_of(name, tmp_path)):
+        asked = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        assert [(call.name, json.loads(call.arguments)) for call in ours.calls] == asked, text
+        assert ours.content.strip() == (message["content"] or ""), text
+        assert ours.reasoning.strip() == message.get("reasoning_content", ""), text

@@ -221,6 +221,21 @@ def every_section() -> dict:
                 ("mean_kl", "largest_kl", "other_tokens", "other_sets", "right", "tokens", "token_layers"), 0.03125
             )},
         },
+        "schema_suite": {
+            "schemas": 4, "taken": 3, "bounded": 2, "refused": {"not": 1}, "ends": {"stop": 3, "length": 1},
+            "schemas_with_a_stop": 2, "invalid": [],
+        },
+        "structured_output": {"calculator": {
+            "text": "sums", "ids": 512, "tokens": 100,
+            "runs": {
+                side: [run_of(seconds) | {"mask_s": 0.1}]
+                for side, seconds in (("plain", 1.0), ("constrained", 2.0), ("mixed", 1.25))
+            },
+        }},
+        "hostile_schemas": {"calculator": {
+            "quiet_gaps_ms": [1.0],
+            "schemas": {"large": {"outcome": "400", "answered_ms": 7.0, "gaps_ms": [32.0]}},
+        }},
         "house": {"before": size, "after": size},
         "http": {
             **w2,
@@ -342,6 +357,10 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("bfloat16_routing", "6.25%"),
         ("narrow_experts", "3.12%"),
         ("narrow_kl", "2.5e-01"),
+        ("schema_suite", "1 of 4 (25%)"),
+        ("structured_output", "0.50 (0.50-0.50)"),
+        ("structured_output", "0.80 (0.80-0.80)"),
+        ("hostile_schemas", "32.0 (32.0-32.0)"),
         ("house", "27 (13)"),
         ("loading", "1.25 (1.25-1.25)"),
     ],
