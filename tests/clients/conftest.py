@@ -66,7 +66,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine whose model reasons, then calls two tools, whatever it is asked (`tests.support.scripted`)."""
     path = tmp_path_factory.mktemp("clients") / MODEL
     write_scripted(path, SCRIPTS, template=TEMPLATE, special=SPECIAL, markers=MARKERS)
-    with Engine(model_path=str(path), served_model_name=MODEL, **SERVED) as engine:
+    with Engine(model_path=str(path), served_model_name=MODEL, **SERVED | {"max_model_len": 1024}) as engine:
         yield engine
 
 

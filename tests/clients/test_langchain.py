@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.clients.conftest import client_package
 
@@ -15,6 +15,7 @@ langchain_openai = client_package("langchain_openai")
 class Point(BaseModel):
     """A place, small enough for a random model to write within its limit."""
 
+    model_config = ConfigDict(extra="forbid")
     axis: Literal["x", "y"]
     value: int = Field(ge=0, le=99)
 

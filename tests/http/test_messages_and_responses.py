@@ -69,6 +69,18 @@ def test_no_dialect_calls_tools_that_may_not_be_called(scripted_http, script):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "g"}])
+def test_a_message_whose_call_was_demanded_has_stopped_for_it(scripted_http, choice):
+    tools = [tool | {"input_schema": {"type": "object", "additionalProperties": False}} for tool in THEIR_TOOLS]
+    body = ANTHROPIC | {"tools": tools, "tool_choice": choice, "max_tokens": 100}
+    told = ask(scripted_http, MESSAGES, **body)
+    assert told["stop_reason"] == told["content"][-1]["type"] == "tool_use"
+    assert typed_events(scripted_http, MESSAGES, **body)[-2]["delta"] == {
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+    }
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_streamed_message_is_the_whole_one(scripted_http, script):
     body = ANTHROPIC | {"system": "", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}

@@ -8,16 +8,17 @@ from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MESSAGES = [{"role": "user", "content": "Where?"}]
-BY_SCHEMA = [instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON]
-BY_CALLS = [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT]
+BY_SCHEMA = [instructor.Mode.JSON_SCHEMA]
+BY_CALLS = [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA]
 
 
 class Point(BaseModel):
     """Small enough for a random model to write within its limit."""
 
+    model_config = ConfigDict(extra="forbid")
     axis: Literal["x", "y"]
     value: int = Field(ge=0, le=99)
 

@@ -23,7 +23,7 @@ class MessagesWriter:
 
     def __init__(self, chat: OpenAIWriter, request: GenerationRequest, *, model: str) -> None:
         self._chat, self._request = chat, request
-        self._has_begun, self._block, self._num_blocks = False, "", 0
+        self._has_begun, self._has_called, self._block, self._num_blocks = False, False, "", 0
         self._message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._stop: dict[str, Any] = {}
 
@@ -37,7 +37,8 @@ class MessagesWriter:
         answer = self._chat.whole(results)
         (choice,) = answer["choices"]
         content = list(_blocks_of(choice["message"]))
-        return {**self._message, "content": content, **_stop_of(choice), "usage": _usage(answer["usage"])}
+        stop = _stop_of(choice, has_called="tool_calls" in choice["message"])
+        return {**self._message, "content": content, **stop, "usage": _usage(answer["usage"])}
 
     def defers(self, delta: ChoiceResult) -> bool:
         """No event waits."""
@@ -76,13 +77,14 @@ class MessagesWriter:
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
+                self._has_called = True
                 yield from self._closed()
                 block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
                 yield from self._opened("tool_use", block)
             if function.get("arguments"):
                 yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
         if choice.get("finish_reason"):
-            self._stop = _stop_of(choice)
+            self._stop = _stop_of(choice, has_called=self._has_called)
 
     def _opened(self, kind: str, block: dict) -> Iterator[dict]:
         if self._block != kind:
@@ -122,10 +124,14 @@ def _signature() -> str:
     return uuid.uuid4().hex
 
 
-def _stop_of(choice: dict) -> dict[str, Any]:
+def _stop_of(choice: dict, *, has_called: bool) -> dict[str, Any]:
+    """How a message has ended: a named call too is one, which a chat ends by `stop`."""
     matched = choice["stop_reason"] if choice["finish_reason"] == "stop" else None
-    reason = "stop_sequence" if isinstance(matched, str) else _REASONS.get(choice["finish_reason"], "end_turn")
-    return {"stop_reason": reason, "stop_sequence": matched if isinstance(matched, str) else None}
+    if isinstance(matched, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    is_call = has_called and choice["finish_reason"] == "stop"
+    reason = "tool_use" if is_call else _REASONS.get(choice["finish_reason"], "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(usage: dict) -> dict[str, int]:
