@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "precompile_bs_paddings": [NUM_STREAMS],
     "max_step_tokens": 128,
     "num_pages": 800,
-    "disable_radix_cache": True,
+    "enable_prefix_caching": False,
 }
 TEXTS = {
     "calculator": "the calculator's own, under a schema",
