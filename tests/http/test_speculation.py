@@ -15,6 +15,7 @@ from tests.http import test_logprobs as logprobs
 from tests.http import test_penalties as penalties
 from tests.http.conftest import served
 from tests.support.engines import SERVED
+from tests.support.scheduling import some_reach
 
 pytestmark = pytest.mark.slow
 MOST = 3
@@ -41,7 +42,7 @@ def engine(checkpoint):
     with Engine(model_path=str(checkpoint), **SERVED, **drafts) as engine:
         cycle = engine.loop._cycle
         proposer = SiblingProposer(engine.runner.served.settings.speculation)
-        fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=MOST, is_fixed=True)
+        fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=MOST, is_fixed=True, reach=some_reach())
         with patch.object(cycle, "speculation", fixed):
             yield engine
         assert fixed.totals.drafted > fixed.totals.accepted > 0

@@ -24,14 +24,17 @@ from rayserve_moe.execution import step_input, step_samples
 from rayserve_moe.requests import Constraint, FinishReason
 from rayserve_moe.scheduling import verify_rows
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.serving.metrics import EngineMetrics
 from tests.pipelines.conftest import EngineFactory
 from tests.pipelines.test_migration import heading_elsewhere
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.constraints import synthetic_tokenizer
-from tests.support.drive import cycle_for, run_on, run_together
+from tests.support.drive import PreparedExecutor, cycle_for, run_on, run_together
 from tests.support.engines import MOVING
 from tests.support.oracle import Oracle
 from tests.support.outcomes import Outcome
+from tests.support.scheduling import some_reach
 from tests.support.speculating import (
     DRAFTS,
     PLAIN,
@@ -109,6 +112,35 @@ def test_drafts_do_not_show_while_experts_move(engine_with: EngineFactory, seed:
     assert eplb.migration.progress.is_done
 
 
+class CountingTokens(PreparedExecutor):
+    """An executor that counts the tokens it is given."""
+
+    num_tokens = 0
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self.num_tokens += plan.num_tokens
+        return super().execute(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.float32("devices add up parts of sums")
+def test_balancing_counts_what_is_computed_and_answers_have_what_is_kept(engine_with: EngineFactory):
+    engine = engine_with(**SPECULATES, **MOVING, data_parallel_size=2)
+    layout, requests = engine.card.routing, [request_for(np.arange(5, 25), max_new_tokens=24)]
+    eplb = EplbSteps(Migration(engine.runner.placement, hosts=1, slots_per_step=1), counts_every=1)
+    executor = CountingTokens(engine.runner, PLAIN.num_pages)
+    way = replace(PLAIN, eplb=eplb, caches_prefixes=False, executor=executor)
+    plain = run_together(engine.runner, engine.card, requests, way=way)
+    before, executor.num_tokens = eplb.reading.counts, 0
+    drafting = replace(way, proposer=Oracle(plain, share=0.5, vocab_size=VOCAB_SIZE), num_drafts=DRAFTS)
+    found = run_together(engine.runner, engine.card, requests, way=drafting)
+    counted = (eplb.reading.counts - before).sum(axis=1)
+    (outcome,) = found.values()
+    num_kept = len(outcome.rows)
+    assert num_kept == 20 + 24 - 1 < executor.num_tokens
+    assert counted.tolist() == [executor.num_tokens * layout.top_k] * len(layout.layer_ids)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [5, 7])
 def test_long_drafts_do_not_show_over_small_pages(engine_with: EngineFactory, num_drafts):
@@ -178,14 +210,32 @@ def answers_of(engine: Engine, **keywords: Any) -> list[dict]:
     return [*whole, *(pieces[i] for i in range(3))]
 
 
+def check_told(engine: Engine, speculation: Speculation, infos: list[dict[str, Any]]) -> None:
+    """`meta_info` of all answers adds up to what `/metrics` tells of the proposer, time included."""
+    totals, name = speculation.totals, speculation.proposer.name
+    counts = {"spec_verify_ct": totals.chains, "spec_draft_token_num": totals.drafted}
+    counts["spec_accept_token_num"] = totals.accepted
+    assert counts == {key: sum(info.get(key, 0) for info in infos) for key in counts}
+    for info in infos:
+        if chains := info.get("spec_verify_ct", 0):
+            assert info["spec_accept_length"] == 1 + info["spec_accept_token_num"] / chains
+            assert info["spec_accept_rate"] == info["spec_accept_token_num"] / info["spec_draft_token_num"]
+    samples = [sample for family in EngineMetrics(engine.loop, {}).collect() for sample in family.samples]
+    told = {s.name.removeprefix("rayserve_moe_draft_"): s.value for s in samples if s.labels.get("proposer") == name}
+    assert [told[f"{key}_total"] for key in ("chains", "tokens", "tokens_accepted")] == list(counts.values())
+    assert told["accepted_length"] == 1 + totals.accepted / totals.chains
+    assert told["seconds_total"] == totals.draft_s > 0
+
+
 @pytest.mark.parametrize("algorithm", list(PROPOSERS))
 def test_answers_are_those_without_drafts(speculating: Engine, algorithm: str):
     cycle = speculating.loop._cycle
     proposer = PROPOSERS[algorithm](replace(speculating.runner.served.settings.speculation, shortest_match=1))
-    fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=DRAFTS, is_fixed=True)
+    fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=DRAFTS, is_fixed=True, reach=some_reach())
     plain = answers_of(speculating, speculative=False)
     with patch.object(cycle, "speculation", fixed):
         drafted = answers_of(speculating)
+        check_told(speculating, fixed, [answer["meta_info"] for answer in drafted])
     assert fixed.totals.drafted > 0 and (fixed.totals.accepted > 0 or algorithm == "NGRAM")
     assert any(answer["meta_info"].get("spec_accept_length", 0) >= 1 for answer in drafted)
     assert not any("spec_" in name for answer in plain for name in answer["meta_info"])

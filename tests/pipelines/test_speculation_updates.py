@@ -14,6 +14,7 @@ from rayserve_moe.engine.speculation import Speculation
 from tests.pipelines import test_weight_updates as updates
 from tests.pipelines.conftest import EngineFactory
 from tests.support.engines import ONE_BUCKET
+from tests.support.scheduling import some_reach
 from tests.support.speculating import DRAFTS
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ def changing(speculating: Engine) -> Iterator[Engine]:
     """All steps have drafts, and some of them are right."""
     cycle = speculating.loop._cycle
     proposer = NgramProposer(replace(speculating.runner.served.settings.speculation, shortest_match=1))
-    fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=DRAFTS, is_fixed=True)
+    fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=DRAFTS, is_fixed=True, reach=some_reach())
     with patch.object(cycle, "speculation", fixed):
         yield speculating
     assert fixed.totals.drafted > fixed.totals.accepted > 0

@@ -26,6 +26,7 @@ from rayserve_moe.scheduling.sequence import Sequence, evidence_of, hidden_of, s
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
+from tests.support.scheduling import some_reach
 
 Intervention = Callable[[StepCycle, int], Iterable[Sequence] | None]
 """What a test does after step number i; returns the endings of sequences that it ended, if any."""
@@ -135,7 +136,9 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
     )
     scheduler, speculation = Scheduler(limits), None
     if way.proposer is not None:
-        speculation = Speculation(scheduler.table, way.proposer, most_drafts=way.num_drafts, is_fixed=True)
+        speculation = Speculation(
+            scheduler.table, way.proposer, most_drafts=way.num_drafts, is_fixed=True, reach=some_reach()
+        )
     return StepCycle(
         scheduler,
         way.executor or PreparedExecutor(runner, way.num_pages),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rayserve_moe.engine.expert_reach import ExpertReach
 from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.scheduler import Commit, Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
@@ -29,6 +30,11 @@ def choices(
     sampling = SamplingParams(max_new_tokens=num_new, n=n)
     request = GenerationRequest(request_id, ids, sampling, routing, salt, routed_experts_start=first_row)
     return [Sequence(request, i, seed=5, stop_token_ids=frozenset([STOP_TOKEN_ID])) for i in range(n)]
+
+
+def some_reach() -> ExpertReach:
+    """Of a model with 8 of 64 experts for a token."""
+    return ExpertReach(64, 8)
 
 
 def one(request_id: str, prompt: int | list[int], **kwargs: object) -> Sequence:

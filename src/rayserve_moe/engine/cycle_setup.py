@@ -6,6 +6,7 @@ from rayserve_moe.config.derive import prefill_chunk_tokens, verify_rows
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.expert_reach import ExpertReach
 from rayserve_moe.engine.model_drafts import proposer_for
 from rayserve_moe.engine.recovery import Recovery
 from rayserve_moe.engine.routing_capture import RoutingCapture
@@ -53,7 +54,8 @@ def step_cycle_for(
     speculation = None
     if most_drafts := settings.speculation.most_drafts:
         proposer = proposer_for(settings.speculation)
-        speculation = Speculation(target.table, proposer, most_drafts=most_drafts)
+        reach = ExpertReach(card.routing.num_experts, card.routing.top_k)
+        speculation = Speculation(target.table, proposer, most_drafts=most_drafts, reach=reach)
     cycle = StepCycle(
         target,
         executor,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from statistics import median
 
 import numpy as np
+
+from rayserve_moe.engine.expert_reach import ExpertReach
 
 LADDER = (1, 3, 5, 7)
 """Drafts of a sequence that steps are planned with, besides none."""
@@ -13,9 +17,6 @@ KEPT_TIMES = 9
 FORGETTING = 0.9
 """What is left of older outcomes after each verification of a row."""
 PRIOR_TRIALS = 2.0
-HOPE = 0.7
-"""Of the rise of times from the last two numbers of rows that were measured, what is expected beyond them: more rows
-reach fewer experts that none of the others do."""
 MARGIN = 1.02
 """What drafts must promise of the tokens per second without them."""
 
@@ -26,27 +27,37 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
+        self._known: dict[int, float] = {}
 
     def add(self, num_rows: int, seconds: float) -> None:
         """Note one step."""
-        self._times[_rounded(num_rows)].append(seconds)
+        size = _rounded(num_rows)
+        times, is_new = self._times[size], size not in self._known
+        times.append(seconds)
+        self._known[size] = median(times) if len(times) > 2 else min(times)
+        if is_new:
+            self._known = dict(sorted(self._known.items()))
 
-    def known(self) -> dict[int, float]:
+    def known(self) -> Mapping[int, float]:
         """Seconds by rounded number of rows, ascending."""
-        return {
-            num_rows: median(times) if len(times) > 2 else min(times) for num_rows, times in sorted(self._times.items())
-        }
+        return self._known
 
 
-def seconds_of(num_rows: int, known: dict[int, float]) -> float:
-    """Seconds of a step, between its neighbours in `known`, and beyond them as the last two rise; `known` is ascending
-    and not empty."""
-    sizes, times = list(known), list(known.values())
-    at = _rounded(num_rows)
-    if at <= sizes[-1] or len(sizes) == 1:
-        return float(np.interp(at, sizes, times))
-    slope = max(0.0, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]))
-    return times[-1] + HOPE * slope * (at - sizes[-1])
+def seconds_of(num_rows: int, known: Mapping[int, float], reach: ExpertReach) -> float:
+    """Seconds of a step: between its neighbours in `known`, and beyond them as the last two rise, with the work that
+    `reach` tells of so many rows. `known` is ascending and not empty."""
+    sizes, size = list(known), _rounded(num_rows)
+    above = bisect_left(sizes, size)
+    if above == 0 or len(sizes) == 1:
+        return known[sizes[0]]
+    if size in known:
+        return known[size]
+    above = min(above, len(sizes) - 1)
+    first, second = sizes[above - 1], sizes[above]
+    slope = (known[second] - known[first]) / (reach.work(second) - reach.work(first))
+    if size > second:
+        return known[second] + max(0.0, slope) * (reach.work(size) - reach.work(second))
+    return known[first] + slope * (reach.work(size) - reach.work(first))
 
 
 class Acceptance:
@@ -79,8 +90,9 @@ def choose_drafts(
     available: np.ndarray,
     *,
     acceptance: np.ndarray,
-    plain: dict[int, float],
-    verifying: dict[int, float],
+    plain: Mapping[int, float],
+    verifying: Mapping[int, float],
+    reach: ExpertReach,
 ) -> int:
     """Return the number of drafts per sequence, of LADDER or 0, with the most tokens per second.
 
@@ -89,15 +101,15 @@ def choose_drafts(
     than were ever verified only the least number is considered: what was never measured is tried in small steps, and
     expected to take as long as the one before until two have been measured, for a part is lost to all of them alike.
     """
-    alone, largest, at = seconds_of(num_rows, plain), max(verifying, default=0), _rounded(num_rows)
-    known = {size: seconds for size, seconds in sorted((plain | verifying).items()) if size > at}
-    first = min(known, default=at)
+    alone, largest, at = seconds_of(num_rows, plain, reach), max(verifying, default=0), _rounded(num_rows)
+    known = {size: seconds for size, seconds in sorted({**plain, **verifying}.items()) if size > at}
+    first, with_alone = min(known, default=at), {at: alone} | known
+    counts = np.minimum(available, np.array(LADDER)[:, None])
+    gained = acceptance * (1 - acceptance**counts) / np.maximum(1 - acceptance, 1e-9)
+    sizes, tokens = num_rows + counts.sum(axis=1), num_rows + gained.sum(axis=1)
     best, best_rate = 0, MARGIN * num_rows / alone
-    for most in LADDER:
-        counts = np.minimum(available, most)
-        size = num_rows + int(counts.sum())
-        tokens = num_rows + float(np.sum(acceptance * (1 - acceptance**counts) / np.maximum(1 - acceptance, 1e-9)))
-        rate = tokens / seconds_of(size, known if size > first and known else {at: alone} | known)
+    for most, size, expected in zip(LADDER, sizes.tolist(), tokens.tolist(), strict=True):
+        rate = expected / seconds_of(size, known if size > first and known else with_alone, reach)
         if rate > best_rate:
             best, best_rate = most, rate
         if _rounded(size) > largest:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayserve_moe.engine.draft_choice import Acceptance, StepTimes, choose_drafts, seconds_of
+from rayserve_moe.engine.expert_reach import ExpertReach
 from rayserve_moe.engine.model_drafts import ModelProposer, with_drafting
 from rayserve_moe.engine.proposers import Proposer
 from rayserve_moe.requests import DraftCounts
@@ -44,7 +45,7 @@ class DraftTotals:
 
 class Speculation:
     """Decides before every step whether it has drafts. Those of one step follow on tokens that are on the host, so
-    steps do not overlap while it `is_on`.
+    steps do not overlap while it `is_on`. `reach` tells what steps of more rows cost that were not measured.
 
     It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
     steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
@@ -52,8 +53,10 @@ class Speculation:
     decides nothing: all steps have all drafts.
     """
 
-    def __init__(self, table: RowTable, proposer: Proposer, *, most_drafts: int, is_fixed: bool = False) -> None:
-        self.proposer = proposer
+    def __init__(
+        self, table: RowTable, proposer: Proposer, *, most_drafts: int, reach: ExpertReach, is_fixed: bool = False
+    ) -> None:
+        self.proposer, self._reach = proposer, reach
         self.totals = DraftTotals()
         self._table, self._most, self._fixed = table, most_drafts, is_fixed
         self._acceptance = Acceptance(len(table.sequences))
@@ -89,6 +92,8 @@ class Speculation:
         """Note what came of a step, before it is committed; `counts`: which samples do, where it has drafts."""
         self._newest = schedule, result
         self.totals.draft_s += result.draft_s
+        if result.routing is not None and not schedule.plan.has_blocks:
+            self._reach.note(result.routing)
         if counts is not None:
             self.note_drafts(schedule, counts)
 
@@ -129,7 +134,7 @@ class Speculation:
         self._verifying.add(schedule.plan.num_tokens, seconds)
         if not self._fixed:
             num_rows = len(np.unique(schedule.sampling_rows))
-            self._credit += num_tokens / num_rows - seconds / seconds_of(num_rows, self._plain.known())
+            self._credit += num_tokens / num_rows - seconds / seconds_of(num_rows, self._plain.known(), self._reach)
             if self._credit < 0:
                 self._rest = int((TRYING_CREDIT - self._credit) / CREDIT_OF_STEP)
             elif self._num_fruitless >= FRUITLESS_STEPS:
@@ -156,7 +161,7 @@ class Speculation:
         rows = np.fromiter(found, np.intp, len(found))
         available = np.array([len(drafts) for drafts in found.values()])
         acceptance = self._acceptance.of(rows, self._table.generations[rows])
-        times = {"plain": self._plain.known(), "verifying": self._verifying.known()}
+        times = {"plain": self._plain.known(), "verifying": self._verifying.known(), "reach": self._reach}
         return min(self._most, choose_drafts(num_rows, available, acceptance=acceptance, **times))
 
     def _consider(self, rows: np.ndarray) -> None:

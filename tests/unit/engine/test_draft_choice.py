@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.draft_choice import HOPE, Acceptance, StepTimes, choose_drafts, seconds_of
+from rayserve_moe.engine.draft_choice import Acceptance, StepTimes, choose_drafts, seconds_of
+from tests.support.scheduling import some_reach
 
 FLAT = {1: 1.0, 64: 1.01}
 STEEP = {1: 1.0, 64: 64.0}
 
 
 def chosen(share: float, times: dict[int, float], *, available: int = 7) -> int:
-    return choose_drafts(1, np.array([available]), acceptance=np.array([share]), plain={1: 1.0}, verifying=times)
+    times_of = {"plain": {1: 1.0}, "verifying": times, "reach": some_reach()}
+    return choose_drafts(1, np.array([available]), acceptance=np.array([share]), **times_of)
 
 
 def test_free_rows_take_all_drafts_and_dear_ones_none():
@@ -23,8 +25,10 @@ def test_free_rows_take_all_drafts_and_dear_ones_none():
 
 def test_between_them_the_most_tokens_per_second_count():
     times = {1: 1.0, 8: 2.4}
-    rates = {k: sum(0.8**i for i in range(k + 1)) / (1 + 0.2 * k) for k in (0, 1, 3, 5, 7)}
-    assert chosen(0.8, times) == max(rates, key=rates.__getitem__) == 3
+    work = [some_reach().work(1 + k) for k in range(8)]
+    seconds = [1 + 1.4 * (each - work[0]) / (work[-1] - work[0]) for each in work]
+    rates = {k: sum(0.8**i for i in range(k + 1)) / seconds[k] for k in (0, 1, 3, 5, 7)}
+    assert chosen(0.8, times) == max(rates, key=rates.__getitem__) == 5
 
 
 def test_what_was_never_measured_is_tried_in_small_steps():
@@ -36,7 +40,7 @@ def test_what_was_never_measured_is_tried_in_small_steps():
 
 
 def test_plain_steps_of_more_sequences_tell_what_drafts_would_cost():
-    known = {"acceptance": np.array([0.6]), "verifying": {}}
+    known = {"acceptance": np.array([0.6]), "verifying": {}, "reach": some_reach()}
     assert choose_drafts(1, np.array([7]), plain={1: 1.0, 8: 1.1}, **known) == 1
     assert choose_drafts(1, np.array([7]), plain={1: 1.0, 2: 2.0, 8: 8.0}, **known) == 0
 
@@ -46,8 +50,11 @@ def test_no_drafts_are_chosen_where_the_steps_that_try_them_are_slower_than_plai
 
 
 def test_seconds_are_read_between_measured_sizes_and_beyond_them():
-    known = {4: 1.0, 8: 2.0}
-    assert [seconds_of(n, known) for n in (1, 4, 6, 8, 16)] == [1.0, 1.0, 1.5, 2.0, 2.0 + HOPE * 2.0]
+    reach = some_reach()
+    known = {size: 1 + reach.work(size) for size in (4, 8)}
+    for size in (4, 6, 8, 16):
+        assert seconds_of(size, known, reach) == pytest.approx(1 + reach.work(size))
+    assert seconds_of(1, known, reach) == known[4]
 
 
 def test_one_slow_step_among_several_does_not_count():

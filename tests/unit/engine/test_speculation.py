@@ -21,7 +21,7 @@ from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import DraftCounts, FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from tests.support.scheduling import choices, one, scheduler
+from tests.support.scheduling import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
 SETTINGS = SpeculationSettings("NGRAM", shortest_match=1)
@@ -59,7 +59,7 @@ class Knowing:
 
 def cycle_with(proposer: object, *, is_fixed: bool = False, num_rows: int = 4) -> StepCycle:
     target = scheduler(num_rows=num_rows, max_tokens=2 * LENGTH, num_pages=90, page_size=16, verify_rows=8 * num_rows)
-    speculation = Speculation(target.table, proposer, most_drafts=7, is_fixed=is_fixed)
+    speculation = Speculation(target.table, proposer, most_drafts=7, is_fixed=is_fixed, reach=some_reach())
     return StepCycle(target, Counting(), capture=None, speculation=speculation)
 
 
@@ -175,3 +175,25 @@ def test_an_answer_that_failed_is_no_draft_and_what_has_ended_takes_no_memory():
     proposer.end(sequence)
     assert not proposer._groups and not proposer._finished
     assert proposer.propose(one("later", [1, 2, 3], num_new=5), 4).tolist() == []
+
+
+def test_drafts_lose_no_cache_hit_and_no_page():
+    """Turns of a conversation find as much cached as without drafts, right or wrong, and leave as many pages."""
+
+    def turns(proposer: object | None) -> tuple[list[int], int]:
+        cycle, known, cached = cycle_with(proposer or Knowing(True), is_fixed=True), [0, 1, 2], []
+        cycle.speculation = cycle.speculation if proposer else None
+        for turn, num_new in enumerate((29, 30, 31, 64)):
+            cycle.scheduler.add([sequence := one(f"turn{turn}", known, num_new=num_new)])
+            while cycle.has_work:
+                cycle.run()
+                cycle.scheduler.check_integrity()
+            cached.append(sequence.num_cached)
+            known = [*sequence.token_ids[: sequence.num_tokens].tolist(), 5, 6, 7]
+        (rank,) = cycle.scheduler.ranks
+        return cached, rank.tree.num_cached_pages
+
+    plain = turns(None)
+    assert plain[0][0] == 0 and all(plain[0][1:])
+    for is_right in (True, False):
+        assert turns(Knowing(is_right)) == plain

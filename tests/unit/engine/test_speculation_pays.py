@@ -13,7 +13,7 @@ from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from tests.support.scheduling import one, scheduler
+from tests.support.scheduling import one, scheduler, some_reach
 from tests.unit.engine.test_speculation import FIRST, Counting
 
 NUM_NEW, MOST = 400, 7
@@ -58,7 +58,7 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None) -> floa
     target = scheduler(num_rows=num_streams, verify_rows=(1 + MOST) * num_streams, **limits)
     speculation = None
     if share is not None:
-        speculation = Speculation(target.table, OftenRight(share), most_drafts=MOST)
+        speculation = Speculation(target.table, OftenRight(share), most_drafts=MOST, reach=some_reach())
     timed = Timed(seconds_of)
     cycle = StepCycle(target, timed, capture=None, speculation=speculation)
     for i in range(num_streams):
