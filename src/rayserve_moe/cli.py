@@ -74,6 +74,8 @@ SETTING_OF_OPTION = {
     "slices": "num_slices",
     "expert_dtype": "expert_dtype",
     "return_routed_experts": "enable_return_routed_experts",
+    "speculative_algorithm": "speculative_algorithm",
+    "speculative_draft_model_path": "speculative_draft_model_path",
 }
 """Options of `compile-check` that stand for settings, with their keys."""
 
@@ -99,6 +101,8 @@ def _add_compile_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", help="as the setting kv_cache_dtype")
     parser.add_argument("--expert-dtype", help="as the setting expert_dtype")
     parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
+    parser.add_argument("--speculative-algorithm", help="as the setting speculative_algorithm: verify steps and drafts")
+    parser.add_argument("--speculative-draft-model-path", help="a directory with the config.json of a head")
     parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")
     parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
     parser.add_argument("--limits", help="a JSON file with the most that fields of the report may be, by case, program")

@@ -191,6 +191,10 @@ def test_the_table_shows_what_fits_and_what_does_not():
         (["--model", "qwen3-30b-a3b", "--topology", "v9x:2x4"], "topology v9x:2x4"),
         (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "49"], "has 48 layers"),
         (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--programs", "verify"], "no program verify; there are"),
+        (
+            ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--speculative-algorithm", "EAGLE3"],
+            "speculative_algorithm EAGLE3 needs speculative_draft_model_path",
+        ),
     ],
 )
 def test_wrong_use_is_answered_with_a_sentence(arguments, message, capsys):
