@@ -1,4 +1,4 @@
-"""How many tokens a verification gives with the trained head, by three ways to draw and to accept drafts."""
+"""How many tokens a verification gives with a trained draft model, by three ways to draw and to accept drafts."""
 
 # B rows   T tokens of a row   V words   W words of the head   S steps of drafting
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.calculator.batches import Batch
-from examples.calculator.drafting import WORDS, draft, head_spec, target_scores
+from examples.calculator.drafting import Form, draft, target_scores
 from examples.calculator.network import Scores, Weights
 from examples.calculator.problems import END, MIX
 from examples.calculator.problems import draw as draw_problem
@@ -33,19 +33,19 @@ class Lengths(NamedTuple):
     rejection: float
 
 
-def accepted_lengths(head: Weights, target: Weights, spec: ModelSpec, *, temperature: float, seed: int = 0) -> Lengths:
+def accepted_lengths(head: Weights, target: Weights, form: Form, *, temperature: float, seed: int = 0) -> Lengths:
     """Measure on answers to held-out problems, at every token of them: drafts are made after the true tokens before.
 
     Rejection sampling with drafts of their own noise accepts a token x that the target has sampled with probability
     min(1, q(x) / p(x)) (arXiv:2211.17192), so that its length needs no drafts.
     """
-    heat = max(temperature, COLD)
+    spec, heat = form.target, max(temperature, COLD)
     prompts = _prompts(seed)
     noise_BTV = np.random.default_rng(seed).gumbel(size=(len(prompts), WIDTH + AHEAD + 2, spec.vocab_size))
     batch = _answered(prompts, target, spec, noise_BTV=noise_BTV * (temperature > 0), heat=heat)
     scores = _scoring(spec)(target, batch)
-    ahead = draft(head, target, scores, batch, spec=head_spec(spec), ahead=AHEAD)
-    words, places = np.array(WORDS), np.arange(WIDTH)
+    ahead = draft(head, target, scores, batch, form=form, ahead=AHEAD)
+    words, places = np.array(form.words), np.arange(WIDTH)
     starts = np.array([len(prompt) for prompt in prompts])[:, None] - 1
     right: dict[str, list[np.ndarray]] = {name: [] for name in Lengths._fields}
     counted = np.asarray(ahead.is_there[0]) & (places >= starts)
@@ -58,16 +58,16 @@ def accepted_lengths(head: Weights, target: Weights, spec: ModelSpec, *, tempera
         there = np.asarray(ahead.is_there[step])
         right["shared_noise"].append((by_noise == true_ids) & there)
         right["likeliest"].append((words[drafted.argmax(-1)] == true_ids) & there)
-        ratio = _of_ids(true_ids, drafted) / np.maximum(_of_ids(true_ids, wanted), 1e-30)
+        ratio = _of_ids(true_ids, drafted, words) / np.maximum(_of_ids(true_ids, wanted, words), 1e-30)
         right["rejection"].append(np.minimum(ratio, 1.0) * there)
     return Lengths(*(1 + float(np.cumprod(right[name], axis=0).sum(0)[counted].mean()) for name in Lengths._fields))
 
 
-def _of_ids(ids_BT: np.ndarray, shares_BTW: np.ndarray) -> np.ndarray:
+def _of_ids(ids_BT: np.ndarray, shares_BTW: np.ndarray, words: np.ndarray) -> np.ndarray:
     """The share of each id out of those of all words; none of one that is no word."""
-    found_BT = np.searchsorted(WORDS, ids_BT).clip(max=len(WORDS) - 1)
+    found_BT = np.searchsorted(words, ids_BT).clip(max=len(words) - 1)
     shares_BT = np.take_along_axis(shares_BTW, found_BT[..., None], axis=-1)[..., 0]
-    return np.where(np.array(WORDS)[found_BT] == ids_BT, shares_BT, 0.0)
+    return np.where(words[found_BT] == ids_BT, shares_BT, 0.0)
 
 
 def table(found: Mapping[float, Lengths]) -> str:

@@ -1,7 +1,7 @@
-"""An EAGLE3 head for the calculator: what it computes over whole rows, how it is trained, and its files.
+"""Draft models of the calculator: what they compute over whole rows, how they are trained, and their files.
 
-It is trained as it drafts (arXiv:2503.01840, training-time test): after its first step, on features of the target, it
-goes on with its own, and every step learns the target's distribution.
+They are trained as they draft (arXiv:2503.01840, training-time test): after its first step, on features of the target,
+a draft model goes on with its own, and every step learns the target's distribution.
 """
 
 # B rows   T tokens of a row   D model width   H heads   h head width   W words of the head   S steps of drafting
@@ -9,7 +9,9 @@ goes on with its own, and every step learns the target's distribution.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,40 +30,18 @@ from rayserve_moe.checkpoints.files import CONFIG_FILE, SINGLE_FILE, open_checkp
 from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.kernels.layers import project, rms_norm, rotate, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
-from rayserve_moe.model.draft_spec import EAGLE_TENSORS, MAP, DraftSpec, draft_parameters, eagle_rules, eagle_spec
+from rayserve_moe.model.draft_spec import DraftSpec, draft_parameters
 from rayserve_moe.model.spec import ModelSpec
 
-WORDS = tuple(sorted(b"\n#*+-0123456789="))
-"""The bytes that problems and answers are made of: the head's vocabulary."""
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "vocab_size": 256,
-    "draft_vocab_size": len(WORDS),
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 4096,
-    "norm_output": False,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-}
-LAYER = "midlayer."
-TOP = ("fc", "head", "draft_norm")
-NAMES = [MAP, *(end if role in TOP else LAYER + end for role, end in EAGLE_TENSORS.items() if "bias" not in role)]
 LATER_STEPS = 0.8
 """How much a step of drafting counts beside the one before."""
+CAPACITY = 0.25
+"""Of an expert in training, as a share of all tokens: twice its mean load."""
 
 
 @dataclass(frozen=True)
-class HeadRecipe:
-    """How much the head is trained on, and how."""
+class DraftRecipe:
+    """How much a draft model is trained on, and how."""
 
     steps: int = 750
     rows: int = 24
@@ -78,59 +58,90 @@ class Ahead(NamedTuple):
     is_there: jax.Array
 
 
-def head_spec(target: ModelSpec) -> DraftSpec:
-    """The head that is trained."""
-    return eagle_spec(CONFIG, target, algorithm="EAGLE3", names=NAMES)
+class Form(ABC):
+    """One kind of draft model for `target`: `words` are the ids that it scores, `rules` the names of its tensors by
+    role, and `config` is written beside them. An expert, if it has any, takes a `capacity` of all tokens and skips the
+    others."""
+
+    words: tuple[int, ...]
+    rules: Mapping[str, str]
+    config: Mapping[str, Any]
+    capacity = 1.0
+
+    def __init__(self, target: ModelSpec, spec: DraftSpec) -> None:
+        self.target, self.spec = target, spec
+
+    @abstractmethod
+    def initial(self, target: Weights, *, seed: int) -> Weights:
+        """Float32 weights that training begins with."""
+
+    @abstractmethod
+    def first_features(self, head: Weights, target: Weights, scores: Scores) -> jax.Array:
+        """What the target says of its tokens, [B, T, D]."""
+
+    @abstractmethod
+    def inputs(self, head: Weights, features: jax.Array, embedded: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The residual stream, and what the attention reads."""
+
+    @abstractmethod
+    def after_attention(self, head: Weights, hidden: jax.Array) -> jax.Array:
+        """Features of the next step, [B, T, D]."""
+
+    @abstractmethod
+    def logits(self, head: Weights, target: Weights, features: jax.Array) -> jax.Array:
+        """Logits of the words, [B, T, W]."""
+
+    def extra_tensors(self) -> dict[str, np.ndarray]:
+        """What files have besides the weights."""
+        return {}
 
 
-def initial_head(draft: DraftSpec, *, seed: int) -> Weights:
-    """Draw its weights in float32; what it adds to the target's features is little."""
+def drawn(spec: DraftSpec, *, seed: int) -> Weights:
+    """Weights drawn in float32; what they add to the target's features is little."""
     generator, weights = jax.random.key(seed), {}
-    tree = draft_parameters(draft, dtype="float32")
+    tree = draft_parameters(spec, dtype="float32")
     for number, (group, name, param) in enumerate((g, n, p) for g, specs in tree.items() for n, p in specs.items()):
         shape = (*param.shape[: param.num_stacked_dims], *param.filled_shape)
-        drawn = jax.random.normal(jax.random.fold_in(generator, number), shape)
+        normal = jax.random.normal(jax.random.fold_in(generator, number), shape)
         scale = 0.02 if name == "head_VD" else shape[-2] ** -0.5 if len(shape) > 1 else 1.0
-        weights.setdefault(group, {})[name] = jnp.ones(shape) if param.initial == "ones" else drawn * scale
+        weights.setdefault(group, {})[name] = jnp.ones(shape) if param.initial == "ones" else normal * scale
     return weights
 
 
-def draft(head: Weights, target: Weights, scores: Scores, batch: Batch, *, spec: DraftSpec, ahead: int) -> Ahead:
+def draft(head: Weights, target: Weights, scores: Scores, batch: Batch, *, form: Form, ahead: int) -> Ahead:
     """Draft `ahead` words after every token of rows, each after the true ones before it."""
-    own, width = head["draft"], batch.ids_BT.shape[1]
-    features = jnp.concatenate([scores.entering[layer] for layer in spec.aux_layers], axis=-1) @ own["fc_AD"]
-    segments = jnp.asarray(batch.segments_BT)
+    width, segments = batch.ids_BT.shape[1], jnp.asarray(batch.segments_BT)
+    features = form.first_features(head, target, scores)
     seen_BTT = jnp.tril(jnp.ones((width, width), bool)) & (segments[:, :, None] == segments[:, None, :])
     logits, is_there, keys_of_steps = [], [], []
     for step in range(ahead):
         ids_BT = jnp.roll(batch.ids_BT, -1 - step, axis=1)
-        features, keys = _layer(
-            head, features, target["embedding"]["table_VD"][ids_BT], step, (seen_BTT, keys_of_steps), spec
-        )
+        stream, read = form.inputs(head, features, target["embedding"]["table_VD"][ids_BT])
+        attended, keys = _attend(head, read, step, (seen_BTT, keys_of_steps), form.spec)
+        features = form.after_attention(head, stream + attended)
         keys_of_steps.append(keys)
-        logits.append(rms_norm(features, own["norm_D"], spec.layer.norm_eps) @ own["head_VD"].T)
+        logits.append(form.logits(head, target, features))
         ends = jnp.roll(segments, -2 - step, axis=1)
         is_there.append((ends == segments) & (segments >= 0) & (jnp.arange(width) + 2 + step < width))
     return Ahead(jnp.stack(logits), jnp.stack(is_there))
 
 
-def _layer(
-    head: Weights, features: jax.Array, embedded: jax.Array, step: int, seen: tuple[jax.Array, list], spec: DraftSpec
+def _attend(
+    head: Weights, read: jax.Array, step: int, seen: tuple[jax.Array, list], spec: DraftSpec
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One step: it attends to all first keys before a token, and to those of its own later steps."""
-    weights, eps, attention = {n: v[0] for n, v in head["attention"].items()}, spec.layer.norm_eps, spec.layer.attention
+    weights, attention = {n: v[0] for n, v in head["attention"].items()}, spec.layer.attention
     seen_BTT, before = seen
-    rows, width, _ = features.shape
+    rows, width, _ = read.shape
     rotation = rotation_of(jnp.arange(width) + step, rope_frequencies(spec.layer.rope, attention.head_dim))
-    normed = [rms_norm(embedded, weights["norm_LD"], eps), rms_norm(features, head["draft"]["hidden_norm_D"], eps)]
-    joined = jnp.concatenate(normed, axis=-1)
 
-    def heads_of(name: str) -> jax.Array:
-        return project(joined, weights[name]).reshape(rows, width, -1, attention.head_dim)
+    def heads_of(name: str, norm: str = "") -> jax.Array:
+        heads = project(read, weights[name]).reshape(rows, width, -1, attention.head_dim)
+        return rms_norm(heads, weights[norm], spec.layer.norm_eps) if norm in weights else heads
 
     repeats = attention.num_heads // attention.num_kv_heads
-    queries = rotate(heads_of("q_LDH"), rotation)
-    keys, values = rotate(heads_of("k_LDG"), rotation), heads_of("v_LDG")
+    queries = rotate(heads_of("q_LDH", "q_norm_Lh"), rotation)
+    keys, values = rotate(heads_of("k_LDG", "k_norm_Lh"), rotation), heads_of("v_LDG")
     keys, values = (jnp.repeat(each, repeats, axis=2) for each in (keys, values))
     first_keys, first_values = before[0] if before else (keys, values)
     scores = jnp.einsum("BTHh,BSHh->BHTS", queries, first_keys) + jnp.where(seen_BTT, 0.0, UNSEEN)[:, None]
@@ -140,22 +151,18 @@ def _layer(
     attended = jnp.einsum("BHTS,BSHh->BTHh", shares[..., :width], first_values)
     for number, (_, of_step) in enumerate(later):
         attended += shares[..., width + number].transpose(0, 2, 1)[..., None] * of_step
-    hidden = features + project(attended.reshape(rows, width, -1), weights["o_LHD"])
-    dense = {name: matrix[0] for name, matrix in head["dense"].items()}
-    normed_after = rms_norm(hidden, head["mlp_norm"]["scale"][0], eps)
-    inner = jax.nn.silu(normed_after @ dense["gate_NDI"]) * (normed_after @ dense["up_NDI"])
-    return hidden + inner @ dense["down_NID"], (keys, values)
+    return project(attended.reshape(rows, width, -1), weights["o_LHD"]), (keys, values)
 
 
-def train_head(target: Weights, spec: ModelSpec, recipe: HeadRecipe, *, report_every: int = 50) -> Weights:
-    """Train a head for a target that stays as it is; return float32 weights."""
-    draft_spec = head_spec(spec)
-    words, head = jnp.array(WORDS), initial_head(head_spec(spec), seed=recipe.seed)
-    state = initial_state(head)
+def train(target: Weights, form: Form, recipe: DraftRecipe, *, report_every: int = 50) -> Weights:
+    """Train a draft model for a target that stays as it is; return float32 weights."""
+    words, head = jnp.array(form.words), form.initial(target, seed=recipe.seed)
+    state, skipping = initial_state(head), copy(form)
+    skipping.capacity = CAPACITY
 
     def loss_of(head: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        scores = target_scores(target, batch, spec)
-        ahead = draft(head, target, scores, batch, spec=draft_spec, ahead=recipe.ahead)
+        scores = target_scores(target, batch, form.target, capacity=CAPACITY)
+        ahead = draft(head, target, scores, batch, form=skipping, ahead=recipe.ahead)
         losses, right = [], []
         for step, (logits, is_there) in enumerate(zip(*ahead, strict=True)):
             wanted = jnp.roll(jax.nn.softmax(scores.logits_BTV[..., words]), -1 - step, axis=1)
@@ -182,33 +189,30 @@ def train_head(target: Weights, spec: ModelSpec, recipe: HeadRecipe, *, report_e
     return head
 
 
-def target_scores(target: Weights, batch: Batch, spec: ModelSpec) -> Scores:
-    """What the target computes, no expert skipping a token."""
-    return score(target, batch.ids_BT, batch.segments_BT, spec=spec, places=int(np.prod(batch.ids_BT.shape)))
+def target_scores(target: Weights, batch: Batch, spec: ModelSpec, *, capacity: float = 1.0) -> Scores:
+    """What the target computes; an expert takes a `capacity` of all tokens and skips the others."""
+    places = int(capacity * np.prod(batch.ids_BT.shape))
+    return score(target, batch.ids_BT, batch.segments_BT, spec=spec, places=places)
 
 
-def write_head(directory: Path, head: Weights, spec: ModelSpec) -> None:
-    """Write a directory that serving reads, and other engines do."""
+def write(directory: Path, head: Weights, form: Form) -> None:
+    """Write a directory that serving reads."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    tree = draft_parameters(head_spec(spec), dtype="bfloat16")
+    (directory / CONFIG_FILE).write_text(json.dumps(form.config, indent=2) + "\n", encoding="utf-8")
     tensors = {}
-    for name, (place,) in tensor_places(tree, eagle_rules(NAMES)).items():
+    for name, (place,) in tensor_places(draft_parameters(form.spec, dtype="bfloat16"), form.rules).items():
         group, member = place.path
         values = np.asarray(head[group][member][place.stack_index], np.float32)
         tensors[name] = np.ascontiguousarray(values.T if place.spec.transposed else values).astype(ml_dtypes.bfloat16)
-    tensors[MAP] = np.array(WORDS, np.int64) - np.arange(len(WORDS))
-    tensors["t2d"] = np.isin(np.arange(spec.vocab_size), WORDS)
-    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(tensors | form.extra_tensors(), directory / SINGLE_FILE, metadata={"format": "pt"})
     (directory / SINGLE_FILE).chmod(0o644)
 
 
-def read_head(directory: Path, spec: ModelSpec) -> Weights:
+def read(directory: Path, form: Form) -> Weights:
     """Read such a directory back into float32 weights."""
-    files, head = open_checkpoint(directory), {}
-    for name, (place,) in tensor_places(draft_parameters(head_spec(spec), dtype="float32"), eagle_rules(NAMES)).items():
-        values = jnp.asarray(files.read(name).astype(np.float32))
-        values = values.T if place.spec.transposed else values
+    files, head = open_checkpoint(directory), jax.tree.map(np.array, drawn(form.spec, seed=0))
+    for name, (place,) in tensor_places(draft_parameters(form.spec, dtype="float32"), form.rules).items():
+        values = files.read(name).astype(np.float32)
         group, member = place.path
-        head.setdefault(group, {})[member] = values[None] if place.stack_index else values
-    return head
+        head[group][member][place.stack_index] = values.T if place.spec.transposed else values
+    return jax.tree.map(jnp.asarray, head)

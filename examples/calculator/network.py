@@ -26,7 +26,7 @@ RESIDUAL_OUTPUTS = ("o", "expert_down")
 
 class Scores(NamedTuple):
     """Logits [B, T, V], and how unevenly experts were loaded: one per layer for even loads, E for all on one; and what
-    enters each layer [B, T, D]."""
+    enters each layer, and leaves the last [B, T, D]."""
 
     logits_BTV: jax.Array
     unevenness: jax.Array
@@ -76,12 +76,12 @@ def score(weights: Weights, ids_BT: jax.Array, segments_BT: jax.Array, *, spec: 
         experts = {name: values[layer] for name, values in weights["experts"].items()}
         hidden_BTD += _attend(rms_norm(hidden_BTD, attention["norm_LD"], eps), attention, seen_BTT, spec)
         normed_ND = rms_norm(hidden_BTD, weights["mlp_norm"]["scale"][layer], eps).reshape(rows * width, -1)
-        out_ND, layer_unevenness = _apply_experts(normed_ND, experts, valid_N, spec=spec, places=places)
+        out_ND, layer_unevenness = apply_experts(normed_ND, experts, valid_N, spec=spec, places=places)
         hidden_BTD += out_ND.reshape(hidden_BTD.shape)
         unevenness += layer_unevenness
     embedding = weights["embedding"]
     logits_BTV = project(rms_norm(hidden_BTD, embedding["final_norm_D"], eps), embedding["head_VD"].T)
-    return Scores(logits_BTV, unevenness, tuple(entering))
+    return Scores(logits_BTV, unevenness, (*entering, hidden_BTD))
 
 
 def _attend(hidden_BTD: jax.Array, weights: dict[str, jax.Array], seen_BTT: jax.Array, spec: ModelSpec) -> jax.Array:
@@ -101,7 +101,7 @@ def _attend(hidden_BTD: jax.Array, weights: dict[str, jax.Array], seen_BTT: jax.
     return project(attended.reshape(rows, width, -1), weights["o_LHD"])
 
 
-def _apply_experts(
+def apply_experts(
     hidden_ND: jax.Array, weights: dict[str, jax.Array], valid_N: jax.Array, *, spec: ModelSpec, places: int
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the chosen experts' outputs, each expert multiplying one block of `places` rows; and the unevenness."""

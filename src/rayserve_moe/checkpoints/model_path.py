@@ -16,8 +16,12 @@ from rayserve_moe.config.given_files import GivenFileError, is_url
 
 SYNTHETIC_PREFIX = "synthetic:"
 TRAINED_PREFIX = "trained:"
-TRAINED = {"calculator": Path(__file__).parent / "calculator"}
-"""Checkpoints that come with the package, as `examples/train_calculator.py` makes them."""
+TRAINED = {
+    name: Path(__file__).parent / name.replace("-", "_")
+    for name in ("calculator", "calculator-eagle3", "calculator-nextn")
+}
+"""Checkpoints that come with the package, as `examples/train_calculator.py` makes them; and draft models for
+`speculative_draft_model_path`, as `examples/train_drafts.py` does."""
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
