@@ -43,7 +43,7 @@ class StepTimes:
         return self._known
 
 
-def seconds_of(num_rows: int, known: Mapping[int, float], reach: ExpertReach) -> float:
+def seconds_of(num_rows: int, known: Mapping[int, float], *, reach: ExpertReach) -> float:
     """Seconds of a step: between its neighbours in `known`, and beyond them as the last two rise, with the work that
     `reach` tells of so many rows. `known` is ascending and not empty."""
     sizes, size = list(known), _rounded(num_rows)
@@ -101,7 +101,7 @@ def choose_drafts(
     than were ever verified only the least number is considered: what was never measured is tried in small steps, and
     expected to take as long as the one before until two have been measured, for a part is lost to all of them alike.
     """
-    alone, largest, at = seconds_of(num_rows, plain, reach), max(verifying, default=0), _rounded(num_rows)
+    alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), _rounded(num_rows)
     known = {size: seconds for size, seconds in sorted({**plain, **verifying}.items()) if size > at}
     first, with_alone = min(known, default=at), {at: alone} | known
     counts = np.minimum(available, np.array(LADDER)[:, None])
@@ -109,7 +109,7 @@ def choose_drafts(
     sizes, tokens = num_rows + counts.sum(axis=1), num_rows + gained.sum(axis=1)
     best, best_rate = 0, MARGIN * num_rows / alone
     for most, size, expected in zip(LADDER, sizes.tolist(), tokens.tolist(), strict=True):
-        rate = expected / seconds_of(size, known if size > first and known else with_alone, reach)
+        rate = expected / seconds_of(size, known if size > first and known else with_alone, reach=reach)
         if rate > best_rate:
             best, best_rate = most, rate
         if _rounded(size) > largest:

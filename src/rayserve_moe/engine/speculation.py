@@ -134,7 +134,9 @@ class Speculation:
         self._verifying.add(schedule.plan.num_tokens, seconds)
         if not self._fixed:
             num_rows = len(np.unique(schedule.sampling_rows))
-            self._credit += num_tokens / num_rows - seconds / seconds_of(num_rows, self._plain.known(), self._reach)
+            self._credit += num_tokens / num_rows - seconds / seconds_of(
+                num_rows, self._plain.known(), reach=self._reach
+            )
             if self._credit < 0:
                 self._rest = int((TRYING_CREDIT - self._credit) / CREDIT_OF_STEP)
             elif self._num_fruitless >= FRUITLESS_STEPS:

@@ -53,8 +53,8 @@ def test_seconds_are_read_between_measured_sizes_and_beyond_them():
     reach = some_reach()
     known = {size: 1 + reach.work(size) for size in (4, 8)}
     for size in (4, 6, 8, 16):
-        assert seconds_of(size, known, reach) == pytest.approx(1 + reach.work(size))
-    assert seconds_of(1, known, reach) == known[4]
+        assert seconds_of(size, known, reach=reach) == pytest.approx(1 + reach.work(size))
+    assert seconds_of(1, known, reach=reach) == known[4]
 
 
 def test_one_slow_step_among_several_does_not_count():
