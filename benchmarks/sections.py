@@ -34,6 +34,7 @@ from benchmarks.planner_table import planner
 from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.routing_table import bfloat16_routing
 from benchmarks.selection_table import balanced_selection
+from benchmarks.speculation_table import speculation, speculation_calculator
 from benchmarks.structured_table import hostile_schemas, schema_suite, structured_output
 from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
@@ -322,6 +323,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "expert_reading": expert_reading,
     "narrow_kl": narrow_kl,
     "calculator": calculator,
+    "speculation": speculation,
+    "speculation_calculator": speculation_calculator,
     "bfloat16_routing": bfloat16_routing,
     "narrow_experts": narrow_experts,
     "house": house,

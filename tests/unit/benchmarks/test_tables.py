@@ -61,6 +61,14 @@ def every_section() -> dict:
     ratios = dict.fromkeys(("greedy", "first", "even", "shares", "worst_even"), 1.125)
     group = {"cases": 5, **ratios, "duplicates": {"greedy": 7, "planned": 0}}
     drifted = dict.fromkeys(("stale", "after", "even", "worst_layer", "moved", "most_moved"), 0.0625)
+    drafted = {
+        "seconds": 2.0,
+        "tokens": 8,
+        "bound_seconds": 1.6,
+        "drafts_of_steps": {"3": 2},
+        "chains": 2,
+        "accepted": 1,
+    }
     loads = {"imbalance": 1.25, "kept_share": 0.75, "unfilled": 0.0}
     memory = dict.fromkeys(("peak", "temporaries", "limit"), 2_500_000_000)
     compiled = {"name": "decode", "memory": memory, "collectives": [], "copied_bytes": {}, "compile_s": 1.5}
@@ -198,6 +206,8 @@ def every_section() -> dict:
             "steps": 10, "read_bytes_per_s": [20e9, 20e9],
             "streams": {"1": {"bytes": 1_500_000_000, "seconds": [0.1, 0.1]}},
         },
+        "speculation": {"4, 0.9": {key: [drafted] for key in ("plain", "1", "3", "5", "7", "chosen")}},
+        "speculation_calculator": {"greedy": {"plain": [drafted], "NGRAM, fixed": [drafted]}},
         "calculator": {
             "tasks": {
                 "sums": {"problems": 8, "right": dict.fromkeys(COMPUTED_BY, 7), "same": dict.fromkeys(COMPUTED_BY, 5)}
@@ -363,6 +373,8 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("hostile_schemas", "32.0 (32.0-32.0)"),
         ("house", "27 (13)"),
         ("loading", "1.25 (1.25-1.25)"),
+        ("speculation", "0.80 (0.80-0.80)"),
+        ("speculation_calculator", "1.50"),
     ],
 )
 def test_the_figure_that_counts_is_in_the_table(name, figure):

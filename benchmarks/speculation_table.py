@@ -1,0 +1,59 @@
+"""What speed and acceptance of drafts look like as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.figures import Spread, paired_ratio, spread
+from benchmarks.markdown import markdown_table
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+def speculation(measured: Mapping[str, Mapping[str, Runs]]) -> str:
+    """One row for each number of streams and share of right drafts."""
+    rows = []
+    for name, sides in sorted(measured.items(), key=lambda each: [float(part) for part in each[0].split(", ")]):
+        streams, share = name.split(", ")
+        chosen, plain = sides["chosen"], sides["plain"]
+        fixed = [f"{_ratio(sides[side][:1], plain[:1]).median:.2f}" for side in sides if side.isdigit()]
+        bound = spread(run["bound_seconds"] / run["seconds"] for run in chosen)
+        of_plain = spread(run["bound_seconds"] / run["seconds"] for run in plain)
+        usual = max(chosen[0]["drafts_of_steps"].items(), key=lambda each: each[1])[0]
+        rows.append(
+            [
+                streams,
+                share,
+                *fixed,
+                usual,
+                f"{_length(chosen):.2f}",
+                _ratio(chosen, plain),
+                f"{bound.median:.2f} ({bound.least:.2f}-{bound.greatest:.2f})",
+                f"{of_plain.median:.2f}",
+            ]
+        )
+    heading = ["streams", "drafts right", *(f"{most} drafts / plain" for most in (1, 3, 5, 7)), "chosen most often"]
+    heading += ["tokens a verification", "chosen / plain", "chosen, of the bound", "plain, of the bound"]
+    return markdown_table(heading, rows)
+
+
+def _ratio(sides: Runs, plain: Runs) -> Spread:
+    """Tokens per second against plain ones, by repeat."""
+    return paired_ratio(*([run["tokens"] / run["seconds"] for run in runs] for runs in (sides, plain)))
+
+
+def _length(runs: Runs) -> float:
+    """Tokens that verified chains gave."""
+    chains = sum(run["chains"] for run in runs)
+    return 1 + sum(run["accepted"] for run in runs) / chains if chains else 1.0
+
+
+def speculation_calculator(measured: Mapping[str, Mapping[str, Runs]]) -> str:
+    """One row for each load and side."""
+    rows = []
+    for load, sides in measured.items():
+        for side, runs in sides.items():
+            if side != "plain":
+                rows.append([load, side, f"{_length(runs):.2f}", _ratio(runs, sides["plain"])])
+    return markdown_table(["load", "drafts", "tokens a verification", "tokens/s against plain steps"], rows)
