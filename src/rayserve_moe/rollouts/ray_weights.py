@@ -89,7 +89,8 @@ class Server:
     def __init__(self, app: str) -> None:
         handle = serve.get_deployment_handle(DEPLOYMENT, app)
         # The caller has no event loop, whatever Serve's environment has by default; references are passed as such.
-        handle._init(_run_router_in_separate_loop=True)
+        if not handle.is_initialized:  # Serve keeps the handles of a process
+            handle._init(_run_router_in_separate_loop=True)
         self._handle = handle.options(_by_reference=True)
 
     def call(self, name: str, *arguments: Any) -> Any:
