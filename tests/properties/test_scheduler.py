@@ -197,7 +197,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert np.bincount(rows).max() <= 1 + plan.most_drafts, "a row has two chunks"
         assert rows.min() >= 0 and rows.max() < limits.num_rows * limits.num_data_ranks
         assert (np.diff(rows // limits.num_rows) >= 0).all(), "the chunks of a rank stand apart"
-        assert lengths.min() >= 1 and lengths.max() <= limits.chunk_tokens and lengths.sum() == plan.num_tokens
+        assert lengths.min() >= 0 and lengths.max() <= limits.chunk_tokens and lengths.sum() == plan.num_tokens
+        assert np.count_nonzero(lengths == 0) == plan.num_forks and lengths[0], "a fork has nothing to fork off"
         blocks = np.where(lengths > 1, -(-lengths // PREFILL_BLOCK_TOKENS), 0)
         per_rank = np.bincount(rows // limits.num_rows, weights=blocks)
         assert (per_rank * PREFILL_BLOCK_TOKENS <= limits.step_tokens).all(), "a rank has more than a step holds"
@@ -207,8 +208,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_singles = limits.num_rows if blocks.any() else max(limits.num_rows, limits.verify_rows)
         assert samples.max(initial=0) <= most_singles, "a rank has more samples than a step holds"
         result = self.device.run_drafts(plan, [self.pasts[owner] for owner in owners])
-        for owner, start in zip(owners, plan.chunk_starts.tolist(), strict=True):
-            if owner.row in plan.sampling.rows and start:
+        for owner, start, length in zip(owners, plan.chunk_starts.tolist(), lengths.tolist(), strict=True):
+            if owner.row in plan.sampling.rows and start and length:
                 assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
                 assert owner.num_to_recompute or owner.num_cached == start
         return result

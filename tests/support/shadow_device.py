@@ -23,9 +23,12 @@ POISON = 0
 
 
 def draw(seed: int, choice: int, position: int) -> tuple[int, bool]:
-    """The token that a sequence samples at a position, and whether its logits are finite."""
+    """The token that a sequence samples at a position, and whether its logits are finite: after a prompt they are those
+    of all its choices."""
     number = hash((seed, choice, position)) >> 7
-    return (STOP_TOKEN_ID if number % 17 == 0 else 1 + number % (VOCABULARY - 1)), number % 97 != 0
+    return (STOP_TOKEN_ID if number % 17 == 0 else 1 + number % (VOCABULARY - 1)), (
+        hash((seed, position)) >> 7
+    ) % 97 != 0
 
 
 class Past:
@@ -109,12 +112,15 @@ class ShadowDevice:
             together = np.concatenate([np.zeros(0, np.int64), *written])
             assert len(np.unique(together)) == len(together), "two tokens of one step share a slot"
         for (row, start, length), first, past in zip(chunks, first_tokens, pasts, strict=True):
+            if not length:
+                continue
             tokens = plan.token_ids[first : first + length].tolist()
             tokens = [self._last_tokens[row] if token == LAST_SAMPLED else token for token in tokens]
             before = whole.stands_for[whole.slots(row, start - 1, start)[0]] if start else None
             for pool in self._pools:
                 pool.stands_for[pool.slots(row, start, start + length)] = self._continued(before, tokens, past)
             self._written_at[whole.slots(row, start, start + length)] = self.num_flushes
+        self._copy_to_forks(plan)
         for (row, start, length), past in zip(chunks, pasts, strict=True):
             # After logits that were not finite, a step may go on from a token that nobody will ever see.
             fails, stop = past.finish == "error", start + length
@@ -133,6 +139,17 @@ class ShadowDevice:
             for pool in self._pools:
                 pool.stands_for[pool.slots(row, position, position + 1)] = POISON
         return result
+
+    def _copy_to_forks(self, plan: StepPlan) -> None:
+        """What lies in the page in which a prompt ends, to the pages of those that fork off it."""
+        for chunk in np.flatnonzero(plan.chunk_lengths == 0).tolist():
+            end, rows = int(plan.chunk_starts[chunk]), plan.chunk_rows[[plan.sources[chunk], chunk]]
+            first = end // self._limits.page_size * self._limits.page_size
+            for pool in self._pools:
+                source, own = (pool.slots(int(row), first, end) for row in rows)
+                pool.stands_for[own] = pool.stands_for[source]
+            source, own = (self._pools[0].slots(int(row), first, end) for row in rows)
+            self._written_at[own] = self._written_at[source]
 
     def run_drafts(self, plan: StepPlan, pasts: list[Past]) -> StepResult:
         """The same where chunks may be drafts: wrong ones overwrite what their slots stand for, and sample anything."""
