@@ -17,11 +17,11 @@ from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_nothing_was_compiled, transport_to, two_hosts
 from tests.support.draft_models import write_eagle_head
 from tests.support.drive import run_together
-from tests.support.oracle import Oracle
+from tests.support.oracle import Oracle, TreeOracle
 from tests.support.outcomes import Outcomes, assert_same
-from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, random_requests
+from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, most_drafts, random_requests
 
-NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": DRAFTS}
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": DRAFTS, "structured_output": True}
 PAGES = {"page_size": 16, "num_pages": SETTINGS["num_pages"]}
 
 
@@ -46,10 +46,27 @@ def test_drafts_of_a_model_on_both_hosts_do_not_show(
     check_law(checkpoint, lambda _: ModelProposer("drafts"), data_parallel_size=num_data_ranks, **drafts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_data_ranks", [1, 2])
+def test_trees_of_a_model_on_both_hosts_do_not_show(
+    num_data_ranks: int, raylets: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    head = write_eagle_head(tmp_path / "head", json.loads((checkpoint / "config.json").read_text()), num_words=100)
+    drafts = {**NGRAM, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
+    tree = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
+
+    def oracle(plain: Outcomes) -> Proposer:
+        return TreeOracle(plain, share=0.9, vocab_size=VOCAB_SIZE, levels=DRAFTS)
+
+    check_law(
+        checkpoint, lambda _: ModelProposer("drafts"), oracle, data_parallel_size=num_data_ranks, **drafts, **tree
+    )
+
+
 def check_law(checkpoint: Path, *proposers: Callable[[Outcomes], Proposer], **speculates: Any) -> None:
     """Two hosts with drafts come to what one process without them does."""
     with (
-        Engine(str(checkpoint), **(SETTINGS | PAGES), **speculates, devices_per_host=4) as engine,
+        Engine(str(checkpoint), **{**SETTINGS, **PAGES, **speculates}, devices_per_host=4) as engine,
         two_hosts(checkpoint, **speculates) as (executor, _),
     ):
         plain_way = replace(PLAIN, step_tokens=32, chunk_tokens=32, **PAGES)
@@ -57,7 +74,7 @@ def check_law(checkpoint: Path, *proposers: Callable[[Outcomes], Proposer], **sp
         plain = run_together(engine.runner, engine.card, requests, way=plain_way)
         for proposer_for in proposers:
             over = OverTransport(transport_to(executor, "sockets"), PAGES["num_pages"])
-            way = replace(plain_way, proposer=proposer_for(plain), num_drafts=DRAFTS, executor=over)
+            way = replace(plain_way, proposer=proposer_for(plain), num_drafts=most_drafts(engine), executor=over)
             found = run_together(engine.runner, engine.card, requests, way=way)
             assert found.keys() == plain.keys()
             for key, outcome in plain.items():

@@ -40,8 +40,8 @@ def compiled_step(
             attended, pool = attend_new(queries[:, 0], pool, BlockPlaces(table, positions), NewRows(rows, 7), **knobs)
             return pool, attended
         pool = write_rows(pool, rows, slots)
-        knobs |= {"ancestors_BQ": trees} if is_tree else {}
-        return pool, attend(queries, pool, BlockPlaces(table, positions), **knobs)
+        places = BlockPlaces(table, positions, ancestors_BQ=trees if is_tree else None)
+        return pool, attend(queries, pool, places, **knobs)
 
     return compile_for(chip, step, pool, rows, slots, queries, table, positions, sinks, positions, donate=0), pool
 

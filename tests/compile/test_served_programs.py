@@ -118,6 +118,36 @@ def test_a_draft_model_is_laid_out_by_its_config_with_its_own_pool_and_programs(
         lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", kv_cache_dtype="fp8", **eagle3))
 
 
+def eagle3_head(folder: Path) -> dict[str, str]:
+    """Settings of a head for Qwen3-30B-A3B, of which there is the config alone."""
+    layer = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144}
+    head = {"hidden_size": 2048, "vocab_size": 151936, "draft_vocab_size": 32000, "num_hidden_layers": 1, **layer}
+    (folder / "config.json").write_text(json.dumps(head))
+    return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folder)}
+
+
+TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 16}
+
+
+@pytest.mark.slow
+def test_trees_are_drafted_and_verified_in_place(tmp_path):
+    case = case_of_model("qwen3-30b-a3b", "v6e:2x2", num_layers=3, **eagle3_head(tmp_path), **TREE)
+    report = check(case, names=("decode_64", "draft_16"))
+    assert len(report.programs) == 2 and not report.faults and report.fits
+    decode = next(program for program in report.programs if program.name == "decode_64")
+    assert "paged_attention" in decode.kernels
+
+
+def test_trees_are_refused_by_name_where_models_cannot_verify_them(tmp_path):
+    eagle3 = eagle3_head(tmp_path)
+    with pytest.raises(SettingsError, match="speculative_eagle_topk 4: on TPUs trees of drafts take bfloat16 keys"):
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", kv_cache_dtype="fp8", **eagle3, **TREE))
+    ngram = {"speculative_algorithm": "NGRAM", **TREE}
+    with pytest.raises(SettingsError, match="trees of drafts are not for models with sliding windows"):
+        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", **ngram))
+    assert lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", **ngram)).config.kernels.has_flat_rows
+
+
 def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):
     on_cpu = [path for path in CONFIGS if path not in ON_TPU]
     assert len(on_cpu) == 2

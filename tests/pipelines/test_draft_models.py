@@ -26,7 +26,7 @@ from tests.support.draft_models import AUX_KEY, ENTERED, with_prediction_layer, 
 from tests.support.draft_reference import DraftReference
 from tests.support.drive import preempt_every, run_together
 from tests.support.outcomes import assert_same
-from tests.support.speculating import DRAFTS, PLAIN, SPECULATES, assert_unchanged, random_requests
+from tests.support.speculating import DRAFTS, PLAIN, SPECULATES, assert_unchanged, most_drafts, random_requests
 from tests.support.workload import request_for
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -134,11 +134,52 @@ def test_drafts_of_models_do_not_show_over_two_data_ranks(drafting_engine, kind:
     check_law(engine, 30, count=24)
 
 
+TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
+
+
+@pytest.mark.float32("drafts are held to numpy")
+@pytest.mark.parametrize("kind", SOME)
+def test_trees_are_the_best_that_the_files_give(drafting_engine, kind: str):
+    engine, reference = drafting_engine(kind, **TREE)
+    proposer, compared = ModelProposer("drafts"), []
+
+    def check(cycle: StepCycle, _: int) -> Iterable[Sequence]:
+        for sequence in (each for each in cycle.scheduler.running if each.num_outputs):
+            token_ids = sequence.token_ids[: sequence.num_tokens]
+            drafts = proposer.propose(sequence, 11)
+            paths: list[tuple[int, ...]] = [()]
+            for token, follows in drafts.tolist():
+                paths.append((*paths[follows], token))
+            assert set(paths[1:]) == reference.tree(token_ids, levels=DRAFTS, children=3, count=11)
+            compared.append(sequence.num_tokens)
+        return ()
+
+    way = replace(PLAIN, proposer=proposer, num_drafts=11, intervene=check)
+    requests = [request_for(np.arange(5, 18), max_new_tokens=6), request_for(np.arange(40, 73), max_new_tokens=5)]
+    run_together(engine.runner, engine.card, requests, way=way)
+    assert len(compared) > 6
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_trees_of_models_do_not_show(drafting_engine, kind: str):
+    engine, _ = drafting_engine(kind, **TREE)
+    check_law(engine, 12, count=16)
+
+
+@slow
+@pytest.mark.float32("devices add up parts of sums")
+@pytest.mark.parametrize("kind", ["EAGLE3 of some words", "NEXTN"])
+def test_trees_of_models_do_not_show_over_two_data_ranks(drafting_engine, kind: str):
+    spread = {"devices_per_host": 4, "data_parallel_size": 2, "expert_backend": "all_to_all"}
+    engine, _ = drafting_engine(kind, **spread, **TREE)
+    check_law(engine, 31, count=24)
+
+
 def check_law(engine: Engine, seed: int, *, count: int) -> None:
     """A run with drafts is the plain one, alone and beside preemptions, chunks and a small pool."""
     requests, generator = random_requests(seed, count=count, layout=engine.card.routing), np.random.default_rng(seed)
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
-    alone = replace(PLAIN, proposer=ModelProposer("drafts"), num_drafts=DRAFTS)
+    alone = replace(PLAIN, proposer=ModelProposer("drafts"), num_drafts=most_drafts(engine))
     assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=alone), plain)
     way = replace(
         alone,

@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlaps=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(0,), (0,), (0, 1), (0, 5), (0, 16), (0, 3, 21)]),
         most_drafts=st.sampled_from([0, 0, 1, 3, 7]),
+        are_trees=st.booleans(),
         seed=st.integers(0, 2**32 - 1),
     )
     def set_up(
@@ -58,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlaps,
         windows,
         most_drafts,
+        are_trees,
         seed,
     ):
         # No pages beyond those that rows see at once: what is cached behind windows has to make way.
@@ -78,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.limits)
         self.device = ShadowDevice(self.limits)
         self.overlaps, self.most_drafts = overlaps and not most_drafts, most_drafts
+        self.are_trees = are_trees and windows == (0,)  # others are refused
         self.generator = np.random.default_rng(seed)
         self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
         self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT)).astype(np.int32)
@@ -194,7 +197,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _run(self, schedule: Schedule) -> StepResult:
         plan, limits = schedule.plan, self.limits
         rows, lengths = plan.chunk_rows, plan.chunk_lengths
-        assert np.bincount(rows).max() <= 1 + plan.most_drafts, "a row has two chunks"
+        most = 1 + plan.most_drafts if plan.ancestors is None or not self.are_trees else 32
+        assert np.bincount(rows).max() <= most, "a row has two chunks"
         assert rows.min() >= 0 and rows.max() < limits.num_rows * limits.num_data_ranks
         assert (np.diff(rows // limits.num_rows) >= 0).all(), "the chunks of a rank stand apart"
         assert lengths.min() >= 0 and lengths.max() <= limits.chunk_tokens and lengths.sum() == plan.num_tokens
@@ -221,8 +225,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner = self.scheduler.table.sequences[row]
             drafted = np.array(self.pasts[owner].tokens[owner.num_tokens :][: self.most_drafts], np.int32)
             drafted[self.generator.integers(0, self.most_drafts + 2) :] = VOCABULARY + 5
-            drafts[row] = drafted
+            drafts[row] = self._tree_around(drafted) if self.are_trees else drafted
         return drafts
+
+    def _tree_around(self, chain: np.ndarray) -> np.ndarray:
+        """A tree with a path of such tokens, and others that lead nowhere."""
+        tree: list[tuple[int, int]] = []
+        follows = 0
+        for token in chain.tolist():
+            for _ in range(self.generator.integers(3)):
+                tree.append((VOCABULARY + 6 + int(self.generator.integers(3)), follows))
+                if self.generator.random() < 0.5:
+                    tree.append((token, len(tree)))
+            tree.append((token, follows))
+            follows = len(tree)
+        return np.array(tree[:31], np.int32).reshape(-1, 2)
 
     def _commit(self, step: tuple[Schedule, StepResult] | None) -> None:
         if step is None:

@@ -136,9 +136,9 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
     )
     scheduler, speculation = Scheduler(limits), None
     if way.proposer is not None:
-        speculation = Speculation(
-            scheduler.table, way.proposer, most_drafts=way.num_drafts, is_fixed=True, reach=some_reach()
-        )
+        are_trees = runner.served.settings.speculation.has_trees
+        how = {"is_fixed": True, "are_trees": are_trees}
+        speculation = Speculation(scheduler.table, way.proposer, most_drafts=way.num_drafts, reach=some_reach(), **how)
     return StepCycle(
         scheduler,
         way.executor or PreparedExecutor(runner, way.num_pages),

@@ -45,7 +45,10 @@ PAGE, TABLE_WIDTH = 16, 12
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Blocks of queries (position of the first, how many) on scattered pages; all that no query sees is NaN."""
+    """Blocks of queries (position of the first, how many) on scattered pages; all that no query sees is NaN.
+
+    With `are_nodes` a block is the last of so many nodes of a tree that begins there.
+    """
 
     blocks: tuple[tuple[int, int], ...]
     num_queries: int
@@ -56,6 +59,7 @@ class PagedCase:
     has_sinks: bool = False
     latent_width: int = 0
     is_tree: bool = False
+    are_nodes: bool = False
     is_described: bool = False
     is_writing: bool = False
     dtype: str = "float32"
@@ -111,6 +115,12 @@ CASES = {
     "trees of drafts": PagedCase(
         ((100, 6), (0, 0), (0, 3), (61, 6)), 6, num_kv_heads=2, config=ScoreConfig(window=50), is_tree=True
     ),
+    "nodes of trees as single tokens, described, on two cores": PagedCase(
+        ((100, 6), (0, 0), (0, 3), (50, 32), (60, 9)), 1, num_kv_heads=2, are_nodes=True, is_described=True, num_cores=2
+    ),
+    "nodes of trees with latents": PagedCase(
+        ((100, 6), (0, 1), (50, 32)), 1, 16, 1, 192, ScoreConfig(scale=0.1), latent_width=128, are_nodes=True
+    ),
 }
 
 
@@ -148,6 +158,9 @@ class PagedArrays:
         self.positions, self.trees = (np.full(shape[:2], fill, np.int32) for fill in (-1, 0))
         self.sees = np.zeros((*shape[:2], TABLE_WIDTH * PAGE), bool)
         for block, (first, count) in enumerate(case.blocks):
+            if case.are_nodes:
+                self._place_node(generator, block, first, count)
+                continue
             parents = [-1, *(int(generator.integers(0, row)) for row in range(1, count))]
             self._place(case, block, first, parents if case.is_tree else list(range(-1, count - 1)))
         seen = self.sees.any(1)
@@ -168,6 +181,16 @@ class PagedArrays:
             own = [first + ancestor for ancestor in paths[row]]
             near = [key for key in own if case.is_tree or not case.config.window or position - key < case.config.window]
             self.sees[block, row, near] = True
+
+    def _place_node(self, generator: np.random.Generator, block: int, root: int, count: int) -> None:
+        """Make a block the last of the nodes of a tree, below some of the others."""
+        self.trees[block] = 1
+        if count:
+            path = [*(node for node in range(count - 1) if node == 0 or generator.random() < 0.4), count - 1]
+            self.positions[block] = root + len(path) - 1
+            self.trees[block] = np.array([sum(1 << node for node in path)], np.uint32).view(np.int32)
+            self.sees[block, 0, :root] = True
+            self.sees[block, 0, [root + node for node in path]] = True
 
     def dense(self, case: PagedCase) -> np.ndarray:
         """Softmax over the keys that a row sees, in float64."""
@@ -193,17 +216,19 @@ def outcome_of(case: PagedCase) -> Outcome:
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     rows = pool.reshape(-1, *pool.shape[2:])
     flat = flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    if case.is_tree or case.are_nodes:
+        places = places._replace(ancestors_BQ=jnp.asarray(arrays.trees))
     expected = arrays.dense(case) if case.is_tree else attention_reference.attend(queries, pool, places, **knobs)
     if case.is_described:
+        trees = {"ancestors_U": places.ancestors_BQ[:, 0]} if case.are_nodes else {}
         sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
-        described = paged_attention.describe_singles(places.positions_BQ[:, 0], **sizes)
+        described = paged_attention.describe_singles(places.positions_BQ[:, 0], **sizes, **trees)
         places = places._replace(described=described[case.config.window])
-    trees = jnp.asarray(arrays.trees) if case.is_tree else None
     flat = flat.reshape(*pool.shape[:2], -1)
     if case.is_writing:
         found = written_and_attended(queries, flat, places, knobs)
     else:
-        found = paged_attention.attend(queries, flat, places, **knobs, ancestors_BQ=trees, interpret=INTERPRETED)
+        found = paged_attention.attend(queries, flat, places, **knobs, interpret=INTERPRETED)
     expected = np.asarray(expected, np.float32)
     difference = np.abs(np.asarray(found, np.float32) - expected).max()
     return Outcome(float(difference), float(np.abs(expected).max()), _has_races())
@@ -276,7 +301,7 @@ def pages_into_the_block_in_use() -> None:
 
 
 def nothing_cleared() -> None:
-    PageStream.clear = lambda *_: None
+    PageStream.clear = lambda *_, **__: None
 
 
 def one_key_too_many() -> None:

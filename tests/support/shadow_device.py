@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from rayserve_moe.scheduling.draft_trees import depths_of, parents_of
 from rayserve_moe.scheduling.scheduler import StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
@@ -152,16 +153,24 @@ class ShadowDevice:
             self._written_at[own] = self._written_at[source]
 
     def run_drafts(self, plan: StepPlan, pasts: list[Past]) -> StepResult:
-        """The same where chunks may be drafts: wrong ones overwrite what their slots stand for, and sample anything."""
+        """The same where chunks may be drafts: wrong ones overwrite what their slots stand for, and sample anything.
+
+        Nodes of a tree have slots behind the root in their order; right ones are moved to those of their positions.
+        """
         if not plan.most_drafts:
             return self.run(plan, pasts)
         is_right = np.ones(plan.num_chunks, np.bool_)
         last_tokens = np.cumsum(plan.chunk_lengths) - 1
+        assert plan.ancestors is not None, "drafts have ancestors"
+        before, root = np.arange(plan.num_chunks) - parents_of(plan.ancestors), 0
+        places = plan.chunk_starts - depths_of(plan.ancestors)
         for c in range(1, plan.num_chunks):
-            if plan.chunk_rows[c] == plan.chunk_rows[c - 1]:
+            root = root if plan.chunk_rows[c] == plan.chunk_rows[c - 1] else c
+            places[c] += c - root
+            if c > root:
                 position, past = int(plan.chunk_starts[c]), pasts[c]
                 known = past.tokens[position] if position < len(past.tokens) else None
-                is_right[c] = is_right[c - 1] and plan.token_ids[last_tokens[c]] == known
+                is_right[c] = is_right[before[c]] and plan.token_ids[last_tokens[c]] == known
         right = replace(
             plan,
             chunk_rows=plan.chunk_rows[is_right],
@@ -171,9 +180,11 @@ class ShadowDevice:
             token_ids=plan.token_ids[np.repeat(is_right, plan.chunk_lengths)],
         )
         found = self.run(right, [past for past, keeps in zip(pasts, is_right, strict=True) if keeps])
-        for row, start in zip(plan.chunk_rows[~is_right], plan.chunk_starts[~is_right], strict=True):
-            for pool in self._pools:
-                slots = pool.slots(int(row), int(start), int(start) + 1)
+        kept = set(zip(right.chunk_rows.tolist(), right.chunk_starts.tolist(), strict=True))
+        is_elsewhere = ~is_right | (places != plan.chunk_starts)
+        for row, place in zip(plan.chunk_rows[is_elsewhere].tolist(), places[is_elsewhere].tolist(), strict=True):
+            for pool in self._pools if (row, place) not in kept else ():
+                slots = pool.slots(row, place, place + 1)
                 assert not np.isin(slots, self._written_now(right, pool)).any(), "a draft writes over another token"
                 pool.stands_for[slots] = POISON
         keeps = is_right[plan.chunk_samples]

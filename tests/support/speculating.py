@@ -9,6 +9,7 @@ import numpy as np
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.proposers import Proposer
 from rayserve_moe.kernels.registry import CPU_NATIVE
 from rayserve_moe.reasoning_span import ReasoningMarkers, ThinkingLimit
 from rayserve_moe.requests import (
@@ -22,7 +23,7 @@ from rayserve_moe.requests import (
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.constraints import PERSON, compiler, schema_constraint
 from tests.support.drive import Intervention, Way, preempt_every, run_together
-from tests.support.oracle import Oracle
+from tests.support.oracle import Oracle, TreeOracle
 from tests.support.outcomes import Outcomes, assert_identical, assert_same
 from tests.support.workload import draw_prompt
 
@@ -39,6 +40,8 @@ SPECULATES: dict[str, Any] = {
     "enable_return_hidden_states": True,
     "logit_processors": "examples.logit_processors",
 }
+TREES: dict[str, Any] = SPECULATES | {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
+"""Trees of as many levels."""
 CONSTRAINTS = (
     schema_constraint(PERSON),
     Constraint("regex", "([a-d]{3} ){2,6}"),
@@ -71,9 +74,21 @@ def assert_unchanged(engine: Engine, actual: Outcomes, plain: Outcomes) -> None:
         np.testing.assert_allclose(outcome.logprobs, plain[key].logprobs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def random_way(generator: np.random.Generator, plain: Outcomes, **always: Any) -> Way:
+def oracle_for(engine: Engine, plain: Outcomes, *, share: float) -> Proposer:
+    """What drafts chains or trees, as an engine has them."""
+    if not engine.runner.served.settings.speculation.has_trees:
+        return Oracle(plain, share=share, vocab_size=VOCAB_SIZE)
+    return TreeOracle(plain, share=share, vocab_size=VOCAB_SIZE, levels=DRAFTS)
+
+
+def most_drafts(engine: Engine) -> int:
+    """Drafts of a sequence in a step."""
+    return engine.runner.served.settings.speculation.most_drafts
+
+
+def random_way(engine: Engine, generator: np.random.Generator, plain: Outcomes, **always: Any) -> Way:
     """Some way to schedule, with drafts that are right more or less often."""
-    oracle = Oracle(plain, share=float(generator.choice([0.3, 0.8, 0.95, 1.0])), vocab_size=VOCAB_SIZE)
+    oracle = oracle_for(engine, plain, share=float(generator.choice([0.3, 0.8, 0.95, 1.0])))
     preempts = preempt_every(int(generator.integers(17, 25)), forgets=bool(generator.random() < 0.5))
     way = replace(
         PLAIN,
@@ -82,7 +97,7 @@ def random_way(generator: np.random.Generator, plain: Outcomes, **always: Any) -
         intervene=preempts if generator.random() < 0.5 else None,
         caches_prefixes=bool(generator.random() < 0.8),
         proposer=oracle,
-        num_drafts=int(generator.choice([1, DRAFTS])),
+        num_drafts=int(generator.choice([1, most_drafts(engine)])),
     )
     return replace(way, **always)
 
@@ -102,8 +117,9 @@ def check_mix(
     requests, generator = random_requests(seed, count=count, layout=engine.card.routing), np.random.default_rng(seed)
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
     always = {} if eplb is None else {"eplb": eplb, "intervene": intervene}
-    way = random_way(generator, plain, **always)
-    drafts_alone = replace(PLAIN, proposer=way.proposer, num_drafts=DRAFTS, eplb=eplb, intervene=intervene)
+    way = random_way(engine, generator, plain, **always)
+    alone = {"proposer": way.proposer, "num_drafts": most_drafts(engine)}
+    drafts_alone = replace(PLAIN, **alone, eplb=eplb, intervene=intervene)
     assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=drafts_alone), plain)
     found = run_together(engine.runner, engine.card, requests, way=way)
     assert found.keys() == plain.keys()

@@ -13,6 +13,9 @@ from rayserve_moe.config.setting_fields import DAY_S
 from rayserve_moe.config.setting_fields import choice as _choice
 from rayserve_moe.config.setting_fields import named as _named
 from rayserve_moe.config.setting_fields import number as _number
+from rayserve_moe.config.speculation_settings import DRAFT_MODELS as DRAFT_MODELS
+from rayserve_moe.config.speculation_settings import MOST_DRAFTS as MOST_DRAFTS
+from rayserve_moe.config.speculation_settings import SpeculationSettings as SpeculationSettings
 
 
 class SettingsError(ValueError):
@@ -23,9 +26,6 @@ MOST_TOKENS = 1 << 24
 """Of one sequence: beyond any model, and positions times pages stay far below 32 bits."""
 TPU_PAGE_SIZE = 128
 """Tokens per page on a TPU where none are given: a page of a layer is one copy of the attention kernel."""
-MOST_DRAFTS = 7
-DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN")
-"""Values of `speculative_algorithm` that take a draft model."""
 
 
 @dataclass(frozen=True)
@@ -65,32 +65,6 @@ class SchedulerSettings:
     """Plan and submit a step before the tokens of the one before are on the host."""
     decode_batch_sizes: tuple[int, ...] = _number((), (1, 8192), "precompile_bs_paddings")
     """Batch sizes that decode steps are compiled for and padded to; empty derives them from the number of rows."""
-
-
-@dataclass(frozen=True)
-class SpeculationSettings:
-    """Tokens that are drafted, and verified several at a time: they change how fast answers are, not what they are."""
-
-    algorithm: str = _choice("off", "NGRAM", "SIBLINGS", *DRAFT_MODELS, key="speculative_algorithm")
-    """`NGRAM` drafts what followed the last tokens of a sequence before, `SIBLINGS` also what did in other answers to
-    its prompt; `EAGLE`, `EAGLE3` and `NEXTN` what a draft model says; `off` or null none."""
-    draft_model_path: str = _named("", "speculative_draft_model_path")
-    """Where the head of `EAGLE` or `EAGLE3` lies, as `model_path`; `NEXTN` is a layer of the checkpoint without one."""
-    eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
-    """Drafts of a draft model for each place; only 1, a chain, is served."""
-    num_steps: int = _number(0, (0, 7), "speculative_num_steps")
-    """Drafts of a sequence in one step at most; 0 is 7. Steps have 0, 1, 3, 5 or 7, whichever measured times favour."""
-    num_draft_tokens: int = _number(0, (0, 8), "speculative_num_draft_tokens")
-    """The same as rows that are verified: `speculative_num_steps` and one more."""
-    shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
-    """Tokens at the end of a sequence that must have stood elsewhere before anything is drafted."""
-    longest_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
-    """Tokens at the end of a sequence that are looked for at most."""
-
-    @property
-    def most_drafts(self) -> int:
-        """Drafts of a sequence in one step at most; 0 without speculation."""
-        return 0 if self.algorithm == "off" else self.num_steps or max(self.num_draft_tokens - 1, 0) or MOST_DRAFTS
 
 
 @dataclass(frozen=True)

@@ -92,16 +92,44 @@ def sample(
 
 
 def _draw(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> _Drawn:
-    truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
-    find = partial(last_kept, logprobs_SV, part=part, **limits)
-    last = jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
-    kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
-    noise_SV = noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
-    score_S, id_S = best_of(kept_SV + noise_SV, part.ids())
+    score_S, id_S = best_of(_noisy(logprobs_SV, rows, noise, part), part.ids())
     own_S = jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
     score_PS, id_PS, own_PS = part.gather(score_S, id_S, own_S)
     _, id_S = best_of(score_PS.T, id_PS.T)
     own_S = jnp.sum(own_PS, axis=0, where=id_PS == id_S)
     id_S = jnp.minimum(id_S, part.num_words - 1)
     return _Drawn(id_S, own_S, ranks_of(logprobs_SV, id_S, own_S, part=part))
+
+
+def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> jax.Array:
+    """Log-probabilities that survive truncation, minus infinity for others, with noise."""
+    truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
+    limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
+    find = partial(last_kept, logprobs_SV, part=part, **limits)
+    last = jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
+    kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
+    return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
+
+
+def likeliest_samples(
+    logits_SV: jax.Array,
+    rows: SamplingBatch,
+    *,
+    part: VocabularyPart,
+    count: int,
+    noise: Noise = gumbel_noise,
+    masses: Masses = masses_of,
+) -> TopTokens:
+    """The `count` tokens that `sample` is likeliest to take by logits near these, the same on all devices.
+
+    The first is what `sample` takes. Their log-probabilities are those of a softmax of what it takes the largest of:
+    as if others were off by noise of the same kind.
+    """
+    greedy_S = rows.temperature_S <= 0.0
+    found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
+    noisy = partial(_noisy, found.logprobs_SV, rows, noise, part)
+    noisy_SV = jax.lax.cond(jnp.all(greedy_S), lambda: found.logprobs_SV, noisy)
+    scores_SV = jnp.where(greedy_S[:, None], found.logprobs_SV, jnp.maximum(noisy_SV, jnp.finfo(jnp.float32).min))
+    foretold = log_probs_of(scores_SV, jnp.ones_like(rows.temperature_S), part=part, masses=masses)
+    num_wanted = jnp.int32(count)
+    return likeliest(foretold.logprobs_SV, num_wanted=num_wanted, most_top=count, part=part)

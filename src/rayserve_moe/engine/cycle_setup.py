@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayserve_moe.config.derive import prefill_chunk_tokens, verify_rows
-from rayserve_moe.config.settings import Settings
+from rayserve_moe.config.settings import Settings, SpeculationSettings
 from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.expert_reach import ExpertReach
@@ -51,19 +51,27 @@ def step_cycle_for(
             weight_version=card.weight_version,
         )
     target = Scheduler(limits, weight_version=card.weight_version)
-    speculation = None
-    if most_drafts := settings.speculation.most_drafts:
-        proposer = proposer_for(settings.speculation)
-        reach = ExpertReach(card.routing.num_experts, card.routing.top_k)
-        speculation = Speculation(target.table, proposer, most_drafts=most_drafts, reach=reach)
     cycle = StepCycle(
         target,
         executor,
         capture=capture,
         overlaps=scheduler.overlap_steps,
         eplb=eplb,
-        speculation=speculation,
+        speculation=_speculation_for(settings.speculation, target, card=card),
     )
     if recovery is not None:
         cycle.losses = StepLosses(recovery, target, capture=capture, eplb=eplb)
     return cycle
+
+
+def _speculation_for(settings: SpeculationSettings, target: Scheduler, *, card: ModelCard) -> Speculation | None:
+    """What decides on drafts, where there are any."""
+    if not settings.most_drafts:
+        return None
+    return Speculation(
+        target.table,
+        proposer_for(settings),
+        most_drafts=settings.most_drafts,
+        reach=ExpertReach(card.routing.num_experts, card.routing.top_k),
+        are_trees=settings.has_trees,
+    )

@@ -85,7 +85,7 @@ class Acceptance:
         self._tried_of_all = FORGETTING * self._tried_of_all + tried.sum()
 
 
-def choose_drafts(
+def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
     num_rows: int,
     available: np.ndarray,
     *,
@@ -93,8 +93,11 @@ def choose_drafts(
     plain: Mapping[int, float],
     verifying: Mapping[int, float],
     reach: ExpertReach,
+    levels: np.ndarray | None = None,
 ) -> int:
     """Return the number of drafts per sequence, of LADDER or 0, with the most tokens per second.
+
+    Where drafts are trees of `levels` int [N], of which each has a right draft with `acceptance`: all, or 0.
 
     `num_rows` sequences decode; those that have drafts have `available` int [N] of them, each right with `acceptance`
     [N]. `plain` and `verifying` are the known times of steps without and with drafts, `plain` not empty. Of more rows
@@ -104,11 +107,13 @@ def choose_drafts(
     alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), _rounded(num_rows)
     known = {size: seconds for size, seconds in sorted({**plain, **verifying}.items()) if size > at}
     first, with_alone = min(known, default=at), {at: alone} | known
-    counts = np.minimum(available, np.array(LADDER)[:, None])
-    gained = acceptance * (1 - acceptance**counts) / np.maximum(1 - acceptance, 1e-9)
+    ladder = np.array(LADDER) if levels is None else available.max(keepdims=True)
+    counts = np.minimum(available, ladder[:, None])
+    in_turn = counts if levels is None else levels[None]
+    gained = acceptance * (1 - acceptance**in_turn) / np.maximum(1 - acceptance, 1e-9)
     sizes, tokens = num_rows + counts.sum(axis=1), num_rows + gained.sum(axis=1)
     best, best_rate = 0, MARGIN * num_rows / alone
-    for most, size, expected in zip(LADDER, sizes.tolist(), tokens.tolist(), strict=True):
+    for most, size, expected in zip(ladder.tolist(), sizes.tolist(), tokens.tolist(), strict=True):
         rate = expected / seconds_of(size, known if size > first and known else with_alone, reach=reach)
         if rate > best_rate:
             best, best_rate = most, rate

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rayserve_moe.config.settings import SpeculationSettings
-from rayserve_moe.scheduling.proposals import continuation
+from rayserve_moe.scheduling.draft_trees import joined
+from rayserve_moe.scheduling.proposals import NO_DRAFTS, continuations
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.token_index import TokenIndex
 
@@ -24,12 +25,34 @@ class Proposer(Protocol):
     name: str
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """Up to `count` tokens, int32, that may follow those that the sequence knows."""
+        """Up to `count` drafts (`draft_trees`) of what may follow the tokens that the sequence knows."""
         ...
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended."""
         ...
+
+
+class Branching(NamedTuple):
+    """How many continuations are drafted, of how many tokens each; 1: a chain."""
+
+    width: int
+    num_levels: int
+
+    @classmethod
+    def of(cls, settings: SpeculationSettings) -> Branching:
+        """As the settings say."""
+        return cls(settings.eagle_topk, settings.num_levels)
+
+    def tokens_of(self, count: int) -> int:
+        """Tokens of each continuation where `count` are drafted in all."""
+        return count if self.width == 1 else min(count, self.num_levels)
+
+    def drafts_of(self, found: list[np.ndarray], count: int) -> np.ndarray:
+        """Continuations, the best first, as drafts."""
+        if self.width > 1:
+            return joined(found, count=count)
+        return found[0] if found else NO_DRAFTS
 
 
 class NgramProposer:
@@ -38,12 +61,14 @@ class NgramProposer:
     name = "ngram"
 
     def __init__(self, settings: SpeculationSettings) -> None:
+        self._branching = Branching.of(settings)
         self._lengths = {"shortest": settings.shortest_match, "longest": settings.longest_match}
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """The continuation of its longest end that stood before."""
+        """The continuations of its longest end that stood before."""
         known = sequence.token_ids[: sequence.num_tokens]
-        return continuation(known, known, count=count, **self._lengths)
+        most = {"count": self._branching.tokens_of(count), "width": self._branching.width}
+        return self._branching.drafts_of(continuations(known, known, **most, **self._lengths), count)
 
     def end(self, sequence: Sequence) -> None:
         """Nothing is kept."""
@@ -65,6 +90,7 @@ class SiblingProposer:
     name = "siblings"
 
     def __init__(self, settings: SpeculationSettings) -> None:
+        self._branching = Branching.of(settings)
         self._lengths = {"shortest": settings.shortest_match, "longest": settings.longest_match}
         self._finished: OrderedDict[Hashable, deque[np.ndarray]] = OrderedDict()
         self._groups: dict[Hashable, _Group] = {}
@@ -73,10 +99,12 @@ class SiblingProposer:
         """The continuation of its longest end that stands in an answer, else of the one that stands in its prompt."""
         index = self._group(_prompt_of(sequence), sequence).index
         index.extend(sequence, self._answer(sequence))
-        if len(found := index.continuation(sequence, count)):
-            return found
+        branching, num_tokens = self._branching, self._branching.tokens_of(count)
+        if found := index.continuations(sequence, num_tokens, width=branching.width):
+            return branching.drafts_of(found, count)
         known = sequence.token_ids[: sequence.num_tokens]
-        return continuation(known, known, count=count, **self._lengths)
+        most = {"count": num_tokens, "width": branching.width}
+        return branching.drafts_of(continuations(known, known, **most, **self._lengths), count)
 
     def end(self, sequence: Sequence) -> None:
         """Keep its answer for those that come after it, unless it failed."""

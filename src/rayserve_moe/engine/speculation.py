@@ -13,6 +13,7 @@ from rayserve_moe.engine.expert_reach import ExpertReach
 from rayserve_moe.engine.model_drafts import ModelProposer, with_drafting
 from rayserve_moe.engine.proposers import Proposer
 from rayserve_moe.requests import DraftCounts
+from rayserve_moe.scheduling.draft_trees import depths_of, levels_of, right_drafts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
@@ -50,15 +51,22 @@ class Speculation:
     It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
     steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
     with what follows: it goes on where they promise more tokens per second by `choose_drafts`. Where it `is_fixed` it
-    decides nothing: all steps have all drafts.
+    decides nothing: all steps have all drafts. Where drafts `are_trees` a step has all of them or none.
     """
 
     def __init__(
-        self, table: RowTable, proposer: Proposer, *, most_drafts: int, reach: ExpertReach, is_fixed: bool = False
+        self,
+        table: RowTable,
+        proposer: Proposer,
+        *,
+        most_drafts: int,
+        reach: ExpertReach,
+        are_trees: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self.proposer, self._reach = proposer, reach
         self.totals = DraftTotals()
-        self._table, self._most, self._fixed = table, most_drafts, is_fixed
+        self._table, self._most, self._fixed, self._are_trees = table, most_drafts, is_fixed, are_trees
         self._acceptance = Acceptance(len(table.sequences))
         self._plain, self._verifying = StepTimes(), StepTimes()
         self._rest, self._credit = REST, FIRST_CREDIT
@@ -102,7 +110,7 @@ class Speculation:
         rows, is_draft = schedule.sampling_rows, follows(schedule.sampling_rows)
         verified, drafted = np.unique(rows[is_draft], return_counts=True)
         right = np.bincount(rows[counts & is_draft], minlength=len(self._table.sequences))[verified]
-        self._acceptance.note(verified, drafted, right=right)
+        self._acceptance.note(verified, self._levels(schedule, verified, drafted), right=right)
         self.totals.chains += len(verified)
         self.totals.drafted += int(drafted.sum())
         self.totals.accepted += int(right.sum())
@@ -112,6 +120,15 @@ class Speculation:
                 sequence.drafts = DraftCounts(
                     before.chains + 1, before.drafted + num_drafted, before.accepted + num_right
                 )
+
+    def _levels(self, schedule: Schedule, verified: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        """How many drafts of each verified row could have been right: of a tree as many as follow each other."""
+        if not self._are_trees:
+            return drafted
+        ancestors, levels = schedule.plan.ancestors, np.zeros(len(self._table.sequences), np.int64)
+        assert ancestors is not None, "drafts have ancestors"
+        np.maximum.at(levels, schedule.plan.chunk_rows, depths_of(ancestors))
+        return levels[verified]
 
     def note_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
         """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out.
@@ -164,7 +181,8 @@ class Speculation:
         available = np.array([len(drafts) for drafts in found.values()])
         acceptance = self._acceptance.of(rows, self._table.generations[rows])
         times = {"plain": self._plain.known(), "verifying": self._verifying.known(), "reach": self._reach}
-        return min(self._most, choose_drafts(num_rows, available, acceptance=acceptance, **times))
+        levels = np.array([levels_of(drafts) for drafts in found.values()]) if self._are_trees else None
+        return min(self._most, choose_drafts(num_rows, available, acceptance=acceptance, levels=levels, **times))
 
     def _consider(self, rows: np.ndarray) -> None:
         """Go on if drafts promise to pay for the rows that decode, else look again soon."""
@@ -186,9 +204,8 @@ class Speculation:
         for row, generation, start, drafts in self._watched:
             sequence = self._table.sequences[row]
             if sequence is not None and self._table.generations[row] == generation:
-                followed = sequence.token_ids[start : sequence.num_tokens][: len(drafts)]
-                is_wrong = followed != drafts[: len(followed)]
-                outcomes.append((row, len(followed), int(is_wrong.argmax()) if is_wrong.any() else len(followed)))
+                followed = sequence.token_ids[start : sequence.num_tokens][: levels_of(drafts)]
+                outcomes.append((row, len(followed), right_drafts(drafts, followed)))
         if outcomes:
             rows, drafted, right = np.array(outcomes).T
             self._acceptance.note(rows, drafted, right=right)

@@ -14,7 +14,8 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.config.load import checkpoint_cache
 from rayserve_moe.config.settings import DRAFT_MODELS, ModelSettings, SettingsError, SpeculationSettings
-from rayserve_moe.execution.draft_steps import draft_axes, scratch_pages
+from rayserve_moe.execution.draft_parts import scratch_pages
+from rayserve_moe.execution.draft_steps import draft_axes
 from rayserve_moe.execution.step_types import DraftState
 from rayserve_moe.execution.weights import laid_out
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
@@ -176,13 +177,13 @@ def _target_ids(opened: OpenedDraft, *, num_words: int) -> np.ndarray:
 
 
 def draft_state_shapes(
-    config: DraftConfig, *, num_pages: int, page_size: int, num_rows: int, most_drafts: int, dtypes: tuple[str, str]
+    config: DraftConfig, *, num_pages: int, page_size: int, num_rows: int, num_ahead: int, dtypes: tuple[str, str]
 ) -> DraftState:
     """Shapes of a draft's state for pages and rows of every data rank; `dtypes` are those of features, and of keys."""
     plan, spec = config.layer.plan, config.draft.layer
     dtype, kv_dtype = dtypes
     kv_dtype = config.layer.kernels.pool_dtypes.get(kv_dtype, kv_dtype)
-    num_pages += num_rows * scratch_pages(most_drafts, page_size)
+    num_pages += num_rows * scratch_pages(num_ahead, page_size)
     row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.layer.kernels.has_flat_rows)
     shapes = (num_pages, page_size, *row.shape), (num_rows, spec.hidden_size), (num_rows,)
     arrays = (

@@ -37,6 +37,6 @@ def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, nu
 
 
 def drafts_of(drafts_NSK: jax.Array, places: np.ndarray) -> np.ndarray:
-    """Drafts int32 [rows, K] of the rows at `places` among those of all data ranks."""
+    """Drafts int32 [rows, K], or trees [rows, K, 2], of the rows at `places` among those of all data ranks."""
     of_all = np.asarray(drafts_NSK)
-    return np.ascontiguousarray(of_all.reshape(-1, of_all.shape[-1])[places])
+    return np.ascontiguousarray(of_all.reshape(-1, *of_all.shape[2:])[places])

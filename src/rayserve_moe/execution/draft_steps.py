@@ -10,29 +10,24 @@ rows, in which drafts that no step has verified yet leave their keys and values.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.sampling import sample
+from rayserve_moe.execution.draft_parts import draft_of, noise_for, scratch_pages, weights_of_both, with_scratch
+from rayserve_moe.execution.draft_trees import grown_tree
 from rayserve_moe.execution.step_input import DeviceInput, sampling_of
 from rayserve_moe.execution.step_samples import OwnSamples
-from rayserve_moe.execution.step_types import DeviceState, DraftState, ModelWeights
+from rayserve_moe.execution.step_types import DeviceState, DraftState, ModelWeights, TreeShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.layers import gumbel_noise_of
 from rayserve_moe.model.draft_layer import DraftConfig, draft_features, draft_logits, target_features
 from rayserve_moe.model.kv_cache import cache_row
-from rayserve_moe.model.transformer import ForwardOutput, Parameters
+from rayserve_moe.model.transformer import ForwardOutput
 from rayserve_moe.parallel.sharding import gather_rows
 
 ROW_AXES: tuple[str | None, ...] = ("data_ranks", None)
-
-
-def scratch_pages(most_drafts: int, page_size: int) -> int:
-    """Pages of a row for drafts of which no step knows yet."""
-    return -(-(most_drafts - 1) // page_size)
 
 
 def extended(
@@ -51,7 +46,7 @@ def extended(
     others right drafts at most.
     """
     batch, places_S = step.batch, step.sample_places_S
-    weights_of_both, draft = _both(weights), _draft_of(state)
+    both, draft = weights_of_both(weights), draft_of(state)
     num_rows, num_tokens = len(state.last_tokens_R), len(batch.token_ids_T)
     goes_on_T = jnp.roll(batch.positions_T, -1) == batch.positions_T + 1
     next_T = jnp.where(goes_on_T, jnp.roll(batch.token_ids_T, -1), batch.token_ids_T)
@@ -60,14 +55,15 @@ def extended(
     next_T = next_T.at[sampled_S].set(own.ids_S, mode="drop")
     if batch.num_prefill_blocks:
         next_T = next_T.at[_known_ends(step)].set(step.block_nexts_B, mode="drop")
-    features_TD = target_features(*weights_of_both, out, config=config)
+    features_TD = target_features(*both, out, config=config)
     of_next = replace(batch, token_ids_T=next_T)
-    features_TD, pages = draft_features(weights_of_both, draft.kv_pages, of_next, features_TD, config=config)
-    return DraftState(
+    features_TD, pages = draft_features(both, draft.kv_pages, of_next, features_TD, config=config)
+    after = DraftState(
         pages,
         draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
         draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
     )
+    return after if own.moves is None else after.moved(own.moves, config.layer.kernels.moves)
 
 
 def _known_ends(step: DeviceInput) -> jax.Array:
@@ -86,17 +82,24 @@ def draft_ahead(
     *,
     rows_NS: jax.Array,
     config: DraftConfig,
-    most_drafts: int,
+    shape: TreeShape,
     partitions: tuple[ModelWeights, DeviceState],
 ) -> tuple[DeviceState, jax.Array]:
-    """The tokens, int32 [N, S, K], that may follow those which rows have sampled last; `rows_NS` int32 are rows of each
-    data rank, those that do not exist are padding. Weights and state lie in `partitions`."""
+    """The tokens, int32 [N, S, K], that may follow those which rows have sampled last; of a tree [N, S, K, 2], as
+    `scheduling.draft_trees` has them. `rows_NS` int32 are rows of each data rank, those that do not exist are padding.
+    Weights and state lie in `partitions`."""
     plan, whole = config.layer.plan, PartitionSpec()
 
     def on_device(weights: ModelWeights, state: DeviceState, rows_NS: jax.Array) -> tuple[DeviceState, jax.Array]:
-        drafts_KA, pages = _chain(weights, state, rows_NS[plan.data_rank()], config=config, most_drafts=most_drafts)
-        drafts_NSK = jnp.moveaxis(drafts_KA.reshape(most_drafts, *rows_NS.shape), 0, -1)
-        return replace(state, draft=_draft_of(state)._replace(kv_pages=pages)), drafts_NSK
+        if shape.num_children > 1:
+            drafts_SK2, pages = grown_tree(weights, state, rows_S=rows_NS[plan.data_rank()], config=config, shape=shape)
+            state = replace(state, draft=draft_of(state)._replace(kv_pages=pages))
+            return state, plan.gather_data_ranks(drafts_SK2[None], dim=0)
+        drafts_KA, pages = _chain(
+            weights, state, rows_NS[plan.data_rank()], config=config, most_drafts=shape.num_drafts
+        )
+        drafts_NSK = jnp.moveaxis(drafts_KA.reshape(shape.num_drafts, *rows_NS.shape), 0, -1)
+        return replace(state, draft=draft_of(state)._replace(kv_pages=pages)), drafts_NSK
 
     return jax.shard_map(
         on_device,
@@ -111,18 +114,18 @@ def _chain(
     weights: ModelWeights, state: DeviceState, rows_S: jax.Array, *, config: DraftConfig, most_drafts: int
 ) -> tuple[jax.Array, jax.Array]:
     """On one device: the drafts of all data ranks, [K, A], and the pool."""
-    plan, draft, both = config.layer.plan, _draft_of(state), _both(weights)
+    plan, draft, both = config.layer.plan, draft_of(state), weights_of_both(weights)
     num_rows, page_size = len(state.last_tokens_R), draft.kv_pages.shape[1]
     positions_S = jnp.where(rows_S < num_rows, draft.positions_R.at[rows_S].get(mode="clip"), -1)
-    table_SP = _with_scratch(state, rows_S, positions_S, num_scratch=scratch_pages(most_drafts, page_size))
+    table_SP = with_scratch(
+        state, rows_S, positions_S=positions_S, num_scratch=scratch_pages(most_drafts - 1, page_size)
+    )
 
     def drawn(features_SD: jax.Array, position_S: jax.Array) -> jax.Array:
         sampling, _ = sampling_of(state, rows_S, positions_S=position_S)
         sampling = gather_rows(replace(sampling, num_top_S=jnp.zeros_like(sampling.num_top_S)), plan)
         logits_AV = draft_logits(both, features_SD, config=config)
-        words, noise = both[1]["draft"].get("target_ids_V"), config.target.kernels.noise
-        if words is not None:
-            noise = partial(_noise_of_words, words)
+        noise, words = noise_for(weights, config)
         ids_A = sample(logits_AV, sampling, part=config.words, most_top=1, noise=noise).ids_S
         return ids_A if words is None else words[ids_A]
 
@@ -143,35 +146,6 @@ def _chain(
     carry = features_SD, draft.kv_pages, first_A
     (_, pages, _), others_KA = jax.lax.scan(ahead, carry, jnp.arange(most_drafts - 1))
     return jnp.concatenate([first_A[None], others_KA]), pages
-
-
-def _noise_of_words(
-    words_V: jax.Array, seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
-) -> jax.Array:
-    """The noise of the target's words that stand for the draft's, from `first` on."""
-    ids_V = words_V.at[first + jnp.arange(size)].get(mode="clip")
-    return gumbel_noise_of(ids_V, seed_S, choice_S, position_S)
-
-
-def _with_scratch(state: DeviceState, rows_S: jax.Array, positions_S: jax.Array, *, num_scratch: int) -> jax.Array:
-    """The page tables of rows, with pages of their own behind that of their last position."""
-    num_pages, page_size = _draft_of(state).kv_pages.shape[:2]
-    first_scratch = num_pages - len(state.last_tokens_R) * num_scratch
-    table_SP = state.page_table_RP.at[rows_S].get(mode="clip")
-    beyond_SP = jnp.arange(table_SP.shape[1]) - (positions_S // page_size)[:, None]
-    scratch_SP = first_scratch + rows_S[:, None] * num_scratch + beyond_SP - 1
-    is_scratch_SP = (beyond_SP > 0) & (beyond_SP <= num_scratch) & (positions_S >= 0)[:, None]
-    return jnp.where(is_scratch_SP, scratch_SP, table_SP)
-
-
-def _both(weights: ModelWeights) -> tuple[Parameters, Parameters]:
-    assert weights.draft is not None, "there is no draft model"
-    return weights.params, weights.draft
-
-
-def _draft_of(state: DeviceState) -> DraftState:
-    assert state.draft is not None, "there is no draft model"
-    return state.draft
 
 
 def draft_axes(config: DraftConfig) -> tuple[tuple[str | None, ...], ...]:

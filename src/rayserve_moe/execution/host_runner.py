@@ -162,7 +162,7 @@ class HostRunner:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
-        assert plan.most_drafts <= self._settings.speculation.most_drafts, "steps are compiled for fewer drafts"
+        assert plan.most_drafts <= self._settings.speculation.num_levels, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
             assert self._in_flight is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
@@ -268,6 +268,7 @@ def _packer_for(served: ServedModel) -> Packer:
         num_data_ranks=served.config.plan.data_size,
         num_tables=served.num_tables,
         tells_nexts=served.draft is not None,
+        has_trees=served.settings.speculation.has_trees,
     )
 
 
@@ -290,5 +291,4 @@ def _with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) ->
     """The result with drafts, for which this waits."""
     assert output.drafts_NSK is not None, "drafts were asked for"
     begun = time.perf_counter()
-    drafts = drafts_of(output.drafts_NSK, drafting.places)
-    return replace(result, drafts=drafts, draft_s=time.perf_counter() - begun)
+    return replace(result, drafts=drafts_of(output.drafts_NSK, drafting.places), draft_s=time.perf_counter() - begun)

@@ -33,8 +33,8 @@ class PackedStep:
     `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
     ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
     is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
-    that are held, int32 [data ranks, 3, S]; then the vectors have none. `copies` are vectors of pages to copy after it.
-    `num_inspected` tokens are looked at.
+    that are held, int32 [data ranks, 3 or with trees 4, S]; then the vectors have none. `copies` are vectors of pages
+    to copy after it. `num_inspected` tokens are looked at.
     """
 
     step_id: int
@@ -59,10 +59,12 @@ class Packer:
         num_data_ranks: int = 1,
         num_tables: int = 1,
         tells_nexts: bool = False,
+        has_trees: bool = False,
     ) -> None:
         self._rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
-        self._block_tokens, self._tells_nexts = shapes[0].block_tokens, tells_nexts
-        self.layouts = {shape: InputLayout(shape, rows_per_rank, num_tables, tells_nexts) for shape in shapes}
+        self._block_tokens, self._tells_nexts, self._has_trees = shapes[0].block_tokens, tells_nexts, has_trees
+        given = rows_per_rank, num_tables, tells_nexts, has_trees
+        self.layouts = {shape: InputLayout(shape, *given) for shape in shapes}
         decode = [layout for shape, layout in self.layouts.items() if shape.num_blocks == 0]
         self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
         self._places = np.arange(max(shape.num_singles for shape in shapes))
@@ -107,6 +109,8 @@ class Packer:
         of_singles = ranks[singles], singles_before[singles]
         vectors[:, at.single_rows][of_singles] = rows[singles]
         vectors[:, at.single_positions][of_singles] = starts[singles]
+        if self._has_trees and plan.ancestors is not None:
+            vectors[:, at.single_ancestors][of_singles] = plan.ancestors[singles]
         chunks, index = np.repeat(np.arange(len(blocks)), blocks), _offsets(blocks)
         of_blocks = ranks[chunks], blocks_before[chunks] + index
         vectors[:, at.block_rows][of_blocks] = rows[chunks]
@@ -148,6 +152,8 @@ class Packer:
             (at.sample_rows, rows[samples]),
         ):
             vector[section.start : section.start + len(values)] = values
+        if self._has_trees and plan.ancestors is not None:
+            vector[at.single_ancestors][: len(plan.ancestors)] = plan.ancestors
         vectors = vector[None]
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
@@ -155,13 +161,16 @@ class Packer:
 
     def _held(self, plan: StepPlan, packed: PackedStep) -> PackedStep:
         """The step without its samples, and what they are drawn by later."""
-        held = np.full((self._num_ranks, 3, packed.shape.num_singles), self._rows_per_rank, np.int32)
-        held[:, 1:] = 0
+        num_held = 3 + self._has_trees
+        held = np.full((self._num_ranks, num_held, packed.shape.num_singles), self._rows_per_rank, np.int32)
+        held[:, 1:3], held[:, 3:] = 0, 1
         ranks, places = np.divmod(packed.sample_places, packed.shape.num_singles)
         samples, last = plan.chunk_samples, np.cumsum(plan.chunk_lengths) - 1
         held[ranks, 0, places] = plan.chunk_rows[samples] % self._rows_per_rank
         held[ranks, 1, places] = (plan.chunk_starts + plan.chunk_lengths)[samples]
         held[ranks, 2, places] = plan.token_ids[last[samples]]
+        if self._has_trees and plan.ancestors is not None:
+            held[ranks, 3, places] = plan.ancestors[samples]
         packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self._rows_per_rank
         return replace(packed, held=held)
 

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
-from rayserve_moe.decoding.drafts import accepted, drafts_of
+from rayserve_moe.decoding.drafts import accepted, drafts_of, tree_drafts_of
 from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_support, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.logit_processors import allowed_logits
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
 from rayserve_moe.execution.step_input import sampling_of
 from rayserve_moe.execution.step_types import DeviceState, StepConfig, StepOutput
+from rayserve_moe.kernels.ancestors import places_of
+from rayserve_moe.kernels.kv_pool import Moves
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.sharding import gather_rows
 from rayserve_moe.request_fields import MAX_TOP_LOGPROBS
@@ -29,18 +31,19 @@ from rayserve_moe.token_evidence import WANTS_SUPPORT
 
 class SampleInput(NamedTuple):
     """Of a data rank's samples: its own rows (one that does not exist marks padding), how they are drawn, by what they
-    are adjusted, and the tokens that they are taken after, int32 [S]."""
+    are adjusted, and the tokens that they are taken after, int32 [S], where drafts are trees with their ancestors."""
 
     rows_S: jax.Array
     sampling: SamplingBatch
     penalties: Penalties
     ids_S: jax.Array
+    ancestors_S: jax.Array | None = None
 
 
 class HeldInputs(NamedTuple):
-    """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand and the tokens
-    before them; the words that they may be; what evidence is asked; what logit processors are given, where there are
-    some."""
+    """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand, the tokens
+    before them and where drafts are trees the ancestors of those; the words that they may be; what evidence is asked;
+    what logit processors are given, where there are some."""
 
     samples_N3S: Any
     mask_AW: Any
@@ -49,10 +52,14 @@ class HeldInputs(NamedTuple):
 
 
 class OwnSamples(NamedTuple):
-    """What a data rank has sampled, ids int32 [S], and for which of its rows each is the last that counts, [S]."""
+    """What a data rank has sampled, ids int32 [S], and for which of its rows each is the last that counts, [S].
+
+    `moves` say where keys and values of the right drafts of trees go, which is done in the target's pool.
+    """
 
     ids_S: jax.Array
     rows_S: jax.Array
+    moves: Moves | None = None
 
 
 def sample_rows(
@@ -72,9 +79,11 @@ def sample_rows(
     nowhere = len(state.seen_RV)
     rows_S = jnp.where(samples.rows_S < num_rows, plan.data_rank() * num_rows + samples.rows_S, nowhere)
     given = (rows_S, samples.sampling, samples.penalties)
-    inputs = (samples.ids_S,) if config.most_drafts else ()
+    trees = () if samples.ancestors_S is None else (samples.ancestors_S,)
+    inputs = (*trees, samples.ids_S) if config.most_drafts else ()
     rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
-    drafts = drafts_of(rows_A, sampling.position_S, *inputs, most_drafts=config.most_drafts) if inputs else None
+    find = tree_drafts_of if trees else partial(drafts_of, rows_A, sampling.position_S)
+    drafts = find(*inputs, most_drafts=config.most_drafts) if inputs else None
     of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
     adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
 
@@ -85,14 +94,37 @@ def sample_rows(
 
     sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and allow is None else draw()
     own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], samples.rows_S
+    moves = None
     if drafts is not None:
         counts_A, is_last_A = accepted(sampled.ids_S, drafts)
         of_rows["rows_S"] = jnp.where(counts_A, rows_A, nowhere)
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
+        if trees:
+            moves = _moves_of(state, samples, counts_A.reshape(plan.data_size, -1)[plan.data_rank()], config.page_size)
+            move, num_layers = config.model.kernels.moves, config.model.spec.num_layers
+            kv_pages = move(state.kv_pages, moves, num_layers=num_layers)
+            state = replace(state, kv_pages=kv_pages)
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
     seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
-    own = OwnSamples(own_ids_S, own_rows_S)
+    own = OwnSamples(own_ids_S, own_rows_S, moves)
     return sampled, own, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
+
+
+def _moves_of(state: DeviceState, samples: SampleInput, counts_S: jax.Array, page_size: int) -> Moves:
+    """From where the keys of tokens lie whose samples count to where those of their positions do."""
+    assert samples.ancestors_S is not None, "only trees have keys elsewhere"
+    positions_S = samples.sampling.position_S.astype(jnp.int32) - 1
+    places_S = places_of(positions_S, samples.ancestors_S)
+    pages_SP = state.page_table_RP.at[samples.rows_S].get(mode="clip")
+
+    def slots(places_S: jax.Array) -> jax.Array:
+        pages_S = jnp.take_along_axis(pages_SP, places_S[:, None] // page_size, axis=1, mode="clip")[:, 0]
+        return pages_S * page_size + places_S % page_size
+
+    is_elsewhere_S = counts_S & (places_S != positions_S) & (samples.rows_S < len(state.last_tokens_R))
+    (moved_S,) = jnp.nonzero(is_elsewhere_S, size=len(counts_S), fill_value=0)
+    num = jnp.sum(is_elsewhere_S, dtype=jnp.int32)
+    return Moves(slots(places_S)[moved_S], slots(positions_S)[moved_S], num)
 
 
 def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
@@ -106,11 +138,13 @@ def sample_held(
 ) -> tuple[DeviceState, StepOutput]:
     """On one device: sample what a step has held, and find the evidence that is asked of it (`with_evidence`)."""
     plan, part = config.model.plan, words_of(config.model)
-    rows_S, positions_S, ids_S = held.samples_N3S[plan.data_rank()]
-    samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), ids_S)
+    rows_S, positions_S, *of_before = held.samples_N3S[plan.data_rank()]
+    samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), *of_before)
     given = {"given_SX": held.processed_AX, "processors": config.processors, "part": part}
     allow = partial(allowed_logits, mask_SW=held.mask_AW, **given)
-    sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
+    sampled, own, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
+    if own.moves is not None and state.draft is not None:
+        state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.moves))
     logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
     how = {"rows": rows, "part": part, "masses": config.model.kernels.masses}
     support = sampling_support(logits.processed_SV, sampled.ids_S, wants_S=held.asked_AF[:, 0] >= WANTS_SUPPORT, **how)

@@ -14,7 +14,8 @@ from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.kv_pool import LayerPages, Moves
+from rayserve_moe.kernels.registry import Kernel
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.transformer import ModelConfig, Parameters
 
@@ -32,13 +33,22 @@ class StepShape:
         return self.num_singles + self.num_blocks * self.block_tokens
 
 
+class TreeShape(NamedTuple):
+    """How trees of drafts branch: `num_levels` below the sequence's last token, `num_children` of a node and nodes of a
+    level that have any; of all that the best `num_drafts` are verified."""
+
+    num_levels: int
+    num_children: int
+    num_drafts: int
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
 
-    `most_drafts` is that of any `StepPlan`. Where samples may be `held`, logits leave the step, and a step without a
-    sample leaves out sampling. Hidden states leave it where it `shows_hidden`.
-    `processors` change logits of held samples.
+    `most_drafts` is that of any `StepPlan`, `tree` how drafts branch where they are trees. Where samples may be `held`,
+    logits leave the step, and a step without a sample leaves out sampling. Hidden states leave it where it
+    `shows_hidden`. `processors` change logits of held samples.
     """
 
     model: ModelConfig
@@ -50,6 +60,12 @@ class StepConfig:
     draft: DraftConfig | None = None
     shows_hidden: bool = False
     processors: tuple[LogitProcessor, ...] = ()
+    tree: TreeShape | None = None
+
+    @property
+    def drafting(self) -> TreeShape:
+        """How drafts branch; a chain does not."""
+        return self.tree or TreeShape(self.most_drafts, 1, self.most_drafts)
 
     @property
     def asked_layers(self) -> tuple[int, ...]:
@@ -78,6 +94,10 @@ class DraftState(NamedTuple):
     kv_pages: jax.Array
     features_RD: jax.Array
     positions_R: jax.Array
+
+    def moved(self, moves: Moves, move_rows: Kernel) -> DraftState:
+        """The state after moves of the keys and values of tokens."""
+        return self._replace(kv_pages=move_rows(self.kv_pages, moves, num_layers=1))
 
 
 @jax.tree_util.register_dataclass

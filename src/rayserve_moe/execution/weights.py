@@ -30,7 +30,7 @@ from rayserve_moe.parallel.mesh import cores_of, platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
 
 
-def model_config(
+def model_config(  # noqa: PLR0913 (what is fixed, by keyword)
     spec: ModelSpec,
     plan: ParallelPlan,
     *,
@@ -38,13 +38,14 @@ def model_config(
     kernels: Kernels | None = None,
     may_be_flat: bool = True,
     has_lone_singles: bool = False,
+    has_trees: bool = False,
 ) -> ModelConfig:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
     UnsupportedModelError an attention that the kernels lack.
 
     Without `kernels`, with those of the platform. Where cores share a device, or no two single tokens of a step are of
-    one sequence (`has_lone_singles`), the pool's rows are flat, unless `may_be_flat` is false: for keys and values of 8
-    bits, or pages that our own attention does not take.
+    one sequence (`has_lone_singles`), or drafts are trees, the pool's rows are flat, unless `may_be_flat` is false: for
+    keys and values of 8 bits, or pages that our own attention does not take.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
     """
     _check_divisible(spec, plan)
@@ -57,12 +58,13 @@ def model_config(
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
     selection = _selection(experts, num_redundant=num_redundant)
+    prefers_flat = may_be_flat and (has_lone_singles or has_trees or cores_of(plan.mesh) > 1)
     config = ExpertConfig(
         spec.router,
         kernels_for(
             spec,
             kernels or KERNELS[platform_of(plan.mesh)],
-            prefers_flat=may_be_flat and (has_lone_singles or cores_of(plan.mesh) > 1),
+            prefers_flat=prefers_flat,
             has_lone_singles=has_lone_singles,
         ),
         plan,

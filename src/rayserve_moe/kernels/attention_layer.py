@@ -33,7 +33,8 @@ class TokenBatch:
 
     `token_ids_T`, `positions_T` (-1: padding) and `kv_slots_T` are int32 [T]; `page_table_BP` int32 holds the pages
     of the sequence that each block belongs to. `num_singles` is U. Where layers have different page tables, slots and
-    tables have one more dimension ahead, and `layer_pages` says which is whose.
+    tables have one more dimension ahead, and `layer_pages` says which is whose. `ancestors_U` int32 is there where
+    single tokens may be nodes of trees (`kernels.ancestors`).
     """
 
     token_ids_T: jax.Array
@@ -42,6 +43,7 @@ class TokenBatch:
     page_table_BP: jax.Array
     num_singles: int = field(metadata={"static": True})
     layer_pages: tuple[LayerPages, ...] = field(default=(), metadata={"static": True})
+    ancestors_U: jax.Array | None = None
 
     @property
     def num_prefill_blocks(self) -> int:
@@ -192,7 +194,8 @@ def attend_blocks(
         attended, kv_pages = kernels.write_and_decode(queries_THh[:singles], kv_pages, places, new)
         parts.append(attended)
     elif singles:
-        places = BlockPlaces(page_table_BP[:singles], positions_U1, described)
+        trees = None if batch.ancestors_U is None else batch.ancestors_U[:, None]
+        places = BlockPlaces(page_table_BP[:singles], positions_U1, described, trees)
         parts.append(kernels.decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
     if batch.num_prefill_blocks:
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)

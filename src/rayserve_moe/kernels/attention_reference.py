@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.ancestors import depths_of, paths_of
 from rayserve_moe.kernels.kv_pool import read_wide, write_rows
 
 KEYS_PER_SPAN = 128
@@ -64,12 +65,14 @@ class BlockPlaces(NamedTuple):
     (-1: padding).
 
     `described` is what a kernel has derived of the positions ahead of all layers (`Kernels.describe_singles`). A kernel
-    that is given it may leave what it returns for padding undefined.
+    that is given it may leave what it returns for padding undefined. With `ancestors_BQ` (`kernels.ancestors`) queries
+    are nodes of trees: of the keys from the root of its tree on, each sees its ancestors' and its own.
     """
 
     page_table_BP: jax.Array
     positions_BQ: jax.Array
     described: Any = None
+    ancestors_BQ: jax.Array | None = None
 
 
 class NewRows(NamedTuple):
@@ -93,18 +96,21 @@ def attend(
     `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in a dtype of `kv_pool`. With a
     `latent_width` of v it is [N, page, G, h]: keys, whose first v elements are also the values. A query at position -1
     is padding and gives zeros. What a page holds out of a block's sight, NaN too, is without effect. `sinks_H` are
-    scores, one of each head, in the denominator of its softmax alone. Returns [B, Q, H, v] in the queries' dtype (v is
-    h without `latent_width`).
+    scores, one of each head, in the denominator of its softmax alone. Nodes of trees are single queries (Q is 1): each
+    visits the keys of its path in the order of their positions, as if its sequence had no others. Returns [B, Q, H, v]
+    in the queries' dtype (v is h without `latent_width`).
     """
+    assert places.ancestors_BQ is None or queries_BQHh.shape[1] == 1, "nodes of trees are single queries"
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
     page_table_BP = jnp.pad(places.page_table_BP, ((0, 0), (0, -places.page_table_BP.shape[1] % pages_per_span)))
 
     attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, latent_width=latent_width)
 
-    def attend_one(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def attend_one(block: tuple[jax.Array, ...]) -> jax.Array:
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
 
-    return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, places.positions_BQ))
+    trees = () if places.ancestors_BQ is None else (places.ancestors_BQ[:, 0],)
+    return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, places.positions_BQ, *trees))
 
 
 def attend_new(
@@ -114,7 +120,7 @@ def attend_new(
 
     Padding writes into page 0, which no sequence owns. `knobs` are those of `attend`.
     """
-    (rows_BX, first_page), (page_table_BP, positions_B1, _), page_size = new, places, kv_pages.shape[1]
+    (rows_BX, first_page), (page_table_BP, positions_B1, *_), page_size = new, places, kv_pages.shape[1]
     pages_B1 = jnp.take_along_axis(page_table_BP + first_page, jnp.maximum(positions_B1, 0) // page_size, axis=1)
     slots_B1 = jnp.where(positions_B1 >= 0, pages_B1 * page_size + positions_B1 % page_size, 0)
     kv_pages = write_rows(kv_pages, rows_BX, slots_B1[:, 0])
@@ -123,7 +129,7 @@ def attend_new(
 
 
 def _attend_block(
-    block: tuple[jax.Array, jax.Array, jax.Array],
+    block: tuple[jax.Array, ...],
     kv_pages: jax.Array,
     *,
     pages_per_span: int,
@@ -131,8 +137,8 @@ def _attend_block(
     sinks_H: jax.Array | None,
     latent_width: int,
 ) -> jax.Array:
-    """One block: queries [Q, H, h], pages [P], positions [Q]; returns [Q, H, v]."""
-    queries_QHh, pages_P, positions_Q = block
+    """One block: queries [Q, H, h], pages [P], positions [Q], and the ancestors of a node; returns [Q, H, v]."""
+    queries_QHh, pages_P, positions_Q, *ancestors = block
     num_queries, num_heads, width = queries_QHh.shape
     span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2] // (1 if latent_width else 2)
     group = num_heads // num_kv_heads
@@ -144,8 +150,11 @@ def _attend_block(
     first_key = _first_key_of_block(positions_Q, config)
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        ids = jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)
-        keys_GSh, values_GSv = _keys_and_values(kv_pages[ids].reshape(span, -1, width), latent_width)
+        if ancestors:
+            rows = _rows_on_path(kv_pages, pages_P, i * span + jnp.arange(span), positions_Q[0], ancestors[0])
+        else:
+            rows = kv_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
+        keys_GSh, values_GSv = _keys_and_values(rows.reshape(span, -1, width), latent_width)
         key_positions_S = i * span + jnp.arange(span)
         visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
         # A weight of zero does not silence what an earlier owner of the page left there: 0 * NaN is NaN.
@@ -158,6 +167,17 @@ def _attend_block(
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)
     out = out.reshape(num_kv_heads, group, num_queries, value_width).transpose(2, 0, 1, 3)
     return out.reshape(num_queries, num_heads, value_width).astype(queries_QHh.dtype)
+
+
+def _rows_on_path(
+    kv_pages: jax.Array, pages_P: jax.Array, key_positions_S: jax.Array, position: jax.Array, ancestors: jax.Array
+) -> jax.Array:
+    """Rows of the pool for positions of a node's path: from the root of its tree on those of its ancestors."""
+    page_size = kv_pages.shape[1]
+    root = position - depths_of(ancestors)
+    nodes_S = paths_of(ancestors).at[key_positions_S - root].get(mode="clip")
+    places_S = jnp.where(key_positions_S < root, key_positions_S, root + nodes_S)
+    return kv_pages[pages_P.at[places_S // page_size].get(mode="clip"), places_S % page_size]
 
 
 def _keys_and_values(rows_SRh: jax.Array, latent_width: int) -> tuple[jax.Array, jax.Array]:

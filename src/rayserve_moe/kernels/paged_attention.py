@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.ancestors import depths_of
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.flat_rows import LANES, gather_heads, layout_of, spread_queries
 from rayserve_moe.kernels.paged_sizes import TileShape, blocks_per_call, pages_of_a_block, tile_queries_for
@@ -35,7 +36,6 @@ class _Knobs(NamedTuple):
     config: ScoreConfig
     sinks_H: jax.Array | None
     latent_width: int
-    ancestors_BQ: jax.Array | None = None
 
 
 def attend(  # noqa: PLR0913 (the reference's signature)
@@ -46,18 +46,16 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     config: ScoreConfig = FULL_CAUSAL,
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
-    ancestors_BQ: jax.Array | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Attend as `attention_reference.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
 
-    Products are of the pool's dtype. With `ancestors_BQ` (int32, Q at most 32) a block is a tree of drafts behind its
-    sequence: its row j has its key at the place `positions_BQ[:, 0] + j`, seen by the rows of the block whose bit j is
-    set, and no other; keys ahead of the block are seen as far as each row's position and `config` let it. The real rows
-    of a block come first. `interpret` (see `pallas_call`) runs it without a TPU. Returns [B, Q, H, v]. ValueError for a
-    pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
+    Products are of the pool's dtype. Nodes of trees may be single queries, or a block the first nodes of one tree: keys
+    from its root on are seen by the bits of `ancestors_BQ`, those ahead as far as each position and `config` let it.
+    The real rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU. Returns [B, Q, H, v].
+    ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
     """
-    knobs = _Knobs(config, sinks_H, latent_width, ancestors_BQ)
+    knobs = _Knobs(config, sinks_H, latent_width)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
 
 
@@ -89,7 +87,7 @@ def _attend(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """What `attend` returns, and the pool with the new rows."""
-    config, sinks_H, latent_width, ancestors_BQ = knobs
+    config, sinks_H, latent_width = knobs
     page_size, row_lanes = kv_pages.shape[1:]
     if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
         raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
@@ -107,7 +105,7 @@ def _attend(
         num_pages=pages_of_a_block(page_size, row_lanes * kv_pages.dtype.itemsize, places.page_table_BP.shape[1]),
         config=config,
         has_sinks=sinks_H is not None,
-        is_tree=ancestors_BQ is not None,
+        is_tree=places.ancestors_BQ is not None,
         has_new_rows=new is not None,
     )
     sinks = [] if sinks_H is None else [_sinks(sinks_H, shape)]
@@ -116,11 +114,11 @@ def _attend(
     for first in range(0, len(queries_BQHh), per_call):
         part = slice(first, min(first + per_call, len(queries_BQHh)))
         visits = places.described and places.described[len(parts)]
-        of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits)
-        trees_BQ = None if ancestors_BQ is None else ancestors_BQ[part]
+        trees_BQ = None if places.ancestors_BQ is None else places.ancestors_BQ[part]
+        of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits, trees_BQ)
         of_part = replace(shape, num_blocks=part.stop - first, num_cores=cores_for(part.stop - first, interpret))
         news = None if new is None else NewRows(new.rows_BX[part].astype(kv_pages.dtype), new.first_page)
-        attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, trees_BQ, news, shape=of_part)
+        attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     attended_BQHv = gather_heads(attended_BCQRV, layout, width=latent_width or layout.head_dim)
@@ -128,15 +126,28 @@ def _attend(
 
 
 def describe_singles(
-    positions_U: jax.Array, *, page_size: int, table_width: int, windows: Iterable[int]
+    positions_U: jax.Array,
+    *,
+    page_size: int,
+    table_width: int,
+    windows: Iterable[int],
+    ancestors_U: jax.Array | None = None,
 ) -> dict[int, tuple[Visits, ...]]:
     """The visits of single tokens for each call of the kernel, by window (0: none), the same for all layers."""
     del page_size
     per_call = blocks_per_call(table_width)
-    calls = [positions_U[first : first + per_call, None] for first in range(0, len(positions_U), per_call)]
-    calls = [_for_cores(call_U1, cores_for(len(call_U1)), fill=-1) for call_U1 in calls]
+
+    def calls_of(of_singles_U: jax.Array, fill: int) -> list[jax.Array]:
+        parts = [of_singles_U[first : first + per_call, None] for first in range(0, len(of_singles_U), per_call)]
+        return [_for_cores(part_U1, cores_for(len(part_U1)), fill=fill) for part_U1 in parts]
+
+    calls = calls_of(positions_U, -1)
+    trees = [None] * len(calls) if ancestors_U is None else calls_of(ancestors_U, 1)
     return {
-        window: tuple(visits_of(call_U1, ScoreConfig(window), tile_queries=1) for call_U1 in calls)
+        window: tuple(
+            visits_of(call_U1, ScoreConfig(window), tile_queries=1, ancestors_BQ=of_call)
+            for call_U1, of_call in zip(calls, trees, strict=True)
+        )
         for window in set(windows)
     }
 
@@ -155,7 +166,6 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     queries_BCQRK: jax.Array,
     kv_pages: jax.Array,
     places: BlockPlaces,
-    ancestors_BQ: jax.Array | None,
     new: NewRows | None,
     *,
     sinks: list[jax.Array],
@@ -165,9 +175,10 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V], and the pool."""
     num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
     num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
-    (table_BP, positions_BQ, visits), trees_BQ, core = places, ancestors_BQ, pl.BlockSpec(memory_space=pltpu.VMEM)
+    (table_BP, positions_BQ, visits, ancestors_BQ), core = places, pl.BlockSpec(memory_space=pltpu.VMEM)
     table_BP, positions_BQ = _for_cores(table_BP, shape.num_cores), _for_cores(positions_BQ, shape.num_cores, fill=-1)
-    trees_BQ = positions_BQ if ancestors_BQ is None else _for_cores(ancestors_BQ, shape.num_cores)
+    trees_BQ = positions_BQ if ancestors_BQ is None else _for_cores(ancestors_BQ, shape.num_cores, fill=1)
+    roots = [] if ancestors_BQ is None else [(positions_BQ - depths_of(trees_BQ))[:, 0]]
     if visits is None:
         seen_BQ = trees_BQ if shape.is_tree else None
         visits = visits_of(positions_BQ, shape.config, tile_queries=shape.tile_queries, ancestors_BQ=seen_BQ)
@@ -176,7 +187,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
     rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
-    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, trees_BQ))]
+    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, trees_BQ, *roots))]
     given = [queries_BCMK, *sinks, *rows]
     attended_BCMV, *written = pl.pallas_call(
         partial(attend_tile, shape=shape),

@@ -82,7 +82,7 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
         stream.wait(reach, i, half)
         if writes:
             pl.when(i + 1 == num_blocks)(lambda: writes.put(stream, tile.visit, reach, i, half))
-        stream.clear(reach, i, half)
+        stream.clear(reach, i, half, is_node=shape.is_tree and shape.num_queries == 1)
         _score_block(tile, stream, stream.first_key(reach, i), half)
         num_done[0] = num_done[0] + 1
 
@@ -105,7 +105,8 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
 
 
 def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
-    scalars, refs = Scalars(*refs[: len(Scalars._fields)]), refs[len(Scalars._fields) :]
+    num_scalars = len(Scalars._fields) - (not shape.is_tree)
+    scalars, refs = Scalars(*refs[:num_scalars]), refs[num_scalars:]
     num_given = 2 + shape.has_sinks + shape.has_new_rows
     (queries, *knobs, pool), (out, *rest) = refs[:num_given], refs[num_given:]
     sinks, rows = tuple(knobs[: shape.has_sinks]), knobs[shape.has_sinks :]
@@ -146,6 +147,8 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
     """All rows of a tile against the block in a half of the buffer, whose keys stand from `first_key` on."""
     shape = tile.shape
     root = stream.scalars.positions[jax.lax.div(tile.visit, shape.num_tiles) * shape.num_queries]
+    if shape.is_tree:
+        root = stream.scalars.roots[jax.lax.div(tile.visit, shape.num_tiles)]
 
     def score(i: jax.Array, carry: None) -> None:
         rows = pl.ds(pl.multiple_of(i * shape.score_rows, shape.score_rows), shape.score_rows)
@@ -162,7 +165,7 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
 def _is_seen(
     keys_S: jax.Array, position_MS: jax.Array, bits_MS: jax.Array, root: jax.Array, shape: TileShape
 ) -> jax.Array:
-    """Which keys [1, S] each row sees; of a tree, whose first row stands at `root`, its own rows by their bits."""
+    """Which keys [1, S] each row sees; of a tree, which begins at `root`, those of its nodes by their bits."""
     is_seen_MS = keys_S <= position_MS
     if shape.config.window:
         is_seen_MS &= keys_S > position_MS - shape.config.window

@@ -52,7 +52,7 @@ class Kernels:
     product bound. `pushed_sums`: `pushed_experts.push_experts`, which computes what `expert_sums` does over all ranks,
     for sizes of which `push_lacks` says nothing. `mlp`: `layers.gated_mlp`. `head`: `layers.head_logits`. `tied_rows`:
     `layers.take_rows` of a table that is also the head. `masses`: `layers.masses_of`. `noise`: `layers.gumbel_noise`.
-    `copy_pages`: `kv_pool.copy_pages`.
+    `copy_pages`: `kv_pool.copy_pages`. `moves`: `kv_pool.move_rows`.
 
     `layouts` names how the weights of a parameter lie in memory (`cpu_native.layout.LAYOUTS`; `head` is the table that
     the head multiplies with). `multiples`: what the size of a logical axis on a device has to divide by; parameters are
@@ -78,6 +78,7 @@ class Kernels:
     masses: Kernel
     noise: Kernel
     copy_pages: Kernel = kv_pool.copy_pages
+    moves: Kernel = kv_pool.move_rows
     pushed_sums: Kernel = push_experts
     push_lacks: Callable[[PushSizes], str] = no_push
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -143,6 +144,7 @@ CPU_NATIVE = Kernels(
     masses=calls.masses_of,
     noise=calls.gumbel_noise,
     copy_pages=calls.copy_pages,
+    moves=calls.move_rows,
     layouts=calls.LAYOUT_OF,
     multiples=calls.MULTIPLES,
     dtype="bfloat16",

@@ -248,5 +248,6 @@ def _describe_singles(batch: TokenBatch, kv_pages: jax.Array, config: ModelConfi
     with jax.named_scope("attention/paged_attention"):
         windows = config.spec.attention.windows or (0,)
         positions_U = batch.positions_T[:num_singles]
-        by_window = describe(positions_U, page_size=page_size, table_width=table_width, windows=windows)
+        trees = {} if batch.ancestors_U is None else {"ancestors_U": batch.ancestors_U}
+        by_window = describe(positions_U, page_size=page_size, table_width=table_width, windows=windows, **trees)
         return DescribedSingles(by_window, batch.valid_T[:, None])

@@ -39,6 +39,7 @@ def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np
     step.token_ids.insert(place, np.zeros(0, np.int32))
     step.samples.insert(place, np.array([leader.num_prompt_tokens < leader.limit]))
     step.demands.insert(place, None)
+    step.ancestors.insert(place, None)
     step.num_forks += 1
     step.completed.append((sequence, int(step.rank.table.generations[row])))
 

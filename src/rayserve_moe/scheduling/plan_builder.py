@@ -81,11 +81,20 @@ def build_schedule(
         wants_score_top=any(sequence.num_top for sequence, _, _ in scored),
         most_drafts=most_drafts,
         num_forks=whole.num_forks,
+        ancestors=_ancestors(whole),
         holds_samples=table.num_held > 0 and bool(table.are_held[sampling_rows].any()),
         inspection=inspection,
     )
     generations = table.generations[sampling_rows]
     return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), scored, inspected)
+
+
+def _ancestors(step: RankStep) -> np.ndarray | None:
+    """The ancestors of all chunks, where some are nodes of trees."""
+    if all(of_part is None for of_part in step.ancestors):
+        return None
+    parts = zip(step.ancestors, step.rows, strict=True)
+    return np.concatenate([np.ones(len(rows), np.int32) if of_part is None else of_part for of_part, rows in parts])
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -23,7 +23,10 @@ MAX_PASSED_OVER = 16
 """Times that others may be admitted before the sequence at the front."""
 
 
-PARTS = ("rows", "starts", "lengths", "token_ids", "samples", "demands", "pages", "new_sequences", "completed")
+PARTS = (
+    *("rows", "starts", "lengths", "token_ids", "samples", "demands", "ancestors"),
+    *("pages", "new_sequences", "completed"),
+)
 """What a step is made of: lists of `RankStep`."""
 
 
@@ -56,8 +59,8 @@ class RankStep:
 
     Where pages run out, `preempt` is called with the rank's youngest sequence. `rows`, `starts`, `lengths`, `token_ids`
     and `samples` are as in StepPlan, to be joined: one entry for all sequences that decode, and one for each chunk of a
-    prompt, whose extra work stands in `demands`. `new_sequences` have just taken their rows; `completed` is as in
-    Schedule.
+    prompt, whose extra work stands in `demands`; `ancestors` are None where no chunk is a node of a tree.
+    `new_sequences` have just taken their rows; `completed` is as in Schedule.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class RankStep:
         self.token_ids: list[np.ndarray] = []
         self.samples: list[np.ndarray] = []
         self.demands: list[ChunkDemand | None] = []
+        self.ancestors: list[np.ndarray | None] = []
         self.has_demands = False
         self.pages: list[PageTableChanges] = []
         self.new_sequences: list[Sequence] = []
@@ -245,6 +249,7 @@ class RankStep:
         self.token_ids.append(token_ids)
         self.samples.append(samples)
         self.demands.append(demand)
+        self.ancestors.append(None)
         self.has_demands |= demand is not None
 
 

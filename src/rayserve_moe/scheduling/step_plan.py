@@ -7,13 +7,12 @@ A chunk is a run of tokens of one sequence: `chunk_rows[c]` is its row, its toke
 `chunk_starts[c] .. chunk_starts[c] + chunk_lengths[c] - 1`, and the tokens of all chunks follow each other in
 `token_ids`. Where `chunk_samples[c]`, the chunk ends at the last expected token and the next one is sampled. A token
 id of LAST_SAMPLED stands for the token that was sampled last in that row: it may not have left the device yet.
-
 A choice that forks off another has a chunk of no tokens behind the one that ends their prompt: it samples there too.
 Where that is inside a page, the page of the other's row is copied to its own after the step.
-
 A sequence whose drafts are verified has 1 + n chunks of one token each, next to each other: its last token, then the
-drafts. All of them sample, each as if the drafts before it were sampled tokens; those after the first draft that is
-not what was sampled before it do not count. `most_drafts` is the largest n of a plan.
+drafts. All sample, each as if the drafts on its path were sampled tokens, and count while those are. Nodes of a tree
+start at their depth, several at one position: `ancestors` int32 [chunks] has the path to each (`kernels.ancestors`), 1
+for other chunks. `most_drafts` is the largest depth.
 
 Rows are numbered over all data-parallel ranks: rank r has the rows `r * rows_per_rank .. (r + 1) * rows_per_rank - 1`.
 The chunks of a rank stand together, ranks in order.
@@ -192,6 +191,7 @@ class StepPlan:
     next_ids: np.ndarray | None = None
     inspection: TokenInspection | None = None
     num_forks: int = 0
+    ancestors: np.ndarray | None = None
 
     @property
     def has_blocks(self) -> bool:

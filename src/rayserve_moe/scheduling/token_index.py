@@ -7,7 +7,6 @@ from collections.abc import Hashable
 
 import numpy as np
 
-NO_DRAFTS = np.zeros(0, np.int32)
 MOST_PLACES = 64
 """Latest places of an end that are looked at; a longer match before them is not found."""
 FIRST_PLACES = 64
@@ -62,28 +61,34 @@ class TokenIndex:
             self._before[place] = self._latest.get(run, NOWHERE)
             self._latest[run] = place
 
-    def continuation(self, name: Hashable, count: int) -> np.ndarray:
+    def continuations(self, name: Hashable, count: int, *, width: int = 1) -> list[np.ndarray]:
         """Return up to `count` tokens, int32, that followed the end of a text where it stood elsewhere.
 
-        The longest end that is found counts, of `longest` tokens at most and `shortest` at least; of several places the
-        last one that as many tokens follow, else the last. What runs into the end of the text itself continues with
-        what it drafted, as in a loop.
+        The longest ends that are found count, of `longest` tokens at most and `shortest` at least; of several places
+        the last ones that as many tokens follow, else the last: of `width` different continuations. What runs into the
+        end of the text itself continues with what it drafted, as in a loop.
         """
         begin, end, _, _ = self._spans[name]
-        tokens, best, best_rank = self._tokens, NOWHERE, (self._shortest, False, 0)
+        tokens, ranked, least = self._tokens, [], (self._shortest, False, 0)
         for place in self._places_of_end(end - 1) if end - begin >= self._shortest else ():
             if tokens[place + 1] != NOTHING:
                 has_enough = place + count < len(tokens) and tokens[place + count] != NOTHING
                 rank = (self._length_of_match(place, end - 1), has_enough, place)
-                best, best_rank = (place, rank) if rank > best_rank else (best, best_rank)
-                if best_rank[:2] == (self._longest, True):
+                ranked.extend([rank] if rank > least else ())
+                if width == 1 and rank[:2] == (self._longest, True):
                     break
-        if best == NOWHERE:
-            return NO_DRAFTS
-        if begin <= best < end:
-            return np.resize(np.array(tokens[best + 1 : end], np.int32), count)
-        found = tokens[best + 1 : best + 1 + count]
-        return np.array(found[: found.index(NOTHING)] if NOTHING in found else found, np.int32)
+        found: dict[bytes, np.ndarray] = {}
+        for _, _, place in sorted(ranked, reverse=True):
+            following = tokens[place + 1 : place + 1 + count]
+            if begin <= place < end:
+                drafts = np.resize(np.array(tokens[place + 1 : end], np.int32), count)
+            else:
+                known = following[: following.index(NOTHING)] if NOTHING in following else following
+                drafts = np.array(known, np.int32)
+            found.setdefault(drafts.tobytes(), drafts)
+            if len(found) == width:
+                break
+        return list(found.values())
 
     def _length_of_match(self, place: int, other: int) -> int:
         """How many tokens are the same up to two places, at most `longest`."""

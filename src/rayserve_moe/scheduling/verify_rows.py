@@ -6,20 +6,26 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from rayserve_moe.scheduling.draft_trees import LaidOut, lay_out, parents_of
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepResult
 
 Draft = Callable[[np.ndarray], Mapping[int, np.ndarray]]
-"""Given the rows that decode, returns by row the tokens, int32, that may follow those that it knows."""
+"""Given the rows that decode, returns by row the drafts (`draft_trees`) of what may follow the tokens it knows."""
+
+ALONE = LaidOut(np.zeros(1, np.int32), np.zeros(1, np.int64), np.ones(1, np.int32))
+"""A sequence without drafts."""
 
 
 def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> int:
-    """Add to each rank's step the sequences that decode, each with its drafts; returns the most drafts of a sequence.
+    """Add to each rank's step the sequences that decode, each with its drafts; returns the most of a sequence that
+    follow each other.
 
-    There are as many drafts as fit beside all else: into the single tokens and samples of a rank, below the limit of
-    each sequence, and onto pages that it has or that are free. No sequence is preempted for them.
+    There are as many drafts as fit beside all else: into the single tokens and samples of a rank, of which each tree
+    gets its share, below the limit of each sequence, and onto pages that it has or that are free. No sequence is
+    preempted for them.
     """
     has_prompts = any(not is_single for step in steps for is_single, _ in _chunks(step))
     most_singles = limits.num_rows if has_prompts else max(limits.num_rows, limits.verify_rows)
@@ -28,15 +34,17 @@ def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> 
     most = 0
     for step, (rows, starts) in zip(steps, rows_of_ranks, strict=True):
         free = most_singles - len(rows) - sum(is_single or samples for is_single, samples in _chunks(step))
-        counts = np.zeros(len(rows), np.int64)
+        found: dict[int, LaidOut] = {}
         for i in range(len(rows)) if drafts else ():
-            drafted = drafts.get(int(rows[i]), ())
-            room = int(step.rank.table.targets[rows[i]] - starts[i]) - 1
-            wanted = max(0, min(len(drafted), free, room))
-            counts[i] = _grow(step, int(rows[i]), wanted, page_size=limits.page_size)
-            free -= int(counts[i])
-        most = max(most, int(counts.max(initial=0)))
-        _add(step, rows, starts, counts=counts, drafts=drafts)
+            row = int(rows[i])
+            if (drafted := drafts.get(row)) is not None:
+                room, is_tree = int(step.rank.table.targets[row] - starts[i]) - 1, drafted.ndim == 2
+                wanted = min(len(drafted), free // (len(rows) - i)) if is_tree else min(len(drafted), free, room)
+                count = _grow(step, row, max(0, wanted) if room > 0 else 0, page_size=limits.page_size)
+                found[row] = lay_out(drafted, count=count, levels=room)
+                free -= len(found[row].token_ids) - 1
+        most = max([most, *(int(laid_out.depths.max()) for laid_out in found.values())])
+        _add(step, rows, starts, found=found)
     return most
 
 
@@ -53,6 +61,7 @@ def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
     """
     rank, table = step.rank, step.rank.table
     used, held = int(table.num_computed[row]) + 1, int(table.num_pages[row])
+    count = min(count, table.page_ids.shape[1] * page_size - used)
     missing = min(1, -(-(used + count) // page_size) - held)
     pages = rank.take_pages(missing) if missing > 0 else None
     if pages is not None:
@@ -61,38 +70,38 @@ def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
     return min(count, int(table.capacities[row]) - used)
 
 
-def _add(
-    step: RankStep, rows: np.ndarray, starts: np.ndarray, *, counts: np.ndarray, drafts: Mapping[int, np.ndarray]
-) -> None:
-    """Add the last token of each row, and `counts` drafts after it."""
+def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping[int, LaidOut]) -> None:
+    """Add the last token of each row, and what was `found` for it after it."""
     if not len(rows):
         return
-    lengths = counts + 1
-    first = np.cumsum(lengths) - lengths
-    token_ids = np.full(lengths.sum(), LAST_SAMPLED, np.int32)
-    for i in np.flatnonzero(counts).tolist():
-        token_ids[first[i] + 1 : first[i] + lengths[i]] = drafts[int(rows[i])][: counts[i]]
-    offsets = np.arange(len(token_ids)) - np.repeat(first, lengths)
-    step.add_singles(np.repeat(rows, lengths), np.repeat(starts, lengths) + offsets, token_ids=token_ids)
+    parts = [found.get(row, ALONE) for row in rows.tolist()]
+    lengths = np.array([len(part.token_ids) for part in parts])
+    token_ids = np.concatenate([part.token_ids for part in parts])
+    token_ids[np.cumsum(lengths) - lengths] = LAST_SAMPLED
+    positions = np.repeat(starts, lengths) + np.concatenate([part.depths for part in parts])
+    step.add_singles(np.repeat(rows, lengths), positions, token_ids=token_ids)
+    step.ancestors[-1] = np.concatenate([part.ancestors for part in parts]) if found else None
     step.rank.table.num_computed[rows] = starts + lengths
 
 
 def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray | None:
     """Which samples of a step become tokens, bool [S]; None where it has no drafts, and all do.
 
-    After a draft one counts if the one before it does, equals that draft, and does not end the sequence.
+    After a draft one counts if the one that the draft follows does, equals it, and does not end the sequence.
     """
     plan = schedule.plan
     if not plan.most_drafts:
         return None
     rows, ids = schedule.sampling_rows, result.token_ids
-    is_draft = follows(rows)
+    is_draft, places = follows(rows), np.arange(len(rows))
+    assert plan.ancestors is not None, "drafts have ancestors"
+    before = places - parents_of(plan.ancestors[plan.chunk_samples])
     ends = (table.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
-    is_right = np.zeros(len(rows), np.bool_)
-    is_right[1:] = (plan.token_ids[_last_tokens(plan.chunk_lengths, plan.chunk_samples)][1:] == ids[:-1]) & ~ends[:-1]
+    drafted = plan.token_ids[_last_tokens(plan.chunk_lengths, plan.chunk_samples)]
+    is_right = (drafted == ids[before]) & ~ends[before]
     counts = np.ones(len(rows), np.bool_)
     for _ in range(plan.most_drafts):
-        counts = ~is_draft | (is_right & np.concatenate([[True], counts[:-1]]))
+        counts = ~is_draft | (is_right & counts[before])
     return counts
 
 

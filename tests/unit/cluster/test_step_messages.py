@@ -50,6 +50,7 @@ FULL = StepPlan(
     wants_expert_counts=True,
     wants_drafts=True,
     next_ids=INTS,
+    ancestors=INTS,
 )
 RESULT = StepResult(
     7,

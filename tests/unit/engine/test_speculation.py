@@ -57,9 +57,10 @@ class Knowing:
         """Nothing is kept."""
 
 
-def cycle_with(proposer: object, *, is_fixed: bool = False, num_rows: int = 4) -> StepCycle:
+def cycle_with(proposer: object, *, is_fixed: bool = False, num_rows: int = 4, are_trees: bool = False) -> StepCycle:
     target = scheduler(num_rows=num_rows, max_tokens=2 * LENGTH, num_pages=90, page_size=16, verify_rows=8 * num_rows)
-    speculation = Speculation(target.table, proposer, most_drafts=7, is_fixed=is_fixed, reach=some_reach())
+    how = {"is_fixed": is_fixed, "are_trees": are_trees, "reach": some_reach()}
+    speculation = Speculation(target.table, proposer, most_drafts=7, **how)
     return StepCycle(target, Counting(), capture=None, speculation=speculation)
 
 
@@ -82,6 +83,26 @@ def test_right_drafts_give_eight_tokens_a_step_and_wrong_ones_one():
     assert sequence.drafts == DraftCounts(num_turns - 1, LENGTH - 1 - (num_turns - 1), LENGTH - num_turns)
     sequence, num_turns = run_all(cycle_with(Knowing(False), is_fixed=True))
     assert num_turns == LENGTH and sequence.drafts.accepted == 0 and sequence.drafts.chains == LENGTH - 2
+
+
+@dataclass
+class Branching(Knowing):
+    """Drafts trees of three levels, with or without what comes next among the two drafts of each place."""
+
+    def propose(self, sequence: Sequence, count: int) -> np.ndarray:
+        first = FIRST + sequence.num_tokens + (0 if self.is_right else 5)
+        wrong = [(first + 1000, follows) for follows in (0, 2, 4)]
+        right = [(first + level, 2 * level) for level in range(3)]
+        return np.array([one for pair in zip(wrong, right, strict=True) for one in pair], np.int32)[:count]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_tree_gives_as_many_tokens_as_its_levels_that_are_right(is_right: bool):
+    cycle = cycle_with(Branching(is_right), is_fixed=True, are_trees=True)
+    sequence, num_turns = run_all(cycle)
+    assert num_turns == (1 + -(-(LENGTH - 1) // 4) if is_right else LENGTH)
+    assert sequence.drafts.accepted == LENGTH - num_turns
+    assert sequence.drafts.drafted > 5 * (sequence.drafts.chains - 2)
 
 
 def note_steps(speculation: Speculation, schedule, count: int, *, tokens: int, seconds: float) -> int:

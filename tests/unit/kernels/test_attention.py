@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, KEYS_PER_SPAN, ScoreConfig
+from rayserve_moe.kernels import attention_reference
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, KEYS_PER_SPAN, BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.kv_pool import write_kv
+from tests.support.paged_cases import CASES, PagedArrays
 from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 
 KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
@@ -204,3 +206,13 @@ def test_keys_and_values_are_written_to_their_slots_and_nowhere_else():
         np.testing.assert_array_equal(flat[slot, 1::2], values[token])
     others = np.setdiff1d(np.arange(20), slots)
     np.testing.assert_array_equal(flat[others], old[others])
+
+
+def test_a_node_of_a_tree_is_dense_attention_over_its_path():
+    """All that is not on the path to a node, siblings too, is NaN."""
+    case = CASES["nodes of trees as single tokens, described, on two cores"]
+    arrays = PagedArrays(case)
+    places = BlockPlaces(*(jnp.asarray(each) for each in (arrays.table, arrays.positions)))
+    places = places._replace(ancestors_BQ=jnp.asarray(arrays.trees))
+    found = attention_reference.attend(jnp.asarray(arrays.queries), jnp.asarray(arrays.pool), places)
+    np.testing.assert_allclose(found, arrays.dense(case), atol=1e-5)

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_layer import AttentionInputs
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.kv_pool import Moves
 from rayserve_moe.kernels.layers import Rotation
 
 PREFIX = "rayserve_moe_"
@@ -35,6 +36,7 @@ NAMES = (
     "Masses",
     "Noise",
     "Pages",
+    "Moves",
 )
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
@@ -90,6 +92,13 @@ def gumbel_noise(
     """`layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last one."""
     shape = jax.ShapeDtypeStruct((len(seed_S), size), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}noise", shape)(seed_S, choice_S, position_S, first)
+
+
+def move_rows(pool: jax.Array, moves: Moves, *, num_layers: int) -> jax.Array:
+    """`kv_pool.move_rows` of a bfloat16 pool, in place."""
+    shape = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    call = jax.ffi.ffi_call(f"{PREFIX}moves", shape, input_output_aliases={0: 0})
+    return call(pool, *moves, num_layers=np.int64(num_layers))
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
@@ -185,6 +194,7 @@ def attend_layer(
         jnp.asarray(num_pages, jnp.int32),
         np.array(config.windows, np.int32),
         kv_pages,
+        *trees_of(batch),
         num_singles=np.int64(batch.num_singles),
         eps=np.float32(config.eps),
         scale=np.float32(config.head_dim**-0.5 if config.score_scale is None else config.score_scale),
@@ -200,6 +210,11 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
     targets_N = jnp.where(jnp.arange(len(sources_N)) < count, targets_N, sources_N)
     call = jax.ffi.ffi_call(f"{PREFIX}pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
     return call(pool, sources_N, targets_N)
+
+
+def trees_of(batch: TokenBatch) -> tuple[jax.Array, ...]:
+    """The last argument of attention, where single tokens may be nodes of trees."""
+    return () if batch.ancestors_U is None else (batch.ancestors_U,)
 
 
 def _mean_squares(

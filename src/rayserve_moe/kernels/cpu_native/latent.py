@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs
-from rayserve_moe.kernels.cpu_native.calls import PREFIX
+from rayserve_moe.kernels.cpu_native.calls import PREFIX, trees_of
 from rayserve_moe.kernels.latent_attention import LatentConfig
 
 MATRICES = ("kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD")
@@ -50,6 +50,7 @@ def attend_latent_layer(
         jnp.asarray(first_page, jnp.int32),
         jnp.asarray(num_pages, jnp.int32),
         kv_pages,
+        *trees_of(batch),
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),
         norm_eps=np.float32(config.norm_eps),

@@ -28,7 +28,7 @@ native::HeadNorm norm_of(Bf16& scale, int64_t layer) {
 ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, Bf16 k_norm, Bf16 q_bias, Bf16 k_bias,
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
-                     int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
+                     ffi::RemainingArgs trees, int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
                      ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -69,6 +69,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, B
   a.cos = cos.typed_data(), a.sin = sin.typed_data();
   a.mean_squares = mean_squares.element_count() ? mean_squares.typed_data() : nullptr;
   a.kv_slots = kv_slots.typed_data(), a.positions = positions.typed_data(), a.page_table = page_table.typed_data();
+  if (!found_ancestors(trees, num_singles, a.ancestors)) return wrong("each single token has ancestors");
   a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * 2 * kv_width;
   a.out = out->typed_data();
   if (!native::are_in_pool(s, a)) return wrong("a token's position, slot or page lies outside the pool");
@@ -228,10 +229,34 @@ ffi::Error Pages(Bf16 pool, S32 sources, S32 targets, ffi::ResultBuffer<ffi::BF1
   return ffi::Error::Success();
 }
 
+// Copies rows of all layers within a pool, one after the other: `move_rows` of `kernels/kv_pool.py`.
+ffi::Error Moves(Bf16 pool, S32 sources, S32 targets, S32 num, int64_t num_layers, ffi::ResultBuffer<ffi::BF16> pool_out) {
+  if (pool.dimensions().size() < 3 || !have_dims(1, sources, targets) || !have_dims(0, num))
+    return wrong("moves are of rows of a pool");
+  const int64_t pages = native::times(num_layers, size_of(pool, 0)), slots = pages * size_of(pool, 1);
+  const int64_t count = num.typed_data()[0];
+  if (pages <= 0 || count < 0 || count > size_of(sources, 0) || !is(targets, {size_of(sources, 0)}))
+    return wrong("there are no such moves, or layers");
+  if (pool_out->untyped_data() != pool.untyped_data()) return wrong("the pool must be updated in place");
+  const auto is_outside = [slots](int32_t slot) { return slot < 0 || slot >= slots; };
+  if (std::any_of(sources.typed_data(), sources.typed_data() + count, is_outside) ||
+      std::any_of(targets.typed_data(), targets.typed_data() + count, is_outside))
+    return wrong("a row is moved outside the pool");
+  const int64_t width = int64_t(pool.element_count()) / (num_layers * slots);
+  auto* rows = reinterpret_cast<native::bf16*>(pool_out->untyped_data());
+  for (int64_t layer = 0; layer < num_layers; ++layer, rows += slots * width)
+    for (int64_t i = 0; i < count; ++i)
+      std::copy_n(rows + sources.typed_data()[i] * width, width, rows + targets.typed_data()[i] * width);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoePages, Pages,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<S32>().Ret<Bf16>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMoves, Moves,
+                              ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<S32>().Arg<S32>().Attr<int64_t>("num_layers")
+                                  .Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses, ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<F32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise,
                               ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Ret<F32>());
@@ -247,7 +272,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
-                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>()
+                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>().RemainingArgs()
                                   .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
                                   .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")
                                   .Ret<F32>().Ret<Bf16>());
