@@ -6,9 +6,10 @@ One device, sides in turn over one runner. An oracle that knows the plain answer
 numbers of drafts and run once, `chosen` is what the server does, from its start. Every side must give the same ids.
 The clock starts when all prompts are computed.
 
-`of the bound`: the time that as many plain steps of as many sequences would have taken as the steps had tokens, over
-the time that it took. So 1 is accepted length x t(1) / t(k + 1) where every step has k drafts. Plain steps of so many
-sequences are timed in the same run. Results are added to those that the file has of the same size.
+`of the bound`: how many times as fast as plain steps it was, over accepted length x t(1) / t(k + 1), summed over steps
+of different k; t(n) are plain steps of n sequences, timed in the same run ahead of the sides. Drifts of the machine
+between a side and its plain neighbour cancel, those within t(n) do not. Results are added to those that the file has of
+the same size.
 """
 
 from __future__ import annotations

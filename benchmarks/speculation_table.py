@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.figures import Spread, paired_ratio, spread
+from benchmarks.figures import Spread, paired_ratio
 from benchmarks.markdown import markdown_table
 
 Runs = Sequence[Mapping[str, Any]]
@@ -13,13 +13,12 @@ Runs = Sequence[Mapping[str, Any]]
 
 def speculation(measured: Mapping[str, Mapping[str, Runs]]) -> str:
     """One row for each number of streams and share of right drafts."""
-    rows = []
+    rows, numbers = [], [side for side in next(iter(measured.values())) if side.isdigit()]
     for name, sides in sorted(measured.items(), key=lambda each: [float(part) for part in each[0].split(", ")]):
         streams, share = name.split(", ")
         chosen, plain = sides["chosen"], sides["plain"]
-        fixed = [f"{_ratio(sides[side][:1], plain[:1]).median:.2f}" for side in sides if side.isdigit()]
-        bound = spread(run["bound_seconds"] / run["seconds"] for run in chosen)
-        of_plain = spread(run["bound_seconds"] / run["seconds"] for run in plain)
+        fixed = [f"{_ratio(sides[side][:1], plain[:1]).median:.2f}" for side in sorted(numbers)]
+        bound = paired_ratio(*([run["bound_seconds"] / run["seconds"] for run in runs] for runs in (chosen, plain)))
         usual = max(chosen[0]["drafts_of_steps"].items(), key=lambda each: each[1])[0]
         rows.append(
             [
@@ -30,11 +29,10 @@ def speculation(measured: Mapping[str, Mapping[str, Runs]]) -> str:
                 f"{_length(chosen):.2f}",
                 _ratio(chosen, plain),
                 f"{bound.median:.2f} ({bound.least:.2f}-{bound.greatest:.2f})",
-                f"{of_plain.median:.2f}",
             ]
         )
-    heading = ["streams", "drafts right", *(f"{most} drafts / plain" for most in (1, 3, 5, 7)), "chosen most often"]
-    heading += ["tokens a verification", "chosen / plain", "chosen, of the bound", "plain, of the bound"]
+    heading = ["streams", "drafts right", *(f"{most} drafts / plain" for most in sorted(numbers)), "chosen most often"]
+    heading += ["tokens a verification", "chosen / plain", "of the bound"]
     return markdown_table(heading, rows)
 
 
