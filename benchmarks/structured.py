@@ -1,9 +1,10 @@
 """What structured output costs: tokens per second of 16 streams with and without constraints, in one engine by turns.
 
-    python -m benchmarks.structured calculator|typical|random [--repeats 5] [--tokens 256] [--out FILE.json]
+    python -m benchmarks.structured calculator|bytes|typical|random [--repeats 5] [--tokens 256] [--out FILE.json]
 
-`calculator` is that model under a schema, `typical` one of 131,072 ids that writes JSON as it is usual, `random` one of
-the same vocabulary to which every token is alike. A result file keeps those that were measured before.
+`calculator` is that model under a schema, `bytes` a random one of 114 M with a vocabulary as small. `typical`
+has 131,072 ids and writes JSON as it is usual; to `random`, with the same vocabulary, every token is alike. A result
+file keeps those that were measured before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from benchmarks.table import tables
 from benchmarks.typical_json import SCHEMA, write_typical
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED_PREFIX
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE
 from rayserve_moe.config.load import default_cache_directory
 
 NUM_STREAMS = 16
@@ -31,9 +35,10 @@ SETTINGS: dict[str, Any] = {
     "enable_prefix_caching": False,
 }
 TEXTS = {
-    "calculator": "the calculator's own, under a schema",
-    "typical": "JSON as it is usual",
-    "random": "uniformly random tokens",
+    "calculator": "the calculator's (1 M)",
+    "bytes": "random bytes (114 M)",
+    "typical": "JSON as it is usual (135 M)",
+    "random": "random tokens (135 M)",
 }
 SIDES = {"plain": 0, "constrained": NUM_STREAMS, "mixed": NUM_STREAMS // 2}
 CLOCK = ("steps", "schedule_s", "pack_s", "transport_s", "device_s", "commit_s", "mask_s")
@@ -44,6 +49,8 @@ def model_of(name: str) -> str:
     if name == "calculator":
         return f"{TRAINED_PREFIX}calculator"
     path = Path(default_cache_directory()) / f"structured-{name}"
+    if name == "bytes":
+        return str(write_checkpoint(path, replace(PRESETS["small"], vocab_size=MIN_VOCAB_SIZE)))
     if not (path / "tokenizer.json").exists():
         write_typical(path, is_random=name == "random")
     return str(path)

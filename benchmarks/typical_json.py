@@ -2,7 +2,8 @@
 
 Its tokenizer is trained on made-up words and such documents. The model is one of two-token statistics: its layers add
 nothing, every token that the documents use has an embedding of its own direction, and the head holds the logarithms of
-how often a token follows another. Other tokens have no chance of note.
+how often a token follows another, and below that, of how often it occurs. Other tokens have no chance of note, and are
+followed by what occurs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ NUM_IDS = 131_072
 HIDDEN = 512
 NUM_WORDS, NUM_KNOWN = 160_000, 90
 SURE = 40.0
+LENGTH = HIDDEN**0.5
+"""Of a normed vector with one number that is not 0."""
 SCHEMA = {
     "type": "array",
     "minItems": 1000,
@@ -111,18 +114,21 @@ def _teach(path: Path, documents_ids: list[list[int]]) -> None:
     weights = load_file(path / "model.safetensors")
     follows = Counter(pair for ids in documents_ids for pair in pairwise(ids))
     used = {token_id: place for place, token_id in enumerate(sorted({one for pair in follows for one in pair}))}
-    assert len(used) <= HIDDEN, f"{len(used)} tokens are used"
+    assert len(used) < HIDDEN, f"{len(used)} tokens are used"
     for name in weights:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = np.zeros_like(weights[name])
     embedding, head = (np.zeros_like(weights[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    embedding[:, -1] = 1  # what the documents do not use
     for token_id, place in used.items():
-        embedding[token_id, place] = 1
-    totals = Counter()
-    for (one, _), count in follows.items():
-        totals[one] += count
+        embedding[token_id, -1], embedding[token_id, place] = 0, 1
+    before, after = Counter(), Counter()
     for (one, other), count in follows.items():
-        # A normed one-hot vector is sqrt(HIDDEN) long.
-        head[other, used[one]] = (SURE + np.log(count / totals[one])) / np.sqrt(HIDDEN)
+        before[one] += count
+        after[other] += count
+    for other, count in after.items():
+        head[other] = (SURE / 2 + np.log(count / after.total())) / LENGTH
+    for (one, other), count in follows.items():
+        head[other, used[one]] = (SURE + np.log(count / before[one])) / LENGTH
     weights["model.embed_tokens.weight"], weights["lm_head.weight"] = embedding, head
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
