@@ -23,7 +23,7 @@ from tests.support.tool_templates import FAMILIES
 
 parsing = client_package("renderers.parsing")
 
-NUM_ANSWERS = 1000
+NUM_CALLS = 1000
 KIMI = "tool_calls_section_begin tool_calls_section_end tool_call_begin tool_call_argument_begin tool_call_end"
 HARMONY = "return call start end channel message constrain"
 XML = {
@@ -113,13 +113,15 @@ def drawn(name, draw):
 
 
 def answers(name, tokenizer):
-    """NUM_ANSWERS times tools, a message, its text by the family's template, and what we read of that."""
+    """Tools, a message, its text by the family's template, and what we read of that, with NUM_CALLS in all of them."""
     output, draw = ChatOutput(tokenizer), random.Random(5)
     user = {"role": "user", "content": "hi"}
     prompt = render_chat(tokenizer, [user])
     prompt_ids = np.asarray(tokenizer.encode(prompt), np.int32)
-    for _ in range(NUM_ANSWERS):
+    num_calls = 0
+    while num_calls < NUM_CALLS:
         tools, message = drawn(name, draw)
+        num_calls += len(message["tool_calls"])
         text = render_chat(tokenizer, [user, message], add_generation_prompt=False)[len(prompt) : -len("</s>")]
         splitter = output.splitter(prompt_ids, tools=tools, has_calls=True, has_reasoning=FAMILIES[name].reasons)
         yield tools, message, text, answer_of(parts_of(splitter, list(text)))
