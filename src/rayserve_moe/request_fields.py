@@ -211,9 +211,15 @@ OBJECT_OR_TEXT = Values(
     {"type": ["object", "string", "boolean"]},
     partial(_read, lambda it: isinstance(it, Mapping | str | bool), lambda it: it, "should be an object or a string"),
 )
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, str) for each in value)
+
+
 TEXTS = Values(
     {"type": "array", "items": {"type": "string"}, "minItems": 1},
-    partial(_read, lambda it: isinstance(it, list | tuple) and len(it) > 0, list, "should be a list of strings"),
+    partial(_read, _are_texts, list, "should be a list of strings"),
 )
 SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: (int(seed) ^ (int(seed) >> 32)) & 0xFFFFFFFF)
 """All 64 bits count, folded to the 32 that the sampler takes; seeds of 0 to 2**32 - 1 stay themselves."""
