@@ -53,6 +53,7 @@ def alone(shown: Engine) -> Outcomes:
     return run_alone(shown.runner, shown.card, asking(), way=ALONE)
 
 
+@pytest.mark.float32("the reference is numpy's, in float64")
 def test_they_are_those_of_the_reference(shown: Engine, alone: Outcomes, reference_for: ReferenceFactory):
     reference = reference_for(Path(shown.card.path))
     for request in asking():

@@ -15,7 +15,7 @@ from tests.support.drive import Way, cycle_for, preempt_every, run_on
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.workload import draw_prompt, mixed_workload, request_for
 
-TIGHT = 29
+TIGHT = 32
 """Pages for two long sequences."""
 
 
@@ -26,6 +26,11 @@ def whole_pages(num_tokens: int) -> int:
 
 def cached_of(request: GenerationRequest) -> int:
     return whole_pages(len(request.prompt_ids))
+
+
+def may_share(request: GenerationRequest, choice: int) -> set[int]:
+    """What a choice beyond the first has of its prompt: all of it, where it forked off, or its whole pages."""
+    return {len(request.prompt_ids), cached_of(request)} if choice else {cached_of(request)}
 
 
 def salted(request: GenerationRequest, salt: str) -> GenerationRequest:
@@ -41,8 +46,9 @@ def test_the_second_run_finds_the_prompts_of_the_first_and_comes_to_the_same(eng
     for request in mixed_workload():
         for choice in range(request.sampling.n):
             before, after = first[request.request_id, choice], second[request.request_id, choice]
-            num_cached = cached_of(request)
-            assert before.num_cached == (num_cached if choice else 0) and after.num_cached == num_cached
+            num_cached = after.num_cached
+            assert before.num_cached in (may_share(request, choice) if choice else {0})
+            assert num_cached in may_share(request, choice)
             assert after.routing is not None and before.rows.tobytes() == after.rows.tobytes()
             computed = (num_cached, len(after.rows), "computed")
             assert after.routing.source == (((0, num_cached, "cached"), computed) if num_cached else (computed,))
@@ -93,8 +99,8 @@ def test_without_prefix_caching_only_the_choices_of_a_request_share(engine: Engi
         outcomes = run_on(cycle, engine.card, mixed_workload())
         assert_all_same(outcomes, alone)
         for request in mixed_workload():
-            found = [outcomes[request.request_id, choice].num_cached for choice in range(request.sampling.n)]
-            assert found == [0] + [cached_of(request)] * (request.sampling.n - 1)
+            first, *others = [outcomes[request.request_id, choice].num_cached for choice in range(request.sampling.n)]
+            assert first == 0 and set(others) <= may_share(request, 1)
         assert cycle.scheduler.ranks[0].tree.num_cached_pages == 0
 
 

@@ -68,7 +68,7 @@ def test_choices_agree_on_the_prompt_and_say_what_they_shared(engine: Engine):
         outcome = choices["r", index]
         np.testing.assert_array_equal(outcome.rows[: len(PROMPT)], first)
         num_rows = len(PROMPT) + 11
-        shared = ((0, 32, "cached"), (32, num_rows, "computed"))
+        shared = ((0, len(PROMPT), "cached"), (len(PROMPT), num_rows, "computed"))
         assert outcome.routing is not None
         assert outcome.routing.source == (shared if index else ((0, num_rows, "computed"),))
 

@@ -14,6 +14,7 @@ from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.cluster.step_transport import _owned
 from rayserve_moe.requests import TopLogprobs
 from rayserve_moe.scheduling.step_plan import StepResult, TokenScores
+from rayserve_moe.token_evidence import SampleSupport
 
 
 def likeliest(count: int) -> TopLogprobs:
@@ -35,6 +36,9 @@ WHOLE = StepResult(
     failed_fetch=FailedFetch(1, 2),
     evidence=np.ones((4, 3), np.float32),
     drafts=np.arange(8, dtype=np.int32).reshape(4, 2),
+    support=SampleSupport(np.array([1, 2, 1], np.int32), np.arange(4, dtype=np.int32), np.full(3, -0.5, np.float32)),
+    hidden=np.ones((2, 5), np.float32),
+    listed=np.full((2, 3), -0.75, np.float32),
 )
 
 

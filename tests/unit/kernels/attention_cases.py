@@ -72,7 +72,7 @@ def attend_described(
     queries: jax.Array, pages: jax.Array, places: BlockPlaces, *, config: ScoreConfig = FULL_CAUSAL
 ) -> jax.Array:
     """Single tokens with what is derived of their positions ahead, and padding zeroed by the caller."""
-    (_, num_queries, *_), (page_table, positions, _) = queries.shape, places
+    (_, num_queries, *_), (page_table, positions, *_) = queries.shape, places
     if num_queries > 1:
         return attend_in_runs(queries, pages, places, config=config)
     sizes = {"page_size": pages.shape[1], "table_width": page_table.shape[1]}
