@@ -53,7 +53,7 @@ def kernels_for(
     return Counter(kernels_of(text_of(compile_for(chip, multiply, *shapes))))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 16, 161])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, pytest.param(161, marks=pytest.mark.slow)])
 def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
     assert kernels_for("v6e", multiply_by_ragged_dot, num_tokens)["ragged-dot-none"] == 3
 
@@ -89,7 +89,7 @@ def test_many_rows_of_8_bits_are_multiplied_by_the_compilers_kernel(dtype, in_bl
     assert found["ragged-dot-none"] == 3
 
 
-@pytest.mark.parametrize(("chip", "num_tokens"), [("v6e", 1024), ("v5p", 16)])
+@pytest.mark.parametrize(("chip", "num_tokens"), [pytest.param("v6e", 1024, marks=pytest.mark.slow), ("v5p", 16)])
 def test_many_rows_and_cores_that_share_a_device_are_not_for_it(chip, num_tokens):
     found = kernels_for(chip, multiply_grouped, num_tokens)
     assert found["ragged-dot-none"] == 3 and not found["grouped_ffn"]

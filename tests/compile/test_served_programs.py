@@ -43,7 +43,13 @@ def compiled_names(caplog):
     names |= {match[1] for match in found if match}
 
 
-@pytest.mark.parametrize("values", [{}, {"enable_eplb": True, "num_redundant_experts": 4}], ids=["plain", "eplb"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"enable_eplb": True, "num_redundant_experts": 4}, id="eplb"),
+    ],
+)
 def test_a_start_compiles_the_programs_of_the_gate(values, core_checkpoint, caplog):
     """Settings and a mesh alone say what a start compiles; the weights have no part in it."""
     settings = {**TWO_SHAPES, "enable_return_routed_experts": True, "compile_cache": "off", **values}
