@@ -10,6 +10,7 @@ waits for the host. Balance is the hottest rank by the loads in the window, over
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def rounds(cluster: Cluster, engine: ReplicaEngine, *, num_rounds: int) -> list[
     expected, _ = answers(engine)
     changes = []
     for number in range(num_rounds):
-        node = cluster.worker_nodes[-1]
+        node = random.choice(list(cluster.worker_nodes))
         for name, num_missing, fault in (
             ("shrink", 1, lambda node=node: cluster.remove_node(node, allow_graceful=False)),
             ("grow", 0, lambda: cluster.add_node(num_cpus=NUM_CPUS)),
