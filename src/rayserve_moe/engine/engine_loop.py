@@ -17,6 +17,7 @@ from rayserve_moe.config.settings import Settings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import check_request, ending_ids, processed_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
+from rayserve_moe.engine.committed import restore
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
 from rayserve_moe.engine.cycle_setup import step_cycle_for
 from rayserve_moe.engine.eplb_control import EplbControl
@@ -27,7 +28,7 @@ from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.recovery import RebuildBounds, Rebuilder, Recovery, progress_of, step_start
 from rayserve_moe.engine.speculation import DraftTotals
 from rayserve_moe.engine.step_clock import selection_statistics
-from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
+from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Guide, Sequence
 
@@ -103,8 +104,12 @@ class EngineLoop:
         """The model being served, as it is now."""
         return self.control.card
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> list[Sequence]:
+    def submit(
+        self, request: GenerationRequest, sink: Sink, *, committed: Iterable[ChoiceResult] = ()
+    ) -> list[Sequence]:
         """Queue a request; `sink` gets its updates from the engine thread and must not block.
+
+        It goes on from what is `committed` of its choices, of which not all have ended; `sink` gets what follows.
 
         Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
         what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
@@ -122,6 +127,8 @@ class EngineLoop:
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = _sequences_of(request, self.card, guides)
+            for sequence, outputs in zip(sequences, committed, strict=False):
+                restore(sequence, outputs)
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self.control.admit(sequences))
         return sequences
@@ -129,6 +136,10 @@ class EngineLoop:
     def abort(self, choices: Iterable[Sequence]) -> None:
         """End those of the choices that have not ended, with finish reason `abort`."""
         self._commands.post(partial(self.control.end, choices, ABORTED))
+
+    def end_all_of(self, choices: Iterable[Sequence]) -> Future[None]:
+        """The same, and a future that is done once they have ended."""
+        return self._commands.call(partial(self.control.end, choices, ABORTED))
 
     def abort_stem(self, stem: str, *, is_prefix: bool = False) -> None:
         """Abort the requests that are named `stem` now, or `stem_0`, `stem_1`, ..., or `stem-0`, ...
