@@ -116,8 +116,8 @@ def test_a_choice_that_is_cut_at_any_token_goes_on_as_it_was(engine, name):
             firsts = [len(each[0].token_ids) for each in updates]
             assert all(first == at for first, at in zip(firsts, told, strict=True) if at), "what was told is apart"
         for choice, at in enumerate(cuts):
-            kept = [update for update in keeper.kept.get(choice, [])]
-            assert sum(len(update.token_ids) for update in kept) == lengths[choice] - at, "kept twice, or not"
+            num_kept = sum(len(update.token_ids) for update in keeper.kept.get(choice, []))
+            assert num_kept == lengths[choice] - at, "kept twice, or not"
 
 
 def test_a_stop_string_is_found_across_the_cut(engine):

@@ -65,7 +65,7 @@ class Journal:
                 writer.write(framed(reply))
                 if writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
                     return
-        except (OSError, EOFError, TimeoutError):
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             log.info("a replica has gone")
         finally:
             self.table.lose(writer)
@@ -84,7 +84,7 @@ class Journal:
             if kind == OPEN:
                 is_kept = self.table.open(identity, fence, records, owner)
             elif kind == COMMIT:
-                is_kept = self.table.commit(identity, fence, records[0])
+                is_kept = self.table.commit(identity, fence, records)
             elif kind == CLOSE:
                 self.table.close(identity, fence)
             if is_kept is None:

@@ -47,23 +47,25 @@ class JournalTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def open(self, identity: bytes, fence: Fence, records: Sequence[bytes], owner: object) -> bool:
-        """Begin an entry, or bring back one that another journal had; False where another replica runs it."""
+    def open(self, identity: bytes, fence: Fence, records: Sequence[bytes], owner: object) -> bool | None:
+        """Begin an entry, or bring back one that another journal had; None where it was taken over from this fence,
+        False where another replica runs one of this identity."""
         before = self._entries.get(identity)
-        if before is not None and before.fence != fence and before.closed_at is None and before.fence.term >= fence.term:
-            return False
+        is_owned = before is not None and before.fence != fence and before.closed_at is None
+        if before is not None and is_owned and before.fence.term >= fence.term:
+            return None if before.fence.term > fence.term else False
         self._remove(identity)
         self._entries[identity] = Entry(fence, owner)
-        return all([self._append(identity, record) for record in records])
+        return all(self._append(identity, record) for record in records)
 
-    def commit(self, identity: bytes, fence: Fence, record: bytes) -> bool | None:
-        """Append a record. None where the fence is no longer the owner's, False where there is no such entry."""
+    def commit(self, identity: bytes, fence: Fence, records: Sequence[bytes]) -> bool | None:
+        """Append records. None where the fence is no longer the owner's, False where there is no such entry."""
         entry = self._entries.get(identity)
         if entry is None:
             return False
         if entry.fence != fence:
             return None
-        return self._append(identity, record)
+        return all(self._append(identity, record) for record in records)
 
     def close(self, identity: bytes, fence: Fence) -> None:
         """Note that the owner writes no more: the entry stays for a while."""

@@ -1,10 +1,10 @@
 """Frames between replicas and the journal: lists in msgpack, behind their length.
 
-    replica -> journal    [number, operations]       operations are [kind, identity, term, epoch, records]
-            <-            [number, fenced, dropped, totals]    once all of them are kept
-    replica -> journal    [number, kind, identity, epoch]      READ, TAKE_OVER
-            <-            [number, fence or nothing, records]
-            <-            [0, fenced, [], totals]              at any time
+replica -> journal    [number, operations]       operations are [kind, identity, term, epoch, records]
+        <-            [number, fenced, dropped, totals]    once all of them are kept
+replica -> journal    [number, kind, identity, epoch]      READ, TAKE_OVER
+        <-            [number, fence or nothing, records]
+        <-            [0, fenced, [], totals]              at any time
 """
 
 from __future__ import annotations

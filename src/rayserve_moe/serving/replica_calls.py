@@ -79,7 +79,7 @@ async def _weight_version(state: ApiState) -> str:
 
 async def _metrics(state: ApiState) -> list[Any]:
     return await asyncio.get_running_loop().run_in_executor(
-        state.encoding, metrics_of, state.loop, state.traffic.answered
+        state.encoding, metrics_of, state.loop, state.traffic.answered, state.journal
     )
 
 
