@@ -1,6 +1,8 @@
 """The journal: a process that outlives replicas, and keeps what they have asked for and committed.
 
-    python -m rayserve_moe.fleet.journal --host H --port P --key-file F --max-bytes N --ttl-s S
+    python -m rayserve_moe.fleet.journal --host H --port P --max-bytes N --ttl-s S
+
+Replicas prove that they know the key, RAYSERVE_MOE_JOURNAL_KEY in the environment of both.
 
 It knows no model, no Ray and no HTTP; records are bytes to it. It keeps all in memory: its end loses them, and replicas
 bring those back that still run.
@@ -14,9 +16,9 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from rayserve_moe.config.load import environment_setting
 from rayserve_moe.fleet.journal_table import Fence, JournalTable
 from rayserve_moe.fleet.journal_wire import (
     CLOSE,
@@ -121,13 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rayserve_moe.fleet.journal", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--key-file", type=Path, required=True, help="a file with the key of the replicas")
     parser.add_argument("--max-bytes", type=int, default=1 << 30)
     parser.add_argument("--ttl-s", type=float, default=120.0)
     given = parser.parse_args(arguments)
     table = JournalTable(max_bytes=given.max_bytes, ttl_s=given.ttl_s)
+    if not (key := environment_setting("journal_key")):
+        parser.error("RAYSERVE_MOE_JOURNAL_KEY is not set: anyone could read and write what is kept")
     with suppress(KeyboardInterrupt):
-        asyncio.run(run(given.host, given.port, table=table, key=given.key_file.read_bytes().strip()))
+        asyncio.run(run(given.host, given.port, table=table, key=key.encode()))
 
 
 if __name__ == "__main__":
