@@ -57,7 +57,7 @@ def pair_over(journal: OwnJournal, engines: dict[str, Engine], **server: Any) ->
         closing.callback(journal.end)
         for epoch, (name, engine) in enumerate(engines.items(), 1):
             client = pair.journals[name] = journal.client(epoch)
-            closing.callback(client.stop)
+            closing.callback(client.link.stop)
             state = ApiState(engine.loop, engine.tokenizer, ServerSettings(**server), journal=client)
             url = closing.enter_context(running(create_api(state)))
             pair.clients[name] = closing.enter_context(httpx.Client(base_url=url, timeout=60, headers=KEY))
@@ -243,7 +243,7 @@ def test_without_a_journal_for_long_requests_go_on_and_health_says_so(engine, se
     journal = OwnJournal()
     with pair_over(journal, {"a": engine, "b": second_engine}) as pair:
         for client in pair.journals.values():
-            client._patience_s = 0.2
+            client.link.patience_s = 0.2
         journal.end()
         wait_until(lambda: not pair.journals["a"].is_up)
         assert pair["a"].post(GENERATE, json={**NATIVE, "rid": "goes on"}).status_code == 200

@@ -13,7 +13,11 @@ _AGAIN = frozenset({404, 409, 429, 500, 502, 503, 504})
 
 
 class CutOffError(Exception):
-    """The answer ended too early."""
+    """The answer ended too early, after so many tokens were `told`."""
+
+    def __init__(self, message: str, told: int) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class ResumingClient:
@@ -33,9 +37,10 @@ class ResumingClient:
                     answer, told = self._read(client, path, asked, told)
                     self.num_resumed += path != "/generate"
                     return answer
-                except (httpx.HTTPError, CutOffError) as error:
-                    assert time.monotonic() < deadline, f"no answer: {error}"
-                    told = getattr(error, "told", told)
+                except CutOffError as error:
+                    if time.monotonic() > deadline:
+                        raise
+                    told = error.told
                     is_unknown = str(error) == "404" and not told
                     self.num_cut += path == "/generate"
                     path = "/generate" if is_unknown else "/resume_request"
@@ -48,7 +53,7 @@ class ResumingClient:
         try:
             with client.stream("POST", path, json=asked) as answer:
                 if answer.status_code in _AGAIN:
-                    raise CutOffError(str(answer.status_code))
+                    raise CutOffError(str(answer.status_code), told)
                 assert answer.status_code == 200, answer.read()
                 if "event-stream" not in answer.headers["content-type"]:
                     return json.loads(answer.read()), told
@@ -62,13 +67,7 @@ class ResumingClient:
                             break
                         last, told = event, next_told
         except httpx.HTTPError as error:
-            raise _cut_off(str(error), told) from error
+            raise CutOffError(str(error), told) from error
         if not is_done or not last or last["meta_info"]["finish_reason"] is None:
-            raise _cut_off("the stream has no end", told)
+            raise CutOffError("the stream has no end", told)
         return last, told
-
-
-def _cut_off(message: str, told: int) -> CutOffError:
-    error = CutOffError(message)
-    error.told = told  # type: ignore[attr-defined]
-    return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Updates
 
 import numpy as np
@@ -12,11 +13,16 @@ from rayserve_moe.requests import ChoiceResult, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.sequence import NUM_TOKENS, Sequence
 
 
-def restore(sequence: Sequence, committed: ChoiceResult) -> None:
-    """Give a new choice the outputs that it has had elsewhere: it goes on as after a preemption, or has ended.
+def restore(choices: Updates[Sequence], committed: Iterable[ChoiceResult]) -> None:
+    """Give new choices the outputs that they have had elsewhere: they go on as after a preemption, or have ended.
 
-    Its seed and the first choice of its request have to be the same. Its client has what is committed.
+    Their seed has to be the same, and their client has what is committed. Where nothing is, they are as new.
     """
+    for sequence, outputs in zip(choices, committed, strict=False):
+        _restore(sequence, outputs)
+
+
+def _restore(sequence: Sequence, committed: ChoiceResult) -> None:
     sequence.finish = committed.finish
     if not committed.token_ids:
         return

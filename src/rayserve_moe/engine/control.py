@@ -212,6 +212,11 @@ def following_version(control: EngineControl) -> str:
     return str(int(last) + 1 if last.isdecimal() else control.num_updates + 1)
 
 
+def aborted(control: EngineControl, sequences: Iterable[Sequence]) -> Future[None]:
+    """Abort choices, from any thread; the future is done once they have ended."""
+    return control._commands.call(partial(control.end, sequences, ABORTED))
+
+
 def _since(started: float) -> float:
     return time.perf_counter() - started
 

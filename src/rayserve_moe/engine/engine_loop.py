@@ -33,6 +33,7 @@ from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Guide, Sequence
 
 log = logging.getLogger(__name__)
+Outputs = Iterable[ChoiceResult]
 LONGEST_QUEUE_S = 5.0
 """Requests that come while hosts are replaced wait for them; later than this after the loss they are refused."""
 _PART = re.compile(r"([_-]\d+)?")
@@ -104,12 +105,9 @@ class EngineLoop:
         """The model being served, as it is now."""
         return self.control.card
 
-    def submit(
-        self, request: GenerationRequest, sink: Sink, *, committed: Iterable[ChoiceResult] = ()
-    ) -> list[Sequence]:
-        """Queue a request; `sink` gets its updates from the engine thread and must not block.
+    def submit(self, request: GenerationRequest, sink: Sink, *, committed: Outputs = ()) -> list[Sequence]:
+        """Queue a request; `sink` gets updates that follow on what is `committed`, from the engine thread; it must not block.
 
-        It goes on from what is `committed` of its choices, of which not all have ended; `sink` gets what follows.
 
         Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
         what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
@@ -127,8 +125,7 @@ class EngineLoop:
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = _sequences_of(request, self.card, guides)
-            for sequence, outputs in zip(sequences, committed, strict=False):
-                restore(sequence, outputs)
+            restore(sequences, committed)
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self.control.admit(sequences))
         return sequences
@@ -136,10 +133,6 @@ class EngineLoop:
     def abort(self, choices: Iterable[Sequence]) -> None:
         """End those of the choices that have not ended, with finish reason `abort`."""
         self._commands.post(partial(self.control.end, choices, ABORTED))
-
-    def end_all_of(self, choices: Iterable[Sequence]) -> Future[None]:
-        """The same, and a future that is done once they have ended."""
-        return self._commands.call(partial(self.control.end, choices, ABORTED))
 
     def abort_stem(self, stem: str, *, is_prefix: bool = False) -> None:
         """Abort the requests that are named `stem` now, or `stem_0`, `stem_1`, ..., or `stem-0`, ...

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from rayserve_moe.engine.committed import HeldBack, split
+from rayserve_moe.engine.control import aborted
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.output_dispatch import STOPPED
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest
@@ -26,8 +27,8 @@ from rayserve_moe.text.tokenizer import Tokenizer
 class Keeper(Protocol):
     """Keeps outside of this process what is committed of a request, so that another engine can go on with it.
 
-    `committed` is what there is of each choice already, without text; empty for a new request. Of `told` tokens of
-    each the reader knows (the end of a choice counts as one more).
+    `committed` is what there is of each choice already, without text; empty for a new request. Of each
+    a reader has as many as `told` says (the end counts as one more).
     """
 
     @property
@@ -114,7 +115,7 @@ class GenerationStream:
 
     def ended(self) -> Future[None]:
         """Abort what is unfinished; the future is done once the engine has forgotten the request."""
-        return self._loop.end_all_of(self._choices)
+        return aborted(self._loop.control, self._choices)
 
     def give_up(self, reason: FinishReason) -> None:
         """End what is unfinished for the reader, with an error, from any thread."""
@@ -122,7 +123,7 @@ class GenerationStream:
         self._notify()
 
     def _go_on_from(self, keeper: Keeper, *, prompt_len: int) -> list[ChoiceResult]:
-        """Queue what was committed elsewhere, up to what the reader was told and then the rest; returns it.
+        """Queue what was committed elsewhere, up to what the reader has and then the rest; returns it.
 
         A choice that a stop string has completed has its end.
         """

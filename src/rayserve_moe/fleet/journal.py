@@ -84,9 +84,9 @@ class Journal:
             fence = Fence(term, epoch)
             is_kept: bool | None = True
             if kind == OPEN:
-                is_kept = self.table.open(identity, fence, records, owner)
+                is_kept = self.table.open(identity, fence, records=records, owner=owner)
             elif kind == COMMIT:
-                is_kept = self.table.commit(identity, fence, records)
+                is_kept = self.table.commit(identity, fence, records=records)
             elif kind == CLOSE:
                 self.table.close(identity, fence)
             if is_kept is None:
@@ -98,7 +98,7 @@ class Journal:
     def _found(self, message: list[Any], owner: asyncio.StreamWriter) -> list[Any]:
         number, kind, identity, epoch = message
         if kind == TAKE_OVER:
-            taken = self.table.take_over(identity, epoch, owner)
+            taken = self.table.take_over(identity, epoch, owner=owner)
             if taken is None:
                 return [number, None, []]
             entry, before = taken

@@ -47,7 +47,7 @@ class JournalTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def open(self, identity: bytes, fence: Fence, records: Sequence[bytes], owner: object) -> bool | None:
+    def open(self, identity: bytes, fence: Fence, *, records: Sequence[bytes], owner: object) -> bool | None:
         """Begin an entry, or bring back one that another journal had; None where it was taken over from this fence,
         False where another replica runs one of this identity."""
         before = self._entries.get(identity)
@@ -58,7 +58,7 @@ class JournalTable:
         self._entries[identity] = Entry(fence, owner)
         return all(self._append(identity, record) for record in records)
 
-    def commit(self, identity: bytes, fence: Fence, records: Sequence[bytes]) -> bool | None:
+    def commit(self, identity: bytes, fence: Fence, *, records: Sequence[bytes]) -> bool | None:
         """Append records. None where the fence is no longer the owner's, False where there is no such entry."""
         entry = self._entries.get(identity)
         if entry is None:
@@ -77,7 +77,7 @@ class JournalTable:
         """Return an entry."""
         return self._entries.get(identity)
 
-    def take_over(self, identity: bytes, epoch: int, owner: object) -> tuple[Entry, object] | None:
+    def take_over(self, identity: bytes, epoch: int, *, owner: object) -> tuple[Entry, object] | None:
         """Make another replica the owner; returns the entry and who owned it, None where there is none."""
         entry = self._entries.get(identity)
         if entry is None:

@@ -17,7 +17,7 @@ OPEN, COMMIT, CLOSE, READ, TAKE_OVER = range(5)
 LENGTH_BYTES = 4
 LONGEST_FRAME = 1 << 30
 UNASKED = 0
-"""The number of an answer that nobody waits for."""
+"""The number of an answer that no question waits for."""
 
 
 def framed(message: list[Any]) -> bytes:

@@ -122,7 +122,7 @@ class MoeServer:
         if fleet := self.__dict__.get("_fleet"):
             fleet.member.stop()
         if journal := self.__dict__.get("_journal"):
-            journal.stop()
+            journal.link.stop()
         if engine := self.__dict__.get("_engine"):
             engine.shutdown()
 

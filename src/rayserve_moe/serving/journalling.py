@@ -68,7 +68,7 @@ _ASKING: ContextVar[Asking | None] = ContextVar("asking", default=None)
 
 
 def identity_of(caller: str, name: str) -> bytes:
-    """Return what a journal knows a request by: nobody without the caller's key can name it."""
+    """Return what a journal knows a request by: it takes the caller's key to name it."""
     return hashlib.blake2b(f"{caller}\0{name}".encode(), digest_size=_IDENTITY_BYTES).digest()
 
 
@@ -126,7 +126,8 @@ class OneKeeper:
         if any(each.finish and each.finish.kind == "error" and each.finish.source is None for each in updates):
             self.journal.close(self.ticket, deliver)
         else:
-            self.journal.commit(self.ticket, [(self.first + each.choice_index, each) for each in updates], deliver)
+            numbered = [(self.first + each.choice_index, each) for each in updates]
+            self.journal.commit(self.ticket, numbered, deliver=deliver)
 
 
 @dataclass
@@ -157,7 +158,7 @@ async def kept_request(requests: Sequence[GenerationRequest], card: ModelCard) -
     if asking is None or not asking.name or any(request.return_hidden_states for request in requests):
         return None
     if asking.resumed is None and asking.cursor:
-        found = await take_over(asking.journal, asking.identity, _cursor_in(asking.cursor))
+        found = await take_over(asking.journal, asking.identity, told=_cursor_in(asking.cursor))
         if (found.asked.path, found.asked.body) != (asking.path, asking.body):
             asking.journal.close(found.ticket)
             raise ApiError(400, "`Last-Event-ID` belongs to a request with another body", code="other_body")
@@ -178,15 +179,15 @@ async def kept_request(requests: Sequence[GenerationRequest], card: ModelCard) -
     return KeptRequest(asking.journal, resumed.ticket, list(requests), keepers, resumed.told)
 
 
-async def take_over(journal: JournalClient, identity: bytes, told: int | list[int]) -> Resumed:
+async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int]) -> Resumed:
     """Become the owner of a request, of which the client has `told`. ApiError 404, 400 past its end, 503."""
     try:
-        _resumed(await asyncio.wrap_future(journal.read(identity)), told)
+        _resumed(await asyncio.wrap_future(journal.ask(identity)), told)
         if (own := journal.owned(identity)) is not None:
             journal.close(own)
             if isinstance(ended := own.on_loss(), Future):
                 await asyncio.wrap_future(ended)
-        found = await asyncio.wrap_future(journal.take_over(identity))
+        found = await asyncio.wrap_future(journal.ask(identity, takes_over=True))
     except JournalDownError as error:
         raise ApiError(503, str(error), code="journal_down") from error
     asked, committed, cursors = _resumed(found, told)

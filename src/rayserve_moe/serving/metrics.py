@@ -225,7 +225,7 @@ class JournalMetrics(Collector):
 
 
 def metrics_of(
-    loop: EngineLoop, answered: Mapping[tuple[str, int], int], journal: JournalClient | None = None
+    loop: EngineLoop, answered: Mapping[tuple[str, int], int], *, journal: JournalClient | None = None
 ) -> list[Metric]:
     """Return all metrics of an engine, its HTTP edge and its journal, as they are now."""
     registry = CollectorRegistry()

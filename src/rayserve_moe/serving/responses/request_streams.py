@@ -44,7 +44,7 @@ class RequestStreams:
         self._streams: list[GenerationStream] = []
         self.kept: KeptRequest | None = None
         self.told = [0] * len(self.request_of_choice)
-        """Tokens of each choice that events have told, the end as one more."""
+        """Tokens of each choice in events so far, its end as one more."""
 
     @property
     def cursor(self) -> str | None:

@@ -25,10 +25,10 @@ def resume_router(state: ApiState) -> APIRouter:
         if state.journal is None:
             raise ApiError(404, "this server keeps no requests: see the setting `journal`", code="no_journal")
         caller = caller_of(request.scope)
-        resumed = await take_over(state.journal, identity_of(caller, body.rid), body.from_token)
+        resumed = await take_over(state.journal, identity_of(caller, body.rid), told=body.from_token)
         asked = resumed.asked
         asking = Asking(state.journal, asked.path, caller, body.rid, asked.accept, "", asked.body)
-        return _Replayed(request, asking, resumed)
+        return _Replayed(request, asking, resumed=resumed)
 
     return router
 
@@ -36,7 +36,7 @@ def resume_router(state: ApiState) -> APIRouter:
 class _Replayed(Response):
     """The answer of the route that the request came to first, to the body that it came with."""
 
-    def __init__(self, request: Request, asking: Asking, resumed: Resumed) -> None:
+    def __init__(self, request: Request, asking: Asking, *, resumed: Resumed) -> None:
         super().__init__()
         self._request, self._asking, self._resumed = request, asking, resumed
 

@@ -64,7 +64,7 @@ def environment_of(
     """Return the whole environment of a deployment whose state is in `folder`.
 
     `jax_platforms` is the default for jax; empty leaves it to jax. A replaced HAProxy process has `longest_answer_s`
-    for its streams. With a `journal_key` replicas are told of the journal.
+    for its streams. With a `journal_key` replicas find the journal.
     """
     first, last = ports.replicas
     first_grpc, last_grpc = ports.grpc_replicas
