@@ -48,7 +48,7 @@ class GenerationStream:
     Iterate it with `for` in a thread or with `async for` in an event loop, not both. `close` aborts what is
     unfinished. Stop strings are matched in the engine thread as tokens arrive; text that cannot end a choice is
     decoded by the reader. With a `keeper` updates come once they are kept; what was committed elsewhere comes first,
-    what the reader has been told of it as an update of its own. Raises what `EngineLoop.submit` raises.
+    what the reader has of it as an update of its own. Raises what `EngineLoop.submit` raises.
     """
 
     def __init__(
