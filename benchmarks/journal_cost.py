@@ -94,7 +94,7 @@ def main() -> None:
         found = measure(engine, journal, **how)
         about = conditions(engine, size=arguments.size, repeats=arguments.pairs, load_before=load_before)
     save({**about, **how, **found}, arguments.out)
-    print(f"tokens/s with the journal / without: {found['median_ratio']:.3f}; {found['bytes_per_token']:.0f} bytes a token")
+    print(f"tokens/s with / without: {found['median_ratio']:.3f}; {found['bytes_per_token']:.0f} bytes a token")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class EngineLoop:
         return self.control.card
 
     def submit(self, request: GenerationRequest, sink: Sink, *, committed: Outputs = ()) -> list[Sequence]:
-        """Queue a request; `sink` gets updates that follow on what is `committed`, from the engine thread; it must not block.
+        """Queue a request; `sink` gets what follows on what is `committed`, from the engine thread, and must not block.
 
 
         Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for

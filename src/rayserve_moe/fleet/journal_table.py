@@ -59,13 +59,14 @@ class JournalTable:
         return all(self._append(identity, record) for record in records)
 
     def commit(self, identity: bytes, fence: Fence, *, records: Sequence[bytes]) -> bool | None:
-        """Append records. None where the fence is no longer the owner's, False where there is no such entry."""
+        """Append records. None where the fence is no longer the owner's, False where there is no such entry that is
+        open."""
         entry = self._entries.get(identity)
         if entry is None:
             return False
         if entry.fence != fence:
             return None
-        return all(self._append(identity, record) for record in records)
+        return entry.closed_at is None and all(self._append(identity, record) for record in records)
 
     def close(self, identity: bytes, fence: Fence) -> None:
         """Note that the owner writes no more: the entry stays for a while."""

@@ -69,10 +69,11 @@ def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)
     }
 
 
-def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str, Any]:
-    """Return the arguments of the decorator of a route that generates, whole or as events."""
+def generates(body: type[BaseModel], *refusals: int, in_containers: bool = False) -> dict[str, Any]:
+    """Return the arguments of the decorator of a route that generates, whole or as events; `refusals` are further
+    statuses."""
     containers = (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE) if in_containers else ()
-    return takes(body, *GENERATION, kinds=(_JSON, _EVENTS, *containers))
+    return takes(body, *GENERATION, *refusals, kinds=(_JSON, _EVENTS, *containers))
 
 
 def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
