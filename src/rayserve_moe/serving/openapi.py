@@ -19,8 +19,8 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 MEANINGS = {
     400: "The request is wrong: the error names the field.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
-    409: "This does not follow from what the server holds: begin anew.",
+    404: "There is no such model, or no such request is kept.",
+    409: "This does not follow from what the server holds: begin anew. Or: the request is answered elsewhere now.",
     413: "The body is longer than the server takes.",
     422: "The model produced logits that are not numbers.",
     429: "Too many requests wait: try again later.",
@@ -28,7 +28,7 @@ MEANINGS = {
     503: "The engine is not running, or the server is shutting down.",
 }
 ALWAYS = (401,)
-GENERATION = (400, 404, 413, 422, 429, 503)
+GENERATION = (400, 404, 409, 413, 422, 429, 503)
 COMMAND = (400, 413, 429, 503)
 
 _NULLABLE_TEXT = {"type": ["string", "null"]}
@@ -69,11 +69,10 @@ def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)
     }
 
 
-def generates(body: type[BaseModel], *refusals: int, in_containers: bool = False) -> dict[str, Any]:
-    """Return the arguments of the decorator of a route that generates, whole or as events; `refusals` are further
-    statuses."""
+def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str, Any]:
+    """Return the arguments of the decorator of a route that generates, whole or as events."""
     containers = (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE) if in_containers else ()
-    return takes(body, *GENERATION, *refusals, kinds=(_JSON, _EVENTS, *containers))
+    return takes(body, *GENERATION, kinds=(_JSON, _EVENTS, *containers))
 
 
 def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:

@@ -19,7 +19,7 @@ def resume_router(state: ApiState) -> APIRouter:
     """Return the route over one engine."""
     router = APIRouter()
 
-    @router.post("/resume_request", **generates(ResumeBody, 404, 409, in_containers=True))
+    @router.post("/resume_request", **generates(ResumeBody, in_containers=True))
     async def resume_request(request: Request) -> Response:
         body = await read_body(request, ResumeBody, admission=state.admission)
         if state.journal is None:
