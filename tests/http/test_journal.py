@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.rollouts.answers import SampleRequest
+from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
@@ -39,6 +44,7 @@ class Pair:
     clients: dict[str, httpx.Client]
     journals: dict[str, JournalClient]
     engines: dict[str, Engine]
+    apps: dict[str, ASGIApp] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> httpx.Client:
         return self.clients[name]
@@ -59,7 +65,8 @@ def pair_over(journal: OwnJournal, engines: dict[str, Engine], **server: Any) ->
             client = pair.journals[name] = journal.client(epoch)
             closing.callback(client.link.stop)
             state = ApiState(engine.loop, engine.tokenizer, ServerSettings(**server), journal=client)
-            url = closing.enter_context(running(create_api(state)))
+            pair.apps[name] = create_api(state)
+            url = closing.enter_context(running(pair.apps[name]))
             pair.clients[name] = closing.enter_context(httpx.Client(base_url=url, timeout=60, headers=KEY))
         wait_until(lambda: all(client.is_up for client in pair.journals.values()))
         yield pair
@@ -275,3 +282,44 @@ def test_other_weights_are_named_from_the_token_on_from_which_they_were_used(pai
     first, second = found["meta_info"]["weight_versions"]
     assert (first["version"], second["version"], second["end"]) == (before, "others", 40)
     assert told <= second["start"] == first["end"] < 40
+
+
+def losing_front(pair: Pair) -> ASGIApp:
+    """A proxy whose replica is lost under every new request; what is resumed the other one answers."""
+
+    async def front(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != GENERATE:
+            await pair.apps["b"](scope, receive, send)
+            return
+        parts: list[Message] = []
+        while not parts or parts[-1].get("more_body"):
+            parts.append(await receive())
+
+        async def receive_then_leave() -> Message:
+            if not parts:
+                steps.wait_for_tokens(pair.engines["a"].loop, 1)
+            return parts.pop(0) if parts else {"type": "http.disconnect"}
+
+        async def drop(_: Message) -> None:
+            return
+
+        with suppress(ClientDisconnect):
+            await pair.apps["a"](scope, receive_then_leave, drop)
+        raise ConnectionResetError
+
+    return front
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_rollout_client_resumes_by_itself(pair, unhurried):
+    sampling = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0}
+    asked = [SampleRequest(f"p{number}", [5, 6, 7 + number], sampling, seed=number, count=2) for number in range(2)]
+    with running(losing_front(pair)) as front, BlockingRolloutClient(front, api_key="mine") as client:
+        found = client.generate(asked)
+    with BlockingRolloutClient(str(pair["b"].base_url), api_key="mine") as client:
+        wanted = client.generate(asked)
+    assert pair.journals["b"].statistics()["resumed"] >= 1
+    for one, other in zip(sum(found, []), sum(wanted, []), strict=True):
+        assert one.output_ids.tolist() == other.output_ids.tolist() and one.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(one.routing.rows, other.routing.rows)

@@ -23,13 +23,15 @@ from rayserve_moe.requests import ChoiceResult
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 5.0
+MOST_CLOSED = 100_000
+"""Requests whose last byte was sent that are counted."""
 
 
 class JournalDownError(RuntimeError):
     """The journal does not answer now."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Ticket:
     """An HTTP request that this replica owns. `records` are all that the journal has or is to have of it.
 
@@ -63,26 +65,42 @@ class _Item:
     identity: bytes = b""
     answer: Future[Found | None] | None = None
 
+    def pack(self) -> list[bytes]:
+        """Turn updates into records of the ticket, once."""
+        packed = [packed_update(*update) for update in self.updates]
+        self.updates = []
+        if self.ticket is not None:
+            self.ticket.records += packed
+        return packed
+
 
 class JournalClient:
     """The way to the journal at `address`, which knows `key`. `epoch` is higher for replicas that start later.
 
-    While it `is_up` the journal keeps what is committed.
+    While it `is_up` the journal keeps what is committed, and for `ttl_s` what was answered.
     """
 
     def __init__(
-        self, address: tuple[str, int], *, key: bytes, epoch: int | None = None, patience_s: float = PATIENCE_S
+        self,
+        address: tuple[str, int],
+        *,
+        key: bytes,
+        epoch: int | None = None,
+        patience_s: float = PATIENCE_S,
+        ttl_s: float = 120.0,
     ) -> None:
+        self._ttl_s = ttl_s
         self.epoch = time.time_ns() if epoch is None else epoch
         self.is_up = False
-        self._changed = threading.Condition(threading.RLock())
+        self._changed, self._packing = threading.Condition(threading.RLock()), threading.Lock()
         self._tickets: dict[bytes, Ticket] = {}
         self._queue: deque[_Item] = deque()
         self._sent: dict[int, list[_Item]] = {}
         self._number = 0
         self._goes_without = False
         self._journal_name = ""
-        self._num_closed = self.num_entries = self.num_bytes = self.num_dropped = self.num_lost = self.num_resumed = 0
+        self._closed_at: deque[float] = deque(maxlen=MOST_CLOSED)
+        self.num_entries = self.num_bytes = self.num_dropped = self.num_lost = self.num_resumed = 0
         self.link = JournalLink(self, address, key=key, patience_s=patience_s)
 
     def statistics(self) -> dict[str, float]:
@@ -129,7 +147,7 @@ class JournalClient:
             ticket.is_over = True
             if self._tickets.get(ticket.identity) is ticket:
                 del self._tickets[ticket.identity]
-                self._num_closed += 1
+                self._closed_at.append(time.monotonic())
             self._put(_Item(CLOSE, ticket, deliver=deliver))
 
     def ask(self, identity: bytes, *, takes_over: bool = False) -> Future[Found | None]:
@@ -146,12 +164,14 @@ class JournalClient:
         with self._changed:
             waiting = self._take_waiting()
             if self._journal_name not in ("", name):
-                self.num_lost += self._num_closed
-            self._journal_name, self._num_closed = name, 0
-            operations = [self._operation(OPEN, ticket, ticket.records) for ticket in self._tickets.values()]
+                since = time.monotonic() - self._ttl_s
+                self.num_lost += sum(1 for closed_at in self._closed_at if closed_at > since)
+            self._journal_name = name
+            self._closed_at.clear()
+            operations = [_operation(OPEN, ticket, ticket.records) for ticket in self._tickets.values()]
             for ticket in (item.ticket for item in waiting if item.kind == CLOSE and item.ticket is not None):
-                operations.append(self._operation(OPEN, ticket, ticket.records))
-                operations.append(self._operation(CLOSE, ticket, []))
+                operations.append(_operation(OPEN, ticket, ticket.records))
+                operations.append(_operation(CLOSE, ticket, []))
             self._number += 1
             self._sent[self._number] = waiting
             self.is_up, self._goes_without = True, False
@@ -168,12 +188,14 @@ class JournalClient:
             kept = [item for item in items if item.answer is None]
             self._number += 1
             self._sent[self._number] = kept
-            messages: list[list[Any]] = [[self._number, [self._packed_operation(item) for item in kept]]]
+            messages: list[list[Any]] = [[self._number, []]]
             for item in (item for item in items if item.answer is not None):
                 self._number += 1
                 self._sent[self._number] = [item]
                 messages.append([self._number, item.kind, item.identity, self.epoch])
-            return messages
+        with self._packing:  # without the other lock: the engine thread does not wait for it
+            messages[0][1] = [_packed_operation(item) for item in kept]
+        return messages
 
     def note_loss(self) -> None:
         """Note that the connection is lost."""
@@ -188,9 +210,7 @@ class JournalClient:
                 return
             log.error("there is no journal: requests do not outlive this replica")
             self._goes_without = True
-            for item in self._take_waiting():
-                if item.deliver is not None:
-                    item.deliver()
+            self._deliver(self._take_waiting())
 
     def _own(self, ticket: Ticket) -> None:
         with self._changed:
@@ -201,33 +221,23 @@ class JournalClient:
         self._queue.append(item)
         self._changed.notify_all()
 
+    def _deliver(self, items: list[_Item]) -> None:
+        for item in items:
+            deliver, item.deliver = item.deliver, None
+            if deliver is not None:
+                item.pack()
+                deliver()
+
     def _take_waiting(self) -> list[_Item]:
         """Return what was not acknowledged, packed; questions are answered by an error."""
         waiting = [item for items in self._sent.values() for item in items] + list(self._queue)
         self._sent.clear()
         self._queue.clear()
         for item in waiting:
-            self._pack(item)
+            item.pack()
             if item.answer is not None:
                 item.answer.set_exception(JournalDownError("the journal was lost"))
         return [item for item in waiting if item.answer is None]
-
-    def _packed_operation(self, item: _Item) -> list[Any]:
-        assert item.ticket is not None, "an operation is on a ticket"
-        if item.kind == OPEN:
-            return self._operation(OPEN, item.ticket, item.ticket.records)
-        return self._operation(item.kind, item.ticket, self._pack(item))
-
-    def _pack(self, item: _Item) -> list[bytes]:
-        """Turn updates into one record of the ticket, once."""
-        packed = [packed_update(*update) for update in item.updates]
-        item.updates = []
-        if item.ticket is not None:
-            item.ticket.records += packed
-        return packed
-
-    def _operation(self, kind: int, ticket: Ticket, records: list[bytes]) -> list[Any]:
-        return [kind, ticket.identity, *ticket.fence, records]
 
     def take(self, message: list[Any]) -> None:
         """Take an answer: deliver what is kept, and end requests that have another owner."""
@@ -244,11 +254,25 @@ class JournalClient:
             lost = [ticket for identity in fenced if (ticket := self._tickets.pop(identity, None)) is not None]
             for ticket in lost:
                 ticket.is_over = True
-            for identity in dropped:
-                if (ticket := self._tickets.pop(identity, None)) is not None:
-                    ticket.is_dropped, ticket.records = True, []
-            kept = [item.deliver for item in items if item.deliver and not (item.ticket and item.ticket in lost)]
-            for deliver in kept:
-                deliver()
+            unkept = [ticket for identity in dropped if (ticket := self._tickets.pop(identity, None)) is not None]
+            self._deliver([item for item in items if item.ticket not in lost])
+            with self._packing:  # what is delivered may change
+                self._deliver_rest(unkept)
         for ticket in lost:
             ticket.on_loss()
+
+    def _deliver_rest(self, unkept: list[Ticket]) -> None:
+        """Deliver what waits of requests that are not kept: what follows is delivered at once, and may not overtake."""
+        for ticket in unkept:
+            ticket.is_dropped, ticket.records = True, []
+            waiting = [item for sent in self._sent.values() for item in sent] + list(self._queue)
+            self._deliver([item for item in waiting if item.ticket is ticket])
+
+
+def _packed_operation(item: _Item) -> list[Any]:
+    assert item.ticket is not None, "an operation is on a ticket"
+    return _operation(item.kind, item.ticket, item.ticket.records if item.kind == OPEN else item.pack())
+
+
+def _operation(kind: int, ticket: Ticket, records: list[bytes]) -> list[Any]:
+    return [kind, ticket.identity, *ticket.fence, records]

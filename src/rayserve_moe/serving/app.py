@@ -169,7 +169,7 @@ def journal_of(settings: Settings) -> JournalClient | None:
         return None
     host, _, port = server.journal_address.rpartition(":")
     if host and port.isdigit() and server.journal_key:
-        return JournalClient((host, int(port)), key=server.journal_key.encode())
+        return JournalClient((host, int(port)), key=server.journal_key.encode(), ttl_s=server.resume_ttl_s)
     message = "journal: needs journal_address (HOST:PORT) and journal_key, which `rayserve-moe serve` sets by itself"
     if server.journal == "on":
         raise SettingsError(message)

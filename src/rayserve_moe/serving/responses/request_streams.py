@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.streams import GenerationStream, Keeper
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
@@ -68,7 +69,9 @@ class RequestStreams:
         """End for its reader what another connection answers from now on; the future is done once all has ended."""
         for stream in self._streams:
             stream.give_up(TAKEN_OVER)
-        return [None, *(stream.ended() for stream in self._streams)][-1]
+        with contextlib.suppress(EngineStoppedError):  # then nothing runs
+            return [None, *(stream.ended() for stream in self._streams)][-1]
+        return None
 
     async def groups(self) -> AsyncGenerator[list[NumberedDelta], None]:
         """Yield groups of deltas, all that are ready, each with the number of its choice.
