@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -319,7 +320,7 @@ def test_the_rollout_client_resumes_by_itself(pair, unhurried):
     with BlockingRolloutClient(str(pair["b"].base_url), api_key="mine") as client:
         wanted = client.generate(asked)
     assert pair.journals["b"].statistics()["resumed"] >= 1
-    for one, other in zip(sum(found, []), sum(wanted, []), strict=True):
+    for one, other in zip(chain(*found), chain(*wanted), strict=True):
         assert one.output_ids.tolist() == other.output_ids.tolist() and one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(one.routing.rows, other.routing.rows)
