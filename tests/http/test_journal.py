@@ -324,3 +324,22 @@ def test_the_rollout_client_resumes_by_itself(pair, unhurried):
         assert one.output_ids.tolist() == other.output_ids.tolist() and one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(one.routing.rows, other.routing.rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 30}, "content_block_delta"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 30}, "response.output_text.delta"),
+    ],
+)
+def test_what_has_its_name_in_a_header_and_a_drawn_seed_goes_on_with_them(pair, unhurried, path, body, kind):
+    def text_of(events: list[tuple[str, dict]]) -> str:
+        deltas = [event["delta"] for _, event in events if event["type"] == kind]
+        return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
+
+    pair["a"].headers["x-request-id"] = "in a header"
+    begun = begin(pair["a"], path, {**body, "temperature": 1, "stream": True}, num_events=9)
+    rest = all_events(pair["b"], RESUME, {"rid": "in a header", "from_token": told_of(begun[-1][0])})
+    whole = all_events(pair["a"], RESUME, {"rid": "in a header"})
+    assert text_of(begun) and text_of(begun) + text_of(rest) == text_of(whole)
