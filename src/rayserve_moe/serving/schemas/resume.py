@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
-from rayserve_moe.serving.schemas.field_types import RequestBody
+from rayserve_moe.serving.schemas.field_types import MAX_CHOICES, RequestBody
 
-Cursor = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
+
+
+def _one_sentence(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise ValueError("should be a number of tokens, from 0 on, or a list with one for each choice") from error
+
+
+Cursor = Annotated[_Count | Annotated[list[_Count], Field(max_length=MAX_CHOICES)], WrapValidator(_one_sentence)]
 
 
 class ResumeBody(RequestBody):
@@ -16,5 +26,5 @@ class ResumeBody(RequestBody):
 
     rid: str = Field(min_length=1, max_length=256)
     """The `rid`, `request_id` or `X-Request-Id` of the request."""
-    from_token: Cursor | Annotated[list[Cursor], Field(max_length=4096)] = 0
+    from_token: Cursor = 0
     """Tokens of every choice that the client has, or a number for each; the end of a choice counts as one more."""
