@@ -43,10 +43,11 @@ class StreamClients:
         command = [sys.executable, "-m", "benchmarks.stream_client", HOST, str(port)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, prompts: list[list[int]], num_new_tokens: int) -> dict[str, Any]:
-        """Stream all prompts at once. RuntimeError when the client has failed."""
+    def run(self, prompts: list[list[int]], num_new_tokens: int, *, name: str = "") -> dict[str, Any]:
+        """Stream all prompts at once, as requests that a journal keeps under a name. RuntimeError when the client has
+        failed."""
         assert self._child.stdin is not None and self._child.stdout is not None, "both are pipes"
-        self._child.stdin.write(json.dumps({"prompts": prompts, "num_new_tokens": num_new_tokens}) + "\n")
+        self._child.stdin.write(json.dumps({"prompts": prompts, "num_new_tokens": num_new_tokens, "name": name}) + "\n")
         self._child.stdin.flush()
         if not (line := self._child.stdout.readline()):
             raise RuntimeError("the client process has ended; its last words are above")

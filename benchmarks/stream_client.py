@@ -1,7 +1,7 @@
 """A lean client in a process of its own: many `/v1/completions` streams at once. A JSON line asks, a JSON line answers.
 
     python -m benchmarks.stream_client HOST PORT
-    {"prompts": [[id, ...], ...], "num_new_tokens": 128}
+    {"prompts": [[id, ...], ...], "num_new_tokens": 128, "name": ""}     a name makes `rid`s, which a journal keeps
         -> {"seconds": 6.6, "first_token_s": [0.4, ...], "num_new_tokens": 2048, "num_events": 900, "client_cpu_s": 0.1}
 
 It parses no event but the last, which counts tokens. Bodies are ready before the clock starts; connecting is inside.
@@ -51,10 +51,10 @@ async def events_of(answer: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while size := int(await answer.readline(), 16):
         *events, rest = (rest + (await answer.readexactly(size + 2))[:-2]).split(b"\n\n")
         for event in events:
-            yield event
+            yield event[event.index(EVENT) :] if event.startswith(b"id: ") else event
 
 
-def request_of(prompt: list[int], num_new_tokens: int, *, host: str) -> bytes:
+def request_of(prompt: list[int], num_new_tokens: int, *, host: str, rid: str = "") -> bytes:
     """A whole HTTP request for a greedy stream that ends with token counts, and closes its connection."""
     body = {
         "prompt": prompt,
@@ -63,6 +63,7 @@ def request_of(prompt: list[int], num_new_tokens: int, *, host: str) -> bytes:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"rid": rid} if rid else {}),
     }
     encoded = json.dumps(body).encode()
     head = (
@@ -85,9 +86,13 @@ async def read_stream(address: tuple[str, int], request: bytes) -> Received:
     return received
 
 
-async def run(address: tuple[str, int], prompts: list[list[int]], *, num_new_tokens: int) -> dict[str, Any]:
+async def run(
+    address: tuple[str, int], prompts: list[list[int]], *, num_new_tokens: int, name: str = ""
+) -> dict[str, Any]:
     """Stream all prompts at once."""
-    requests = [request_of(prompt, num_new_tokens, host=address[0]) for prompt in prompts]
+    rids = [f"{name} {place}" if name else "" for place in range(len(prompts))]
+    each = zip(prompts, rids, strict=True)
+    requests = [request_of(prompt, num_new_tokens, host=address[0], rid=rid) for prompt, rid in each]
     started, cpu_before = time.perf_counter(), time.process_time()
     streams = await asyncio.gather(*(read_stream(address, request) for request in requests))
     seconds = time.perf_counter() - started

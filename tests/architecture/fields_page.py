@@ -27,6 +27,7 @@ TITLES = {
     "pause": "`POST /pause_generation`",
     "vLLM-pause": "`POST /pause`",
     "reset": "`GET` or `POST /flush_cache`, `POST /reset_prefix_cache`",
+    "resume": "`POST /resume_request`",
     "update": "`POST /update_weights_from_disk`, `/areal_update_weights`",
     "directory": "`POST /update_weights`",
     "version": "`POST /update_weight_version`",

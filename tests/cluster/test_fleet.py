@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from safetensors.numpy import load_file
 
+from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.checkpoints.bucket import SentTensor
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.fleet.broadcast import listed_replicas
@@ -26,7 +28,9 @@ from rayserve_moe.rollouts.ray_weights import Server, shares_for, update_weights
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
+from tests.support.journals import KEY, OwnJournal
 from tests.support.ports import free_port
+from tests.support.resuming import ResumingClient
 
 PORT = free_port()
 WITHIN_S = 300.0
@@ -39,9 +43,17 @@ def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(raylets: int, checkpoint: Path) -> Iterator[httpx.Client]:
+def journal() -> Iterator[OwnJournal]:
+    journal = OwnJournal()
+    yield journal
+    journal.end()
+
+
+@pytest.fixture(scope="module")
+def fleet(raylets: int, checkpoint: Path, journal: OwnJournal) -> Iterator[httpx.Client]:
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
     settings = {**SETTINGS, "num_replicas": 2, "cpus_per_host": 0.25}
+    settings |= {"journal": "on", "journal_address": f"127.0.0.1:{journal.port}", "journal_key": KEY.decode()}
     serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
     with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=600) as client:
         yield client
@@ -162,6 +174,40 @@ def test_a_replica_that_hangs_is_named_and_follows_when_it_goes_on(fleet, other_
     finally:
         os.kill(pid, signal.SIGCONT)
     assert any(one is not None and one.get("missing") == [stopped] for one in found), found
+    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+
+
+def asked(number: int, *, name: str) -> dict[str, Any]:
+    """A request of the sixteen: even ones are streams."""
+    sampling = {"max_new_tokens": 180 + number, "temperature": 0, "ignore_eos": True, "frequency_penalty": 0.5}
+    parts = {"return_logprob": True, "return_routed_experts": True, "stream": number % 2 == 0}
+    return {"input_ids": [5, 6, 7 + number], "sampling_params": sampling, "rid": f"{name} {number}", **parts}
+
+
+def seen(answer: dict[str, Any]) -> tuple[Any, ...]:
+    meta = answer["meta_info"]
+    rows = extract_routed_experts_from_meta_info(answer).tolist()
+    return answer["output_ids"], answer["text"], meta["finish_reason"], meta["weight_versions"], rows
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_under_requests_loses_none_of_them(fleet):
+    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    client = ResumingClient(f"http://127.0.0.1:{PORT}", within_s=WITHIN_S)
+    with ThreadPoolExecutor(16) as threads:
+        wanted = list(threads.map(client.ask, [asked(number, name="undisturbed") for number in range(16)]))
+        assert client.num_cut == 0
+        found = [threads.submit(client.ask, asked(number, name="killed")) for number in range(16)]
+        wait_until(lambda: all(load["num_running_reqs"] > 1 for load in fleet.get("/v1/loads").json()["loads"]))
+        lost = running()[0]
+        os.kill(process_of(lost), signal.SIGKILL)
+        answers = [one.result() for one in found]
+    for one, other in zip(answers, wanted, strict=True):
+        assert seen(one) == seen(other)
+        values = [[entry[0] for entry in each["meta_info"]["output_token_logprobs"]] for each in (one, other)]
+        np.testing.assert_allclose(*values, rtol=0, atol=1e-5)
+    assert client.num_resumed >= 1
+    wait_until(lambda: len(running()) == 2 and lost not in running(), within_s=WITHIN_S)
     wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
 
 

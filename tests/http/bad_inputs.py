@@ -323,6 +323,9 @@ BAD_COMMANDS = [
     ("weights made up", "/update_weights_from_disk", {"model_path": "/x", "load_format": "dummy"}, 400, "load_format"),
     ("a version of no name", "/update_weights_from_disk", {"model_path": "/x", "weight_version": ""}, 400,
      "weight_version"),
+    ("a request without a name", "/resume_request", {"from_token": 1}, 400, "rid"),
+    ("a cursor below zero", "/resume_request", {"rid": "x", "from_token": -1}, 400, "from_token"),
+    ("a cursor in words", "/resume_request", {"rid": "x", "from_token": MARKER}, 400, "from_token"),
     ("a flush in words", "/update_weights_from_disk", {"model_path": "/x", "flush_cache": MARKER}, 400, "flush_cache"),
 ]  # fmt: skip
 

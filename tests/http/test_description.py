@@ -19,6 +19,7 @@ ROUTES = {
         "/get_world_size", "/is_paused", "/is_sleeping", "/v1/fields", "/v1/responses/{response_id}",
     },
     "post": {
+        "/resume_request",
         COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",
         "/pause_generation", "/continue_generation", "/update_weights_from_disk",
         "/update_weights_from_tensor",

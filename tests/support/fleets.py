@@ -12,6 +12,7 @@ import httpx
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.fleet.broadcast import Answers, collect, expected_of
+from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import FleetMember, StateUnavailableError
 from rayserve_moe.fleet.wanted_state import RESTORE_S, WantedState
 from rayserve_moe.inprocess.engine import Engine
@@ -68,6 +69,7 @@ class LocalFleet:
     state: OwnState
     clients: dict[str, httpx.Client] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
+    server: ServerSettings = field(default_factory=ServerSettings)
 
     def __getitem__(self, name: str) -> httpx.Client:
         return self.clients[name]
@@ -82,13 +84,13 @@ class LocalFleet:
         for name in names or self.clients:
             self.member(name).sync(self.calls.replicas[name].loop.control)
 
-    def add(self, name: str, engine: Engine, closing: ExitStack) -> None:
+    def add(self, name: str, engine: Engine, closing: ExitStack, journal: JournalClient | None = None) -> None:
         """Start a replica: it joins, and serves."""
         self.calls.listed[name] = "RUNNING"
         member = FleetMember(name, self.state, lambda: self.calls.listed, lambda: self.given_up.append(name))
         member.follow(engine.loop.control, self.state.view().wanted)
         fleet = Fleet(member, self.calls, self.state, 60.0)  # type: ignore[arg-type]
-        state = ApiState(engine.loop, engine.tokenizer, ServerSettings(), fleet=fleet)
+        state = ApiState(engine.loop, engine.tokenizer, self.server, fleet=fleet, journal=journal)
         assert self.state.join(name, member.applied.number)
         self.calls.replicas[name] = state
         url = closing.enter_context(running(create_api(state)))

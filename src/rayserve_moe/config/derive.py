@@ -12,6 +12,7 @@ from rayserve_moe.config.settings import (
     ModelSettings,
     ParallelSettings,
     SchedulerSettings,
+    Settings,
     SettingsError,
     SpeculationSettings,
 )
@@ -156,3 +157,8 @@ def expert_dtype(experts: ExpertSettings, *, dtype: str) -> str:
 def kv_dtype(cache: CacheSettings, *, dtype: str) -> str:
     """Resolve `kv_cache_dtype` for a model that is computed in `dtype`."""
     return {"auto": dtype, "fp8": "float8_e4m3fn"}.get(cache.kv_dtype, cache.kv_dtype)
+
+
+def keeps_journal(settings: Settings) -> bool:
+    """Whether requests are to outlive their replica: as configured, else where there are several."""
+    return {"on": True, "off": False}.get(settings.server.journal, settings.cluster.num_replicas > 1)

@@ -31,6 +31,17 @@ class ServerSettings:
     prefix_routing: str = _choice("auto", "on", "off")
     """`on`: requests go through routers that know which prefixes every replica has cached, one that `rayserve-moe
     scale` adds included; `auto` is that where there are several replicas at the start."""
+    journal: str = _choice("auto", "on", "off")
+    """`on`: requests that clients name outlive their replica, by a journal of what is committed; `auto` is that where
+    there are several replicas at the start, and a journal."""
+    journal_address: str = ""
+    """`HOST:PORT` of the journal; the start command runs one, and says so by RAYSERVE_MOE_JOURNAL."""
+    journal_key: str = ""
+    """What replicas and the journal prove to each other that they know; the start command draws one."""
+    journal_max_bytes: int = _number(1 << 30, (1 << 20, 1 << 40))
+    """Memory of the journal that the start command runs: the oldest answers make way, then requests are not kept."""
+    resume_ttl_s: float = _number(120.0, (0, DAY_S))
+    """Seconds that a request can be resumed after its last byte was sent, or its connection or replica was lost."""
     reasoning_parser: str = _choice("auto", "none", *REASONING_PARSERS)
     """How reasoning is separated from the content of answers of chats, in the same way."""
     exclude_tools_when_tool_choice_none: bool = False

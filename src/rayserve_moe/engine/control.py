@@ -24,6 +24,7 @@ from rayserve_moe.engine.weight_orders import LOST_WHILE_CHANGING, LOST_WHILE_RE
 from rayserve_moe.requests import FinishReason, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.starting_over import add_choices
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 ABORTED = FinishReason("abort")
@@ -79,7 +80,7 @@ class EngineControl:
     def admit(self, choices: list[Sequence]) -> None:
         """Queue the choices of a new request, in the engine thread; or keep them until the next pause or its end."""
         if self._held is None:
-            self._cycle.scheduler.add(choices)
+            add_choices(self._cycle.scheduler, choices)
         else:
             self._held.append(choices)
 
@@ -90,7 +91,7 @@ class EngineControl:
     @property
     def num_held(self) -> int:
         """Requests that wait for the next pause, or for its end."""
-        return len([choices for choices in self._held or () if choices[0].finish is None])
+        return len([choices for choices in self._held or () if any(each.finish is None for each in choices)])
 
     def resume(self) -> Future[None]:
         """End a pause, if there is one."""
@@ -152,7 +153,7 @@ class EngineControl:
     def _hold_new(self, is_on: bool) -> None:
         held, self._held = self._held or [], None
         for choices in held:
-            if choices[0].finish is None:
+            if any(each.finish is None for each in choices):
                 self.admit(choices)
         self._held = [] if is_on else None
 
@@ -209,6 +210,11 @@ def following_version(control: EngineControl) -> str:
     """The number after the last version, or, where that is no number, how many updates there have been."""
     last = control.card.weight_version
     return str(int(last) + 1 if last.isdecimal() else control.num_updates + 1)
+
+
+def aborted(control: EngineControl, sequences: Iterable[Sequence]) -> Future[None]:
+    """Abort choices, from any thread; the future is done once they have ended."""
+    return control._commands.call(partial(control.end, sequences, ABORTED))
 
 
 def _since(started: float) -> float:

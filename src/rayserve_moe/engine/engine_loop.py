@@ -17,6 +17,7 @@ from rayserve_moe.config.settings import Settings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import check_request, ending_ids, processed_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
+from rayserve_moe.engine.committed import restore
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
 from rayserve_moe.engine.cycle_setup import step_cycle_for
 from rayserve_moe.engine.eplb_control import EplbControl
@@ -27,11 +28,12 @@ from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.recovery import RebuildBounds, Rebuilder, Recovery, progress_of, step_start
 from rayserve_moe.engine.speculation import DraftTotals
 from rayserve_moe.engine.step_clock import selection_statistics
-from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
+from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Guide, Sequence
 
 log = logging.getLogger(__name__)
+Outputs = Iterable[ChoiceResult]
 LONGEST_QUEUE_S = 5.0
 """Requests that come while hosts are replaced wait for them; later than this after the loss they are refused."""
 _PART = re.compile(r"([_-]\d+)?")
@@ -103,8 +105,9 @@ class EngineLoop:
         """The model being served, as it is now."""
         return self.control.card
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> list[Sequence]:
-        """Queue a request; `sink` gets its updates from the engine thread and must not block.
+    def submit(self, request: GenerationRequest, sink: Sink, *, committed: Outputs = ()) -> list[Sequence]:
+        """Queue a request; `sink` gets what follows on what is `committed`, from the engine thread, and must not block.
+
 
         Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
         what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
@@ -122,6 +125,7 @@ class EngineLoop:
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = _sequences_of(request, self.card, guides)
+            restore(sequences, committed)
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self.control.admit(sequences))
         return sequences

@@ -59,7 +59,8 @@ class OutputDispatch:
 
     def add(self, sequences: list[Sequence], sink: Sink) -> None:
         """Register the choices of a request, whose updates go to `sink`."""
-        self._requests[sequences[0].request.request_id] = (sequences, sink, set(range(len(sequences))))
+        unfinished = {index for index, sequence in enumerate(sequences) if sequence.finish is None}
+        self._requests[sequences[0].request.request_id] = (sequences, sink, unfinished)
 
     @property
     def request_ids(self) -> list[str]:

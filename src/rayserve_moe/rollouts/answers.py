@@ -17,11 +17,14 @@ from rayserve_moe.rollouts.schema import Rollout
 
 
 class Unavailable(Exception):
-    """No answer, or the server is busy; a retry may succeed after `retry_after_s`."""
+    """No answer, or the server is busy; a retry may succeed after `retry_after_s`.
 
-    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+    `status` is that of HTTP, if there is one; what `is_cut` may have been begun.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0, *, status: int = 0, is_cut: bool = False) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.status, self.is_cut = retry_after_s, status, is_cut
 
 
 class Faulty(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
@@ -34,6 +35,11 @@ CALL_PROMPTS = 32
 _TRANSIENT = frozenset({404, 408, 425, 429, 502, 503, 504})
 """404 too: a proxy answers so while its application is being deployed."""
 _FAULTS = frozenset({422, 500})
+_CUT = frozenset({500, 502, 503, 504})
+"""What a proxy says of a replica that is lost, and a replica that ends."""
+_NOT_FOUND = 404
+RESUME_S, RETRY_S = 60.0, 0.25
+"""How long an answer that was cut off is asked for at other replicas, and between two tries."""
 _UNUSABLE = frozenset({401, 403, 405, 501})
 """The key is wrong, or this is another kind of server."""
 _Result = TypeVar("_Result")
@@ -80,8 +86,28 @@ class RolloutClient:
             "return_routed_experts": returns_routing,
             "routed_experts_start_len": rows_from,
         }
-        raw = await self._ask("POST", "/generate", body=body, accept=ROLLOUT_MEDIA_TYPE)
+        raw = await self._ask_to_the_end({**body, "rid": uuid.uuid4().hex})
         return rollouts_in(raw, requests, started_at=started_at)
+
+    async def _ask_to_the_end(self, body: dict[str, Any]) -> bytes:
+        """Ask for an answer, and for the rest of it from another replica where its own is lost.
+
+        Raises as the first call where the server does not keep requests, or not this one.
+        """
+        try:
+            return await self._ask("POST", "/generate", body=body, accept=ROLLOUT_MEDIA_TYPE)
+        except Unavailable as error:
+            first = error
+        again: dict[str, Any] = {"rid": body["rid"]}
+        deadline = time.monotonic() + RESUME_S
+        while first.is_cut:
+            try:
+                return await self._ask("POST", "/resume_request", body=again, accept=ROLLOUT_MEDIA_TYPE)
+            except Unavailable as error:
+                if error.status == _NOT_FOUND or time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(max(RETRY_S, error.retry_after_s))
+        raise first
 
     async def model_info(self) -> dict[str, Any]:
         """What is served: `model_path`, `served_model_name`, `weight_version`, `vocab_size`, ..."""
@@ -165,7 +191,8 @@ class RolloutClient:
             ) as response:
                 raw = await response.read()
         except aiohttp.ClientError as error:
-            raise Unavailable(f"the server does not answer: {type(error).__name__}") from error
+            is_cut = not isinstance(error, aiohttp.ClientConnectorError)
+            raise Unavailable(f"the server does not answer: {type(error).__name__}", is_cut=is_cut) from error
         except TimeoutError as error:
             raise Faulty("the answer took too long") from error
         if response.status == 200:
@@ -242,7 +269,8 @@ def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:
     """The failure that a status other than 200 means; a 500 without our error object is a proxy's."""
     message = _message_in(raw)
     if status in _TRANSIENT or (status == 500 and message is None):
-        return Unavailable(f"status {status}: {message}", float(retry_after) if retry_after.isdigit() else 0.0)
+        wait_s = float(retry_after) if retry_after.isdigit() else 0.0
+        return Unavailable(f"status {status}: {message}", wait_s, status=status, is_cut=status in _CUT)
     if status in _UNUSABLE:
         return Unusable(message or f"status {status}")
     if status in _FAULTS:

@@ -1,4 +1,5 @@
-"""What a scheduler does when the devices have lost everything: steps are taken back, and some sequences run first."""
+"""What a scheduler does when devices, or another process, have lost everything: steps are taken back, some sequences
+run first, and choices go on after outputs that are known."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections import deque
 
 import numpy as np
 
+from rayserve_moe.scheduling.forks import release_followers
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan
@@ -35,3 +37,12 @@ def use_ranks(scheduler: Scheduler, num_ranks: int) -> None:
     """Admit to the first data ranks alone, while nothing runs: devices of the others are gone, or have come back."""
     assert not scheduler.running and 0 < num_ranks <= len(scheduler.ranks), f"{num_ranks} data ranks"
     scheduler.open_ranks = scheduler.ranks[:num_ranks]
+
+
+def add_choices(scheduler: Scheduler, choices: list[Sequence]) -> None:
+    """Queue the choices of a request. Where some have outputs or have ended elsewhere, each of the others goes on by
+    itself: it finds the prompt cached, or computes it."""
+    left = [choice for choice in choices if choice.finish is None]
+    scheduler.add(left)
+    if len(left) < len(choices) or any(choice.num_outputs for choice in left):
+        release_followers(left[0], scheduler.waiting)

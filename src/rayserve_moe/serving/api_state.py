@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.fleet import Fleet
 from rayserve_moe.serving.middleware.admission import Admission
@@ -24,7 +25,8 @@ _ENCODING_THREADS = partial(ThreadPoolExecutor, max_workers=2, thread_name_prefi
 class ApiState:
     """The engine and what the HTTP edge adds. `encoding` are threads that serialize long answers and decode routing.
 
-    `fleet` are all replicas of the application; None where this engine has no others beside it.
+    `fleet` are all replicas of the application; None where this engine has no others beside it. `journal` keeps
+    requests that are to outlive this process; None where none are.
     """
 
     loop: EngineLoop
@@ -35,6 +37,7 @@ class ApiState:
     responses: ResponseStore = field(default_factory=ResponseStore)
     traffic: Traffic = field(default_factory=Traffic)
     fleet: Fleet | None = None
+    journal: JournalClient | None = None
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:

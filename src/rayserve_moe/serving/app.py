@@ -20,10 +20,11 @@ from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
-from rayserve_moe.config.derive import most_open_requests
+from rayserve_moe.config.derive import keeps_journal, most_open_requests
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.config.settings import Settings
+from rayserve_moe.config.settings import Settings, SettingsError
 from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
+from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import FleetMember
 from rayserve_moe.fleet.page_feed import PageFeed
 from rayserve_moe.fleet.remote_state import RemoteState
@@ -74,13 +75,16 @@ class MoeServer:
         threading.Thread(target=fleet.member.keep_up, args=(control,), name="fleet", daemon=True).start()
         self._server = settings.server
         self._feed = page_feed(self._engine) if routes_by_prefix(settings) else None
+        self._journal = journal_of(settings)
         self._traffic = Traffic()
         end = partial(end_after_failure, self._engine, self._traffic, end_process=partial(ray.kill, self._this))
         threading.Thread(target=end, name="end", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         engine, traffic = self._engine, self._traffic
-        state = self._state = ApiState(engine.loop, engine.tokenizer, self._server, traffic=traffic, fleet=self._fleet)
+        state = self._state = ApiState(
+            engine.loop, engine.tokenizer, self._server, traffic=traffic, fleet=self._fleet, journal=self._journal
+        )
         log.info("formats of tool calls and reasoning in answers of chats: %s, %s", *state.chat_output.format)
         return create_api(state)
 
@@ -117,6 +121,8 @@ class MoeServer:
     def __del__(self) -> None:
         if fleet := self.__dict__.get("_fleet"):
             fleet.member.stop()
+        if journal := self.__dict__.get("_journal"):
+            journal.link.stop()
         if engine := self.__dict__.get("_engine"):
             engine.shutdown()
 
@@ -151,6 +157,24 @@ def routes_by_prefix(settings: Settings) -> bool:
     if (fault := unknown_ray()) is not None:
         log.warning("requests are not routed by prefix: %s", fault)
     return fault is None
+
+
+def journal_of(settings: Settings) -> JournalClient | None:
+    """Connect to the journal where requests are to outlive this replica; warns where there is none.
+
+    SettingsError where one is asked for and not named.
+    """
+    server = settings.server
+    if not keeps_journal(settings):
+        return None
+    host, _, port = server.journal_address.rpartition(":")
+    if host and port.isdigit() and server.journal_key:
+        return JournalClient((host, int(port)), key=server.journal_key.encode(), ttl_s=server.resume_ttl_s)
+    message = "journal: needs journal_address (HOST:PORT) and journal_key, which `rayserve-moe serve` sets by itself"
+    if server.journal == "on":
+        raise SettingsError(message)
+    log.warning("requests do not outlive their replica: %s", message)
+    return None
 
 
 def page_feed(engine: ReplicaEngine) -> PageFeed:

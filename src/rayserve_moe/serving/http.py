@@ -6,6 +6,7 @@ from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import install_error_handlers
+from rayserve_moe.serving.journalling import journal_requests
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
@@ -19,6 +20,7 @@ from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
 from rayserve_moe.serving.routes.probes import probe_router
 from rayserve_moe.serving.routes.responses import responses_router
+from rayserve_moe.serving.routes.resume import resume_router
 from rayserve_moe.serving.routes.score import score_router
 from rayserve_moe.serving.routes.statistics import statistics_router
 from rayserve_moe.serving.routes.tensor_updates import tensor_router
@@ -41,11 +43,22 @@ from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.schemas.responses import ResponsesBody
+from rayserve_moe.serving.schemas.resume import ResumeBody
 from rayserve_moe.serving.schemas.score import ScoreBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody
 
-GENERATION = (CompletionBody, ChatBody, GenerateBody, TokenBody, MessagesBody, ResponsesBody, ScoreBody, EmbeddingBody)
+GENERATION = (
+    CompletionBody,
+    ChatBody,
+    GenerateBody,
+    TokenBody,
+    MessagesBody,
+    ResponsesBody,
+    ScoreBody,
+    EmbeddingBody,
+    ResumeBody,
+)
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (AbortBody, AbortIdsBody, PauseBody, PauseOptions, ResetOptions)
 WEIGHTS = (UpdateWeightsBody, WeightDirBody, WeightNameBody)
@@ -64,11 +77,12 @@ def create_api(state: ApiState) -> FastAPI:
     )
     install_error_handlers(app)
     app.add_middleware(list_ignored_fields)
+    app.add_middleware(journal_requests, journal=state.journal)
     app.add_middleware(guard_edge, server=state.server)
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most used come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
-    for router in (*generating, score_router, embeddings_router):
+    for router in (*generating, score_router, embeddings_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.traffic.refuse_when_draining)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
     for router in (control_router, trainer_control_router, tensor_router, *others):

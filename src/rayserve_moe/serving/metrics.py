@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.eplb_control import EplbControl
+from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.observability.metrics import HistogramState
 
 PREFIX = "rayserve_moe"
@@ -59,6 +60,16 @@ COUNTERS = {
     "picks_unfilled": ("picks_unfilled", "expert selections without a slot"),
 }
 """Statistics of the engine: the name of the metric, which begins with the package's, and what it says."""
+
+JOURNAL_GAUGES = {
+    "up": "1 while requests are kept in the journal",
+    "entries": "requests that the journal keeps",
+    "bytes": "bytes that it keeps",
+}
+JOURNAL_COUNTERS = {
+    "resumed": "requests that were gone on with at this replica",
+    "lost": "requests that the journal had to drop, and answers that were lost with it",
+}
 
 
 class EngineMetrics(Collector):
@@ -194,9 +205,32 @@ def _histogram(name: str, meaning: str, state: HistogramState, model: str) -> Me
     return family
 
 
-def metrics_of(loop: EngineLoop, answered: Mapping[tuple[str, int], int]) -> list[Metric]:
-    """Return all metrics of an engine and its HTTP edge, as they are now."""
+class JournalMetrics(Collector):
+    """The journal as this replica knows it."""
+
+    def __init__(self, journal: JournalClient, *, model: str) -> None:
+        self._journal, self._model = journal, model
+
+    def describe(self) -> list[Metric]:
+        """Registering asks for no numbers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every number as it is now."""
+        found = self._journal.statistics()
+        for name, meaning in JOURNAL_GAUGES.items():
+            yield _gauge(f"journal_{name}", meaning, {(): found[name]}, self._model)
+        for name, meaning in JOURNAL_COUNTERS.items():
+            yield _counter(f"journal_requests_{name}", meaning, {(): found[name]}, self._model)
+
+
+def metrics_of(
+    loop: EngineLoop, answered: Mapping[tuple[str, int], int], *, journal: JournalClient | None = None
+) -> list[Metric]:
+    """Return all metrics of an engine, its HTTP edge and its journal, as they are now."""
     registry = CollectorRegistry()
+    if journal is not None:
+        registry.register(JournalMetrics(journal, model=loop.card.name))
     registry.register(EngineMetrics(loop, answered))
     if loop.eplb.moves_experts:
         registry.register(BalancingMetrics(loop.eplb_control, model=loop.card.name))

@@ -19,8 +19,8 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 MEANINGS = {
     400: "The request is wrong: the error names the field.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
-    409: "This does not follow from what the server holds: begin anew.",
+    404: "There is no such model, or no such request is kept.",
+    409: "This does not follow from what the server holds: begin anew. Or: the request is answered elsewhere now.",
     413: "The body is longer than the server takes.",
     422: "The model produced logits that are not numbers.",
     429: "Too many requests wait: try again later.",
@@ -28,7 +28,7 @@ MEANINGS = {
     503: "The engine is not running, or the server is shutting down.",
 }
 ALWAYS = (401,)
-GENERATION = (400, 404, 413, 422, 429, 503)
+GENERATION = (400, 404, 409, 413, 422, 429, 503)
 COMMAND = (400, 413, 429, 503)
 
 _NULLABLE_TEXT = {"type": ["string", "null"]}

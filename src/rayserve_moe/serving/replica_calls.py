@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor, read_bucket
@@ -79,7 +80,7 @@ async def _weight_version(state: ApiState) -> str:
 
 async def _metrics(state: ApiState) -> list[Any]:
     return await asyncio.get_running_loop().run_in_executor(
-        state.encoding, metrics_of, state.loop, state.traffic.answered
+        state.encoding, partial(metrics_of, state.loop, state.traffic.answered, journal=state.journal)
     )
 
 

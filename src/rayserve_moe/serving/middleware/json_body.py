@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.journalling import note_body
 from rayserve_moe.serving.middleware.admission import INLINE_BYTES, Admission
 from rayserve_moe.serving.middleware.ignored_fields import note_ignored
 from rayserve_moe.serving.middleware.json_pieces import JsonFault, parse_in_pieces
@@ -49,6 +50,7 @@ async def _read(
         else:
             checked, unknown = check()
     note_ignored(request, unknown)
+    note_body(body, checked)
     return checked
 
 

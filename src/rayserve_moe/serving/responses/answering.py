@@ -77,7 +77,7 @@ async def respond(
     under `answers`. When the client disconnects the requests are aborted.
     """
     if stream:
-        return EventStream(_events(state, streams, writer), streams.close, pause=partial(_pause_of, state))
+        return EventStream(_events(state, streams, writer), streams.close, pause=_pause_of(state), cursor=streams)
 
     def serialized() -> bytes:
         answer = writer.whole(results)
@@ -97,26 +97,37 @@ async def respond(
 
 def typed_events(state: ApiState, *, streams: RequestStreams, writer: Writer) -> Response:
     """Return events that are named after their types."""
-    return EventStream(_events(state, streams, writer), streams.close, has_types=True, pause=partial(_pause_of, state))
+    events, pause = _events(state, streams, writer), _pause_of(state)
+    return EventStream(events, streams.close, has_types=True, pause=pause, cursor=streams)
 
 
-def _pause_of(state: ApiState) -> str | None:
-    progress = progress_of(state.loop.recovery)
-    return None if progress is None else f"hosts are being replaced: {progress.phase}"
+def _pause_of(state: ApiState) -> Callable[[], str | None]:
+    def pause() -> str | None:
+        progress = progress_of(state.loop.recovery)
+        return None if progress is None else f"hosts are being replaced: {progress.phase}"
+
+    return pause
 
 
 async def _events(state: ApiState, streams: RequestStreams, writer: Writer) -> AsyncGenerator[bytes, None]:
     results = [ChoiceResult() for _ in streams.request_of_choice]
     pending: dict[int, ChoiceResult] = {}
-    async for group in streams.groups():
-        for choice, delta in group:
-            results[choice].add(replace(delta, routing=None))
-            pending.setdefault(choice, ChoiceResult()).add(delta)
-        for choice in dict.fromkeys(choice for choice, _ in group):
-            if not writer.defers(pending[choice]):
+    resumed_from = streams.told.copy() if streams.kept is None else streams.kept.told
+    streams.told = list(resumed_from)
+    async for arrived in streams.groups():
+        for group in [[each] for each in arrived] if any(resumed_from) else [arrived]:
+            for choice, delta in group:
+                results[choice].add(replace(delta, routing=None))
+                pending.setdefault(choice, ChoiceResult()).add(delta)
+            for choice in dict.fromkeys(choice for choice, _ in group):
+                if writer.defers(pending[choice]):
+                    continue
                 delta = pending.pop(choice)
-                events = partial(_written, writer, choice, results[choice], delta)
-                for event in await built(state, events, size=size_of([delta])):
+                write = partial(_written, writer, choice, results[choice], delta)
+                events = await built(state, write, size=size_of([delta]))
+                told = len(results[choice].token_ids) + (results[choice].finish is not None)
+                for place, event in enumerate(events if told > resumed_from[choice] else [], 1):
+                    streams.told[choice] = told if place == len(events) else streams.told[choice]
                     yield event
     for event in writer.closing(results):
         yield to_json(event)

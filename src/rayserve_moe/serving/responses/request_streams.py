@@ -10,12 +10,15 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
-from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.engine.command_queue import EngineStoppedError
+from rayserve_moe.engine.streams import GenerationStream, Keeper
 from rayserve_moe.requests import ChoiceResult, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.journalling import TAKEN_OVER, KeptRequest, kept_request
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.text.thinking_limits import with_thinking_limit
 
@@ -40,17 +43,35 @@ class RequestStreams:
         self._tasks: list[asyncio.Task[None]] = []
         self._all_ended: asyncio.Future[list] | None = None
         self._streams: list[GenerationStream] = []
+        self.kept: KeptRequest | None = None
+        self.told = [0] * len(self.request_of_choice)
+        """Tokens of each choice in events so far, its end as one more."""
 
-    def submit(self, request: GenerationRequest) -> None:
+    @property
+    def cursor(self) -> str | None:
+        """What the client knows of every choice, as the id of an event; None for what cannot be resumed."""
+        return None if self.kept is None else ",".join(map(str, self.told))
+
+    def submit(self, request: GenerationRequest, keeper: Keeper | None = None) -> None:
         """Open the stream of the next request."""
-        self._streams.append(GenerationStream(self._loop, self._tokenizer, request=request))
+        self._streams.append(GenerationStream(self._loop, self._tokenizer, request=request, keeper=keeper))
 
     def close(self) -> None:
         """Abort what is unfinished. May be called twice."""
         for task in self._tasks:
             task.cancel()
+        if self.kept is not None:
+            self.kept.close()
         for stream in self._streams:
             stream.close()
+
+    def retire(self) -> Future[None] | None:
+        """End for its reader what another connection answers from now on; the future is done once all has ended."""
+        for stream in self._streams:
+            stream.give_up(TAKEN_OVER)
+        with contextlib.suppress(EngineStoppedError):  # then nothing runs
+            return [None, *(stream.ended() for stream in self._streams)][-1]
+        return None
 
     async def groups(self) -> AsyncGenerator[list[NumberedDelta], None]:
         """Yield groups of deltas, all that are ready, each with the number of its choice.
@@ -86,6 +107,8 @@ class RequestStreams:
     def _refuse_failed(self, group: list[NumberedDelta]) -> None:
         finishes = [delta.finish for _, delta in group if delta.finish is not None]
         failures = [finish for finish in finishes if finish.kind == "error" and finish.source is None]
+        if failures and failures[0] is TAKEN_OVER:
+            raise ApiError(409, str(TAKEN_OVER.message), code="taken_over")
         if failures:
             self._loop.check_health()
             raise ApiError(422, failures[0].message or "the model failed on this request", code="model_failed")
@@ -110,14 +133,19 @@ async def open_streams(
     """
     with refusals_named(param_names or {}):
         requests = [with_thinking_limit(request, state.chat_output) for request in requests]
+    kept = await kept_request(requests, state.card)
+    requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0
+    streams.kept = kept
+    if kept is not None:
+        kept.on_loss(streams.retire)
     with contextlib.ExitStack() as undo, refusals_named(param_names or {}):
         undo.callback(streams.close)
-        for request in requests:
+        for place, request in enumerate(requests):
             if request.constraint is not None and state.loop.constraints is not None:
                 compiled = state.loop.constraints.submit(request.constraint)
                 await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
-            streams.submit(request)
+            streams.submit(request, None if kept is None else kept.keepers[place])
             num_choices += request.sampling.n
             if num_choices >= CHOICES_AT_ONCE:
                 num_choices = 0

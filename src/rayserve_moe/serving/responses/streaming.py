@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pydantic_core
 from starlette.requests import ClientDisconnect
@@ -61,8 +61,16 @@ async def _until_disconnect(receive: Receive) -> None:
         continue
 
 
+class Cursor(Protocol):
+    """Says after every event what its client knows then; `cursor` is None where there is no resuming."""
+
+    @property
+    def cursor(self) -> str | None: ...
+
+
 class EventStream(StreamingResponse):
     """Server-sent events, one JSON object each (in bytes), then `[DONE]`; without it where events are named by type.
+    The `id` of each is what the `cursor` says then.
 
     An error becomes an event of its own. While `pause` says why nothing comes, a comment every few seconds keeps
     proxies from giving the stream up. `close` is always called: after the last event, and when the client
@@ -78,10 +86,11 @@ class EventStream(StreamingResponse):
         *,
         has_types: bool = False,
         pause: Callable[[], str | None] = lambda: None,
+        cursor: Cursor | None = None,
     ) -> None:
         self._close, self._pause = close, pause
         self._is_open = False
-        self._lines = self._opened(_event_lines(events, has_types))
+        self._lines = self._opened(_event_lines(events, has_types, cursor))
         super().__init__(self._lines, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,11 +123,14 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _event_lines(events: AsyncGenerator[bytes, None], has_types: bool) -> AsyncGenerator[bytes, None]:
+async def _event_lines(
+    events: AsyncGenerator[bytes, None], has_types: bool, cursor: Cursor | None
+) -> AsyncGenerator[bytes, None]:
     line = typed_line if has_types else event_line
     try:
         async for event in events:
-            yield line(event)
+            known = None if cursor is None else cursor.cursor
+            yield line(event) if known is None else f"id: {known}\n".encode() + line(event)
     except (ApiError, EngineStoppedError) as error:
         told = as_api_error(error).body()
         yield line(to_json({"type": "error", **told["error"], **told} if has_types else told))

@@ -38,7 +38,9 @@ def control_router(state: ApiState) -> APIRouter:
         if (progress := progress_of(state.loop.recovery)) is not None:
             return json_answer({"status": "rebuilding", "phase": progress.phase, "seconds": round(progress.seconds, 2)})
         num_missing = 0 if state.loop.recovery is None else state.loop.recovery.layout.num_missing_hosts
-        return json_answer({"status": "ok"} | ({"hosts_missing": num_missing} if num_missing else {}))
+        missing = {"hosts_missing": num_missing} if num_missing else {}
+        lost = {} if state.journal is None or state.journal.is_up else {"journal": "down"}
+        return json_answer({"status": "ok", **missing, **lost})
 
     @router.get("/health_generate", **answers(429, 503))
     async def health_generate() -> Response:

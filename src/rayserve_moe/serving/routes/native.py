@@ -5,8 +5,6 @@ A stream sends, per event, the whole answer of a choice so far: text and ids gro
 
 from __future__ import annotations
 
-import uuid
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +14,7 @@ from rayserve_moe.request_builder import build_request, param_names
 from rayserve_moe.request_fields import SGLANG
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.journalling import answer_stem
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond, rollout_type
@@ -74,5 +73,5 @@ async def _requests(state: ApiState, body: GenerateBody, http_request: Request) 
 def _request_ids(body: GenerateBody) -> list[str]:
     if isinstance(body.rid, list):
         return body.rid
-    stem = body.rid or uuid.uuid4().hex
+    stem = body.rid or answer_stem()
     return [f"{stem}_{position}" for position in range(len(body.batch.prompts))] if body.batch.is_batch else [stem]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -16,6 +15,7 @@ from rayserve_moe.request_builder import build_request
 from rayserve_moe.request_fields import OPENAI
 from rayserve_moe.requests import GenerationRequest
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.journalling import answer_stem
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond
@@ -81,7 +81,7 @@ async def opened(
 ) -> tuple[RequestStreams, OpenAIWriter]:
     """Submit what a body asks for; returns its streams and the writer of its answer."""
     prefix, names = ("chatcmpl", _CHAT_NAMES) if isinstance(body, ChatBody) else ("cmpl", _COMPLETION_NAMES)
-    answer_id = body.rid or f"{prefix}-{uuid.uuid4().hex}"
+    answer_id = body.rid or f"{prefix}-{answer_stem()}"
     with refusals_named(names):
         requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
     streams = await open_streams(state, requests, param_names=names)

@@ -29,6 +29,7 @@ from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.schemas.nested_fields import NESTED_FIELDS, NestedFields
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody, StreamOptions
 from rayserve_moe.serving.schemas.responses import ResponsesBody
+from rayserve_moe.serving.schemas.resume import ResumeBody
 from rayserve_moe.serving.schemas.score import ScoreBody
 from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
@@ -54,6 +55,7 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "pause": PauseBody,
     "vLLM-pause": PauseOptions,
     "reset": ResetOptions,
+    "resume": ResumeBody,
     "update": UpdateWeightsBody,
     "directory": WeightDirBody,
     "version": WeightNameBody,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from rayserve_moe.checkpoints.hub import hub_model
-from rayserve_moe.config.derive import most_open_requests
+from rayserve_moe.config.derive import keeps_journal, most_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.serving.start.environment import LAUNCHER, environment_of, token_path
 from rayserve_moe.serving.start.given_model import config_of_model, is_config
@@ -79,6 +80,7 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
         folder=folder,
         jax_platforms="" if any(one.cluster.tpu_topology for one in settings) else "cpu",
         longest_answer_s=max(one.server.drain_timeout_s for one in settings),
+        journal_key=secrets.token_hex(32) if any(map(keeps_journal, settings)) else "",
     )
     return sys.executable, [sys.executable, "-m", "rayserve_moe.serving.start.supervisor", str(folder)], environment
 
@@ -133,6 +135,8 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         url=f"http://{shown}:{config.port}",
         drain_timeout_s=max(one.server.drain_timeout_s for one in settings),
         start_timeout_s=max(one.cluster.start_timeout_s for one in settings),
+        journal_max_bytes=sum(one.server.journal_max_bytes for one in settings if keeps_journal(one)),
+        resume_ttl_s=max(one.server.resume_ttl_s for one in settings),
     ).write(folder)
     most = sum(most_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
     limits = FrontLimits(

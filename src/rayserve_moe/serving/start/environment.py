@@ -53,12 +53,18 @@ def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:
 
 
 def environment_of(
-    ports: Ports, inherited: Mapping[str, str], *, folder: Path, jax_platforms: str, longest_answer_s: float
+    ports: Ports,
+    inherited: Mapping[str, str],
+    *,
+    folder: Path,
+    jax_platforms: str,
+    longest_answer_s: float,
+    journal_key: str = "",
 ) -> dict[str, str]:
     """Return the whole environment of a deployment whose state is in `folder`.
 
     `jax_platforms` is the default for jax; empty leaves it to jax. A replaced HAProxy process has `longest_answer_s`
-    for its streams.
+    for its streams. With a `journal_key` replicas find the journal.
     """
     first, last = ports.replicas
     first_grpc, last_grpc = ports.grpc_replicas
@@ -79,6 +85,8 @@ def environment_of(
         "RAY_SERVE_HAPROXY_BINARY_PATH": folder / LAUNCHER,
     }
     defaults = {**DEFAULTS, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_answer_s))}
+    if journal_key:
+        own["RAYSERVE_MOE_JOURNAL"], own["RAYSERVE_MOE_JOURNAL_KEY"] = f"127.0.0.1:{ports.journal}", journal_key
     if jax_platforms:
         defaults["JAX_PLATFORMS"] = jax_platforms
     given = {name: value for name, value in inherited.items() if value or not name.startswith(_AUTH)}

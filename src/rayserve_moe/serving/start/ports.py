@@ -51,6 +51,8 @@ class Ports:
     """Ray's service for remote clients."""
     grpc = _port(8)
     """gRPC ingress, where a config has one without a port."""
+    journal = _port(9)
+    """The journal of requests."""
     replicas = _range(20, 60)
     """Where replicas answer HTTP."""
     grpc_replicas = _range(60, BLOCK_SIZE)

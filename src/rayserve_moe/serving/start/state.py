@@ -34,7 +34,8 @@ _LONGEST_PATH = 37
 class Plan:
     """The Serve config as it is deployed, the process that starts it, and its ports.
 
-    `pid` and `started` (see `Process`) name the process of the start command.
+    `pid` and `started` (see `Process`) name the process of the start command. Without `journal_max_bytes` there is no
+    journal.
     """
 
     pid: int
@@ -44,6 +45,8 @@ class Plan:
     url: str
     drain_timeout_s: float
     start_timeout_s: float
+    journal_max_bytes: int = 0
+    resume_ttl_s: float = 0.0
 
     @property
     def ports(self) -> Ports:

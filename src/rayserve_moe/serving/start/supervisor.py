@@ -36,6 +36,8 @@ _FLUSH_S = 5.0
 """For HAProxy to send the last bytes of answers."""
 _DRAIN_SLACK_S = 30.0
 """Seconds beyond `drain_timeout_s` before a drain has failed."""
+_RESTART_S = 0.1
+"""Before a journal is started again: one that cannot start takes no core."""
 _LOG = "ray.log"
 _LAST_LINES = 4
 """Of that log, printed where Ray has ended."""
@@ -56,7 +58,8 @@ def main() -> int:
             ray = _start("cluster", folder, output=log)
         # Handles of Serve work outside of an event loop only so.
         deployment = _start("deployment", folder, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
-        status, is_orderly = _watch(ray, deployment, plan=plan, folder=folder)
+        journal = _start("journal", folder) if plan.journal_max_bytes else None
+        status, is_orderly = _watch(ray, deployment, journal, plan=plan, folder=folder)
     finally:
         if is_orderly:
             end(lambda: own_by_path(folder, _family(), user=os.getuid()), first=signal.SIGUSR1, grace_s=_FLUSH_S)
@@ -77,8 +80,11 @@ def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: s
     return child.pid
 
 
-def _watch(ray: int, deployment: int, *, plan: Plan, folder: Path) -> tuple[int, bool]:
-    """Wait for the end of the deployment; returns the exit status, and whether the others may end by themselves."""
+def _watch(ray: int, deployment: int, journal: int | None, *, plan: Plan, folder: Path) -> tuple[int, bool]:
+    """Wait for the end of the deployment; returns the exit status, and whether the others may end by themselves.
+
+    A journal that ends is started again.
+    """
     deadline: float | None = None
     while True:
         found = _next_signal(deadline)
@@ -88,6 +94,10 @@ def _watch(ray: int, deployment: int, *, plan: Plan, folder: Path) -> tuple[int,
             deadline = time.monotonic() + plan.drain_timeout_s + _DRAIN_SLACK_S
             os.kill(deployment, signal.SIGTERM)
         ended = collect_children()
+        if journal in ended:
+            sys.stderr.write("rayserve-moe serve: the journal has ended, and is started again\n")
+            time.sleep(_RESTART_S)
+            journal = _start("journal", folder)
         if deployment in ended:
             return (FAILED if ended[deployment] else 0), True
         if ray in ended:

@@ -1,0 +1,252 @@
+"""Requests of clients that name them are kept in the journal, and gone on with from there by any replica."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rayserve_moe.fleet.journal_client import Found, JournalClient, JournalDownError, Ticket
+from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
+from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard
+from rayserve_moe.serving.errors import ApiError
+
+TAKEN_OVER = FinishReason("error", message="this request is answered on another connection now")
+KEPT_PATHS = frozenset(
+    {
+        *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
+        *("/inference/v1/generate", "/skyrl/v1/generate"),
+    }
+)
+_IDENTITY_BYTES = 16
+
+
+@dataclass
+class Resumed:
+    """A request that this replica has taken over, with what was committed of it and what its client has."""
+
+    ticket: Ticket
+    asked: AskedRequest
+    committed: list[ChoiceResult]
+    told: list[int]
+
+
+@dataclass
+class Asking:
+    """The HTTP request that is being answered, as far as the journal is concerned.
+
+    `caller` is the key that it came with, `name` what the client calls it, `cursor` its `Last-Event-ID`.
+    """
+
+    journal: JournalClient
+    path: str
+    caller: str
+    name: str
+    accept: str
+    cursor: str
+    body: bytes = b""
+    stem: str = field(default_factory=lambda: uuid.uuid4().hex)
+    resumed: Resumed | None = None
+
+    @property
+    def identity(self) -> bytes:
+        return identity_of(self.caller, self.name)
+
+
+_ASKING: ContextVar[Asking | None] = ContextVar("asking", default=None)
+
+
+def identity_of(caller: str, name: str) -> bytes:
+    """Return what a journal knows a request by: it takes the caller's key to name it."""
+    return hashlib.blake2b(f"{caller}\0{name}".encode(), digest_size=_IDENTITY_BYTES).digest()
+
+
+def journal_requests(app: ASGIApp, journal: JournalClient | None) -> ASGIApp:
+    """Return ASGI middleware under which requests that generate are kept, where clients name them."""
+
+    async def journalled(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        if journal is not None and path in KEPT_PATHS:
+            _ASKING.set(_asking_of(scope, path, journal))
+        await app(scope, receive, send)
+
+    return app if journal is None else journalled
+
+
+def resume(asking: Asking, resumed: Resumed) -> None:
+    """Have the request that this task answers go on from what was taken over."""
+    asking.resumed, asking.stem = resumed, resumed.asked.stem
+    _ASKING.set(asking)
+
+
+def caller_of(scope: Scope) -> str:
+    """Return the key that a request came with."""
+    headers = dict(scope["headers"])
+    key = headers.get(b"authorization", b"") or b"Bearer " + headers.get(b"x-api-key", b"")
+    return key.partition(b" ")[2].strip().decode("latin-1")
+
+
+def note_body(body: bytes, checked: BaseModel) -> None:
+    """Note the checked body of the request that this task answers, and how the client calls it."""
+    if (asking := _ASKING.get()) is not None:
+        asking.body = body
+        given = [getattr(checked, name) for name in ("rid", "request_id") if name in checked.model_fields_set]
+        asking.name = next((name for name in given if isinstance(name, str) and name), asking.name)
+
+
+def answer_stem() -> str:
+    """Return what the ids of an answer are made of: the same wherever the request is gone on with."""
+    asking = _ASKING.get()
+    return uuid.uuid4().hex if asking is None else asking.stem
+
+
+@dataclass
+class OneKeeper:
+    """Keeps one engine request of an HTTP request, whose choices are numbered from `first` on."""
+
+    journal: JournalClient
+    ticket: Ticket
+    first: int
+    committed: Sequence[ChoiceResult]
+    told: Sequence[int]
+
+    def keep(self, updates: list[ChoiceResult], deliver: Callable[[], object]) -> None:
+        """Keep updates; what ends by a failure of this replica is not, so that another may go on."""
+        if any(each.finish and each.finish.kind == "error" and each.finish.source is None for each in updates):
+            self.journal.close(self.ticket, deliver)
+        else:
+            numbered = [(self.first + each.choice_index, each) for each in updates]
+            self.journal.commit(self.ticket, numbered, deliver=deliver)
+
+
+@dataclass
+class KeptRequest:
+    """An HTTP request that is kept: its engine requests with their keepers, and what its client has of each choice."""
+
+    journal: JournalClient
+    ticket: Ticket
+    requests: list[GenerationRequest]
+    keepers: list[OneKeeper]
+    told: list[int]
+
+    def on_loss(self, retire: Callable[[], Future[None] | None]) -> None:
+        """Have its streams end once another connection answers it."""
+        self.ticket.on_loss = retire
+
+    def close(self) -> None:
+        """Write no more of it."""
+        self.journal.close(self.ticket)
+
+
+async def kept_request(requests: Sequence[GenerationRequest], card: ModelCard) -> KeptRequest | None:
+    """Begin to keep the HTTP request that this task answers, or go on with it; None where it is not to be kept.
+
+    Those that return hidden states are not.
+    """
+    asking = _ASKING.get()
+    if asking is None or not asking.name or any(request.return_hidden_states for request in requests):
+        return None
+    if asking.resumed is None and asking.cursor:
+        found = await take_over(asking.journal, asking.identity, told=_cursor_in(asking.cursor))
+        if (found.asked.path, found.asked.body) != (asking.path, asking.body):
+            asking.journal.close(found.ticket)
+            raise ApiError(400, "`Last-Event-ID` belongs to a request with another body", code="other_body")
+        resume(asking, found)
+    resumed = asking.resumed
+    if resumed is None:
+        requests = [_seeded(request) for request in requests]
+        resumed = _begun(asking, requests, card)
+    else:
+        given = zip(requests, resumed.asked.prompts, resumed.asked.seeds, strict=True)
+        requests = [_as_asked(request, prompt, seed) for request, prompt, seed in given]
+    firsts = [0, *accumulate(request.sampling.n for request in requests)]
+    spans = [slice(first, first + request.sampling.n) for first, request in zip(firsts, requests, strict=False)]
+    keepers = [
+        OneKeeper(asking.journal, resumed.ticket, span.start, _renumbered(resumed.committed[span]), resumed.told[span])
+        for span in spans
+    ]
+    return KeptRequest(asking.journal, resumed.ticket, list(requests), keepers, resumed.told)
+
+
+async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int]) -> Resumed:
+    """Become the owner of a request, of which the client has `told`. ApiError 404, 400 past its end, 503."""
+    try:
+        _resumed(await asyncio.wrap_future(journal.ask(identity)), told)
+        if (own := journal.owned(identity)) is not None:
+            journal.close(own)
+            if isinstance(ended := own.on_loss(), Future):
+                await asyncio.wrap_future(ended)
+        found = await asyncio.wrap_future(journal.ask(identity, takes_over=True))
+    except JournalDownError as error:
+        raise ApiError(503, str(error), code="journal_down") from error
+    asked, committed, cursors = _resumed(found, told)
+    assert found is not None, "it was found"
+    return Resumed(journal.own(identity, found), asked, committed, cursors)
+
+
+def _resumed(found: Found | None, told: int | list[int]) -> tuple[AskedRequest, list[ChoiceResult], list[int]]:
+    if found is None:
+        raise ApiError(404, "no such request is kept: it is too old, or has another caller", code="request_not_found")
+    asked = AskedRequest.read(found.records[0])
+    committed = committed_in(found.records[1:], sum(asked.choices))
+    cursors = [told] * len(committed) if isinstance(told, int) else told
+    if len(cursors) != len(committed):
+        raise ApiError(400, f"`from_token` has to be one number, or {len(committed)}", param="from_token")
+    for result, cursor in zip(committed, cursors, strict=True):
+        if cursor > len(result.token_ids) + (result.finish is not None):
+            raise ApiError(400, f"`from_token` is past the {len(result.token_ids)} tokens kept", param="from_token")
+    return asked, committed, cursors
+
+
+def _begun(asking: Asking, requests: Sequence[GenerationRequest], card: ModelCard) -> Resumed:
+    asked = AskedRequest(
+        *(asking.path, asking.body, asking.accept, asking.stem),
+        prompts=tuple(np.asarray(request.prompt_ids, np.int32).tobytes() for request in requests),
+        seeds=tuple(request.sampling.seed or 0 for request in requests),
+        choices=tuple(request.sampling.n for request in requests),
+        weight_version=card.weight_version,
+    )
+    return Resumed(asking.journal.open(asking.identity, asked), asked, [], [0] * sum(asked.choices))
+
+
+def _seeded(request: GenerationRequest) -> GenerationRequest:
+    """The same request, with the seed that the engine would draw."""
+    seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
+    return replace(request, sampling=replace(request.sampling, seed=seed))
+
+
+def _as_asked(request: GenerationRequest, prompt: bytes, seed: int) -> GenerationRequest:
+    sampling = replace(request.sampling, seed=seed)
+    return replace(request, prompt_ids=np.frombuffer(prompt, np.int32), sampling=sampling)
+
+
+def _renumbered(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
+    return [replace(result, choice_index=index) for index, result in enumerate(results)]
+
+
+def _cursor_in(header: str) -> list[int]:
+    parts = header.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() and len(part) < 10 for part in parts):
+        raise ApiError(400, "`Last-Event-ID` has to be the id of an event", param="Last-Event-ID")
+    return list(map(int, parts))
+
+
+def _asking_of(scope: Scope, path: str, journal: JournalClient) -> Asking:
+    headers: dict[bytes, Any] = dict(scope["headers"])
+
+    def header(name: bytes) -> str:
+        return headers.get(name, b"").decode("latin-1")
+
+    names = (header(b"x-request-id"), header(b"accept"), header(b"last-event-id"))
+    return Asking(journal, path, caller_of(scope), *names)

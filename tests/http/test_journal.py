@@ -1,0 +1,345 @@
+"""Two replicas over one journal: what one has begun the other goes on with, and nothing differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayserve_moe import extract_routed_experts_from_meta_info
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.fleet.journal_client import JournalClient
+from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.rollouts.answers import SampleRequest
+from rayserve_moe.rollouts.client import BlockingRolloutClient
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
+from tests.http.conftest import assert_idle
+from tests.support import steps
+from tests.support.engines import SERVED
+from tests.support.journals import OwnJournal
+from tests.support.serving import running
+
+RESUME = "/resume_request"
+KEY = {"authorization": "Bearer mine"}
+SAMPLING = {"max_new_tokens": 40, "temperature": 1, "sampling_seed": 3, "ignore_eos": True, "frequency_penalty": 0.3}
+NATIVE = {"input_ids": [5, 6, 7, 8], "return_logprob": True, "return_routed_experts": True, "sampling_params": SAMPLING}
+MANY = {**NATIVE, "sampling_params": {**SAMPLING, "n": 3}}
+
+
+@dataclass
+class Pair:
+    """Two replicas, `a` and `b`, with a client of each and their connections to the journal."""
+
+    journal: OwnJournal
+    clients: dict[str, httpx.Client]
+    journals: dict[str, JournalClient]
+    engines: dict[str, Engine]
+    apps: dict[str, ASGIApp] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> httpx.Client:
+        return self.clients[name]
+
+
+@pytest.fixture(scope="module")
+def second_engine(checkpoint):
+    with Engine(model_path=str(checkpoint), **SERVED) as engine:
+        yield engine
+
+
+@contextmanager
+def pair_over(journal: OwnJournal, engines: dict[str, Engine], **server: Any) -> Iterator[Pair]:
+    with ExitStack() as closing:
+        pair = Pair(journal, {}, {}, engines)
+        closing.callback(journal.end)
+        for epoch, (name, engine) in enumerate(engines.items(), 1):
+            client = pair.journals[name] = journal.client(epoch)
+            closing.callback(client.link.stop)
+            state = ApiState(engine.loop, engine.tokenizer, ServerSettings(**server), journal=client)
+            pair.apps[name] = create_api(state)
+            url = closing.enter_context(running(pair.apps[name]))
+            pair.clients[name] = closing.enter_context(httpx.Client(base_url=url, timeout=60, headers=KEY))
+        wait_until(lambda: all(client.is_up for client in pair.journals.values()))
+        yield pair
+        for engine in engines.values():
+            assert_idle(engine)
+        journal.table.check_integrity()
+
+
+@pytest.fixture
+def pair(engine, second_engine):
+    with pair_over(OwnJournal(), {"a": engine, "b": second_engine}) as pair:
+        yield pair
+
+
+def events_in(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ids of events and their objects, to the end of the stream or of the connection."""
+    event_id = ""
+    for line in answer.iter_lines():
+        if line.startswith("id: "):
+            event_id = line.removeprefix("id: ")
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield event_id, json.loads(line.removeprefix("data: "))
+
+
+def all_events(client: httpx.Client, path: str, body: dict[str, Any], **headers: str) -> list[tuple[str, dict]]:
+    with client.stream("POST", path, json=body, headers=headers) as answer:
+        assert answer.status_code == 200, answer.read()
+        return list(events_in(answer))
+
+
+def begin(client: httpx.Client, path: str, body: dict[str, Any], *, num_events: int) -> list[tuple[str, dict]]:
+    """Read some events of a stream, and break the connection."""
+    with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        return [event for event, _ in zip(events_in(answer), range(num_events), strict=False)]
+
+
+def told_of(event_id: str) -> list[int]:
+    return list(map(int, event_id.split(",")))
+
+
+def last_answers(events: list[tuple[str, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """Of native events the last one of every choice."""
+    return {event.get("index", 0): event for _, event in events}
+
+
+def shown(answer: dict[str, Any]) -> dict[str, Any]:
+    """What must not differ: ids, text, finish, weights, rows; log-probs to 1e-5."""
+    meta = answer["meta_info"]
+    rows = extract_routed_experts_from_meta_info(answer).tolist() if meta.get("routed_experts") else None
+    names = ("finish_reason", "prompt_tokens", "completion_tokens", "weight_version", "weight_versions")
+    logprobs = [(pytest.approx(value, abs=1e-5), token) for value, token, _ in meta["output_token_logprobs"]]
+    return {
+        "ids": answer["output_ids"],
+        "text": answer["text"],
+        "rows": rows,
+        "logprobs": logprobs,
+        **{name: meta[name] for name in names},
+    }
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    ours, theirs = shown(one), shown(other)
+    values = [value for value, *_ in one["meta_info"]["output_token_logprobs"]]
+    assert theirs["logprobs"] == list(zip(values, one["output_ids"], strict=True))
+    for each in (ours, theirs):
+        del each["logprobs"]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("body", [NATIVE, MANY], ids=["one choice", "three choices"])
+@pytest.mark.parametrize("num_events", [1, 7])
+def test_a_stream_whose_replica_is_left_goes_on_at_the_other(pair, body, num_events, unhurried):
+    wanted = last_answers(all_events(pair["b"], GENERATE, {**body, "stream": True}))
+    begun = begin(pair["a"], GENERATE, {**body, "stream": True, "rid": "left"}, num_events=num_events)
+    told = told_of(begun[-1][0])
+    assert sum(told) == sum(len(each["output_ids"]) for each in last_answers(begun).values())
+    rest = all_events(pair["b"], RESUME, {"rid": "left", "from_token": told})
+    found = last_answers(rest)
+    assert found.keys() == wanted.keys()
+    for choice, answer in wanted.items():
+        assert_same(answer, found[choice])
+        firsts = [len(event["output_ids"]) for _, event in rest if event.get("index", 0) == choice]
+        assert firsts[0] > told[choice] or told[choice] == 0
+    assert told_of(rest[-1][0]) == [41] * len(told)
+    assert pair.journals["b"].statistics()["resumed"] == 1
+
+
+def test_texts_of_chats_and_completions_join_without_a_gap(pair, unhurried):
+    for path, prompt in (
+        (COMPLETIONS, {"prompt": [5, 6, 7]}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        body = {**prompt, "max_tokens": 30, "seed": 4, "ignore_eos": True, "stream": True, "stop": ["<never>"]}
+
+        def text_of(events: list[tuple[str, dict]]) -> str:
+            choices = [choice for _, event in events for choice in event["choices"]]
+            return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+        wanted = all_events(pair["b"], path, body)
+        begun = begin(pair["a"], path, {**body, "rid": path}, num_events=4)
+        rest = all_events(pair["b"], RESUME, {"rid": path, "from_token": told_of(begun[-1][0])})
+        assert text_of(begun) + text_of(rest) == text_of(wanted)
+        assert {event["id"] for _, event in begun + rest} == {path}
+
+
+def test_a_plain_answer_is_whole_wherever_it_is_asked_for_again(pair, unhurried):
+    for body in (NATIVE, MANY):
+        wanted = pair["b"].post(GENERATE, json=body).json()
+        asked = {**body, "rid": f"plain {len(str(body))}"}
+        with pytest.raises(httpx.ReadTimeout):
+            pair["a"].post(GENERATE, json=asked, timeout=0.15)
+        wait_until(lambda: len(pair.journal.table) > 0)
+        for name in "ba":
+            found = pair[name].post(RESUME, json={"rid": asked["rid"]}).json()
+            for one, other in zip(
+                *([each] if isinstance(each, dict) else each for each in (wanted, found)), strict=True
+            ):
+                assert_same(one, other)
+
+
+def test_the_same_post_with_the_last_id_attaches(pair, unhurried):
+    body = {"token_ids": [5, 6, 7], "request_id": "again", "stream": True}
+    body["sampling_params"] = {"max_tokens": 30, "seed": 4, "ignore_eos": True}
+
+    def ids_of(events: list[tuple[str, dict]]) -> list[int]:
+        return [token for _, event in events for choice in event["choices"] for token in choice["token_ids"]]
+
+    wanted = ids_of(all_events(pair["b"], TOKENS, {**body, "request_id": "other"}))
+    begun = begin(pair["a"], TOKENS, body, num_events=5)
+    rest = all_events(pair["b"], TOKENS, body, **{"last-event-id": begun[-1][0]})
+    assert ids_of(begun) + ids_of(rest) == wanted
+    other = pair["b"].post(TOKENS, json={**body, "token_ids": [1]}, headers={"last-event-id": "1"})
+    assert other.status_code == 400 and other.json()["error"]["code"] == "other_body"
+    assert pair["b"].post(TOKENS, json=body, headers={"last-event-id": "x"}).status_code == 400
+
+
+def test_whoever_resumes_owns_the_request_and_the_other_ends(pair):
+    body = {**NATIVE, "rid": "owned", "stream": True}
+    wanted = last_answers(all_events(pair["b"], GENERATE, {**body, "rid": "undisturbed"}))
+    for name in "ba":  # by the other replica, and by the same
+        with steps.unhurried(pair.engines["a"].loop), pair["a"].stream("POST", GENERATE, json=body) as answer:
+            events = events_in(answer)
+            next(events)
+            found = last_answers(all_events(pair[name], RESUME, {"rid": "owned"}))
+            assert_same(found[0], wanted[0])
+            last = list(events)[-1][1]
+            assert last["error"]["code"] == "taken_over"
+
+
+@pytest.mark.parametrize("headers", [KEY, {}])
+def test_requests_that_nobody_has_are_refused(pair, headers):
+    answer = pair["a"].post(GENERATE, json={**NATIVE, "rid": "known"})
+    assert answer.status_code == 200
+    assert pair["b"].post(RESUME, json={"rid": "unknown"}).status_code == 404
+    assert pair["b"].post(RESUME, json={"rid": "known"}, headers={"authorization": "Bearer other"}).status_code == 404
+    for from_token, status in ((42, 400), ([1, 2], 400), (-1, 400), ("x", 400), (41, 200), (40, 200)):
+        asked = {"rid": "known", "from_token": from_token}
+        assert pair["b"].post(RESUME, json=asked).status_code == status, from_token
+    assert pair["b"].post(RESUME, json={}).status_code == 400
+    bad = pair["a"].post(GENERATE, json={**NATIVE, "rid": "bad", "sampling_params": {"top_p": 7}})
+    assert bad.status_code == 400 and pair["b"].post(RESUME, json={"rid": "bad"}).status_code == 404
+
+
+def test_tokens_wait_for_a_journal_that_is_lost_and_its_successor_has_what_runs(pair):
+    body = {**NATIVE, "rid": "waits", "stream": True}
+    wanted = last_answers(all_events(pair["b"], GENERATE, {**body, "rid": "undisturbed"}))
+    with steps.unhurried(pair.engines["a"].loop), pair["a"].stream("POST", GENERATE, json=body) as answer:
+        events = events_in(answer)
+        next(events)
+        pair.journal.end()
+        wait_until(lambda: not pair.journals["a"].is_up)
+        assert pair["b"].post(RESUME, json={"rid": "waits"}).json()["error"]["code"] == "journal_down"
+        pair.journal.start()
+        wait_until(lambda: len(pair.journal.table) == 1 and pair.journals["b"].is_up)
+    found = last_answers(all_events(pair["b"], RESUME, {"rid": "waits"}))
+    assert_same(found[0], wanted[0])
+
+
+def test_without_a_journal_for_long_requests_go_on_and_health_says_so(engine, second_engine):
+    journal = OwnJournal()
+    with pair_over(journal, {"a": engine, "b": second_engine}) as pair:
+        for client in pair.journals.values():
+            client.link.patience_s = 0.2
+        journal.end()
+        wait_until(lambda: not pair.journals["a"].is_up)
+        assert pair["a"].post(GENERATE, json={**NATIVE, "rid": "goes on"}).status_code == 200
+        assert pair["a"].get("/health").json()["journal"] == "down"
+        journal.start()
+        wait_until(lambda: pair.journals["a"].is_up)
+        assert "journal" not in pair["a"].get("/health").json()
+        assert pair.journals["a"].statistics()["lost"] >= 1
+        assert 'rayserve_moe_journal_up{model_name="tiny"} 1.0' in pair["a"].get("/metrics").text
+
+
+def test_what_has_no_place_in_the_journal_is_answered_all_the_same(engine, second_engine):
+    with pair_over(OwnJournal(max_bytes=3000), {"a": engine, "b": second_engine}) as pair:
+        answer = pair["a"].post(GENERATE, json={**MANY, "rid": "large"})
+        assert answer.status_code == 200 and pair["b"].post(RESUME, json={"rid": "large"}).status_code == 404
+        assert pair.journals["a"].statistics()["lost"] == 1
+
+
+def test_other_weights_are_named_from_the_token_on_from_which_they_were_used(pair, unhurried):
+    begun = begin(pair["a"], GENERATE, {**NATIVE, "rid": "weights", "stream": True}, num_events=5)
+    told = told_of(begun[-1][0])[0]
+    control = pair.engines["b"].loop.control
+    before = pair.engines["b"].card.weight_version
+    control.rename_weights("others").result()
+    try:
+        found = last_answers(all_events(pair["b"], RESUME, {"rid": "weights", "from_token": told}))[0]
+    finally:
+        control.rename_weights(before).result()
+    first, second = found["meta_info"]["weight_versions"]
+    assert (first["version"], second["version"], second["end"]) == (before, "others", 40)
+    assert told <= second["start"] == first["end"] < 40
+
+
+def losing_front(pair: Pair) -> ASGIApp:
+    """A proxy whose replica is lost under every new request; what is resumed the other one answers."""
+
+    async def front(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != GENERATE:
+            await pair.apps["b"](scope, receive, send)
+            return
+        parts: list[Message] = []
+        while not parts or parts[-1].get("more_body"):
+            parts.append(await receive())
+
+        async def receive_then_leave() -> Message:
+            if not parts:
+                steps.wait_for_tokens(pair.engines["a"].loop, 1)
+            return parts.pop(0) if parts else {"type": "http.disconnect"}
+
+        async def drop(_: Message) -> None:
+            return
+
+        with suppress(ClientDisconnect):
+            await pair.apps["a"](scope, receive_then_leave, drop)
+        raise ConnectionResetError
+
+    return front
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_rollout_client_resumes_by_itself(pair, unhurried):
+    sampling = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0}
+    asked = [SampleRequest(f"p{number}", [5, 6, 7 + number], sampling, seed=number, count=2) for number in range(2)]
+    with running(losing_front(pair)) as front, BlockingRolloutClient(front, api_key="mine") as client:
+        found = client.generate(asked)
+    with BlockingRolloutClient(str(pair["b"].base_url), api_key="mine") as client:
+        wanted = client.generate(asked)
+    assert pair.journals["b"].statistics()["resumed"] >= 1
+    for one, other in zip(chain(*found), chain(*wanted), strict=True):
+        assert one.output_ids.tolist() == other.output_ids.tolist() and one.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(one.routing.rows, other.routing.rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 30}, "content_block_delta"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 30}, "response.output_text.delta"),
+    ],
+)
+def test_what_has_its_name_in_a_header_and_a_drawn_seed_goes_on_with_them(pair, unhurried, path, body, kind):
+    def text_of(events: list[tuple[str, dict]]) -> str:
+        deltas = [event["delta"] for _, event in events if event["type"] == kind]
+        return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
+
+    pair["a"].headers["x-request-id"] = "in a header"
+    begun = begin(pair["a"], path, {**body, "temperature": 1, "stream": True}, num_events=9)
+    rest = all_events(pair["b"], RESUME, {"rid": "in a header", "from_token": told_of(begun[-1][0])})
+    whole = all_events(pair["a"], RESUME, {"rid": "in a header"})
+    assert text_of(begun) and text_of(begun) + text_of(rest) == text_of(whole)
