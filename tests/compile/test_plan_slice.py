@@ -61,16 +61,16 @@ def estimated(split: Split, *, traffic: Traffic = TRAFFIC, **given) -> Candidate
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_costs_what_the_compiled_one_is_estimated_at(name):
-    """Operations as its roofline has them; links within a sixth or 20 us, ops within an eighth, the step within 8 %."""
+    """Operations as its roofline has them; links within a sixth or 20 us, ops within an eighth, the step within 6 %."""
     expert_dtype = "int8" if "int8" in name else "auto"
     compiled, cost = COMPILED[name], step_cost(model(expert_dtype), STEPS[name], topology=SLICE)
     assert cost.flops_s == pytest.approx(compiled["roofline"]["flops_s"])
     assert cost.link_s == pytest.approx(compiled["roofline"]["link_s"], rel=1 / 6, abs=2e-5)
     assert cost.ops_s == pytest.approx(
-        compiled["step"]["num_ops"] * compiled["overhead_us"] * 1e-6, rel=1 / 8, abs=1e-3
+        compiled["step"]["num_ops"] * compiled["overhead_us"] * 1e-6, rel=1 / 8, abs=1e-5
     )
     assert cost.hbm_s >= compiled["roofline"]["hbm_s"]
-    assert cost.seconds == pytest.approx(compiled["step"]["seconds"], rel=0.08)
+    assert cost.seconds == pytest.approx(compiled["step"]["seconds"], rel=0.06)
 
 
 @pytest.mark.parametrize("case", sorted(name for name in GATE if "@" in name and "," not in name))

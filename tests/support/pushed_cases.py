@@ -229,8 +229,9 @@ def all_interpreted(traced: list[str]) -> Kernels:
 
 
 def laws_outcome(mesh: tuple[int, int]) -> Outcome:
-    """Sequences by all kernels of our own, together, one by one, in other chunks with preemption, and by those of CPUs:
-    the largest difference of log-probs. AssertionError for other ids or rows."""
+    """Sequences by all kernels of our own, together, one by one, and in other chunks with preemption: equal to the bit.
+    The difference is that of log-probs from float32; the largest, how far those by the kernels of CPUs are from it.
+    AssertionError for other ids, or other rows than by the kernels of CPUs."""
     config = replace(CORE_CONFIG, **WIDTHS, head_dim=128, num_experts=128, scale=0.05)
     generator = np.random.default_rng(8)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (2, 9, 20, 37)]
@@ -239,18 +240,28 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
     found, traced = [], []
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "model", config, seed=0, dtype="bfloat16")
-        for backend in ("all_to_all", "pushed"):
-            runner, card = prepared_runner(path, mesh=mesh, **settings, expert_backend=backend), card_of(path)
+        card = card_of(path)
+        for dtype, backend in (("float32", "all_to_all"), ("bfloat16", "all_to_all"), ("bfloat16", "pushed")):
+            if backend == "pushed":
+                KERNELS["cpu"] = all_interpreted(traced)
+            values = {**settings, "dtype": dtype, "expert_backend": backend}
+            runner = prepared_runner(path, mesh=mesh, **values)
             found.append(run_together(runner, card, requests, way=WAY))
-            KERNELS["cpu"] = all_interpreted(traced)
         found.append(run_alone(runner, card, requests[:2], way=WAY))
         other = replace(WAY, chunk_tokens=7, intervene=preempt_every(3), caches_prefixes=False)
         found.append(run_together(runner, card, requests[1:3], way=other))
     assert set(traced) == {"bfloat16"} and runner.config.kernels.has_flat_rows
-    pairs = [(outcome, others[key]) for key, outcome in found[0].items() for others in found[1:] if key in others]
+    wide, by_cpus, own, *again = found
+    assert all(wide[key].ids == by_cpus[key].ids == one.ids for key, one in own.items())
+    assert all(np.array_equal(one.rows, by_cpus[key].rows) for key, one in own.items())
+    pairs = [(own[key], other) for others in again for key, other in others.items()]
     assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
-    differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
-    return Outcome(float(max(differences)), 1.0, *_faults())
+    assert all(np.array_equal(one.logprobs, other.logprobs) for one, other in pairs)
+    from_wide, of_cpus = (
+        max(np.abs(np.subtract(one.logprobs, wide[key].logprobs)).max() for key, one in outcomes.items())
+        for outcomes in (own, by_cpus)
+    )
+    return Outcome(float(from_wide), float(of_cpus), *_faults())
 
 
 def two_senders_to_the_same_rows() -> None:

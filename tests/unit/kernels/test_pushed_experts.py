@@ -121,9 +121,10 @@ def test_an_engine_gives_the_answers_that_it_gives_by_an_exchange(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["four", "eight"])
 def test_laws_hold_by_all_kernels_of_our_own(devices):
-    """Answers depend neither on the batch, nor on chunks and preemption, and are those of the kernels of CPUs."""
+    """Answers depend neither on the batch, nor on chunks and preemption; they are no further from float32 than twice
+    those by the kernels of CPUs."""
     (found,) = run_cases(f"laws on {devices} devices").values()
-    assert found.difference <= ROUNDING and not (found.error or found.has_races or found.has_rest), found
+    assert found.difference <= 2 * found.largest and not (found.error or found.has_races or found.has_rest), found
 
 
 @pytest.mark.slow

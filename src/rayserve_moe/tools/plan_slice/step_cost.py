@@ -25,7 +25,7 @@ from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 
 PUSHED = "pushed"
-LAYER_OPS, SHARED_LAYER_OPS, PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 13, 23, 8, 26, 44, 74, 130
+LAYER_OPS, SHARED_LAYER_OPS, PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 4, 23, 4, 26, 44, 74, 96
 """Ops of a layer apart from its exchange, and apart from one that is no kernel where cores share a device; of an
 exchange by a kernel, of one that gathers, of one that sends rows at once and of every chunk of one that sends many;
 of the rest of a step.
