@@ -45,6 +45,8 @@ class ModelCard:
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
     logprobs_mode: str = PROCESSED
+    longest_constraint: int = 131_072
+    """Bytes that a schema, an expression or a grammar of a request may have."""
     routing_by_default: str = "off"
     """Form in which OpenAI's routes return routing where a request says nothing of it; `off` for none."""
     hidden_size: int = 0

@@ -15,15 +15,22 @@ ANY_OBJECT = {"type": "object"}
 _OPTIONS = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "disable_fallback"}
 _KINDS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
 _LONGEST_PATTERN = 256
+_MOST_SPACES = 4
+"""How much longer a schema may be with spaces than without."""
 _SGLANG_ANY = "$$ANY$$"
 """SGLang's schema for any object."""
 
 
-def constraint_of(given: Given) -> Constraint | None:
+def constraint_of(given: Given, *, longest: int = 131_072) -> Constraint | None:
     """Read the constraint of checked values, under the names of `ConstraintFields`; None without one.
 
-    RequestError names a field whose value is not understood, and a second one where there are two.
+    RequestError names a field whose value is not understood, and a second one where there are two. A text that is
+    several times as long as the `longest` may be without spaces is refused unread: nothing else runs while it is read.
     """
+    for name, value in given.items():
+        texts = value.values() if isinstance(value, Mapping) else (value,)
+        if any(isinstance(text, str) and len(text) > _MOST_SPACES * longest for text in texts):
+            raise RequestError(f"it is longer than {longest} bytes", name)
     found = [read for name in _READERS if (value := given.get(name)) is not None and (read := _read(name, value))]
     if len(found) > 1:
         raise RequestError(f"`{found[0].param}` is given too: an answer keeps to one constraint", found[1].param)

@@ -9,6 +9,8 @@ import pytest
 from rayserve_moe.request_constraints import constraint_of
 from rayserve_moe.requests import RequestError
 
+LONGEST = 1000
+
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TAGS = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}
 
@@ -71,7 +73,9 @@ def test_whitespace_is_that_of_the_request(options, whitespace):
 
 
 def test_objects_can_be_closed():
-    found = constraint_of({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}})
+    found = constraint_of(
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, longest=LONGEST
+    )
     assert found is not None and json.loads(found.text) == SCHEMA | {"additionalProperties": False}
 
 
@@ -99,3 +103,17 @@ def test_what_is_not_understood_is_refused_by_name(given, param):
     with pytest.raises(RequestError) as refused:
         constraint_of(given)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_json", "regex"])
+def test_a_text_far_beyond_the_limit_is_not_read(name: str) -> None:
+    text = '{"a": ' + "[" * (4 * LONGEST)  # no JSON, which nobody finds out
+    with pytest.raises(RequestError, match=f"longer than {LONGEST} bytes") as refused:
+        constraint_of({name: {"json": text} if name == "structured_outputs" else text}, longest=LONGEST)
+    assert refused.value.param == name
+
+
+def test_spaces_do_not_count_for_the_limit() -> None:
+    schema = {"enum": ["a" * 10] * (LONGEST // 20)}
+    found = constraint_of({"guided_json": json.dumps(schema, indent=16)}, longest=LONGEST)
+    assert found is not None and json.loads(found.text) == schema

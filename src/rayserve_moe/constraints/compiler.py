@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraint_fields import Constraint
 from rayserve_moe.constraints.grammar_text import grammar_of
-from rayserve_moe.constraints.matchers import Vocabulary, built_matcher
+from rayserve_moe.constraints.matchers import Vocabulary, built_matcher, fault_of
 from rayserve_moe.constraints.refusals import refusal
 from rayserve_moe.constraints.token_guide import TokenGuide, end_rules
 from rayserve_moe.constraints.trial_process import TrialProcess, TrialTimeoutError
@@ -97,7 +97,8 @@ class ConstraintCompiler:
         if milliseconds > self._settings.max_mask_ms:
             raise RequestError("its first token takes too long to find, which would hold others", constraint.param)
         matcher = built_matcher(self._tokens, grammar)
-        assert not matcher.is_error(), "what was tried can be built"
+        # Guides copy what it has found, so that the engine's thread does not look for their first mask.
+        assert not fault_of(matcher, mask_words=self._vocabulary.mask_words)[0], "what was tried can begin an answer"
         after_ids = tuple(self._tokens.tokenize_str(constraint.after, parse_special=True)) if constraint.after else ()
         return CompiledConstraint(matcher, self._vocabulary, self._settings.max_mask_ms, milliseconds, after_ids)
 

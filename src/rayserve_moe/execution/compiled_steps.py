@@ -29,7 +29,7 @@ from rayserve_moe.execution.migration import (
 )
 from rayserve_moe.execution.page_copies import COPIES_SIZE
 from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
-from rayserve_moe.execution.served_model import ServedModel, draft_sizes, inspected_sizes
+from rayserve_moe.execution.served_model import ServedModel, draft_sizes, inspected_sizes, sampler_sizes
 from rayserve_moe.execution.step import (
     ROW_AXES,
     WORD_AXES,
@@ -83,12 +83,12 @@ class CompileTimes:
 class CompiledPrograms:
     """Everything that runs on the devices: steps, changes of rows, of their logits, of pages, and drafts by rows.
 
-    `samplers` draw held samples, by the number of single tokens of a step; there are none where no samples are held.
+    `samplers` draw held samples, if any are held, by the single tokens of a step and whether they find evidence too.
     `inspections` look at tokens of a step, by its number of them; there are none where hidden states are not shown.
     """
 
     steps: dict[StepShape, CompiledStep]
-    samplers: dict[int, CompiledSampler]
+    samplers: dict[tuple[int, bool], CompiledSampler]
     update: CompiledUpdate
     adjust: CompiledUpdate
     copy: CompiledUpdate
@@ -142,10 +142,9 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         return Program(name, partial(update, config=config), (state, _integers(served, size)), {}, donated=0)
 
     read = partial(read_counts, config=config.model)
-    sizes = sorted({shape.num_singles for shape in served.shapes}) if config.holds_samples else []
     programs = [
         *steps,
-        *(_sample_program(size, served, config=config, state=state) for size in sizes),
+        *(_sample_program(size, served, config=config, state=state) for size in sampler_sizes(served)),
         update_program(UPDATE, update_rows, VECTOR_SIZE),
         update_program(ADJUST, adjust_rows, ADJUSTMENT_SIZE),
         update_program(COPY, copy_pages, COPIES_SIZE),
@@ -170,9 +169,9 @@ def step_name(shape: StepShape) -> str:
     return f"prefill_{shape.num_blocks * shape.block_tokens}" if shape.num_blocks else f"decode_{shape.num_singles}"
 
 
-def sampler_name(num_singles: int) -> str:
+def sampler_name(num_singles: int, has_evidence: bool) -> str:
     """Name of the program that draws held samples of a step with so many single tokens."""
-    return f"sample_{num_singles}"
+    return f"evidence_{num_singles}" if has_evidence else f"sample_{num_singles}"
 
 
 def compile_programs(
@@ -206,7 +205,7 @@ def compile_served(served: ServedModel, *, num_pages: int, kept: KeptPrograms | 
     compiled = compile_programs(programs_of(served, num_pages=num_pages), compiler.compile)
     migration = None if served.staging is None else MigrationPrograms(compiled[FETCH], compiled[SWAP])
     steps = {shape: compiled[step_name(shape)] for shape in served.shapes}
-    samplers = {s.num_singles: compiled[name] for s in steps if (name := sampler_name(s.num_singles)) in compiled}
+    samplers = {size: compiled[sampler_name(*size)] for size in sampler_sizes(served)}
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
     drafts = {size: compiled[f"{DRAFT}_{size}"] for size in draft_sizes(served)}
@@ -263,19 +262,19 @@ def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, 
     return Program(step_name(shape), run, (served.weights, state), inputs, donated=1, shape=shape)
 
 
-def _sample_program(num_singles: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
-    plan, part = config.model.plan, words_of(config.model)
+def _sample_program(size: tuple[int, bool], served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
+    plan, part, (num_singles, has_evidence) = config.model.plan, words_of(config.model), size
     count = plan.data_size * num_singles
     shape = count, part.num_parts * part.width
     logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=plan.sharding(WORD_AXES))
     held = HeldInputs(
         _integers(served, plan.data_size, 3 + (config.tree is not None), num_singles),
         _integers(served, count, mask_words(part.num_words)),
-        _integers(served, count, 1 + MAX_LISTED_IDS),
+        _integers(served, count, 1 + MAX_LISTED_IDS) if has_evidence else None,
         _integers(served, count, processed_size(served.processors)) if served.processors else None,
     )
     run = partial(sample_step, config=config)
-    return Program(sampler_name(num_singles), run, (state, logits), {"held": held}, donated=0)
+    return Program(sampler_name(*size), run, (state, logits), {"held": held}, donated=0)
 
 
 def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:

@@ -23,9 +23,12 @@ NO_MASKS = SampleMasks(np.zeros(0, np.intp), np.zeros((0, 0), np.int32))
 """Any word may be sampled, and nothing is asked."""
 
 
-def held_plans(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
-    """The same step with its samples held, and the plan that has them drawn."""
-    return replace(plan, holds_samples=True), StepPlan(step_id=plan.step_id, masks=NO_MASKS)
+def held_plans(plan: StepPlan) -> list[StepPlan]:
+    """The same step with its samples held, and the plan that has them drawn; and both with evidence asked."""
+    nothing = replace(NO_MASKS, asking=np.zeros(1, np.intp), asked=np.full((1, 1 + MAX_LISTED_IDS), -1, np.int32))
+    held = replace(plan, holds_samples=True)
+    drawn = (StepPlan(step_id=plan.step_id, masks=masks) for masks in (NO_MASKS, nothing))
+    return [each for draws in drawn for each in (held, draws)]
 
 
 @dataclass
@@ -45,13 +48,13 @@ class HeldSamples:
         held, places = self.packed.held, self.packed.sample_places
         assert held is not None, "the step has sampled"
         assert masks is not None, "masks follow a step that holds its samples"
-        mask, asked = (
-            np.full((held.shape[0] * held.shape[2], n), -1, np.int32) for n in (num_words, 1 + MAX_LISTED_IDS)
-        )
+        count, asked = held.shape[0] * held.shape[2], None
+        mask = np.full((count, num_words), -1, np.int32)
         if len(masks.samples):
             mask[places[masks.samples]] = masks.bits
         self.wants_evidence = len(masks.asking) > 0
         if self.wants_evidence:
+            asked = np.full((count, 1 + MAX_LISTED_IDS), -1, np.int32)
             asked[places[masks.asking]] = masks.asked
             self.wants_support = bool((masks.asked[:, 0] >= WANTS_SUPPORT).any())
         processed = None
@@ -63,11 +66,12 @@ class HeldSamples:
         return HeldInputs(held, mask, asked, processed)
 
     def draw(
-        self, samplers: Mapping[int, CompiledSampler], state: DeviceState, *, inputs: HeldInputs
+        self, samplers: Mapping[tuple[int, bool], CompiledSampler], state: DeviceState, *, inputs: HeldInputs
     ) -> tuple[DeviceState, StepOutput]:
         """Run the program that samples, after the step; the output has what is wanted of it."""
         logits, self.logits = self.logits, None
-        state, output = samplers[self.packed.shape.num_singles](state, logits, held=inputs)
+        sampler = samplers[self.packed.shape.num_singles, self.wants_evidence]
+        state, output = sampler(state, logits, held=inputs)
         wanted = {"sampled_N3S": True, "top_N2SJ": self.wants_top, "evidence_AF": self.wants_evidence}
         wanted["support"] = self.wants_support
         return state, only_wanted(output, frozenset(name for name, is_wanted in wanted.items() if is_wanted))

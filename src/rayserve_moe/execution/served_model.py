@@ -271,3 +271,10 @@ def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
             f"kv_cache_dtype fp8 takes an even number of KV heads on a device, there are {rows // 2}: take "
             f"bfloat16, or a larger data_parallel_size than {plan.data_size}"
         )
+
+
+def sampler_sizes(served: ServedModel) -> list[tuple[int, bool]]:
+    """Of every program that draws held samples how many single tokens a step has, and whether it finds evidence too;
+    none where no samples are held."""
+    sizes = sorted({shape.num_singles for shape in served.shapes})
+    return [(size, finds) for size in sizes for finds in (False, True)] if served.settings.structured.enabled else []

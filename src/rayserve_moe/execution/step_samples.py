@@ -42,12 +42,12 @@ class SampleInput(NamedTuple):
 
 class HeldInputs(NamedTuple):
     """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand, the tokens
-    before them and where drafts are trees the ancestors of those; the words that they may be; what evidence is asked;
-    what logit processors are given, where there are some."""
+    before them and where drafts are trees the ancestors of those; the words that they may be; what evidence is asked,
+    None where none is; what logit processors are given, where there are some."""
 
     samples_N3S: Any
     mask_AW: Any
-    asked_AF: Any
+    asked_AF: Any = None
     processed_AX: Any = None
 
 
@@ -145,10 +145,13 @@ def sample_held(
     sampled, own, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
     if own.moves is not None and state.draft is not None:
         state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.moves))
-    logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
-    how = {"rows": rows, "part": part, "masses": config.model.kernels.masses}
-    support = sampling_support(logits.processed_SV, sampled.ids_S, wants_S=held.asked_AF[:, 0] >= WANTS_SUPPORT, **how)
-    sampled, evidence_AF = with_evidence(sampled, logits, asked_SF=held.asked_AF, **how)
+    evidence_AF, support = None, None
+    if held.asked_AF is not None:
+        logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
+        how = {"rows": rows, "part": part, "masses": config.model.kernels.masses}
+        wants_S = held.asked_AF[:, 0] >= WANTS_SUPPORT
+        support = sampling_support(logits.processed_SV, sampled.ids_S, wants_S=wants_S, **how)
+        sampled, evidence_AF = with_evidence(sampled, logits, asked_SF=held.asked_AF, **how)
     bits = sampled_bits(sampled, plan.data_size), top_bits(sampled.top, plan.data_size)
     return state, StepOutput(bits[0], top_N2SJ=bits[1], evidence_AF=evidence_AF, support=support)
 
