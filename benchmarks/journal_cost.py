@@ -42,7 +42,7 @@ def journal_process() -> Iterator[JournalClient]:
     environment = {**inherited_environment(), "RAYSERVE_MOE_JOURNAL_KEY": key}
     command = [sys.executable, "-m", "rayserve_moe.fleet.journal", f"--port={port}"]
     with subprocess.Popen(command, env=environment) as process:
-        client = JournalClient((HOST, port), key=key.encode(), patience_s=60.0)
+        client = JournalClient((HOST, port), key=key.encode(), wait_s=60.0)
         try:
             yield client
         finally:

@@ -251,7 +251,7 @@ def test_without_a_journal_for_long_requests_go_on_and_health_says_so(engine, se
     journal = OwnJournal()
     with pair_over(journal, {"a": engine, "b": second_engine}) as pair:
         for client in pair.journals.values():
-            client.link.patience_s = 0.2
+            client.link.wait_s = 0.2
         journal.end()
         wait_until(lambda: not pair.journals["a"].is_up)
         assert pair["a"].post(GENERATE, json={**NATIVE, "rid": "goes on"}).status_code == 200

@@ -53,6 +53,6 @@ class OwnJournal:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
-    def client(self, epoch: int, *, patience_s: float = 5.0) -> JournalClient:
+    def client(self, epoch: int, *, wait_s: float = 5.0) -> JournalClient:
         """A replica's connection."""
-        return JournalClient(("127.0.0.1", self.port), key=KEY, epoch=epoch, patience_s=patience_s)
+        return JournalClient(("127.0.0.1", self.port), key=KEY, epoch=epoch, wait_s=wait_s)

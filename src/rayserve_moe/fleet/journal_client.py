@@ -22,7 +22,7 @@ from rayserve_moe.fleet.journal_wire import CLOSE, COMMIT, OPEN, READ, TAKE_OVER
 from rayserve_moe.requests import ChoiceResult
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 5.0
+WAIT_S = 5.0
 MOST_CLOSED = 100_000
 """Requests whose last byte was sent that are counted."""
 
@@ -86,7 +86,7 @@ class JournalClient:
         *,
         key: bytes,
         epoch: int | None = None,
-        patience_s: float = PATIENCE_S,
+        wait_s: float = WAIT_S,
         ttl_s: float = 120.0,
     ) -> None:
         self._ttl_s = ttl_s
@@ -101,7 +101,7 @@ class JournalClient:
         self._journal_name = ""
         self._closed_at: deque[float] = deque(maxlen=MOST_CLOSED)
         self.num_entries = self.num_bytes = self.num_dropped = self.num_lost = self.num_resumed = 0
-        self.link = JournalLink(self, address, key=key, patience_s=patience_s)
+        self.link = JournalLink(self, address, key=key, wait_s=wait_s)
 
     def statistics(self) -> dict[str, float]:
         """The journal's entries and bytes, requests that were resumed here, and answers that it has lost."""

@@ -28,11 +28,11 @@ class Outbox(Protocol):
 
 
 class JournalLink:
-    """Connects, again after every loss, until `stop`. After `patience_s` without success the outbox goes without."""
+    """Connects, again after every loss, until `stop`. After `wait_s` without success the outbox goes without."""
 
-    def __init__(self, outbox: Outbox, address: tuple[str, int], *, key: bytes, patience_s: float) -> None:
+    def __init__(self, outbox: Outbox, address: tuple[str, int], *, key: bytes, wait_s: float) -> None:
         self._outbox, self._address, self._key = outbox, address, key
-        self.patience_s = patience_s
+        self.wait_s = wait_s
         self._stopped = threading.Event()
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -50,7 +50,7 @@ class JournalLink:
             if self._serve_once():
                 lost_at = time.monotonic()
                 log.warning("the journal is lost: tokens wait for another")
-            if time.monotonic() - lost_at >= self.patience_s:
+            if time.monotonic() - lost_at >= self.wait_s:
                 self._outbox.go_without()
             self._stopped.wait(_RETRY_S)
 

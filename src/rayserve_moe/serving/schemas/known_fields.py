@@ -83,6 +83,7 @@ _PLAIN = {
     "version": "/update_weight_version",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
+    "resume": "/resume_request",
 }
 _NESTED = {
     "gs": ("/generate", "sampling_params"),
