@@ -14,6 +14,7 @@ from rayserve_moe import Engine
 from rayserve_moe.kernels.registry import CPU_NATIVE
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, run_alone
+from tests.support.engine_store import EngineStore
 from tests.support.engines import CORE, ONE_BUCKET
 from tests.support.native import IdleReference
 from tests.support.outcomes import Outcomes
@@ -23,7 +24,7 @@ from tests.support.workload import mixed_workload
 
 SHOWN: dict[str, Any] = {"enable_return_hidden_states": True, "logit_processors": "examples.logit_processors"}
 ON_TWO_RANKS = Way(step_tokens=64, chunk_tokens=64)
-EngineFactory = Callable[..., Engine]
+
 ReferenceFactory = Callable[[Path], RouterReference]
 
 
@@ -34,29 +35,29 @@ def started() -> list[Engine]:
 
 
 @pytest.fixture(scope="session")
-def engine_with(
-    core_checkpoint: Path, started: list[Engine], kernel_settings: dict[str, str]
-) -> Iterator[EngineFactory]:
-    """Start an engine with the given settings, or return the one that was started with them.
+def core_settings(kernel_settings: dict[str, str]) -> dict[str, Any]:
+    """What is set for every engine that `engine_with` starts.
 
-    It holds no samples, which needs more programs, unless `structured_output` asks for that.
+    They hold no samples, which needs more programs, unless `structured_output` asks for that.
     """
-    always: dict[str, Any] = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
-    always["structured_output"] = False
-    always |= kernel_settings
-    by_settings: dict[str, Engine] = {}
-    with ExitStack() as running:
+    pages = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
+    return {"enable_return_routed_experts": True, "structured_output": False, **pages, **kernel_settings}
 
-        def start(**settings: Any) -> Engine:
-            key = repr(sorted(settings.items()))
-            if key not in by_settings:
-                engine = Engine(str(core_checkpoint), **{**always, **settings})
-                assert (engine.runner.config.kernels.name == CPU_NATIVE.name) == bool(kernel_settings)
-                by_settings[key] = running.enter_context(engine)
-                started.append(engine)
-            return by_settings[key]
 
-        yield start
+@pytest.fixture(scope="session")
+def engine_with(
+    core_checkpoint: Path, started: list[Engine], kernel_settings: dict[str, str], core_settings: dict[str, Any]
+) -> Iterator[EngineStore]:
+    """Start an engine with the given settings, or return the one that was started with them."""
+
+    def start(**settings: Any) -> Engine:
+        engine = Engine(str(core_checkpoint), **{**core_settings, **settings})
+        assert (engine.runner.config.kernels.name == CPU_NATIVE.name) == bool(kernel_settings)
+        return engine
+
+    store = EngineStore(start, started)
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")
@@ -74,19 +75,19 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 
 @pytest.fixture(scope="session")
-def engine(engine_with: EngineFactory) -> Engine:
+def engine(engine_with: EngineStore) -> Engine:
     """One device, two decode buckets, two prefill buckets, compiled as for users: its bits are what all is held to."""
     with optimized():
-        return engine_with(
+        return engine_with.pinned(
             max_step_tokens=256, precompile_bs_paddings=[1, 16], compile_cache="off", structured_output=True
         )
 
 
 @pytest.fixture(scope="session")
-def two_ranks(engine_with: EngineFactory) -> Engine:
+def two_ranks(engine_with: EngineStore) -> Engine:
     """Two data ranks of one device each, which are driven `ON_TWO_RANKS`."""
     wide = {"devices_per_host": 2, "data_parallel_size": 2}
-    return engine_with(**ONE_BUCKET, **wide, structured_output=True, **SHOWN)
+    return engine_with.pinned(**ONE_BUCKET, **wide, structured_output=True, **SHOWN)
 
 
 @pytest.fixture(scope="session")

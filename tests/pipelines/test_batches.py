@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import EngineFactory
 from tests.support.drive import run_alone
+from tests.support.engine_store import EngineStore
 from tests.support.outcomes import Outcome, Outcomes, assert_same, outcome_of_answer
 from tests.support.workload import engine_arguments, mixed_workload, request_for
 
@@ -40,7 +40,7 @@ def each_alone(engine: Engine, requests: list) -> Outcomes:
     ],
 )
 def test_a_batch_padding_does_not_show(
-    engine_with: EngineFactory, requests: list, each_alone: Outcomes, padding: int, num_requests: int, in_turn: bool
+    engine_with: EngineStore, requests: list, each_alone: Outcomes, padding: int, num_requests: int, in_turn: bool
 ):
     padded = engine_with(max_step_tokens=64, **PADDED[padding])
     chosen = requests[:num_requests]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.control import WeightOrder
-from tests.pipelines.conftest import EngineFactory
 from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.broken_weights import FILE, write_header
+from tests.support.engine_store import EngineStore
 from tests.support.engines import ONE_BUCKET
 
 WITHIN_S = 60.0
@@ -50,7 +50,7 @@ def mutated(text: bytes, kind: str, how: object) -> bytes:
 
 
 @pytest.fixture
-def changing(engine_with: EngineFactory, core_checkpoint: Path) -> Engine:
+def changing(engine_with: EngineStore, core_checkpoint: Path) -> Engine:
     """The engine of the weight updates, under the weights that are about to be broken."""
     engine = engine_with(**ONE_BUCKET, **CHANGING)
     assert engine.update_weights_from_disk(core_checkpoint, weight_version="good").success

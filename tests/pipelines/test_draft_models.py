@@ -20,11 +20,11 @@ from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.step import weight_partitions
 from rayserve_moe.model.draft_layer import draft_logits
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.pipelines.conftest import EngineFactory
 from tests.support.checkpoints import NUM_PAGES
 from tests.support.draft_models import AUX_KEY, ENTERED, with_prediction_layer, write_eagle_head
 from tests.support.draft_reference import DraftReference
 from tests.support.drive import preempt_every, run_together
+from tests.support.engine_store import EngineStore
 from tests.support.outcomes import assert_same
 from tests.support.speculating import DRAFTS, PLAIN, SPECULATES, assert_unchanged, most_drafts, random_requests
 from tests.support.workload import request_for
@@ -46,24 +46,26 @@ SOME = ["EAGLE3 of some words", *(pytest.param(name, marks=slow) for name in lis
 
 
 @pytest.fixture(scope="session")
-def drafting_engine(core_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, engine_with: EngineFactory):
-    """The engine of each kind of draft model, started once."""
-    folder, engines = tmp_path_factory.mktemp("drafts"), {}
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where draft models are, each written once."""
+    return tmp_path_factory.mktemp("drafts")
+
+
+@pytest.fixture
+def drafting_engine(core_checkpoint: Path, draft_folder: Path, engine_with: EngineStore):
+    """The engine of a kind of draft model and settings, and what the model says by definition."""
 
     def start(kind: str, **settings: Any) -> tuple[Engine, DraftReference]:
-        head = folder / kind.replace(" ", "-")
+        head = draft_folder / kind.replace(" ", "-")
         given = dict(HEADS[kind])
         if not head.exists() and given["algorithm"] == "NEXTN":
             with_prediction_layer(head, core_checkpoint)
         elif not head.exists():
             write_eagle_head(head, json.loads((core_checkpoint / "config.json").read_text()), **given)
-        target = core_checkpoint
         asked = {**SPECULATES, "speculative_algorithm": given["algorithm"], **settings}
         asked["speculative_draft_model_path"] = str(head)
-        reference = DraftReference(head) if given["algorithm"] == "NEXTN" else DraftReference(target, head)
-        key = kind, repr(settings)
-        engines.setdefault(key, (engine_with(**asked), reference))
-        return engines[key]
+        files = (head,) if given["algorithm"] == "NEXTN" else (core_checkpoint, head)
+        return engine_with(**asked), DraftReference(*files)
 
     return start
 

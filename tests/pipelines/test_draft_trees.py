@@ -21,10 +21,10 @@ from rayserve_moe.kernels import attention_reference
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.kv_pool import Moves
 from rayserve_moe.scheduling import verify_rows
-from tests.pipelines.conftest import EngineFactory
 from tests.pipelines.test_speculation import answers_of, check_store
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import cycle_for, run_on, run_together
+from tests.support.engine_store import EngineStore
 from tests.support.scheduling import some_reach
 from tests.support.speculating import (
     PLAIN,
@@ -38,8 +38,8 @@ from tests.support.speculating import (
 from tests.support.workload import request_for
 
 
-@pytest.fixture(scope="session")
-def growing(engine_with: EngineFactory) -> Engine:
+@pytest.fixture
+def growing(engine_with: EngineStore) -> Engine:
     return engine_with(**TREES)
 
 
@@ -58,13 +58,13 @@ def test_trees_do_not_show_in_many_mixes(growing: Engine, seed: int):
 @pytest.mark.float32("devices add up parts of sums")
 @pytest.mark.parametrize("backend", ["replicated", "all_to_all"])
 @pytest.mark.parametrize("seed", range(600, 603))
-def test_trees_do_not_show_over_two_data_ranks(engine_with: EngineFactory, backend, seed):
+def test_trees_do_not_show_over_two_data_ranks(engine_with: EngineStore, backend, seed):
     engine = engine_with(**TREES, devices_per_host=4, data_parallel_size=2, expert_backend=backend)
     check_mix(engine, seed, count=24)
 
 
 @pytest.mark.slow
-def test_large_trees_do_not_show_over_small_pages(engine_with: EngineFactory):
+def test_large_trees_do_not_show_over_small_pages(engine_with: EngineStore):
     """Of 32 nodes and 7 levels: a tree reaches over many pages, and gets one more at most."""
     large = {"speculative_num_steps": 7, "speculative_num_draft_tokens": 32, "speculative_eagle_topk": 8}
     engine = engine_with(**(TREES | large), page_size=16)
@@ -198,7 +198,7 @@ DEVICE_FAULTS: dict[str, Patches] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", list(DEVICE_FAULTS))
 def test_faults_on_the_devices_would_be_seen(core_checkpoint, growing: Engine, fault: str):
-    requests = random_requests(5, count=12, layout=growing.card.routing)
+    requests = random_requests(5, count=32, layout=growing.card.routing)
     plain = run_together(growing.runner, growing.card, requests, way=PLAIN)
     kept = {"num_pages": 200, "page_size": PAGE_SIZE, "enable_return_routed_experts": True, "compile_cache": "off"}
     with ExitStack() as stack:

@@ -8,8 +8,8 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.step_cycle import StepCycle
-from tests.pipelines.conftest import EngineFactory
 from tests.support.drive import Way, preempt_every, run_together, without_routing
+from tests.support.engine_store import EngineStore
 from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcomes, assert_all_same, assert_same, outcome_of_answer
 from tests.support.workload import engine_arguments, mixed_workload
@@ -59,7 +59,7 @@ def test_outputs_do_not_depend_on_asking_for_routing(engine: Engine, alone: Outc
             assert request.return_routed_experts or outcomes[key].routing is None
 
 
-def test_outputs_do_not_depend_on_capturing_routing(engine_with: EngineFactory, alone: Outcomes):
+def test_outputs_do_not_depend_on_capturing_routing(engine_with: EngineStore, alone: Outcomes):
     server_without = engine_with(enable_return_routed_experts=False, **ONE_BUCKET)
     requests = [without_routing(request) for request in mixed_workload()]
     way = Way(step_tokens=64, chunk_tokens=64, with_capture=False)
@@ -69,7 +69,7 @@ def test_outputs_do_not_depend_on_capturing_routing(engine_with: EngineFactory, 
 
 @pytest.mark.float32("devices add up parts of sums")
 @pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_outputs_do_not_depend_on_devices(engine_with: EngineFactory, alone: Outcomes, num_devices: int):
+def test_outputs_do_not_depend_on_devices(engine_with: EngineStore, alone: Outcomes, num_devices: int):
     spread = engine_with(devices_per_host=num_devices, **ONE_BUCKET)
     way = Way(step_tokens=64, chunk_tokens=64)
     assert_all_same(run_together(spread.runner, spread.card, mixed_workload(), way=way), alone)
@@ -86,7 +86,7 @@ def test_outputs_do_not_depend_on_devices(engine_with: EngineFactory, alone: Out
     ],
     ids=lambda settings: f"pages of {settings['page_size']}, batches of {settings['max_running_requests']}",
 )
-def test_outputs_do_not_depend_on_page_size_or_bucket(engine_with: EngineFactory, alone: Outcomes, settings: dict):
+def test_outputs_do_not_depend_on_page_size_or_bucket(engine_with: EngineStore, alone: Outcomes, settings: dict):
     other = engine_with(max_step_tokens=64, **settings)
     assert_all_same(_through_engine(other), alone)
 

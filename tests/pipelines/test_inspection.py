@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.requests import GenerationRequest, ListedInPrompt, RequestError
-from tests.pipelines.conftest import ON_TWO_RANKS, EngineFactory, ReferenceFactory
+from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore, ReferenceFactory
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.outcomes import LOGPROB_TOLERANCE, STATE_TOLERANCE, Outcomes, assert_all_same
 from tests.support.speculating import PLAIN, SPECULATES, VOCAB_SIZE
@@ -44,7 +44,7 @@ def asking() -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def shown(engine_with: EngineFactory) -> Engine:
+def shown(engine_with: EngineStore) -> Engine:
     return engine_with(**SPECULATES)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.requests import Constraint, GenerationRequest, RequestError
-from tests.pipelines.conftest import ON_TWO_RANKS, EngineFactory
+from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore
 from tests.support.asking import log_softmax
 from tests.support.constraints import compiler
 from tests.support.drive import Way, preempt_every, run_alone, run_together
@@ -41,7 +41,7 @@ def asking() -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def processing(engine_with: EngineFactory) -> Engine:
+def processing(engine_with: EngineStore) -> Engine:
     return engine_with(**SPECULATES)
 
 

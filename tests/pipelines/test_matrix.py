@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pipelines.conftest import EngineFactory
 from tests.support.drive import Way, preempt_every, run_together
+from tests.support.engine_store import EngineStore
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.workload import mixed_workload
 
@@ -33,7 +33,7 @@ def test_scheduling_does_not_show(engine, alone: Outcomes, num_rows, chunk_token
     [1, *(pytest.param(count, marks=pytest.mark.float32("devices add up parts of sums")) for count in (2, 4))],
 )
 def test_devices_pages_and_buckets_do_not_show(
-    engine_with: EngineFactory, alone: Outcomes, num_devices: int, page_size: int, batch: int
+    engine_with: EngineStore, alone: Outcomes, num_devices: int, page_size: int, batch: int
 ):
     num_pages = 3200 // page_size
     spread = engine_with(

@@ -26,11 +26,11 @@ from rayserve_moe.scheduling import verify_rows
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.serving.metrics import EngineMetrics
-from tests.pipelines.conftest import EngineFactory
 from tests.pipelines.test_migration import heading_elsewhere
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.constraints import synthetic_tokenizer
 from tests.support.drive import PreparedExecutor, cycle_for, run_on, run_together
+from tests.support.engine_store import EngineStore
 from tests.support.engines import MOVING
 from tests.support.oracle import Oracle
 from tests.support.outcomes import Outcome
@@ -49,8 +49,8 @@ from tests.support.speculating import (
 from tests.support.workload import request_for
 
 
-@pytest.fixture(scope="session")
-def speculating(engine_with: EngineFactory) -> Engine:
+@pytest.fixture
+def speculating(engine_with: EngineStore) -> Engine:
     return engine_with(**SPECULATES)
 
 
@@ -84,21 +84,21 @@ def test_drafts_do_not_show_in_many_mixes(speculating: Engine, seed: int):
 @pytest.mark.float32("devices add up parts of sums")
 @pytest.mark.parametrize("backend", ["replicated", "all_to_all"])
 @pytest.mark.parametrize("seed", range(200, 206))
-def test_drafts_do_not_show_over_two_data_ranks(engine_with: EngineFactory, backend, seed):
+def test_drafts_do_not_show_over_two_data_ranks(engine_with: EngineStore, backend, seed):
     engine = engine_with(**SPECULATES, devices_per_host=4, data_parallel_size=2, expert_backend=backend)
     check_mix(engine, seed, count=24)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [300])
-def test_drafts_do_not_show_with_experts_in_int8(engine_with: EngineFactory, seed: int):
+def test_drafts_do_not_show_with_experts_in_int8(engine_with: EngineStore, seed: int):
     check_mix(engine_with(**SPECULATES, expert_dtype="int8"), seed, count=24)
 
 
 @pytest.mark.slow
 @pytest.mark.float32("devices add up parts of sums")
 @pytest.mark.parametrize("seed", [400])
-def test_drafts_do_not_show_while_experts_move(engine_with: EngineFactory, seed: int):
+def test_drafts_do_not_show_while_experts_move(engine_with: EngineStore, seed: int):
     engine = engine_with(**SPECULATES, **MOVING, data_parallel_size=2)
     eplb = EplbSteps(Migration(engine.runner.placement, hosts=1, slots_per_step=1), counts_every=7)
     version = eplb.migration.progress.version
@@ -124,7 +124,7 @@ class CountingTokens(PreparedExecutor):
 
 @pytest.mark.slow
 @pytest.mark.float32("devices add up parts of sums")
-def test_balancing_counts_what_is_computed_and_answers_have_what_is_kept(engine_with: EngineFactory):
+def test_balancing_counts_what_is_computed_and_answers_have_what_is_kept(engine_with: EngineStore):
     engine = engine_with(**SPECULATES, **MOVING, data_parallel_size=2)
     layout, requests = engine.card.routing, [request_for(np.arange(5, 25), max_new_tokens=24)]
     eplb = EplbSteps(Migration(engine.runner.placement, hosts=1, slots_per_step=1), counts_every=1)
@@ -143,7 +143,7 @@ def test_balancing_counts_what_is_computed_and_answers_have_what_is_kept(engine_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [5, 7])
-def test_long_drafts_do_not_show_over_small_pages(engine_with: EngineFactory, num_drafts):
+def test_long_drafts_do_not_show_over_small_pages(engine_with: EngineStore, num_drafts):
     settings = SPECULATES | {"speculative_num_steps": 7, "page_size": 4, "num_pages": 400}
     engine = engine_with(**settings)
     requests = random_requests(num_drafts, count=24, layout=engine.card.routing)

@@ -12,7 +12,7 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.proposers import NgramProposer
 from rayserve_moe.engine.speculation import Speculation
 from tests.pipelines import test_weight_updates as updates
-from tests.pipelines.conftest import EngineFactory
+from tests.support.engine_store import EngineStore
 from tests.support.engines import ONE_BUCKET
 from tests.support.scheduling import some_reach
 from tests.support.speculating import DRAFTS
@@ -26,8 +26,8 @@ test_retraction = updates.test_a_retraction_or_a_freeze_does_not_show_in_what_co
 SPECULATES = {"speculative_algorithm": "NGRAM", "speculative_num_steps": DRAFTS}
 
 
-@pytest.fixture(scope="session")
-def speculating(engine_with: EngineFactory) -> Engine:
+@pytest.fixture
+def speculating(engine_with: EngineStore) -> Engine:
     return engine_with(**ONE_BUCKET, **updates.CHANGING, **SPECULATES)
 
 

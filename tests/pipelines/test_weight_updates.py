@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.conftest import EngineFactory, ReferenceFactory
+from tests.pipelines.conftest import EngineStore, ReferenceFactory
 from tests.support.engines import ONE_BUCKET
 from tests.support.sending import send_weights
 from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
@@ -28,8 +28,8 @@ CHANGING = {"max_running_requests": 4, "num_pages": 61}
 """Settings of the engine whose weights change; others may have changed them: a test that compares loads its own."""
 
 
-@pytest.fixture(scope="session")
-def changing(engine_with: EngineFactory) -> Engine:
+@pytest.fixture
+def changing(engine_with: EngineStore) -> Engine:
     """Few rows and pages: some requests wait, and some are preempted."""
     return engine_with(**ONE_BUCKET, **CHANGING)
 

@@ -21,7 +21,7 @@ from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from tests.pipelines import conftest as core
-from tests.pipelines.conftest import EngineFactory, ReferenceFactory
+from tests.pipelines.conftest import EngineStore, ReferenceFactory
 from tests.support.compiling import QUICK
 from tests.support.engines import CORE, ONE_BUCKET
 from tests.support.family_cases import FAMILY_CASES, FamilyCase, config_of, write_family
@@ -59,13 +59,13 @@ def case(request: pytest.FixtureRequest) -> FamilyCase:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(engine_with: EngineFactory, is_native: bool) -> Engine:
+def two_ranks(engine_with: EngineStore, is_native: bool) -> Engine:
     """Two data ranks of one device each, which are driven `ON_TWO_RANKS`.
 
     In bfloat16 they exchange results: sums of more than two experts that are added up rank by rank round otherwise.
     """
     exchange = {"expert_backend": "all_to_all"} if is_native else {}
-    return engine_with(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2, **exchange)
+    return engine_with.pinned(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2, **exchange)
 
 
 @pytest.fixture(scope="session")
@@ -99,9 +99,9 @@ def other_checkpoint(case: FamilyCase, dtype: str, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="session")
-def engine(engine_with: EngineFactory) -> Engine:
+def engine(engine_with: EngineStore) -> Engine:
     """One device, one size of decode steps, compiled as the other engines of this folder are."""
-    return engine_with(max_step_tokens=256, precompile_bs_paddings=[16])
+    return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=[16])
 
 
 @pytest.fixture(scope="session")

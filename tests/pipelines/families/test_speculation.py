@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.engine.model_drafts import ModelProposer
-from tests.pipelines.conftest import EngineFactory
 from tests.support.draft_models import with_prediction_layer
 from tests.support.drive import run_together
+from tests.support.engine_store import EngineStore
 from tests.support.family_cases import FAMILY_CASES
 from tests.support.outcomes import assert_same
 from tests.support.speculating import DRAFTS, PLAIN, SPECULATES, random_requests
@@ -23,7 +23,7 @@ PREDICT = ("deepseek_v3-0", "glm4_moe-0")
     "case", [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in PREDICT], indirect=True
 )
 def test_drafts_of_its_own_prediction_layer_do_not_show(
-    engine_with: EngineFactory, core_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    engine_with: EngineStore, core_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ):
     path = with_prediction_layer(tmp_path_factory.mktemp("drafts") / "model", core_checkpoint)
     drafts = {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": str(path)}
