@@ -103,6 +103,7 @@ ORDINARY = {"/v1/completions", "/v1/chat/completions", "/generate", "/inference/
 ORDINARY |= {"/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/ping", "/abort_requests"}
 ORDINARY |= {"/inference/v1/abort_requests", "/v1/embeddings", "/classify", "/v1/chat/completions/render"}
 ORDINARY |= {"/v1/score", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"}
+ORDINARY |= {"/resume_request"}
 """What a client's own key is good for, of what changes anything."""
 
 

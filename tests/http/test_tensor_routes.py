@@ -71,18 +71,21 @@ def send_all(http, tensors, *, update_id, num_buckets=3, **query):
 
 
 def samples(http):
-    """Tokens, log-probs and rows of a few prompts, all of them computed."""
+    """Tokens, log-probs and rows of a few prompts, all of them computed, each alone: bits depend on the batch."""
     ask(http, "/flush_cache")
-    told = ask(
-        http,
-        GENERATE,
-        input_ids=[PROMPT, list(range(3, 40))],
-        sampling_params={"temperature": 0, "ignore_eos": True, "max_new_tokens": 12},
-        return_logprob=True,
-        return_routed_experts=True,
-    )
     fields = "output_token_logprobs", "routed_experts", "weight_version"
-    return [(one["output_ids"], *(one["meta_info"][field] for field in fields)) for one in told]
+    answers = []
+    for prompt in (PROMPT, list(range(3, 40))):
+        told = ask(
+            http,
+            GENERATE,
+            input_ids=prompt,
+            sampling_params={"temperature": 0, "ignore_eos": True, "max_new_tokens": 12},
+            return_logprob=True,
+            return_routed_experts=True,
+        )
+        answers.append((told["output_ids"], *(told["meta_info"][field] for field in fields)))
+    return answers
 
 
 def served_from_disk(http, path):
