@@ -326,6 +326,7 @@ def _answer_again(worker: object) -> None:
     worker._answers.set()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_while_it_reads_ends_the_engine_and_never_serves_the_new_weights(
     group: tuple[GroupExecutor, int], expected: tuple, checkpoint: Path, other_checkpoint: Path
 ) -> None:

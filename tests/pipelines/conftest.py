@@ -19,7 +19,6 @@ from tests.support.engines import CORE, ONE_BUCKET
 from tests.support.native import IdleReference
 from tests.support.outcomes import Outcomes
 from tests.support.router_reference import RouterReference
-from tests.support.runners import optimized
 from tests.support.workload import mixed_workload
 
 SHOWN: dict[str, Any] = {"enable_return_hidden_states": True, "logit_processors": "examples.logit_processors"}
@@ -76,11 +75,8 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineStore) -> Engine:
-    """One device, two decode buckets, two prefill buckets, compiled as for users: its bits are what all is held to."""
-    with optimized():
-        return engine_with.pinned(
-            max_step_tokens=256, precompile_bs_paddings=[1, 16], compile_cache="off", structured_output=True
-        )
+    """One device, two decode buckets, two prefill buckets: its bits are what all is held to."""
+    return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=[1, 16], structured_output=True)
 
 
 @pytest.fixture(scope="session")

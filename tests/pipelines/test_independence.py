@@ -68,7 +68,8 @@ def test_outputs_do_not_depend_on_capturing_routing(engine_with: EngineStore, al
 
 
 @pytest.mark.float32("devices add up parts of sums")
-@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
 def test_outputs_do_not_depend_on_devices(engine_with: EngineStore, alone: Outcomes, num_devices: int):
     spread = engine_with(devices_per_host=num_devices, **ONE_BUCKET)
     way = Way(step_tokens=64, chunk_tokens=64)

@@ -41,6 +41,7 @@ def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, core
     assert_all_same(run_together(narrow, card_of(core_checkpoint), mixed_workload(), way=way), expected)
 
 
+@pytest.mark.slow
 def test_they_are_rounded_to_a_byte_each(narrow, expected, core_checkpoint):
     wide = runner_with(core_checkpoint, "auto")
     found = run_alone(wide, card_of(core_checkpoint), mixed_workload(), way=WAY)

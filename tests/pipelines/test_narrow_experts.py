@@ -70,6 +70,7 @@ def slot_arrays(runner: HostRunner) -> dict[str, np.ndarray]:
     return {name: np.asarray(runner.weights.params["experts"][name]) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [Way(16, 32, 7), Way(3, 32, 32, caches_prefixes=False)], ids=str)
 def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, checkpoint):
     assert_all_same(run_together(narrow, card_of(checkpoint), mixed_workload(), way=way), expected)

@@ -102,6 +102,7 @@ def test_freed_pages_do_not_show(runner_of: RunnerOf, card: ModelCard, unfreed: 
     assert_all_same(run_together(runner_of((1, 1)), card, workload(), way=replace(WAY, **changes)), unfreed)
 
 
+@pytest.mark.slow
 @pytest.mark.float32("devices add up parts of sums")
 def test_a_mesh_of_two_by_two_is_one_device(runner_of: RunnerOf, card: ModelCard, unfreed: Outcomes):
     assert_all_same(run_together(runner_of((2, 2)), card, workload(), way=WAY), unfreed)

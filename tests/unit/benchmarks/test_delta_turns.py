@@ -12,6 +12,7 @@ from rayserve_moe.inprocess.engine import Engine
 SIZES = {"num_conversations": 2, "num_turns": 3, "seed": 1}
 
 
+@pytest.mark.slow
 def test_pieces_of_turns_are_the_rows_of_the_whole(engine: Engine) -> None:
     delta, whole = (play(engine, SIDES[name], **SIZES) for name in ("delta", "whole"))
     check_same({"off": whole.histories, "delta": delta.histories})
