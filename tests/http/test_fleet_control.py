@@ -222,3 +222,27 @@ def test_a_batch_is_aborted_wherever_it_runs(fleet, second_engine):
     assert fleet["a"].post("/abort_requests", json={}).json()["status"] == "aborted"
     assert fleet["a"].post("/pause", json={"mode": "wait"}).status_code == 200
     assert all(load["paused"] for load in fleet["a"].get("/v1/loads").json()["loads"])
+
+
+RESPONSES = "/v1/responses"
+
+
+def test_a_response_is_found_whichever_replica_is_asked(fleet):
+    asked = {"input": "x", "max_output_tokens": 2, "temperature": 0}
+    first = fleet["a"].post(RESPONSES, json=asked).json()
+    assert fleet["b"].get(f"{RESPONSES}/{first['id']}").json() == first
+    later = [
+        fleet[name].post(RESPONSES, json={**asked, "previous_response_id": first["id"]}).json()["usage"]
+        for name in "ab"
+    ]
+    assert later[0]["input_tokens"] == later[1]["input_tokens"] > first["usage"]["input_tokens"]
+    unknown = fleet["b"].get(f"{RESPONSES}/resp_unknown")
+    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "response_not_found"
+    fleet.calls.silent = {"a"}
+    late = fleet["b"].post(RESPONSES, json={**asked, "previous_response_id": first["id"]})
+    assert late.status_code == 503 and late.json()["error"]["code"] == "replica_missing"
+    fleet.calls.silent = set()
+    assert fleet["b"].delete(f"{RESPONSES}/{first['id']}").json()["deleted"]
+    for name in "ab":
+        assert fleet[name].delete(f"{RESPONSES}/{first['id']}").status_code == 404
+        assert fleet[name].get(f"{RESPONSES}/{first['id']}").status_code == 404

@@ -206,6 +206,16 @@ class ClusterSettings:
 
     num_replicas: int = _number(1, (1, 4096))
     """Replicas at the start, each on hosts of its own; `rayserve-moe scale` changes their number later."""
+    min_replicas: int = _number(1, (1, 4096))
+    """The fewest replicas that are kept where `max_replicas` is set."""
+    max_replicas: int = _number(0, (0, 4096))
+    """The most replicas to which their demand may raise their number; 0 leaves the number alone."""
+    target_demand: float = _number(0.7, (0.05, 1))
+    """What the mean demand is kept at: rows or KV pages in use, and what waits for them, over what a replica has."""
+    upscale_delay_s: float = _number(3.0, (0, DAY_S))
+    """Seconds for which more replicas have to be wanted before they are started."""
+    downscale_delay_s: float = _number(300.0, (0, DAY_S))
+    """Seconds for which fewer have to be wanted before some drain and end."""
     transport: str = _choice("auto", "compiled_graph", "sockets", "actor_calls")
     """`compiled_graph`, `sockets` or `actor_calls`; `auto` takes the graph on TPU hosts, sockets on others: processes
     that wait in the graph poll, which costs emulated hosts the very cores that compute."""

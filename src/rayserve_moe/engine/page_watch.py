@@ -12,13 +12,14 @@ from rayserve_moe.scheduling.scheduler import watch_pages
 
 
 class PageWatch:
-    """Without a call of `start` nothing is recorded. `num_data_ranks`, `num_pages` and `page_size` are the engine's."""
+    """Without a call of `start` nothing is recorded. `num_data_ranks`, `num_pages`, `page_size` and
+    `num_rows` are the engine's."""
 
     def __init__(self, cycle: StepCycle, commands: CommandQueue) -> None:
         self._cycle, self._commands = cycle, commands
         ranks, table = cycle.scheduler.ranks, cycle.scheduler.table
         self.num_data_ranks, self.num_pages = len(ranks), ranks[0].allocator.num_usable + 1
-        self.page_size = table.page_size
+        self.page_size, self.num_rows = table.page_size, len(table.sequences)
 
     def load(self) -> tuple[int, int]:
         """Requests in progress, in choices, and prompt tokens that are still to be computed; from any thread, about."""

@@ -20,9 +20,10 @@ from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
-from rayserve_moe.config.derive import keeps_journal, most_open_requests
+from rayserve_moe.config.derive import keeps_journal, most_open_requests, most_replicas
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings, SettingsError
+from rayserve_moe.fleet.autoscaling import DEMAND, autoscaling_of, demand_of
 from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import FleetMember
@@ -92,6 +93,10 @@ class MoeServer:
         """Return where routers read what this replica has cached; Serve passes it on to them."""
         return {} if self._feed is None else self._feed.address
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what Serve's controller scales the fleet by; it asks only where `max_replicas` is set."""
+        return {DEMAND: demand_of(self._engine.loop)}
+
     async def fleet_call(self, call: str, arguments: tuple[Any, ...]) -> Answer:
         """Answer a call of the fleet, by this replica alone."""
         return await answer(self._state, call, arguments=arguments)
@@ -134,7 +139,6 @@ def build(args: dict[str, Any]) -> Application:
     """
     settings = settings_from(args)
     deployment = MoeServer.options(
-        num_replicas=settings.cluster.num_replicas,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         max_ongoing_requests=most_open_requests(
             settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size
@@ -143,6 +147,10 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
         deployment_actors=_actors(settings),
     )
+    if (scaling := autoscaling_of(settings.cluster)) is None:
+        deployment = deployment.options(num_replicas=settings.cluster.num_replicas)
+    else:
+        deployment = deployment.options(autoscaling_config=scaling)
     if not routes_by_prefix(settings):
         return deployment.bind(settings)
     server = deployment.options(request_router_config={"request_router_class": LOAD_ROUTER}).bind(settings)
@@ -151,7 +159,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def routes_by_prefix(settings: Settings) -> bool:
     """Whether requests go through routers that know what every replica has cached; warns where they cannot."""
-    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, settings.cluster.num_replicas > 1)
+    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, most_replicas(settings.cluster) > 1)
     if not wanted:
         return False
     if (fault := unknown_ray()) is not None:

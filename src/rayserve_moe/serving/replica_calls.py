@@ -20,6 +20,7 @@ from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError, as_api_error
 from rayserve_moe.serving.metrics import metrics_of
+from rayserve_moe.serving.response_store import StoredResponse
 
 Calls = Mapping[str, Callable[..., Awaitable[Any]]]
 
@@ -146,6 +147,14 @@ async def _drop_update(state: ApiState, update_id: str) -> bool:
     return await asyncio.wrap_future(state.loop.control.tensors.drop(update_id))
 
 
+async def _stored_response(state: ApiState, response_id: str) -> StoredResponse | None:
+    return state.responses.get(response_id)
+
+
+async def _forget_response(state: ApiState, response_id: str) -> bool:
+    return state.responses.drop(response_id)
+
+
 def _member(state: ApiState) -> FleetMember:
     assert state.fleet is not None, "a fleet calls its members"
     return state.fleet.member
@@ -160,11 +169,13 @@ CALLS: Calls = {
     "experts": _experts,
     "flush": _flush,
     "follow": _follow,
+    "forget_response": _forget_response,
     "hold_new": _hold_new,
     "metrics": _metrics,
     "num_unended": _num_unended,
     "stage": _stage,
     "statistics": _statistics,
+    "stored_response": _stored_response,
     "wanted": _wanted,
     "weight_version": _weight_version,
 }

@@ -1,4 +1,5 @@
-"""`/v1/responses`: OpenAI's newer dialect, over the chats of this server; responses are kept in bounded memory."""
+"""`/v1/responses`: OpenAI's newer dialect, over the chats of this server. Responses are kept in bounded memory, by the
+replica that answered them; whichever is asked finds them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from starlette.responses import Response
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.fleet_control import READ_S, ask_all, ask_every, values_of
 from rayserve_moe.serving.middleware.json_body import chat_from, read_body
 from rayserve_moe.serving.openapi import answers, generates
 from rayserve_moe.serving.response_store import StoredResponse
@@ -32,7 +34,8 @@ def responses_router(state: ApiState) -> APIRouter:
     async def responses(request: Request) -> Response:
         body = await read_body(request, ResponsesBody, admission=state.admission)
         check_model(state, body.model)
-        earlier = () if (before := body.previous_response_id) is None else _stored(state, before).messages
+        before = body.previous_response_id
+        earlier = () if before is None else (await _stored(state, before)).messages
         messages = [*earlier, *messages_of(body.input)]
         chat = chat_from(chat_fields(body, messages))
         prompt_ids = await chat_ids(state, chat, request=request)
@@ -49,22 +52,30 @@ def responses_router(state: ApiState) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}", **answers(404), openapi_extra=_ID)
     async def response(request: Request) -> Response:
-        return json_answer(_stored(state, request.path_params["response_id"]).answer)
+        return json_answer((await _stored(state, request.path_params["response_id"])).answer)
 
     @router.delete("/v1/responses/{response_id}", **answers(404), openapi_extra=_ID)
     async def forget(request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        _stored(state, response_id)
-        state.responses.drop(response_id)
+        if not any(await ask_every(state, "forget_response", response_id, timeout_s=READ_S)):
+            raise _unknown()
         return json_answer({"id": response_id, "object": "response", "deleted": True})
 
     return router
 
 
-def _stored(state: ApiState, response_id: str) -> StoredResponse:
-    """ApiError 404 for a response that was not stored, or had to make way for others."""
-    found = state.responses.get(response_id)
-    if found is None:
-        message = "no such response is stored: it may have made way for later ones"
-        raise ApiError(404, message, param="previous_response_id", code="response_not_found")
-    return found
+async def _stored(state: ApiState, response_id: str) -> StoredResponse:
+    """Find a response here, else at any replica. ApiError 404 for one that was not stored, or had to make way for
+    others; 503 where a replica that may have it does not answer."""
+    if (found := state.responses.get(response_id)) is not None:
+        return found
+    answers = await ask_all(state, "stored_response", response_id)
+    if (found := next((one for one in answers.values if one is not None), None)) is not None:
+        return found
+    values_of(answers)
+    raise _unknown()
+
+
+def _unknown() -> ApiError:
+    message = "no such response is stored: it may have made way for later ones"
+    return ApiError(404, message, param="previous_response_id", code="response_not_found")

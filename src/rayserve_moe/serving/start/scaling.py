@@ -33,8 +33,9 @@ def scaled_config(details: Mapping[str, Any], *, application: str, num_replicas:
     if not any(override["name"] == DEPLOYMENT for override in overrides):
         overrides.append({"name": DEPLOYMENT})
     ours = next(override for override in overrides if override["name"] == DEPLOYMENT)
-    if ours.get("autoscaling_config") or ours.get("num_replicas") == "auto":
-        raise StartError(f"{application} is scaled by Serve: change its autoscaling_config instead")
+    is_scaled = settings_from(config.get("args") or {}).cluster.max_replicas
+    if is_scaled or ours.get("autoscaling_config") or ours.get("num_replicas") == "auto":
+        raise StartError(f"{application} is scaled by its demand: its bounds are min_replicas and max_replicas")
     ours["num_replicas"] = num_replicas
     others = [one["deployed_app_config"] for name, one in found.items() if name != application]
     if None in others:
