@@ -60,7 +60,9 @@ class ServeProcess:
         return sorted(
             pid
             for pid in _family(processes, self._child.pid)
-            if processes[pid][1].startswith(title) or Path(processes[pid][1].split(" ")[0]).name.startswith(title)
+            if processes[pid][1].startswith(title)
+            or Path(processes[pid][1].split(" ")[0]).name.startswith(title)
+            or f" -m {title}" in processes[pid][1]
         )
 
     def __enter__(self) -> Self:

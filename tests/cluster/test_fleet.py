@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from safetensors.numpy import load_file
 
+from benchmarks.resuming_client import ResumingClient
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.checkpoints.bucket import SentTensor
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
@@ -30,7 +31,6 @@ from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
 from tests.support.journals import KEY, OwnJournal
 from tests.support.ports import free_port
-from tests.support.resuming import ResumingClient
 
 PORT = free_port()
 WITHIN_S = 300.0
