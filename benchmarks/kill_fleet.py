@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     "structured_output": False,
 }
 REPLICA = "ray::ServeReplica:bench:moe-server"
-ROUTER = "ray::ServeReplica:bench:PrefixRouter"
+ROUTER = "ray::ServeReplica:bench:moe-router"
 FAULTS: dict[str, tuple[str, int]] = {
     "replica": (REPLICA, 1),
     "router": (ROUTER, 1),
