@@ -161,7 +161,7 @@ def _is_whole(serve: ServeProcess) -> bool:
         health = httpx.get(f"http://{HOST}:{serve.port}/health", timeout=LIMIT_S).json()
     except (httpx.HTTPError, ValueError):
         return False
-    return info.is_success and len(info.json()["replicas"]) == NUM_REPLICAS and health.get("journal", "up") == "up"
+    return info.is_success and len(info.json().get("replicas", ())) == NUM_REPLICAS and health.get("journal", "up") == "up"
 
 
 def kill(serve: ServeProcess, title: str, *, number: int, watch: Watch, killed_at: list[float]) -> None:
