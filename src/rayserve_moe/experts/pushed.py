@@ -41,7 +41,7 @@ def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expert
         return out_TD
     with jax.named_scope("combine"):
         if keeps_all:  # exact: of each token all ranks but one add zeros
-            return jax.lax.psum(out_TD.astype(jnp.float32), TENSOR).astype(out_TD.dtype)
+            return jax.lax.psum(out_TD, TENSOR)
         return jax.lax.all_gather(out_TD, TENSOR, axis=0, tiled=True)[:num_tokens]
 
 
