@@ -23,7 +23,10 @@ from rayserve_moe.kernels.layers import Rotation, project
 
 HEAD_WIDTH = 128
 MOST_ELEMENTS = 1 << 20
-"""Elements of all heads of all tokens that the kernel takes: they lie in the core's memory several times."""
+"""Elements of all heads that a kernel has at once: they lie in the core's memory several times."""
+MOST_TOKENS, LEAST_TOKENS = 128, 16
+"""Tokens of a tile where all are more than a kernel has at once: whole registers of 16-bit numbers."""
+VMEM_BYTES = 40 << 20
 
 
 def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword)
@@ -36,44 +39,58 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
     is_flat: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `project_rows`, and by it where the kernel does not know a knob of the model or tokens are many; as
-    `project_flat_rows` where the pool's rows are flat.
+    """As `project_rows`, and by it where the kernel does not know a knob of the model; as `project_flat_rows` where the
+    pool's rows are flat.
 
-    It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias. `interpret` (see
-    `pallas_call`) runs it without a TPU.
+    It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias. Many tokens are
+    taken tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
     """
-    num_tokens = len(normed_TD)
-    if not is_plain(num_tokens, weights, rotation, config):
+    if not is_plain(weights, rotation, config):
         by_parts = project_flat_rows if is_flat else project_rows
         return by_parts(normed_TD, weights, rotation=rotation, config=config)
-    cos_Tr, sin_Tr = rotation
-    queries_TH, keys_TG, values_TG = (project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG"))
+    projected = [project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG")]
     all_weights, layer = stacked or ({name: weights[name][None] for name in ("q_norm_Lh", "k_norm_Lh")}, 0)
     norms = all_weights["q_norm_Lh"], all_weights["k_norm_Lh"]
-    cos_Th, sin_Th = (jnp.concatenate(pair, axis=1) for pair in ((cos_Tr, cos_Tr), (-sin_Tr, sin_Tr)))
-    num_heads, num_kv = queries_TH.shape[1] // HEAD_WIDTH, keys_TG.shape[1] // HEAD_WIDTH
-    shapes = [(num_tokens * heads, HEAD_WIDTH) for heads in (num_heads, 2 * num_kv)]
-    given = [shapes[0], (num_tokens, 2 * num_kv * HEAD_WIDTH) if is_flat else shapes[1]]
+    num_tokens, tile = len(normed_TD), tile_tokens(len(normed_TD), sum(part.shape[1] for part in projected))
+    num_heads, num_kv = (matrix.shape[1] // HEAD_WIDTH for matrix in projected[:2])
+    rows_shape = (1, 2 * num_kv * HEAD_WIDTH) if is_flat else (2 * num_kv, HEAD_WIDTH)
+    given = [(num_heads, HEAD_WIDTH), rows_shape]
+    of_tile = [(tile * rows, lanes) for rows, lanes in given]
+
+    def tiles(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda i: (i, 0))
+
+    whole = pl.BlockSpec(memory_space=pltpu.VMEM)
+    by_token = [*projected, *norms, *rotation]
+    specs = [whole if array is norms[0] or array is norms[1] else tiles((tile, array.shape[1])) for array in by_token]
     queries, rows = pl.pallas_call(
         partial(_turn, eps=config.eps),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *[pl.BlockSpec(memory_space=pltpu.VMEM)] * 7],
-        out_shape=[jax.ShapeDtypeStruct(shape, normed_TD.dtype) for shape in given],
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (shapes[:1] if is_flat else shapes)],
+        grid=(pl.cdiv(num_tokens, tile),),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *specs],
+        out_specs=[tiles(shape) for shape in of_tile],
+        out_shape=[jax.ShapeDtypeStruct((num_tokens * rows, lanes), normed_TD.dtype) for rows, lanes in given],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (of_tile[:1] if is_flat else of_tile)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=VMEM_BYTES),
         name="rotary_heads",
         interpret=interpret,
-    )(jnp.asarray(layer, jnp.int32).reshape(1), queries_TH, keys_TG, values_TG, *norms, cos_Th, sin_Th)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), *by_token)
     return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows if is_flat else rows.reshape(num_tokens, -1, HEAD_WIDTH)
 
 
-def is_plain(num_tokens: int, weights: Mapping[str, jax.Array], rotation: Rotation, config: AttentionConfig) -> bool:
-    """Whether tokens are few, and the model has no knob that kernels of few tokens do not know. The last axis of
-    `weights`, of a layer or of all, is that of heads."""
-    num_elements = sum(weights[name].shape[-1] for name in ("q_LDH", "k_LDG", "v_LDG"))
+def is_plain(weights: Mapping[str, jax.Array], rotation: Rotation, config: AttentionConfig) -> bool:
+    """Whether the model has no knob that the kernel does not know."""
     knobs = AttentionConfig(HEAD_WIDTH, config.eps, config.plan, score_scale=config.score_scale, windows=config.windows)
     has_bias = any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG"))
-    is_small = num_tokens * num_elements <= MOST_ELEMENTS
     is_whole = 2 * rotation.cos.shape[1] == HEAD_WIDTH
-    return "q_norm_Lh" in weights and config == knobs and not has_bias and is_small and is_whole
+    return "q_norm_Lh" in weights and config == knobs and not has_bias and is_whole
+
+
+def tile_tokens(num_tokens: int, num_elements: int) -> int:
+    """Tokens of `num_elements` of all heads that a kernel has at once: all, or whole registers of them."""
+    most = MOST_ELEMENTS // num_elements
+    return (
+        num_tokens if num_tokens <= most else max(LEAST_TOKENS, min(most // LEAST_TOKENS * LEAST_TOKENS, MOST_TOKENS))
+    )
 
 
 def _turn(*refs: Any, eps: float) -> None:
@@ -82,6 +99,8 @@ def _turn(*refs: Any, eps: float) -> None:
     q_norm_1h, k_norm_1h = (row_of(norms[...], layer_1[0]) for norms in (q_norms, k_norms))
     num_tokens, dtype = queries.shape[0], out_queries.dtype
     num_heads, num_kv = (ref.shape[1] // HEAD_WIDTH for ref in (queries, keys))
+    cos_Th = jnp.concatenate([cos[...], cos[...]], axis=1)
+    sin_Th = jnp.concatenate([-sin[...], sin[...]], axis=1)
 
     def head(ref: Any, i: int) -> jax.Array:
         return ref[:, i * HEAD_WIDTH : (i + 1) * HEAD_WIDTH].astype(jnp.float32)
@@ -92,7 +111,7 @@ def _turn(*refs: Any, eps: float) -> None:
     def turned(head_Th: jax.Array, scale_1h: jax.Array) -> jax.Array:
         mean_T1 = jnp.mean(head_Th * head_Th, axis=-1, keepdims=True)
         normed_Th = rounded(rounded(head_Th * jax.lax.rsqrt(mean_T1 + eps)) * scale_1h)
-        return normed_Th * cos[...] + pltpu.roll(normed_Th, HEAD_WIDTH // 2, 1) * sin[...]
+        return normed_Th * cos_Th + pltpu.roll(normed_Th, HEAD_WIDTH // 2, 1) * sin_Th
 
     def put(place: int, row_Th: jax.Array) -> None:
         if wide_rows:

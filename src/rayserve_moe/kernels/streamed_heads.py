@@ -24,7 +24,7 @@ from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.layers import Rotation
 from rayserve_moe.kernels.paged_attention import cores_of_device
-from rayserve_moe.kernels.rotary_heads import HEAD_WIDTH, MOST_ELEMENTS, is_plain
+from rayserve_moe.kernels.rotary_heads import HEAD_WIDTH, MOST_ELEMENTS, is_plain, tile_tokens
 
 BLOCK_BYTES = 2 << 20
 """A block of columns: what memory delivers while the block before is multiplied, with two of them in a core."""
@@ -69,7 +69,10 @@ def norm_and_project(
     """`project_streamed` with the norms `norm_LD` of `stacked`; None where tokens are many, or the model has what the
     kernel does not know. `interpret` (see `pallas_call`) runs it without a TPU."""
     weights, num_tokens = stacked.of_layers, len(hidden_TD)
-    if hidden_TD.size > MOST_ELEMENTS or not is_plain(num_tokens, weights, rotation, config):
+    num_elements = sum(weights[name].shape[2] for name in MATRICES)
+    if hidden_TD.size > MOST_ELEMENTS or tile_tokens(num_tokens, num_elements) < num_tokens:
+        return None
+    if not is_plain(weights, rotation, config):
         return None
     shape = stream_shape(num_tokens, weights, num_cores=cores_of_device(interpret))
     if shape is None:

@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
 from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.rotary_heads import MOST_ELEMENTS, project_rows_at_once, tile_tokens
 
 WIDTH, HEADS, KV_HEADS, PLAIN = 32, 3, 2, AttentionConfig(128, 1e-6)
 SHAPES = {
@@ -23,14 +23,16 @@ SHAPES = {
     "k_norm_Lh": (128,),
     "k_bias_LG": (KV_HEADS * 128,),
 }
-ROTATION = rotation_of(jnp.arange(8), np.float32(1e4) ** (-np.arange(64, dtype=np.float32) / 64))
+MANY = MOST_ELEMENTS // ((HEADS + 2 * KV_HEADS) * 128) + 20
+"""Tokens of several tiles, the last of which is part of one."""
+ROTATION = rotation_of(jnp.arange(MANY), np.float32(1e4) ** (-np.arange(64, dtype=np.float32) / 64))
 
 
 def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, **options) -> list[np.ndarray]:
     generator = np.random.default_rng(0)
     drawn = {name: jnp.asarray(generator.standard_normal(shape), jnp.float32) for name, shape in SHAPES.items()}
     weights = {name: array for name, array in drawn.items() if name not in without}
-    normed, rotation = jnp.asarray(generator.standard_normal((8, WIDTH)), jnp.float32), ROTATION
+    normed, rotation = jnp.asarray(generator.standard_normal((MANY, WIDTH)), jnp.float32), ROTATION
 
     def run(normed: jax.Array) -> tuple[jax.Array, jax.Array]:
         turned = type(rotation)(*(angles[:num_tokens] for angles in rotation))
@@ -39,7 +41,7 @@ def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, *
     return [np.asarray(part) for part in jax.jit(run)(normed)]
 
 
-@pytest.mark.parametrize("num_tokens", [8, 5, 2])
+@pytest.mark.parametrize("num_tokens", [MANY, 8, 5, 2])
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens, is_flat):
     found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", is_flat=is_flat, interpret=True)
@@ -75,7 +77,16 @@ def test_the_norms_of_a_layer_are_read_where_they_lie():
     normed = jnp.ones((8, WIDTH), jnp.float32)
     matrices = {name: jnp.ones(SHAPES[name], jnp.float32) for name in ("q_LDH", "k_LDG", "v_LDG")}
     of_layer = matrices | {name: array[2] for name, array in stacked.items()}
-    how = {"rotation": ROTATION, "config": PLAIN}
+    how = {"rotation": type(ROTATION)(*(angles[:8] for angles in ROTATION)), "config": PLAIN}
     found = project_rows_at_once(normed, of_layer, **how, stacked=StackedWeights(stacked, jnp.int32(2)), interpret=True)
     for part, expected in zip(found, project_rows(normed, of_layer, **how), strict=True):
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_few_tokens_are_one_tile_and_many_are_tiles_of_whole_registers():
+    for num_elements in (128 * 3, 128 * 40, 128 * 72, 128 * 700):
+        few = MOST_ELEMENTS // num_elements
+        assert tile_tokens(few, num_elements) == few
+        tile = tile_tokens(few + 1, num_elements)
+        assert tile % 16 == 0
+        assert 0 < tile < few + 1 or few < 16

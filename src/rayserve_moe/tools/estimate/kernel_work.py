@@ -10,6 +10,7 @@ from rayserve_moe.kernels.grouped_ffn import TILE_ROWS, inner_block
 from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
 from rayserve_moe.kernels.pushed_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
+from rayserve_moe.kernels.rotary_heads import tile_tokens
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
 
@@ -82,6 +83,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _paged_attention(instruction, work)
         case "streamed_heads":
             return _streamed_heads(instruction, operands)
+        case "rotary_heads":
+            return _rotary_heads(instruction, operands)
     return None
 
 
@@ -147,6 +150,16 @@ def _streamed_heads(instruction: Instruction, operands: list[Instruction]) -> Ke
     given = [shape for operand in operands for shape in operand.shapes if len(shape.dims) == 3]
     of_layer = sum(shape.num_bytes / shape.dims[0] for shape in given)
     return KernelWork(of_layer + sum(shape.num_bytes for shape in instruction.shapes if shape.space == HBM), ())
+
+
+def _rotary_heads(instruction: Instruction, operands: list[Instruction]) -> KernelWork:
+    """Tiles of tokens, of which two cores have equally many; each array is read or written once."""
+    given = [shape for operand in operands for shape in operand.shapes]
+    projected = [shape for shape in given if len(shape.dims) == 2][:3]
+    num_tokens = projected[0].dims[0]
+    tiles = math.ceil(num_tokens / tile_tokens(num_tokens, sum(shape.dims[1] for shape in projected)))
+    shapes = [shape for shape in (*given, *instruction.shapes) if shape.space == HBM]
+    return KernelWork(sum(shape.num_bytes for shape in shapes), (tiles + tiles % 2 if tiles > 1 else 1,))
 
 
 def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:
