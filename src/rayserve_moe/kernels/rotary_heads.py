@@ -23,9 +23,9 @@ from rayserve_moe.kernels.layers import Rotation, project
 
 HEAD_WIDTH = 128
 MOST_ELEMENTS = 1 << 20
-"""Elements of all heads that a kernel has at once: they lie in the core's memory several times."""
-MOST_TOKENS, LEAST_TOKENS = 128, 16
-"""Tokens of a tile where all are more than a kernel has at once: whole registers of 16-bit numbers."""
+"""Elements of all heads that a kernel takes whole: they lie in the core's memory several times."""
+MOST_TOKENS, LEAST_TOKENS, TILE_ELEMENTS = 256, 16, 2 << 20
+"""Tokens of a tile where all are more than that, in whole registers of 16-bit numbers: a tile has work of its own."""
 VMEM_BYTES = 40 << 20
 
 
@@ -87,10 +87,10 @@ def is_plain(weights: Mapping[str, jax.Array], rotation: Rotation, config: Atten
 
 def tile_tokens(num_tokens: int, num_elements: int) -> int:
     """Tokens of `num_elements` of all heads that a kernel has at once: all, or whole registers of them."""
-    most = MOST_ELEMENTS // num_elements
-    return (
-        num_tokens if num_tokens <= most else max(LEAST_TOKENS, min(most // LEAST_TOKENS * LEAST_TOKENS, MOST_TOKENS))
-    )
+    if num_tokens * num_elements <= MOST_ELEMENTS:
+        return num_tokens
+    most = TILE_ELEMENTS // num_elements // LEAST_TOKENS * LEAST_TOKENS
+    return min(num_tokens, max(LEAST_TOKENS, min(most, MOST_TOKENS)))
 
 
 def _turn(*refs: Any, eps: float) -> None:

@@ -24,7 +24,7 @@ from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.layers import Rotation
 from rayserve_moe.kernels.paged_attention import cores_of_device
-from rayserve_moe.kernels.rotary_heads import HEAD_WIDTH, MOST_ELEMENTS, is_plain, tile_tokens
+from rayserve_moe.kernels.rotary_heads import HEAD_WIDTH, MOST_ELEMENTS, is_plain
 
 BLOCK_BYTES = 2 << 20
 """A block of columns: what memory delivers while the block before is multiplied, with two of them in a core."""
@@ -70,7 +70,7 @@ def norm_and_project(
     kernel does not know. `interpret` (see `pallas_call`) runs it without a TPU."""
     weights, num_tokens = stacked.of_layers, len(hidden_TD)
     num_elements = sum(weights[name].shape[2] for name in MATRICES)
-    if hidden_TD.size > MOST_ELEMENTS or tile_tokens(num_tokens, num_elements) < num_tokens:
+    if max(hidden_TD.size, num_tokens * num_elements) > MOST_ELEMENTS:
         return None
     if not is_plain(weights, rotation, config):
         return None
