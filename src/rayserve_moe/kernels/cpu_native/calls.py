@@ -110,7 +110,8 @@ def choose(
     where none can be it. `largest_S` are the largest log-probabilities of the whole vocabulary, of `num_places`."""
     numbers, ids = (jax.ShapeDtypeStruct(largest_S.shape, dtype) for dtype in (jnp.float32, jnp.int32))
     call = jax.ffi.ffi_call(f"{PREFIX}choose", (numbers, ids, numbers))
-    return call(logprobs_SV, largest_S, *of_noise, *last, first, last_place=np.int64(num_places - 1))
+    score_S, id_S, own_S = call(logprobs_SV, largest_S, *of_noise, *last, first, last_place=np.int64(num_places - 1))
+    return score_S, id_S, own_S
 
 
 def move_rows(pool: jax.Array, moves: Moves, *, num_layers: int) -> jax.Array:
