@@ -9,7 +9,6 @@ So a step reads and writes the words it needs, however long the sequence is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -66,8 +65,12 @@ def adjust(
     """
     # A loop of one turn or none: unlike a branch, it copies nothing where it does nothing.
     num_turns = jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
-    change = partial(_adjust, state, rows_S, penalties, part, drafted_SK)
-    return jax.lax.fori_loop(0, num_turns, lambda _, logits_SV: change(logits_SV), logits_SV)
+
+    def change(turn: jax.Array, logits_SV: jax.Array) -> jax.Array:
+        # Rows of this turn in name: XLA computes ahead of a loop what does not depend on its turn, for no turn as well.
+        return _adjust(state, rows_S + turn, penalties, part, drafted_SK, logits_SV)
+
+    return jax.lax.fori_loop(0, num_turns, change, logits_SV)
 
 
 @jax.named_scope("row_update")

@@ -14,14 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.layers import masses_of
+from rayserve_moe.kernels.layers import NO_ID, WordMasses, best_of, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
-Masses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Masses = Callable[[jax.Array, jax.Array, jax.Array], WordMasses]
 """`layers.masses_of`, or a kernel in its place."""
 LOWEST_LOGPROB = -9999.0
 """Reported for tokens that are less likely still, or cannot be sampled at all."""
-NO_ID = 2**31 - 1
 
 
 class LogProbs(NamedTuple):
@@ -49,27 +48,15 @@ def log_probs_of(
 
     Relative to the best logit, no temperature is small enough to overflow what comes out.
     """
-    of_word = jnp.isfinite(logits_SV) | (part.ids() >= part.num_words) if part.is_padded else jnp.isfinite(logits_SV)
-    best_here_S, id_here_S = best_of(logits_SV, part.ids())
-    # A part may be nothing but padding.
-    best_here_S = jnp.maximum(best_here_S, jnp.finfo(jnp.float32).min)
-    mass_here_S = masses(logits_SV, best_here_S, temperature_S)
-    finite_S = jnp.all(of_word, axis=-1).astype(jnp.int32)
-    best_PS, id_PS, mass_PS, finite_PS = part.gather(best_here_S, id_here_S, mass_here_S, finite_S)
+    num_here = jnp.clip(part.num_words - part.first, 0, part.width) if part.is_padded else jnp.int32(part.width)
+    here = masses(logits_SV, temperature_S, num_here)
+    id_here_S = jnp.where(here.place_S == NO_ID, NO_ID, part.first + here.place_S)
+    best_PS, id_PS, mass_PS, finite_PS = part.gather(here.best_S, id_here_S, here.mass_S, here.finite_S)
     best_S, id_S = best_of(best_PS.T, id_PS.T)
     mass_S = jnp.sum(mass_PS * jnp.exp((best_PS - best_S) / temperature_S), axis=0)
     log_mass_S = jnp.log(mass_S)
     logprobs_SV = (logits_SV - best_S[:, None]) / temperature_S[:, None] - log_mass_S[:, None]
     return LogProbs(logprobs_SV, 0.0 - log_mass_S, jnp.minimum(id_S, part.num_words - 1), jnp.all(finite_PS, axis=0))
-
-
-def best_of(values_SC: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest value of each row, and of those that have it the smallest id; NO_ID in rows with NaN.
-
-    XLA:CPU takes ten times as long for a reduction of pairs (argmax) as for these two of numbers.
-    """
-    best_S = values_SC.max(axis=-1)
-    return best_S, jnp.min(jnp.where(values_SC == best_S[:, None], ids, NO_ID), axis=-1)
 
 
 def log_prob_of(logprobs_SV: jax.Array, ids_S: jax.Array, *, part: VocabularyPart) -> jax.Array:
@@ -97,7 +84,8 @@ def ranks_of(logprobs_SV: jax.Array, ids_S: jax.Array, own_S: jax.Array, *, part
     likeliest has 1."""
     own_S1 = own_S[:, None]
     comes_before_SV = (logprobs_SV > own_S1) | ((logprobs_SV == own_S1) & (part.ids() < ids_S[:, None]))
-    return 1 + part.sum(jnp.sum(comes_before_SV, axis=-1, dtype=jnp.int32))
+    # Exact up to 2**24 words: XLA:CPU adds up floats several times as fast as integers.
+    return 1 + part.sum(jnp.sum(comes_before_SV, axis=-1, dtype=jnp.float32)).astype(jnp.int32)
 
 
 @jax.named_scope("log_probs")
@@ -137,7 +125,8 @@ def _falling(
 
     def find(turn: jax.Array, before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         values_SJ, ids_SJ, value_S, id_S = before
-        finite_SC = jnp.maximum(values_SC, lowest)
+        # Of the turn in name: XLA would compute it ahead of the loop, for no turn as well.
+        finite_SC = jnp.maximum(values_SC, jnp.where(turn < 0, 0, lowest))
         comes_after_SC = (finite_SC < value_S[:, None]) | ((finite_SC == value_S[:, None]) & (ids_SC > id_S[:, None]))
         left_SC, left_ids_SC = jnp.where(comes_after_SC, finite_SC, -jnp.inf), jnp.where(comes_after_SC, ids_SC, NO_ID)
         value_S, id_S = best_of(left_SC, left_ids_SC)

@@ -17,13 +17,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.decoding.log_probs import Masses, TopTokens, best_of, likeliest, log_probs_of, ranks_of
-from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
-from rayserve_moe.kernels.layers import gumbel_noise, masses_of
+from rayserve_moe.decoding.log_probs import LogProbs, Masses, TopTokens, likeliest, log_probs_of, ranks_of
+from rayserve_moe.decoding.truncation import LastKept, is_kept, keep_all, last_kept
+from rayserve_moe.kernels.layers import best_of, gumbel_noise, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 Noise = Callable[..., jax.Array]
 """`layers.gumbel_noise`, or a kernel in its place."""
+Choose = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+"""A kernel that finds the best of what is kept with its noise, instead of noise: `cpu_native.calls.choose`."""
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +65,7 @@ class _Drawn(NamedTuple):
 
 
 @jax.named_scope("sampling")
-def sample(
+def sample(  # noqa: PLR0913 (the kernels are by keyword)
     logits_SV: jax.Array,
     rows: SamplingBatch,
     *,
@@ -71,6 +73,7 @@ def sample(
     most_top: int,
     noise: Noise = gumbel_noise,
     masses: Masses = masses_of,
+    choose: Choose | None = None,
 ) -> Sampled:
     """Sample one token per row from float32 logits of the words of each device; the same on all devices.
 
@@ -83,7 +86,10 @@ def sample(
     greedy_S = rows.temperature_S <= 0.0
     found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
     best = _Drawn(found.best_S, found.largest_S, jnp.ones_like(found.best_S))
-    draw = partial(_draw, found.logprobs_SV, rows, noise, part)
+    best_here = partial(_best_here, found.logprobs_SV, rows, noise, part)
+    if choose is not None:
+        best_here = partial(_chosen_here, found, rows, choose, part)
+    draw = partial(_draw, found.logprobs_SV, best_here, part)
     drawn = jax.lax.cond(jnp.all(greedy_S), lambda: best, draw)
     chosen = _Drawn(*(jnp.where(greedy_S, one, other) for one, other in zip(best, drawn, strict=True)))
     num_wanted = jnp.max(rows.num_top_S).astype(jnp.int32)
@@ -91,24 +97,46 @@ def sample(
     return Sampled(chosen.ids_S, chosen.logprobs_S, found.finite_S, top, chosen.ranks_S)
 
 
-def _draw(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> _Drawn:
-    score_S, id_S = best_of(_noisy(logprobs_SV, rows, noise, part), part.ids())
-    own_S = jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
-    score_PS, id_PS, own_PS = part.gather(score_S, id_S, own_S)
+def _draw(
+    logprobs_SV: jax.Array, best_here: Callable[[], tuple[jax.Array, jax.Array, jax.Array]], part: VocabularyPart
+) -> _Drawn:
+    score_PS, id_PS, own_PS = part.gather(*best_here())
     _, id_S = best_of(score_PS.T, id_PS.T)
     own_S = jnp.sum(own_PS, axis=0, where=id_PS == id_S)
     id_S = jnp.minimum(id_S, part.num_words - 1)
     return _Drawn(id_S, own_S, ranks_of(logprobs_SV, id_S, own_S, part=part))
 
 
+def _best_here(
+    logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of a device's words the one that scores best with its noise: score, id, log-probability."""
+    score_S, id_S = best_of(_noisy(logprobs_SV, rows, noise, part), part.ids())
+    return score_S, id_S, jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
+
+
+def _chosen_here(
+    found: LogProbs, rows: SamplingBatch, choose: Choose, part: VocabularyPart
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same by one kernel."""
+    last = _last_kept(found.logprobs_SV, rows, part)
+    of_noise = rows.seed_S, rows.choice_S, rows.position_S
+    num_places = part.num_parts * part.width
+    return choose(found.logprobs_SV, found.largest_S, of_noise, last, first=part.first, num_places=num_places)
+
+
 def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> jax.Array:
     """Log-probabilities that survive truncation, minus infinity for others, with noise."""
+    last = _last_kept(logprobs_SV, rows, part)
+    kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
+    return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
+
+
+def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
     truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
     limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
     find = partial(last_kept, logprobs_SV, part=part, **limits)
-    last = jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
-    kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
-    return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
+    return jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
 
 
 def likeliest_samples(

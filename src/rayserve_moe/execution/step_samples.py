@@ -89,7 +89,8 @@ def sample_rows(
 
     def draw() -> Sampled:
         allowed_AV = adjusted_AV if allow is None else allow(adjusted_AV)
-        kernels = {"noise": config.model.kernels.noise, "masses": config.model.kernels.masses}
+        table = config.model.kernels
+        kernels = {"noise": table.noise, "masses": table.masses, "choose": table.choose}
         return sample(allowed_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
 
     sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and allow is None else draw()

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
+NO_ID = 2**31 - 1
+"""Of no word."""
+
 
 def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Divide by the root mean square over the last dimension (in float32), then scale."""
@@ -58,9 +61,33 @@ def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
     return table_VD[ids_T]
 
 
-def masses_of(logits_SV: jax.Array, best_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
-    """The sum over words of exp((logit - best) / temperature) of each row, float32 [S]."""
-    return jnp.exp((logits_SV - best_S[:, None]) / temperature_S[:, None]).sum(-1)
+class WordMasses(NamedTuple):
+    """Of each row [S]: its largest logit, float32, the lowest finite one at least; the first place that has it, int32,
+    NO_ID where one is NaN; the sum over places of exp((logit - largest) / temperature), float32; and 1 where all
+    logits of words are finite, else 0, int32."""
+
+    best_S: jax.Array
+    place_S: jax.Array
+    mass_S: jax.Array
+    finite_S: jax.Array
+
+
+def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> WordMasses:
+    """Masses of float32 logits, of which the first `num_words` (int32) are those of words, and others padding."""
+    best_S, place_S = best_of(logits_SV, jnp.arange(logits_SV.shape[1], dtype=jnp.int32))
+    best_S = jnp.maximum(best_S, jnp.finfo(jnp.float32).min)  # a part may be nothing but padding
+    mass_S = jnp.exp((logits_SV - best_S[:, None]) / temperature_S[:, None]).sum(-1)
+    is_fine_SV = jnp.isfinite(logits_SV) | (jnp.arange(logits_SV.shape[1]) >= num_words)
+    return WordMasses(best_S, place_S, mass_S, jnp.all(is_fine_SV, axis=-1).astype(jnp.int32))
+
+
+def best_of(values_SC: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest value of each row, and of those that have it the smallest id; NO_ID in rows with NaN.
+
+    XLA:CPU takes ten times as long for a reduction of pairs (argmax) as for these two of numbers.
+    """
+    best_S = values_SC.max(axis=-1)
+    return best_S, jnp.min(jnp.where(values_SC == best_S[:, None], ids, NO_ID), axis=-1)
 
 
 def gumbel_noise(

@@ -62,7 +62,8 @@ class Kernels:
     attention of single tokens derives of their positions, once for all layers; None: nothing. `choose_experts`
     (`top_experts.choose_experts`): a router and its choice at once, `add_norm` (`add_norm.add_and_norm`): a
     residual stream and its norm, `norm_and_project` (`streamed_heads.norm_and_project`): that ahead of attention, with
-    queries, keys and values; where they are or give None, the parts are computed one after the other.
+    queries, keys and values; where they are or give None, the parts are computed one after the other. `choose`: the
+    best of the log-probabilities that truncation keeps with `noise`, without that of words that cannot be it.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Kernels:
     mlp: Kernel
     head: Kernel
     tied_rows: Kernel
-    masses: Kernel
+    masses: Callable[..., layers.WordMasses]
     noise: Kernel
     copy_pages: Kernel = kv_pool.copy_pages
     moves: Kernel = kv_pool.move_rows
@@ -90,6 +91,7 @@ class Kernels:
     choose_experts: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
     add_norm: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
     norm_and_project: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
+    choose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
 
     def __repr__(self) -> str:
         """The name: programs on disk are found by it, so it holds no address of a function."""
@@ -143,6 +145,7 @@ CPU_NATIVE = Kernels(
     tied_rows=take_columns,
     masses=calls.masses_of,
     noise=calls.gumbel_noise,
+    choose=calls.choose,
     copy_pages=calls.copy_pages,
     moves=calls.move_rows,
     layouts=calls.LAYOUT_OF,

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import INVERSES, LAYOUTS, pack, pack_columns, take_columns
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
-from rayserve_moe.kernels.layers import gumbel_noise, masses_of, rms_norm, rotation_of
+from rayserve_moe.kernels.layers import NO_ID, gumbel_noise, masses_of, rms_norm, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from tests.support.examples import examples
 from tests.support.native import need_native_kernels
 
@@ -105,12 +107,51 @@ def test_angles_are_those_of_jax_position_by_position():
 def test_masses_are_those_of_jax_whatever_other_rows_there_are(size):
     generator = np.random.default_rng(size)
     logits = jnp.asarray(4 * generator.standard_normal((9, size)), jnp.float32).at[5].set(jnp.nan)
-    best, temperature = logits.max(axis=1), jnp.asarray(generator.uniform(0.1, 2, 9), jnp.float32)
-    found = np.asarray(calls.masses_of(logits, best, temperature))
-    np.testing.assert_allclose(found, masses_of(logits, best, temperature), rtol=2e-6)
-    for count in (1, 2, 4):
-        few = calls.masses_of(logits[-count:], best[-count:], temperature[-count:])
-        np.testing.assert_array_equal(few, found[-count:])
+    logits = logits.at[3, size // 2].set(jnp.inf).at[4, size - 1].set(-jnp.inf).at[6].set(jnp.round(logits[6]))
+    temperature = jnp.asarray(generator.uniform(0.1, 2, 9), jnp.float32)
+    for num_words in {size, size - 1}:
+        found = calls.masses_of(logits, temperature, jnp.int32(num_words))
+        expected = masses_of(logits, temperature, jnp.int32(num_words))
+        fine = np.array([0, 1, 2, 4, 6, 7, 8])
+        np.testing.assert_allclose(found.mass_S[fine], expected.mass_S[fine], rtol=2e-6, atol=1e-37)
+        np.testing.assert_array_equal(found.finite_S, expected.finite_S)
+        for ours, theirs in ((found.best_S, expected.best_S), (found.place_S, expected.place_S)):
+            np.testing.assert_array_equal(ours[fine], theirs[fine])
+        for count in (1, 2, 4):
+            few = calls.masses_of(logits[-count:], temperature[-count:], jnp.int32(num_words))
+            for ours, theirs in zip(few, found, strict=True):
+                np.testing.assert_array_equal(ours, theirs[-count:])
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 40.0])
+@pytest.mark.parametrize("size", [1, 16, 1000, 20_011])
+def test_the_chosen_word_is_the_best_of_those_kept_with_its_noise(size, spread):
+    generator = np.random.default_rng(size)
+    logits = spread * generator.standard_normal((40, size)) * (generator.random((40, size)) < 0.5)
+    logprobs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32), axis=1)
+    of_noise = tuple(jnp.asarray(generator.integers(0, 2**32, 40, np.uint32)) for _ in range(3))
+    first, part = 7, VocabularyPart(size + 7, size + 7)
+    whole = jnp.pad(logprobs, ((0, 0), (first, 0)), constant_values=-jnp.inf)
+    top_k = jnp.asarray(generator.integers(0, 5, 40), jnp.uint32)
+    last = last_kept(whole, part=part, top_k_S=top_k, top_p_S=jnp.full(40, 0.9), min_p_S=jnp.zeros(40))
+    for kept in (keep_all(40), last):
+        scores = whole + calls.gumbel_noise(*of_noise, first=jnp.int32(0), size=size + first)
+        scores = jnp.where(is_kept(whole, kept, part=part), scores, -jnp.inf)
+        ids = jnp.argmax(scores, axis=1)
+        places = {"first": jnp.int32(first), "num_places": size + first}
+        found = calls.choose(logprobs, logprobs.max(axis=1), of_noise, kept, **places)
+        rows = np.arange(40)
+        for ours, theirs in zip(found, (scores[rows, ids], ids, whole[rows, ids]), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_no_word_is_chosen_of_a_part_that_cannot_have_it():
+    """Another part has the likeliest, by more than noise can make up for."""
+    words = jnp.zeros(2, jnp.uint32)
+    places = {"first": jnp.int32(0), "num_places": 64}
+    found = calls.choose(jnp.full((2, 32), -21.0), jnp.zeros(2), (words, words, words), keep_all(2), **places)
+    for values, value in zip(found, (-np.inf, NO_ID, 0.0), strict=True):
+        np.testing.assert_array_equal(values, [value] * 2)
 
 
 @pytest.mark.parametrize("size", [1, 16, 1000, 2051])
@@ -210,7 +251,10 @@ ATTRIBUTES = {
     "fp8experts": {"num_slots": np.int64(1), "activation": "silu"},
     "scores": {"score": "softmax"},
     "rotation": {"factor": np.float32(1)},
+    "choose": {"last_place": np.int64(15)},
 }
+MASSES = tuple(jax.ShapeDtypeStruct((2,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.int32))
+CHOSEN = tuple(jax.ShapeDtypeStruct((2,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -224,9 +268,13 @@ ATTRIBUTES = {
         ("norm", (ROWS, VECTOR[:32]), jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)),
         ("norm", (VECTOR, VECTOR), jax.ShapeDtypeStruct((64,), jnp.bfloat16)),
         ("rotation", (SLOTS[:, 0], NUMBERS[0, :8]), (OUT, OUT)),
-        ("masses", (NUMBERS, NUMBERS[0], NUMBERS[0]), jax.ShapeDtypeStruct((2,), jnp.float32)),
-        ("masses", (NUMBERS, NUMBERS[:, 0], NUMBERS[0, :1]), jax.ShapeDtypeStruct((2,), jnp.float32)),
-        ("masses", (NUMBERS[0], NUMBERS[:, 0], NUMBERS[:, 0]), jax.ShapeDtypeStruct((2,), jnp.float32)),
+        ("masses", (NUMBERS, NUMBERS[0], jnp.int32(0)), MASSES),
+        ("masses", (NUMBERS, NUMBERS[:, 0], jnp.int32(0)), (*MASSES[:3], jax.ShapeDtypeStruct((1,), jnp.int32))),
+        ("masses", (NUMBERS[0], NUMBERS[:, 0], jnp.int32(0)), MASSES),
+        ("masses", (NUMBERS, NUMBERS[:, 0], SLOTS[:, 0]), MASSES),
+        ("choose", (NUMBERS, NUMBERS[:, 0], *(WORDS[:1],) * 3, SLOTS[:, 0], SLOTS[:, 0], jnp.int32(0)), CHOSEN),
+        ("choose", (NUMBERS[0], NUMBERS[:, 0], *(WORDS,) * 3, SLOTS[:, 0], SLOTS[:, 0], jnp.int32(0)), CHOSEN),
+        ("choose", (NUMBERS, NUMBERS[:, 0], *(WORDS,) * 3, SLOTS[:, 0], SLOTS[:, 0], SLOTS[:, 0]), CHOSEN),
         ("noise", (WORDS, WORDS, WORDS[:1], jnp.int32(0)), OUT),
         ("noise", (WORDS[:1], WORDS[:1], WORDS[:1], jnp.int32(0)), OUT),
         ("noise", (WORDS, WORDS, WORDS, jnp.zeros(1, jnp.int32)), OUT),

@@ -20,6 +20,7 @@ DATA = {
     "pool_dtypes",
     "has_flat_rows",
     "describe_singles",
+    "choose",
     "choose_experts",
     "add_norm",
     "norm_and_project",

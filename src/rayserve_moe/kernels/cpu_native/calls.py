@@ -20,7 +20,7 @@ from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.kv_pool import Moves
-from rayserve_moe.kernels.layers import Rotation
+from rayserve_moe.kernels.layers import Rotation, WordMasses
 
 PREFIX = "rayserve_moe_"
 NAMES = (
@@ -35,6 +35,7 @@ NAMES = (
     "Rotation",
     "Masses",
     "Noise",
+    "Choose",
     "Pages",
     "Moves",
 )
@@ -80,10 +81,11 @@ def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: floa
     return Rotation(*call(positions_T, frequencies, factor=np.float32(factor)))
 
 
-def masses_of(logits_SV: jax.Array, best_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
+def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> WordMasses:
     """`layers.masses_of`, added up in one order whatever the number of rows."""
-    call = jax.ffi.ffi_call(f"{PREFIX}masses", jax.ShapeDtypeStruct(best_S.shape, jnp.float32))
-    return call(logits_SV, best_S, temperature_S)
+    numbers, places = (jax.ShapeDtypeStruct(temperature_S.shape, dtype) for dtype in (jnp.float32, jnp.int32))
+    call = jax.ffi.ffi_call(f"{PREFIX}masses", (numbers, places, numbers, places))
+    return WordMasses(*call(logits_SV, temperature_S, num_words))
 
 
 def gumbel_noise(
@@ -92,6 +94,24 @@ def gumbel_noise(
     """`layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last one."""
     shape = jax.ShapeDtypeStruct((len(seed_S), size), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}noise", shape)(seed_S, choice_S, position_S, first)
+
+
+def choose(
+    logprobs_SV: jax.Array,
+    largest_S: jax.Array,
+    of_noise: tuple[jax.Array, jax.Array, jax.Array],
+    last: tuple[jax.Array, jax.Array],
+    *,
+    first: jax.Array,
+    num_places: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The word of each row that is the best of those kept (`truncation.is_kept`) once `gumbel_noise` is added: its
+    score, its id, counted from `first` on, of ties the smaller, and its log-probability; minus infinity, NO_ID and 0
+    where none can be it. `largest_S` are the largest log-probabilities of the whole vocabulary, of `num_places`."""
+    numbers, ids = (jax.ShapeDtypeStruct(largest_S.shape, dtype) for dtype in (jnp.float32, jnp.int32))
+    call = jax.ffi.ffi_call(f"{PREFIX}choose", (numbers, ids, numbers))
+    score_S, id_S, own_S = call(logprobs_SV, largest_S, *of_noise, *last, first, last_place=np.int64(num_places - 1))
+    return score_S, id_S, own_S
 
 
 def move_rows(pool: jax.Array, moves: Moves, *, num_layers: int) -> jax.Array:

@@ -183,17 +183,26 @@ ffi::Error Rotation(S32 positions, F32 frequencies, float factor, ffi::ResultBuf
 }
 
 // Sums of exp((logit - best) / temperature) over the words of each row: of pieces of fixed size, in their order.
-ffi::Error Masses(F32 logits, F32 best, F32 temperatures, ffi::ResultBuffer<ffi::F32> out) {
-  if (!have_dims(2, logits)) return wrong("masses are of rows of words");
+ffi::Error Masses(F32 logits, F32 temperatures, S32 num_words, ffi::ResultBuffer<ffi::F32> best,
+                  ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::S32> finite) {
+  if (!have_dims(2, logits) || !have_dims(0, num_words)) return wrong("masses are of rows of words");
   const int64_t rows = size_of(logits, 0), words = size_of(logits, 1), pieces = (words + kWordsPiece - 1) / kWordsPiece;
-  if (!is(best, {rows}) || !is(temperatures, {rows}) || !is(*out, {rows})) return wrong("masses have other numbers of rows");
+  if (!is(temperatures, {rows}) || !is(*best, {rows}) || !is(*places, {rows}) || !is(*out, {rows}) || !is(*finite, {rows}))
+    return wrong("masses have other numbers of rows");
+  std::vector<native::Peak> peaks(rows);
+  native::for_each(rows, [&](int64_t row) {
+    peaks[row] = native::peak_of(logits.typed_data() + row * words, 0, words, *num_words.typed_data());
+  });
   std::vector<float> sums(rows * pieces);
   native::for_each(rows * pieces, [&](int64_t item) {
     const int64_t row = item / pieces, begin = item % pieces * kWordsPiece, end = std::min(begin + kWordsPiece, words);
-    sums[item] = native::mass_of(logits.typed_data() + row * words, begin, end, best.typed_data()[row], temperatures.typed_data()[row]);
+    sums[item] = native::mass_of(logits.typed_data() + row * words, begin, end, peaks[row].best, temperatures.typed_data()[row]);
   });
-  for (int64_t row = 0; row < rows; ++row)
+  for (int64_t row = 0; row < rows; ++row) {
+    best->typed_data()[row] = peaks[row].best, places->typed_data()[row] = peaks[row].place;
+    finite->typed_data()[row] = peaks[row].is_finite;
     out->typed_data()[row] = float(std::accumulate(&sums[row * pieces], &sums[row * pieces] + pieces, 0.0));
+  }
   return ffi::Error::Success();
 }
 
@@ -204,12 +213,39 @@ ffi::Error Noise(U32 seeds, U32 choices, U32 positions, S32 first, ffi::ResultBu
   if (!is(choices, {rows}) || !is(positions, {rows}) || size_of(*out, 0) != rows)
     return wrong("noise has other numbers of rows");
   native::for_each(rows * pieces, [&](int64_t item) {
-    const int64_t row = item / pieces, begin = item % pieces * kWordsPiece;
-    uint32_t key[2] = {0, seeds.typed_data()[row]};
-    native::fold_in(key, choices.typed_data()[row]);
-    native::fold_in(key, positions.typed_data()[row]);
-    native::gumbel(key, *first.typed_data(), begin, std::min(begin + kWordsPiece, words), out->typed_data() + row * words);
+    const int64_t row = item / pieces, begin = item % pieces * kWordsPiece, end = std::min(begin + kWordsPiece, words);
+    const native::NoiseKey key(seeds.typed_data()[row], choices.typed_data()[row], positions.typed_data()[row]);
+    for (int64_t word = begin; word < end; word += 16)
+      _mm512_mask_storeu_ps(out->typed_data() + row * words + word, native::lanes_of(word, end),
+                            native::gumbel(key, native::sixteen_from(*first.typed_data() + int32_t(word))));
   });
+  return ffi::Error::Success();
+}
+
+// The best word of each row with its noise: as `choose` of `calls.py`.
+ffi::Error Choose(F32 logprobs, F32 largest, U32 seeds, U32 choices, U32 positions, S32 keys, S32 places, S32 first,
+                  int64_t last_place, ffi::ResultBuffer<ffi::F32> scores, ffi::ResultBuffer<ffi::S32> ids,
+                  ffi::ResultBuffer<ffi::F32> own) {
+  if (!have_dims(2, logprobs) || !have_dims(0, first)) return wrong("words are chosen of rows");
+  const int64_t rows = size_of(logprobs, 0), words = size_of(logprobs, 1), size = 8 * kWordsPiece;
+  const int64_t pieces = (words + size - 1) / size;
+  if (!is(largest, {rows}) || !is(seeds, {rows}) || !is(choices, {rows}) || !is(positions, {rows}) || !is(keys, {rows}) ||
+      !is(places, {rows}) || !is(*scores, {rows}) || !is(*ids, {rows}) || !is(*own, {rows}))
+    return wrong("words are chosen of other numbers of rows");
+  std::vector<native::Chosen> found(rows * pieces);
+  native::for_each(rows * pieces, [&](int64_t item) {
+    const int64_t row = item / pieces, begin = item % pieces * size, end = std::min(begin + size, words);
+    const native::NoiseKey key(seeds.typed_data()[row], choices.typed_data()[row], positions.typed_data()[row]);
+    const native::Kept kept{keys.typed_data()[row], places.typed_data()[row], int32_t(last_place)};
+    const float* const here = logprobs.typed_data() + row * words;
+    found[item] = native::chosen(here, key, kept, largest.typed_data()[row], *first.typed_data(), begin, end);
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    native::Chosen best;
+    for (int64_t item = row * pieces; item < (row + 1) * pieces; ++item)
+      if (found[item].score > best.score) best = found[item];
+    scores->typed_data()[row] = best.score, ids->typed_data()[row] = best.id, own->typed_data()[row] = best.own;
+  }
   return ffi::Error::Success();
 }
 
@@ -257,7 +293,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoePages, Pages,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMoves, Moves,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<S32>().Arg<S32>().Attr<int64_t>("num_layers")
                                   .Ret<Bf16>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses, ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses,
+                              ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>().Ret<S32>().Ret<F32>().Ret<S32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeChoose, Choose,
+                              ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Arg<S32>()
+                                  .Arg<S32>().Attr<int64_t>("last_place").Ret<F32>().Ret<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise,
                               ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,

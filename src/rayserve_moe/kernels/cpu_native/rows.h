@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "products.h"
 
@@ -64,6 +65,36 @@ inline void softmax_row(float* out, int64_t experts) {
     const __mmask16 lanes = lanes_of(e, experts);
     _mm512_mask_storeu_ps(out + e, lanes, _mm512_div_ps(_mm512_maskz_loadu_ps(lanes, out + e), sum));
   }
+}
+
+struct Peak {
+  float best = std::numeric_limits<float>::lowest();
+  int32_t place = INT32_MAX;
+  bool is_finite = true;
+};
+
+// The largest of logits begin .. end - 1, no less than the lowest finite number, the first place that has it, and
+// whether those before `num_words` are finite.
+inline Peak peak_of(const float* logits, int64_t begin, int64_t end, int64_t num_words) {
+  const __m512i limit = _mm512_set1_epi32(0x7f800000);
+  __m512 best = _mm512_set1_ps(-INFINITY);
+  __mmask16 is_odd = 0;
+  for (int64_t word = begin; word < end; word += 16) {
+    const __mmask16 lanes = lanes_of(word, end);
+    const __m512 here = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes, logits + word);
+    best = _mm512_max_ps(best, here);
+    const __mmask16 words = word < num_words ? lanes_of(word, std::min(end, num_words)) : 0;
+    is_odd |= _mm512_mask_cmpge_epi32_mask(words, _mm512_and_si512(_mm512_castps_si512(here), _mm512_set1_epi32(INT32_MAX)), limit);
+  }
+  Peak peak;
+  peak.is_finite = !is_odd;
+  const float largest = _mm512_reduce_max_ps(best);
+  for (int64_t word = begin; word < end && peak.place == INT32_MAX; word += 16) {
+    const __mmask16 here = _mm512_mask_cmp_ps_mask(lanes_of(word, end), _mm512_maskz_loadu_ps(lanes_of(word, end), logits + word), _mm512_set1_ps(largest), _CMP_EQ_OQ);
+    if (here) peak.place = int32_t(word) + __builtin_ctz(here);
+  }
+  peak.best = std::max(peak.best, largest);
+  return peak;
 }
 
 // The sum of exp((logit - best) / temperature) over the words begin .. end - 1.
