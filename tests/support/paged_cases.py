@@ -23,8 +23,6 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
@@ -36,10 +34,10 @@ from rayserve_moe.kernels.paged_visits import visits_of
 from rayserve_moe.kernels.paged_writes import RowWrites
 from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION, WRITING_DECODE
 from tests.support.drive import run_together
+from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
-INTERPRETED = pltpu.InterpretParams(detect_races=True)
 PAGE, TABLE_WIDTH = 16, 12
 
 
@@ -66,16 +64,6 @@ class PagedCase:
     most_rows: int = 1024
     most_keys: int = 64
     num_cores: int = 1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The largest difference, and the largest number; whether copies raced; an error's message."""
-
-    difference: float = float("nan")
-    largest: float = 0.0
-    has_races: bool = False
-    error: str = ""
 
 
 SINGLES = PagedCase(((100, 1), (0, 0), (3, 1), (191, 1), (64, 1), (0, 0)), 1)
@@ -123,6 +111,8 @@ CASES = {
     ),
 }
 
+
+AHEAD_OF_THE_LAST = "a race ahead of the last call"
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "an engine with sinks, windows and heads of 64": (
@@ -231,7 +221,7 @@ def outcome_of(case: PagedCase) -> Outcome:
         found = paged_attention.attend(queries, flat, places, **knobs, interpret=INTERPRETED)
     expected = np.asarray(expected, np.float32)
     difference = np.abs(np.asarray(found, np.float32) - expected).max()
-    return Outcome(float(difference), float(np.abs(expected).max()), _has_races())
+    return FAULTS_FOUND.outcome(difference, np.abs(expected).max())
 
 
 def written_and_attended(
@@ -278,7 +268,7 @@ def engine_outcome(name: str) -> Outcome:
                 found.append(run_together(runner, card_of(path), requests, way=WAY))
     assert all(outcome.ids == found[1][key].ids for key, outcome in found[0].items())
     differences = [np.abs(np.subtract(each.logprobs, found[1][key].logprobs)).max() for key, each in found[0].items()]
-    return Outcome(float(max(differences)), 1.0, _has_races())
+    return FAULTS_FOUND.outcome(max(differences), 1.0)
 
 
 def no_wait_for_pages() -> None:
@@ -359,12 +349,21 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def _has_races() -> bool:
-    races = interpret_pallas_call.races
-    return bool(races and races.races_found)
+def race_ahead_of_the_last_call() -> Outcome:
+    """A call whose copies race, then one whose copies do not; AssertionError if that one shows a race, too."""
+    case, start = replace(SINGLES, blocks=((100, 1), (191, 1))), PageStream.start
+    pages_into_the_block_in_use()
+    outcome_of(case)
+    PageStream.start = start
+    found = outcome_of(case)
+    assert FAULTS_FOUND.num_calls == 2 and FAULTS_FOUND.racing == {1}
+    return found
 
 
 def _run(name: str) -> Outcome:
+    FAULTS_FOUND.begin()
+    if name == AHEAD_OF_THE_LAST:
+        return race_ahead_of_the_last_call()
     if name in MODELS:
         return engine_outcome(name)
     if name in CASES:
@@ -377,6 +376,7 @@ def _run(name: str) -> Outcome:
 
 
 def main() -> None:
+    watch()
     found: dict[str, Any] = {name: asdict(_run(name)) for name in sys.argv[1:]}
     sys.stdout.write(json.dumps(found))
 

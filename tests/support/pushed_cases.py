@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
@@ -48,11 +46,11 @@ from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import DEVICES
 from tests.support.drive import preempt_every, run_alone, run_together
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of
+from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
 from tests.support.narrow import random_experts
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
-INTERPRETED = pltpu.InterpretParams(detect_races=True)
 SIZES = PushSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
 IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
 """Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
@@ -68,31 +66,17 @@ OWN: dict[str, Callable[..., Any]] = {
     "norm_and_project": norm_and_project,
     "choose_experts": choose_experts,
 }
-LONGEST_S = 300.0
-"""Of a case; most take less than a tenth."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a case gave: the largest difference, and the largest number; whether ranks raced; whether a semaphore was
-    left with a count; an error's message.
-    """
-
-    difference: float = float("nan")
-    largest: float = 0.0
-    has_races: bool = False
-    has_rest: bool = False
-    error: str = ""
+LONGEST_S, LONGEST_WHOLE_S = 300.0, 1800.0
+"""Of a case, most of which take less than a tenth, and of a layer or an engine."""
 
 
 def run_cases(*names: str) -> dict[str, Outcome]:
     """Run cases in a process of its own, which ranks that do not meet may end or hang."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
     command = [sys.executable, "-m", "tests.support.pushed_cases", *names]
+    longest_s = sum(LONGEST_WHOLE_S if name in WHOLE else LONGEST_S for name in names)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment, timeout=LONGEST_S * len(names)
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=longest_s)
     except subprocess.TimeoutExpired as error:
         return dict.fromkeys(names, Outcome(error=str(error)))
     if done.returncode:
@@ -159,7 +143,7 @@ def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
     experts = LayerExperts(of_layer, 0, ProductConfig(sizes.num_ranks * sizes.num_slots, 8.0))
     expected = sum_results(hidden_TD, slots_TK, gates_TK, experts, multiply=multiply_in_blocks).astype(jnp.bfloat16)
     difference = np.abs(found - np.asarray(expected, np.float32)).max()
-    return Outcome(float(difference), float(np.abs(np.asarray(expected, np.float32)).max()), *_faults())
+    return FAULTS_FOUND.outcome(difference, np.abs(np.asarray(expected, np.float32)).max())
 
 
 def interpreted(name: str, *, traced: list[str]) -> Kernels:
@@ -184,7 +168,7 @@ def layer_outcome() -> Outcome:
         assert (found.ids == expected.ids).all() and (found.counts == expected.counts).all()
         worst = max(worst, float(np.abs(found.out.astype(np.float64) - expected.out).max()))
     assert set(traced) == {"bfloat16"}
-    return Outcome(worst, float(np.abs(expected.out).max()), *_faults())
+    return FAULTS_FOUND.outcome(worst, np.abs(expected.out).max())
 
 
 def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
@@ -208,7 +192,7 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
     pairs = [(outcome, found["pushed"][key]) for key, outcome in found["all_to_all"].items()]
     assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
     differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
-    return Outcome(float(max(differences)), 1.0, *_faults())
+    return FAULTS_FOUND.outcome(max(differences), 1.0)
 
 
 def all_interpreted(traced: list[str]) -> Kernels:
@@ -261,7 +245,7 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
         max(np.abs(np.subtract(one.logprobs, wide[key].logprobs)).max() for key, one in outcomes.items())
         for outcomes in (own, by_cpus)
     )
-    return Outcome(float(from_wide), float(of_cpus), *_faults())
+    return FAULTS_FOUND.outcome(from_wide, of_cpus)
 
 
 def two_senders_to_the_same_rows() -> None:
@@ -337,28 +321,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def _faults() -> tuple[bool, bool]:
-    """Whether ranks raced, and whether a kernel left a semaphore with a count."""
-    races = interpret_pallas_call.races
-    return bool(races and races.races_found), bool(LEFT)
-
-
-LEFT: list[Any] = []
-
-
-def watch_semaphores() -> None:
-    """Keep in `LEFT` the semaphores that an interpreted kernel leaves with a count: the interpreter prints one only."""
-    find = SharedMemory.get_sempahores_with_nonzero_count
-
-    def watched(memory: SharedMemory, device_id: int) -> list[Any]:
-        found = find(memory, device_id)
-        LEFT.extend(found)
-        return found
-
-    SharedMemory.get_sempahores_with_nonzero_count = watched
-
-
 def _run(name: str) -> Outcome:
+    FAULTS_FOUND.begin()
     if name in WHOLE:
         return WHOLE[name]()
     if name in FAULTS:
@@ -373,7 +337,7 @@ def _run(name: str) -> Outcome:
 
 
 def main() -> None:
-    watch_semaphores()
+    watch()
     found: dict[str, Any] = {name: vars(_run(name)) for name in sys.argv[1:]}
     sys.stdout.write(json.dumps(found))
 

@@ -73,16 +73,18 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
 def filling_plan(shape: StepShape, *, longest: int, num_rows: int, is_inspected: bool = False) -> StepPlan:
     """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens of all rows at most.
 
-    Where it `is_inspected` its first token is looked at."""
+    Of single tokens all but the first are padding: rows without a sequence share the null page, and a kernel that
+    writes rows itself may not be given two tokens of one page. Where it `is_inspected` its first token is looked at."""
     blocks = [min(shape.block_tokens, longest)] * shape.num_blocks
     lengths = np.asarray(blocks or [1] * min(shape.num_singles, num_rows), np.int32)
+    is_first = np.arange(len(lengths)) == 0
     return StepPlan(
         step_id=-1,
         chunk_rows=np.arange(len(lengths), dtype=np.int32) % num_rows,
-        chunk_starts=np.zeros(len(lengths), np.int32),
+        chunk_starts=np.where(is_first | bool(blocks), 0, -1).astype(np.int32),
         chunk_lengths=lengths,
         token_ids=np.zeros(int(lengths.sum()), np.int32),
-        chunk_samples=np.arange(len(lengths)) == 0,
+        chunk_samples=is_first,
         wants_routing=True,
         inspection=FIRST_TOKEN if is_inspected else None,
     )

@@ -57,6 +57,15 @@ def test_a_step_on_a_tpu_has_two_single_tokens_at_least():
         assert filling_plan(shapes[0], longest=64, num_rows=rows).num_chunks == min(rows, shapes[0].num_singles)
 
 
+def test_what_fills_a_shape_has_one_token_of_the_null_page_or_blocks():
+    """Two tokens of one page may not be given to a kernel that writes their rows."""
+    for shape in (StepShape(1, 0, BLOCK), StepShape(8, 0, BLOCK), StepShape(8, 3, BLOCK)):
+        plan = filling_plan(shape, longest=64, num_rows=8)
+        is_real = plan.chunk_starts >= 0
+        assert is_real[0] and is_real.sum() == (shape.num_blocks or 1)
+        assert plan.num_chunks == (shape.num_blocks or shape.num_singles)
+
+
 @given(st.data())
 def test_every_plan_has_a_shape_and_takes_the_smallest(data: st.DataObject):
     rows, budget = data.draw(st.integers(1, 300)), data.draw(st.integers(32, 4096))

@@ -11,7 +11,7 @@ from rayserve_moe.kernels.flat_rows import flat_kv, flat_width, gather_heads, la
 from rayserve_moe.kernels.paged_attention import attend
 from rayserve_moe.kernels.paged_sizes import MOST_ROWS, tile_queries_for
 from rayserve_moe.kernels.paged_visits import visits_of
-from tests.support.paged_cases import CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
+from tests.support.paged_cases import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
@@ -76,14 +76,14 @@ def test_it_is_the_reference_with_every_knob_and_the_definition_of_a_tree():
     """Whatever stands out of sight is NaN; no copy races with what reads it."""
     for name, found in run_cases(*CASES).items():
         bound = ROUNDING * found.largest if CASES[name].dtype == "bfloat16" else SUMS_IN_FLOAT32
-        assert found.difference <= bound < found.largest and not found.has_races, name
+        assert found.difference <= bound < found.largest and not (found.has_races or found.has_rest), name
 
 
 @pytest.mark.slow
 def test_an_engine_gives_the_log_probs_of_the_reference():
     """Of a model with sinks and windows and of one with latents, for prompts in chunks and single tokens."""
     for name, found in run_cases(*MODELS).items():
-        assert found.difference <= SUMS_IN_FLOAT32 and not found.has_races, name
+        assert found.difference <= SUMS_IN_FLOAT32 and not (found.has_races or found.has_rest), name
 
 
 @pytest.mark.slow
@@ -92,3 +92,10 @@ def test_a_planted_fault_is_found(fault):
     """A race, or a number that is none or wrong."""
     (found,) = run_cases(fault).values()
     assert found.error or found.has_races or not found.difference <= SUMS_IN_FLOAT32
+
+
+@pytest.mark.slow
+def test_a_race_is_found_in_whichever_call_it_is():
+    """The interpreter keeps races of the last call alone, and an engine makes many."""
+    (found,) = run_cases(AHEAD_OF_THE_LAST).values()
+    assert found.has_races and found.difference <= SUMS_IN_FLOAT32
