@@ -1,6 +1,6 @@
 """Kill a part of a fleet at random moments, over and over, under streams and plain requests that must not notice.
 
-    python -m benchmarks.kill_fleet [--faults replica router ...] [--repeats 20] [--max-tokens 600] [--out FILE.json]
+    python -m benchmarks.kill_fleet [--faults replica router ...] [--repeats 20] [--max-tokens 1900] [--out FILE.json]
 
 Two replicas of the embedded model behind one endpoint, 32 streams and 32 plain requests over connections of their own.
 A client that is cut off resumes, or asks again what was refused before its first byte; each answer is compared with
@@ -35,7 +35,7 @@ from benchmarks.serve_process import HOST, ServeProcess
 NUM_REPLICAS = 2
 NUM_STREAMS = NUM_PLAIN = 32
 LIMIT_S, POLL_S = 300.0, 0.1
-MAX_TOKENS = 600
+MAX_TOKENS = 1900
 SETTINGS: dict[str, Any] = {
     "model_path": "trained:calculator",
     "num_replicas": NUM_REPLICAS,
@@ -161,7 +161,9 @@ def _is_whole(serve: ServeProcess) -> bool:
         health = httpx.get(f"http://{HOST}:{serve.port}/health", timeout=LIMIT_S).json()
     except (httpx.HTTPError, ValueError):
         return False
-    return info.is_success and len(info.json().get("replicas", ())) == NUM_REPLICAS and health.get("journal", "up") == "up"
+    return (
+        info.is_success and len(info.json().get("replicas", ())) == NUM_REPLICAS and health.get("journal", "up") == "up"
+    )
 
 
 def kill(serve: ServeProcess, title: str, *, number: int, watch: Watch, killed_at: list[float]) -> None:
@@ -182,7 +184,8 @@ def repeat(serve: ServeProcess, name: str, *, repeats: int, max_tokens: int) -> 
     began = time.monotonic()
     expected = answers(client, run=run + 1, max_tokens=max_tokens)
     run_s = time.monotonic() - began
-    sums, largest, outages, returns, cut = dict.fromkeys(("lost", "tokens", "rows"), 0), 0.0, [], [], client.num_cut
+    sums, largest, outages, returns = dict.fromkeys(("cut", "lost", "tokens", "rows"), 0), 0.0, [], []
+    cut = client.num_cut
     for count in range(repeats):
         wait_until_whole(serve)
         watch, killed_at = Watch(serve.port), list[float]()
@@ -193,8 +196,8 @@ def repeat(serve: ServeProcess, name: str, *, repeats: int, max_tokens: int) -> 
         wait_until_whole(serve)
         returns.append(time.monotonic() - killed_at[0])
         outages.append(watch.end())
-        counts = differing(found, expected)
-        said = f"{client.num_cut - cut} cut, {outages[-1]:.1f} s unanswered, whole after {returns[-1]:.1f} s, {counts}"
+        counts = {"cut": client.num_cut - cut, **differing(found, expected)}
+        said = f"{outages[-1]:.1f} s unanswered, whole after {returns[-1]:.1f} s, {counts}"
         note(f"{name} after {after_s:.2f} s of {run_s:.2f}: {said}")
         cut = client.num_cut
         sums = {key: total + int(counts[key]) for key, total in sums.items()}
@@ -207,7 +210,7 @@ def repeat(serve: ServeProcess, name: str, *, repeats: int, max_tokens: int) -> 
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
     """The repeats as Markdown."""
-    headings = ["killed", "times", "requests", "lost", "other tokens", "other rows", "largest log-prob gap"]
+    headings = ["killed", "times", "requests", "cut off", "lost", "other tokens", "other rows", "largest log-prob gap"]
     headings += ["unanswered p50, s", "worst, s", "whole again p50, s", "worst, s"]
     said = (
         [

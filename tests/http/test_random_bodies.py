@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -128,12 +127,6 @@ def check_route(operations, method, path, *, num_bodies):
     return statuses.total()
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
 def test_only_documented_answers_come(operations, short_context, method, path):
     check_route(operations, method, path, num_bodies=25)
@@ -141,8 +134,11 @@ def test_only_documented_answers_come(operations, short_context, method, path):
 
 @pytest.mark.slow
 def test_twenty_thousand_bodies_leave_nothing_behind(operations, engine, short_context):
-    """In rounds over every route: answers as documented, no page and no request left, and memory that stays."""
-    num_answers, resident = 0, []
+    """In rounds over every route: answers as documented, no page and no request left.
+
+    Memory is that of whoever draws the bodies too: `benchmarks.fuzz_http` holds the server to it.
+    """
+    num_answers = 0
     for _ in range(ROUNDS):
         for method, path in EVERY_ROUTE:
             num_answers += check_route(operations, method, path, num_bodies=BODIES_A_ROUND)
@@ -150,6 +146,4 @@ def test_twenty_thousand_bodies_leave_nothing_behind(operations, engine, short_c
         assert_idle(engine)
         numbers = engine.loop.statistics()
         assert numbers["pages_free"] == numbers["pages_total"], numbers
-        resident.append(resident_bytes())
     assert num_answers >= 20_000
-    assert max(resident[ROUNDS // 2 :]) < 1.1 * resident[ROUNDS // 4], resident

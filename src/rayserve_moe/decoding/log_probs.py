@@ -54,7 +54,8 @@ def log_probs_of(
     best_PS, id_PS, mass_PS, finite_PS = part.gather(here.best_S, id_here_S, here.mass_S, here.finite_S)
     best_S, id_S = best_of(best_PS.T, id_PS.T)
     mass_S = jnp.sum(mass_PS * jnp.exp((best_PS - best_S) / temperature_S), axis=0)
-    log_mass_S = jnp.log(mass_S)
+    # Alone a device takes what its kernel says: XLA's logarithm has bits that depend on what it is computed with.
+    log_mass_S = jnp.log(mass_S) if part.num_parts > 1 else here.log_mass_S
     logprobs_SV = (logits_SV - best_S[:, None]) / temperature_S[:, None] - log_mass_S[:, None]
     return LogProbs(logprobs_SV, 0.0 - log_mass_S, jnp.minimum(id_S, part.num_words - 1), jnp.all(finite_PS, axis=0))
 

@@ -63,13 +63,14 @@ def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
 
 class WordMasses(NamedTuple):
     """Of each row [S]: its largest logit, float32, the lowest finite one at least; the first place that has it, int32,
-    NO_ID where one is NaN; the sum over places of exp((logit - largest) / temperature), float32; and 1 where all
-    logits of words are finite, else 0, int32."""
+    NO_ID where one is NaN; the sum over places of exp((logit - largest) / temperature), float32; 1 where all logits of
+    words are finite, else 0, int32; and the logarithm of the sum, float32."""
 
     best_S: jax.Array
     place_S: jax.Array
     mass_S: jax.Array
     finite_S: jax.Array
+    log_mass_S: jax.Array
 
 
 def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> WordMasses:
@@ -78,7 +79,7 @@ def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Arr
     best_S = jnp.maximum(best_S, jnp.finfo(jnp.float32).min)  # a part may be nothing but padding
     mass_S = jnp.exp((logits_SV - best_S[:, None]) / temperature_S[:, None]).sum(-1)
     is_fine_SV = jnp.isfinite(logits_SV) | (jnp.arange(logits_SV.shape[1]) >= num_words)
-    return WordMasses(best_S, place_S, mass_S, jnp.all(is_fine_SV, axis=-1).astype(jnp.int32))
+    return WordMasses(best_S, place_S, mass_S, jnp.all(is_fine_SV, axis=-1).astype(jnp.int32), jnp.log(mass_S))
 
 
 def best_of(values_SC: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -84,7 +84,7 @@ def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: floa
 def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> WordMasses:
     """`layers.masses_of`, added up in one order whatever the number of rows."""
     numbers, places = (jax.ShapeDtypeStruct(temperature_S.shape, dtype) for dtype in (jnp.float32, jnp.int32))
-    call = jax.ffi.ffi_call(f"{PREFIX}masses", (numbers, places, numbers, places))
+    call = jax.ffi.ffi_call(f"{PREFIX}masses", (numbers, places, numbers, places, numbers))
     return WordMasses(*call(logits_SV, temperature_S, num_words))
 
 

@@ -184,10 +184,11 @@ ffi::Error Rotation(S32 positions, F32 frequencies, float factor, ffi::ResultBuf
 
 // Sums of exp((logit - best) / temperature) over the words of each row: of pieces of fixed size, in their order.
 ffi::Error Masses(F32 logits, F32 temperatures, S32 num_words, ffi::ResultBuffer<ffi::F32> best,
-                  ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::S32> finite) {
+                  ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::S32> finite,
+                  ffi::ResultBuffer<ffi::F32> logs) {
   if (!have_dims(2, logits) || !have_dims(0, num_words)) return wrong("masses are of rows of words");
   const int64_t rows = size_of(logits, 0), words = size_of(logits, 1), pieces = (words + kWordsPiece - 1) / kWordsPiece;
-  if (!is(temperatures, {rows}) || !is(*best, {rows}) || !is(*places, {rows}) || !is(*out, {rows}) || !is(*finite, {rows}))
+  if (!is(temperatures, {rows}) || !is(*best, {rows}) || !is(*places, {rows}) || !is(*out, {rows}) || !is(*finite, {rows}) || !is(*logs, {rows}))
     return wrong("masses have other numbers of rows");
   std::vector<native::Peak> peaks(rows);
   native::for_each(rows, [&](int64_t row) {
@@ -202,6 +203,7 @@ ffi::Error Masses(F32 logits, F32 temperatures, S32 num_words, ffi::ResultBuffer
     best->typed_data()[row] = peaks[row].best, places->typed_data()[row] = peaks[row].place;
     finite->typed_data()[row] = peaks[row].is_finite;
     out->typed_data()[row] = float(std::accumulate(&sums[row * pieces], &sums[row * pieces] + pieces, 0.0));
+    logs->typed_data()[row] = std::log(out->typed_data()[row]);
   }
   return ffi::Error::Success();
 }
@@ -294,7 +296,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMoves, Moves,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<S32>().Arg<S32>().Attr<int64_t>("num_layers")
                                   .Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses,
-                              ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>().Ret<S32>().Ret<F32>().Ret<S32>());
+                              ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>().Ret<S32>().Ret<F32>().Ret<S32>()
+                                  .Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeChoose, Choose,
                               ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Arg<S32>()
                                   .Arg<S32>().Attr<int64_t>("last_place").Ret<F32>().Ret<S32>().Ret<F32>());
