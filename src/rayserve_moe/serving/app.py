@@ -34,7 +34,7 @@ from rayserve_moe.fleet.wanted_state import STATE_NAME, WantedStateActor
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.fleet import Fleet, offered_by_others
+from rayserve_moe.serving.fleet import Fleet, OffersOfOthers
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.prompt_reader import PromptReaders
@@ -66,7 +66,7 @@ class MoeServer:
         self._engine = start_replica_engine(
             settings,
             find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME),
-            weights=fleet.member.first_weights(partial(offered_by_others, fleet_calls())),
+            weights=fleet.member.first_weights(OffersOfOthers(fleet_calls())),
         )
         fleet.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rayserve_moe.cluster.replica_engine import FirstWeights
@@ -31,12 +31,19 @@ class Fleet:
     offered_weights: Callable[[], FirstWeights | None] = lambda: None
 
 
-def offered_by_others(calls: FleetCalls, order_id: str) -> FirstWeights | None:
-    """Ask other replicas for the weights of an order, from whatever thread; None where none offers them now."""
+class OffersOfOthers:
+    """Asks other replicas for the weights of an order, from a thread whose own loop, if it has one, is held up."""
 
-    def ask() -> list[FirstWeights | None]:
-        call = calls.ask("offered_weights", order_id, timeout_s=OFFER_S, members=tuple)
-        return asyncio.run(call).values
+    def __init__(self, calls: FleetCalls) -> None:
+        self._calls = calls
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    with ThreadPoolExecutor(1) as own:  # the thread of a replica that starts has an event loop
-        return next((offer for offer in own.submit(ask).result() if offer is not None), None)
+    def __call__(self, order_id: str) -> FirstWeights | None:
+        """Return the first offer; None where nobody offers them now."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # Serve keeps the handle that is made there, for all later calls: the loop runs on.
+            threading.Thread(target=self._loop.run_forever, name="offers", daemon=True).start()
+        asked = self._calls.ask("offered_weights", order_id, timeout_s=OFFER_S, members=tuple)
+        answers = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        return next((offer for offer in answers.values if offer is not None), None)
