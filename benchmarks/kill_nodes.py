@@ -103,7 +103,7 @@ def kill_raylet(cluster: Cluster, engine: ReplicaEngine) -> Callable[[], None]:
 
 def kill_keeper(_: Cluster, engine: ReplicaEngine) -> Callable[[], None]:
     """Kills a random keeper, and when another has taken over a random worker."""
-    sources = engine.executor._sources
+    sources = engine.executor.sources
     kept, victims = sources.serving.kept, ray.get([worker.process.remote() for worker in engine.executor.workers])
 
     def kill() -> None:

@@ -77,6 +77,11 @@ def info(client: httpx.Client) -> dict[str, Any]:
     return client.get("/server_info").json()
 
 
+def is_whole(client: httpx.Client) -> bool:
+    """Whether both replicas answer for the fleet: an error answer while one is lost."""
+    return len(info(client).get("replicas", ())) == 2
+
+
 def process_of(replica: str) -> int:
     client = _get_global_client()
     replicas = client.get_serve_details()["applications"]["moe"]["deployments"]["moe-server"]["replicas"]
@@ -143,9 +148,24 @@ def test_a_trainer_that_is_killed_between_two_buckets_changes_nothing(fleet, oth
 
 
 @pytest.mark.slow
+def test_a_replica_that_starts_after_weights_were_sent_takes_them_from_another(fleet, checkpoint, other_checkpoint):
+    """No disk has them. Then both are lost, one after the other: the last that had them from the trainer goes too."""
+    update_weights_over_ray(load_file(other_checkpoint / "model.safetensors"), weight_version="sent", app="moe")
+    (wanted,) = answered(fleet)
+    for lost in running():
+        os.kill(process_of(lost), signal.SIGKILL)
+        wait_until(lambda lost=lost: len(running()) == 2 and lost not in running(), within_s=WITHIN_S)
+        wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
+        assert answered(fleet) == {wanted}
+    back = {"model_path": str(checkpoint), "weight_version": "back"}
+    assert fleet.post("/update_weights_from_disk", json=back).json()["success"]
+    assert {version for _, version in answered(fleet)} == {"back"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.2])
 def test_a_replica_that_is_killed_during_an_update_comes_back_with_what_was_decided(fleet, other_checkpoint, delay_s):
-    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
     lost = running()[0]
     name = f"killed-{delay_s}"
     killing = threading.Timer(delay_s, os.kill, (process_of(lost), signal.SIGKILL))
@@ -155,7 +175,7 @@ def test_a_replica_that_is_killed_during_an_update_comes_back_with_what_was_deci
     with suppress(httpx.HTTPError):  # it may be the one that is asked
         answer = fleet.post("/update_weights_from_disk", json=update)
     wait_until(lambda: len(running()) == 2 and lost not in running(), within_s=WITHIN_S)
-    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
     found = fleet.get("/get_weight_version").json()
     assert found["agree"], found
     if answer is not None and answer.status_code == 200:
@@ -165,7 +185,7 @@ def test_a_replica_that_is_killed_during_an_update_comes_back_with_what_was_deci
 
 @pytest.mark.slow
 def test_a_replica_that_hangs_is_named_and_follows_when_it_goes_on(fleet, other_checkpoint):
-    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
     stopped = running()[0]
     pid = process_of(stopped)
     os.kill(pid, signal.SIGSTOP)
@@ -174,7 +194,7 @@ def test_a_replica_that_hangs_is_named_and_follows_when_it_goes_on(fleet, other_
     finally:
         os.kill(pid, signal.SIGCONT)
     assert any(one is not None and one.get("missing") == [stopped] for one in found), found
-    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
 
 
 def asked(number: int, *, name: str) -> dict[str, Any]:
@@ -192,7 +212,7 @@ def seen(answer: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_a_replica_that_is_killed_under_requests_loses_none_of_them(fleet):
-    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
     client = ResumingClient(f"http://127.0.0.1:{PORT}", within_s=WITHIN_S)
     with ThreadPoolExecutor(16) as threads:
         wanted = list(threads.map(client.ask, [asked(number, name="undisturbed") for number in range(16)]))
@@ -208,7 +228,7 @@ def test_a_replica_that_is_killed_under_requests_loses_none_of_them(fleet):
         np.testing.assert_allclose(*values, rtol=0, atol=1e-5)
     assert client.num_resumed >= 1
     wait_until(lambda: len(running()) == 2 and lost not in running(), within_s=WITHIN_S)
-    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
 
 
 def httpx_or_none(client: httpx.Client) -> dict[str, Any] | None:
@@ -226,7 +246,7 @@ def test_a_replica_that_starts_later_has_weights_and_pause_of_the_others(fleet, 
     lost = running()[0]
     os.kill(process_of(lost), signal.SIGKILL)
     wait_until(lambda: len(running()) == 2 and lost not in running(), within_s=WITHIN_S)
-    wait_until(lambda: len(info(fleet)["replicas"]) == 2, within_s=WITHIN_S)
+    wait_until(lambda: is_whole(fleet), within_s=WITHIN_S)
     assert all(load["paused"] for load in fleet.get("/v1/loads").json()["loads"])
     assert fleet.get("/get_weight_version").json()["agree"]
     assert fleet.post("/continue_generation").status_code == 200

@@ -163,13 +163,13 @@ def test_weights_that_were_sent_outlive_their_hosts_and_their_keepers(
     replica: ReplicaEngine, expected: dict, checkpoint: Path, other_checkpoint: Path
 ) -> None:
     """No disk has them. Two losses, that of a keeper in between, and then others that are sent, or read."""
-    keepers = replica.executor._sources.keepers
+    keepers = replica.executor.sources.keepers
     send_all(replica, other_checkpoint, "kept")
     assert_kept(replica, expected[other_checkpoint])
-    first, kept = keepers.actors, replica.executor._sources.serving.kept
+    kept = replica.executor.sources.serving.kept
     os.kill(kept[-1].pid, signal.SIGKILL)
     deadline = time.monotonic() + TIMEOUT_S
-    while keepers.actors is first or replica.executor._sources.serving.kept == kept:
+    while replica.executor.sources.serving.kept == kept:
         assert time.monotonic() < deadline, "no other keepers"
         time.sleep(0.05)
     assert_kept(replica, expected[other_checkpoint])
@@ -178,9 +178,8 @@ def test_weights_that_were_sent_outlive_their_hosts_and_their_keepers(
     assert replica.loop.control.update_weights(WeightOrder(str(other_checkpoint), "0")).result(TIMEOUT_S).success
     assert_kept(replica, expected[other_checkpoint])
     assert replica.loop.control.update_weights(WeightOrder(str(checkpoint), "0")).result(TIMEOUT_S).success
-    assert [ray.get(each.__ray_call__.remote(lambda keeper: len(keeper._shares))) for each in keepers.actors] == [
-        0 for _ in keepers.actors
-    ]
+    left = [each.__ray_call__.remote(lambda keeper: len(keeper._shares)) for each in keepers.actors.values()]
+    assert not any(ray.get(left))
 
 
 def test_a_share_of_other_weights_is_refused(
@@ -189,13 +188,13 @@ def test_a_share_of_other_weights_is_refused(
     """A keeper that hands out a stale share under the new token, once: the next try has the right one."""
     send_all(replica, other_checkpoint, "stale")
     send_all(replica, checkpoint, "fresh")
-    right = replica.executor._sources.serving
+    right = replica.executor.sources.serving
     stale = right.kept_at(tuple(place._replace(token="stale") for place in right.kept), right.token)
 
     def hand_out_the_right_one(_: object) -> None:
-        replica.executor._sources.serving = right
+        replica.executor.sources.serving = right
 
-    replica.executor._sources.serving = stale
+    replica.executor.sources.serving = stale
     arm("group watched", hand_out_the_right_one)  # the start under way has been given the other
     generation, victims = replica.loop.recovery.generation, pids(replica)
     assert_same(answers_under(replica, lambda: os.kill(victims[0], signal.SIGKILL)), expected[checkpoint])
@@ -252,21 +251,49 @@ def test_experts_go_back_to_where_they_were_headed(raylets: int, checkpoint: Pat
         assert migration.placement is target, "they need not move again"
         for _ in range(3):
             assert_same(complete(engine.loop, engine.tokenizer), wanted)
+        assert_another_starts_with_the_same(engine, values, wanted)
     finally:
         engine.shutdown()
 
 
+def assert_another_starts_with_the_same(engine: ReplicaEngine, values: dict, wanted: list[ChoiceResult]) -> None:
+    """Another replica takes what was sent, and where experts lie, from the keepers of this one, and outlives it."""
+    offered = engine.offered_weights()
+    assert offered is not None and offered.version == "where experts lie now"
+    other = start_replica_engine(settings_from(values), weights=offered)
+    try:
+        assert other.loop.card.weight_version == offered.version
+        assert_same(complete(other.loop, other.tokenizer), wanted)
+        engine.shutdown()
+        victims = pids(other)
+        assert_same(answers_under(other, lambda: os.kill(victims[0], signal.SIGKILL)), wanted)
+    finally:
+        other.shutdown()
+
+
+@pytest.mark.parametrize("are_sent", [False, True])
 def test_a_lost_node_is_replaced_by_a_spare_one(
-    cluster: Cluster, checkpoint: Path, programs: Path, expected: dict
+    are_sent: bool, cluster: Cluster, checkpoint: Path, other_checkpoint: Path, programs: Path, expected: dict
 ) -> None:
-    """The raylet is killed, and with it the worker that it holds; only larger nodes than the others will do."""
+    """The raylet is killed, and with it the worker that it holds; only larger nodes than the others will do.
+
+    What was sent no disk has: another node has the share of the one that is lost.
+    """
     nodes = [cluster.add_node(num_cpus=3) for _ in range(2)]
     values = {"model_path": str(checkpoint), "num_hosts": 2, "compile_cache": programs, **SETTINGS, **MANY}
-    engine = start_replica_engine(settings_from({**values, "cpus_per_host": 3}))
+    engine = start_replica_engine(settings_from({**values, "cpus_per_host": 3, "keep_next_weights": are_sent}))
+    path = other_checkpoint if are_sent else checkpoint
     try:
-        nodes.append(cluster.add_node(num_cpus=3))
-        found = answers_under(engine, lambda: cluster.remove_node(nodes.pop(1), allow_graceful=False))
-        assert_same(found, expected[checkpoint])
+        for lost in (1, 0):
+            if are_sent and lost == 1:
+                send_all(engine, path, "sent")
+            deadline = time.monotonic() + TIMEOUT_S
+            while are_sent and len(engine.executor.sources.offered) < 4:
+                assert time.monotonic() < deadline, "the next hosts copy nothing"
+                time.sleep(0.05)
+            nodes.append(cluster.add_node(num_cpus=3))
+            found = answers_under(engine, lambda lost=lost: cluster.remove_node(nodes.pop(lost), allow_graceful=False))
+            assert_same(found, expected[path])
     finally:
         engine.shutdown()
         for node in nodes:

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
+from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.inprocess.engine import Engine
 from tests.http.asking import GENERATE, wait_until
@@ -185,8 +186,16 @@ def test_a_replica_that_cannot_have_what_was_sent_ends_and_one_that_starts_waits
     member._ended.wait = lambda _: False  # its thread need not wait
     member.keep_up(control)
     assert fleet.given_up == ["b"]
+    asked: list[str] = []
+    offer = FirstWeights("", "9")
+
+    def offered(order_id: str) -> FirstWeights | None:
+        asked.append(order_id)
+        return offer if len(asked) > 1 else None
+
+    assert member.first_weights(offered, poll_s=0) is offer and asked == ["sent", "sent"]
     fleet.calls.listed.clear()
-    assert member.first_weights(poll_s=0).path == ""  # all that had them are gone
+    assert member.first_weights(offered, poll_s=0).path == ""  # all that had them are gone
     assert fleet.state.view().wanted.weights.order_id == ""
 
 

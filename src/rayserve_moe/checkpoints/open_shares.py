@@ -1,13 +1,23 @@
 """Files of memory that hold a host's share of weights: opened in one process, and from there in others of the machine.
 
-Such a file has no name. Its memory is free once no process has it open.
+Such a file has no name. Its memory is free once no process has it open. Once written it is sealed (`F_SEAL_WRITE` and
+others): no process can change or truncate what another one has mapped.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+MOST_WRITTEN_BYTES = 64 << 20
+"""With one call; other threads run in between."""
 
 
 class SharePlace(NamedTuple):
@@ -33,6 +43,16 @@ class WeightShare:
     def num_bytes(self) -> int:
         return os.fstat(self.fd).st_size
 
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """A copy of the bytes from `start` up to `stop`, uint8."""
+        return np.frombuffer(os.pread(self.fd, stop - start, start), np.uint8)
+
+    def write(self, raw: np.ndarray, offset: int) -> None:
+        """Write bytes, uint8, at an offset. OSError without memory for them, and once it is sealed."""
+        done = 0
+        while done < len(raw):
+            done += os.pwrite(self.fd, raw[done : done + MOST_WRITTEN_BYTES].data, offset + done)
+
     def close(self) -> None:
         os.close(self.fd)
 
@@ -40,3 +60,14 @@ class WeightShare:
 def open_share(place: SharePlace) -> WeightShare:
     """Open a share that another process of this machine has open. OSError where that has ended."""
     return WeightShare(place.token, os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC))
+
+
+@contextmanager
+def written_share(token: str) -> Generator[WeightShare]:
+    """A share to be filled by `write`, which is sealed at the end, and closed where that is an error."""
+    share = WeightShare(token, os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    with ExitStack() as undo:
+        undo.callback(share.close)
+        yield share
+        fcntl.fcntl(share.fd, fcntl.F_ADD_SEALS, SEALS)
+        undo.pop_all()

@@ -63,7 +63,7 @@ class GroupExecutor:
         self._places = GroupPlaces(parallel, cluster, given_up=self._given_up)
         self._places.on_return = self._note_loss
         self._group: HostGroup | None = None
-        self._sources = WeightSources(lambda: self.workers)
+        self.sources = WeightSources(lambda: self.workers, keeps_next=cluster.keep_next_weights)
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
@@ -72,10 +72,10 @@ class GroupExecutor:
         self.tensors = GroupTensors(
             lambda: self.workers,
             timeout_s=lambda: self._settings.updates.staging_timeout_s,
-            on_finish=self._sources.note_sent,
+            on_finish=self.sources.note_sent,
             shares=cluster.keep_sent_weights,
         )
-        self._sources.tensors = self.tensors
+        self.sources.tensors = self.tensors
 
     @property
     def phase(self) -> str:
@@ -94,7 +94,7 @@ class GroupExecutor:
         group = self._group
         if group is not None and group.loss is not None:
             return ExecutorFailure(group.loss)
-        is_due = self._places.are_back and not self._sources.serving.kept
+        is_due = self._places.are_back and not self.sources.serving.kept
         return ExecutorFailure("hosts have come back", is_loss=False) if is_due else None
 
     def start(self) -> StartReport:
@@ -102,19 +102,20 @@ class GroupExecutor:
 
         GetTimeoutError after `start_timeout_s` from the reservation.
         """
-        report = self._start()
-        self._sources.serving = replace(self._sources.serving, num_pages=report.num_pages)
+        placement = self.sources.serving.placement
+        report = replace(self._start(), placement=placement)
+        self.sources.serving = replace(self.sources.serving, num_pages=report.num_pages)
         self._clock.seconds.clear()
         return report
 
     def begin_with(self, weights: GroupWeights) -> None:
         """Have the start load other weights than the configured ones."""
-        self._sources.serving = weights
+        self.sources.serving = weights
 
     def rebuild(self) -> None:
         self._clock.enter("ending")
         self._end_group()
-        if not self._sources.serving.is_there:
+        if not self.sources.serving.is_there:
             raise ExecutorFailure(f"{self.phase}: weights that had been sent were not kept")
         try:
             report = self._start()
@@ -129,7 +130,7 @@ class GroupExecutor:
         assert self._group is not None, "start comes first"
         result = self._group.execute(plan)
         if plan.takes_staged_weights:
-            self._sources.swap()
+            self.sources.swap()
             if self._places.are_back:
                 self.on_loss()
         return result
@@ -143,7 +144,7 @@ class GroupExecutor:
             if refusals:
                 self._drop_staged()
                 raise WeightsRefusedError(refusals[0])
-            self._sources.note_read(source)
+            self.sources.note_read(source)
         except GetTimeoutError as error:
             self._drop_staged()
             raise too_late(timeout_s) from error
@@ -196,7 +197,7 @@ class GroupExecutor:
     def shutdown(self) -> None:
         self._clock.enter("ended")
         self._standbys.end()
-        self._sources.keepers.end()
+        self.sources.keepers.end()
         self._end_group()
         for worker in self.workers:
             ray.kill(worker)
@@ -206,10 +207,10 @@ class GroupExecutor:
     def _start(self) -> StartReport:
         """Start workers on hosts that are there, and serve with them."""
         self._clock.enter("placing")
-        serving, before = self._sources.serving, self._places.parallel
+        before = self._places.parallel
         # Shares of weights that were sent are those of as many hosts as took them.
-        reservation = self._places.reserve(num_hosts=len(serving.kept) or None)
-        parallel = self._places.parallel
+        reservation = self._places.reserve(num_hosts=self.sources.serving.num_hosts)
+        parallel, serving = self._places.parallel, self.sources.bring(reservation.nodes)
         if parallel != before:
             self._standbys.end()
         hosts, waiting = range(parallel.num_hosts), self._standbys.take()

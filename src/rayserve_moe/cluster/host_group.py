@@ -15,6 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.fencing import HostProcess, end_processes
 from rayserve_moe.cluster.heartbeat import COMPILING, LOADING, SERVING, STARTING, WARMING
@@ -22,6 +23,7 @@ from rayserve_moe.cluster.host_watch import HostWatch
 from rayserve_moe.cluster.slice_placement import get
 from rayserve_moe.cluster.step_sockets import KEY_BYTES, HostLostError, StepFailedError
 from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
+from rayserve_moe.cluster.weight_keepers import KeptShare
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.engine.executor import ExecutorFailure
@@ -41,16 +43,24 @@ class GroupWeights:
     """What a group loads: a checkpoint that has replaced the model's own, if any, and how many pages (None: any).
 
     `source` is None where the weights that serve were sent: `kept` says where each host has its share of them, if it
-    was kept. Otherwise no group can load them.
+    was kept, or `offered` who has those that are to be copied, with the `placement` of experts. Otherwise no group can
+    load them.
     """
 
     source: str | None = ""
     num_pages: int | None = None
     kept: tuple[SharePlace, ...] = ()
+    offered: tuple[KeptShare, ...] = ()
+    placement: ExpertPlacement | None = None
 
     @property
     def is_there(self) -> bool:
-        return self.source is not None or bool(self.kept)
+        return self.source is not None or self.num_hosts is not None
+
+    @property
+    def num_hosts(self) -> int | None:
+        """How many hosts have shares of them, and can only have those; None where any number reads a checkpoint."""
+        return len(self.kept) or len({each.host_id for each in self.offered}) or None
 
     @property
     def token(self) -> str:

@@ -9,16 +9,36 @@ from dataclasses import dataclass, replace
 
 from ray.actor import ActorHandle
 
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import LocalPlanner
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.eplb_planner import RemotePlanner
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.host_group import GroupWeights
+from rayserve_moe.cluster.weight_keepers import KeptShare
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.execution.card import check_tensors, describe_model
 from rayserve_moe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """Weights that a replica starts with in place of the configured ones: those at `path`, those that keepers of
+    another replica have as `shares`, experts placed as there, or the configured ones. All may have a version."""
+
+    path: str = ""
+    version: str | None = None
+    shares: tuple[KeptShare, ...] = ()
+    placement: ExpertPlacement | None = None
+
+    @property
+    def of_group(self) -> GroupWeights:
+        """What hosts load."""
+        if not self.shares:
+            return GroupWeights(self.path)
+        return GroupWeights(None, offered=self.shares, placement=self.placement)
 
 
 @dataclass(frozen=True)
@@ -29,9 +49,17 @@ class ReplicaEngine:
     tokenizer: Tokenizer
     executor: GroupExecutor
 
+    def offered_weights(self) -> FirstWeights | None:
+        """What another replica can start with, where weights serve that were sent and are kept."""
+        shares = self.executor.sources.offered
+        return FirstWeights("", self.loop.card.weight_version, shares, self.loop.eplb.first) if shares else None
+
     def shutdown(self) -> None:
         """Abort what runs and stop everything. May be called twice."""
         self.loop.shutdown()
+
+
+CONFIGURED = FirstWeights()
 
 
 def start_replica_engine(
@@ -39,24 +67,21 @@ def start_replica_engine(
     *,
     find_balancer: Callable[[], ActorHandle] | None = None,
     given_up: threading.Event | None = None,
-    serve_weights: GroupWeights | None = None,
-    weight_version: str | None = None,
+    weights: FirstWeights = CONFIGURED,
 ) -> ReplicaEngine:
     """Reserve a slice, load the model onto it and start the engine thread.
 
-    `serve_weights` and `weight_version` name other weights of the model than the configured ones. `find_balancer`
-    finds the actor that plans placements (see `RemotePlanner`); without one this process plans itself.
+    `weights` may be others of the model than the configured ones. `find_balancer` finds the actor that plans placements
+    (see `RemotePlanner`); without one this process plans itself.
     Raises SettingsError, CheckpointError, TimeoutError, a worker's error, or GivenUpError once another thread has set
     `given_up`; then nothing stays reserved.
     """
     described = describe_model(settings)
     check_tensors(open_checkpoint(described.runner.model.path))
     executor = GroupExecutor(described.runner, parallel=settings.parallel, cluster=settings.cluster, given_up=given_up)
-    card = described.card
-    if serve_weights is not None:
-        executor.begin_with(serve_weights)
-        card = replace(card, path=serve_weights.source or card.path)
-    card = card if weight_version is None else replace(card, weight_version=weight_version)
+    executor.begin_with(weights.of_group)
+    card = replace(described.card, path=weights.path or described.card.path)
+    card = card if weights.version is None else replace(card, weight_version=weights.version)
     with ExitStack() as undo:
         undo.callback(executor.shutdown)
         loop = EngineLoop(

@@ -58,10 +58,15 @@ class SliceReservation:
         return options | ({"runtime_env": {"env_vars": environment}} if environment else {})
 
     @property
+    def nodes(self) -> list[str]:
+        """The ids of the nodes of the hosts, in their order."""
+        node_of_bundle = placement_group_table(self.group)["bundles_to_node_id"]
+        return [node_of_bundle[bundle] for bundle, _ in self.hosts]
+
+    @property
     def is_whole(self) -> bool:
         """Whether every host's node is alive, as far as Ray knows."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return alive.issuperset(placement_group_table(self.group)["bundles_to_node_id"].values())
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}.issuperset(self.nodes)
 
     def release(self) -> None:
         """Give everything back; actors that still run on it are killed. May be called twice."""

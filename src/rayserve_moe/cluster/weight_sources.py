@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights
-from rayserve_moe.cluster.weight_keepers import WeightKeepers
+from rayserve_moe.cluster.weight_keepers import KeptShare, WeightKeepers
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.requests import WeightsRefusedError
 
@@ -21,11 +21,29 @@ from rayserve_moe.requests import WeightsRefusedError
 class WeightSources:
     """Of the weights that serve, and of those that wait on all hosts for the swap. `workers` returns those of now."""
 
-    def __init__(self, workers: Callable[[], list[ActorHandle]]) -> None:
+    def __init__(self, workers: Callable[[], list[ActorHandle]], *, keeps_next: bool = False) -> None:
         self._workers = workers
         self.serving = self.waiting = GroupWeights()
-        self.keepers = WeightKeepers(self._keep_again)
+        self.keepers = WeightKeepers(self._keep_again, keeps_next=keeps_next)
         self.tensors: GroupTensors | None = None
+
+    @property
+    def offered(self) -> tuple[KeptShare, ...]:
+        """What other replicas can take of weights that were sent, where they serve; empty otherwise."""
+        return self.keepers.shares(self.serving.token) if self.serving.token else ()
+
+    def bring(self, nodes: Sequence[str]) -> GroupWeights:
+        """Have the weights that serve where hosts are now; returns them. RayError or TimeoutError where none has them.
+
+        What was sent is taken from keepers that live, of this replica or of another that offers it.
+        """
+        serving = self.serving
+        if serving.offered:
+            serving = replace(serving, kept=self.keepers.take(serving.offered, nodes), offered=())
+        elif serving.kept:
+            serving = replace(serving, kept=self.keepers.move(serving.kept, nodes))
+        self.serving = serving
+        return serving
 
     def note_read(self, source: str) -> None:
         """Note that all hosts have staged a checkpoint."""

@@ -237,8 +237,12 @@ class ClusterSettings:
     standby_workers: bool = False
     """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
     keep_sent_weights: bool = True
-    """Keep a copy of weights that were sent, which no disk has, in host memory, by a process per host: lost workers are
-    replaced then too. Where memory does not hold them, or this is off, the replica ends with its workers."""
+    """Keep a copy of weights that were sent, which no disk has, in host memory, by a process per node: lost workers are
+    replaced then too, and replicas that start later take them from there. Where memory does not hold them, or this is
+    off, the replica ends with its workers."""
+    keep_next_weights: bool = False
+    """Copy each host's share of weights that were sent to the next host on another node too, which takes as much memory
+    again: then such weights outlive a lost node as well."""
     cpus_per_host: float = _number(0.5, (0, 1024))
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
     tpu_topology: str = ""

@@ -30,29 +30,37 @@ COUNTS_EVERY_UNPLANNED = 64
 def eplb_steps_for(
     layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, parallel: ParallelSettings
 ) -> EplbSteps:
-    """For a server that has just started, its experts in their own order."""
-    placement = identity_placement(
+    """For a server that has just started."""
+    own_order = identity_placement(
         len(layout.layer_ids),
         layout.num_experts,
         ep_size=report.num_expert_ranks,
         num_redundant=report.num_redundant_experts,
     )
-    hosts, slices = parallel.num_hosts, parallel.num_slices
-    migration = Migration(placement, hosts=hosts, slices=slices, slots_per_step=settings.slots_per_step)
+    hosts, slices, first = parallel.num_hosts, parallel.num_slices, report.placement or own_order
+    migration = Migration(first, hosts=hosts, slices=slices, slots_per_step=settings.slots_per_step)
     if settings.enabled:
-        return EplbSteps(migration)
-    return EplbSteps(migration, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
+        return EplbSteps(migration, own_order=own_order)
+    return EplbSteps(migration, own_order=own_order, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
 
 
 class EplbSteps:
     """Adds the pieces of `migration` to step plans, at most one each, and reads the expert counts of their results.
 
     The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
-    last one of the counts; `on_reading` is called in the engine thread when there is another. `head_for`, `state`,
+    last one of the counts; `on_reading` is called in the engine thread when there is another. Hosts that start have
+    experts where `first` says. `head_for`, `state`,
     `reading` and `migration.progress` may be used from any thread, all else from the engine's.
     """
 
-    def __init__(self, migration: Migration, *, counts_every: int = COUNTS_EVERY, moves_experts: bool = True) -> None:
+    def __init__(
+        self,
+        migration: Migration,
+        *,
+        own_order: ExpertPlacement | None = None,
+        counts_every: int = COUNTS_EVERY,
+        moves_experts: bool = True,
+    ) -> None:
         self.migration, self.moves_experts = migration, moves_experts
         start = migration.placement
         self.reading = LoadReading(0, 0, np.zeros((start.num_layers, start.num_experts), np.int32))
@@ -61,7 +69,7 @@ class EplbSteps:
         self._counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
-        self._first = self._own_order = start
+        self.first, self._own_order = start, own_order or start
 
     def state(self) -> PlacementState | None:
         """What a plan may be made from now; None while a migration is under way or requested."""
@@ -99,7 +107,7 @@ class EplbSteps:
         Hosts that follow begin with experts as they lie now where the weights `are_sent`, which are kept so, else in
         their own order.
         """
-        self._first = self.migration.placement if are_sent else self._own_order
+        self.first = self.migration.placement if are_sent else self._own_order
         if not self.migration.progress.is_done:
             self.migration.begin(self.migration.target)
         self.forget_counts()
@@ -109,9 +117,9 @@ class EplbSteps:
 
         Where there are more or fewer ranks than before, that is for a plan to say that is made for them.
         """
-        target, first = self._wanted.pop() if self._wanted else self.migration.target, self._first
+        target, first = self._wanted.pop() if self._wanted else self.migration.target, self.first
         if layout.num_expert_ranks != first.ep_size:
-            first = self._first = self._own_order = target = identity_placement(
+            first = self.first = self._own_order = target = identity_placement(
                 first.num_layers,
                 first.num_experts,
                 ep_size=layout.num_expert_ranks,

@@ -1,17 +1,13 @@
 """This host's share of the weights in a file of memory: it stays when this process ends, for the one that follows it.
 
-It is sealed (`F_SEAL_WRITE` and others): no process can change or truncate what another one has mapped.
-
-    where the table begins | arrays, each at a multiple of ALIGNMENT | table as JSON: token, arrays with checksums
+where the table begins | arrays, each at a multiple of ALIGNMENT | table as JSON: token, arrays with checksums
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import mmap
-import os
 import zlib
 from collections.abc import Iterator
 from typing import Any, cast
@@ -20,7 +16,7 @@ import jax
 import numpy as np
 
 from rayserve_moe.checkpoints.names import walk
-from rayserve_moe.checkpoints.open_shares import WeightShare
+from rayserve_moe.checkpoints.open_shares import WeightShare, written_share
 from rayserve_moe.checkpoints.parts import region_of, regions_of
 from rayserve_moe.checkpoints.pieces import Region
 from rayserve_moe.checkpoints.staged import StagedParameter, on_devices
@@ -34,9 +30,6 @@ from rayserve_moe.parallel.mesh import platform_of
 
 ALIGNMENT = 4096
 NUMBER_BYTES = 8
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-MOST_WRITTEN_BYTES = 64 << 20
-"""With one call; other threads run in between."""
 Path = tuple[str, str]
 """Of an array: its group, its name."""
 
@@ -50,21 +43,17 @@ def write_share(token: str, weights: ModelWeights, *, staged: dict[str, Any]) ->
 
     Of what several devices of this host hold there is one copy. Where experts lie is part of it.
     """
-    fd = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with written_share(token) as share:
         entries, end = [], ALIGNMENT
         for path, region, values in _blocks(weights, staged):
             raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-            _write(fd, raw, end)
+            share.write(raw, end)
             entries.append([path, region, end, zlib.crc32(raw.data)])
             end += -(-len(raw) // ALIGNMENT) * ALIGNMENT
-        _write(fd, np.frombuffer(json.dumps({"token": token, "entries": entries}).encode(), np.uint8), end)
-        os.pwrite(fd, end.to_bytes(NUMBER_BYTES, "little"), 0)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return WeightShare(token, fd)
+        table = json.dumps({"token": token, "entries": entries}).encode()
+        share.write(np.frombuffer(table, np.uint8), end)
+        share.write(np.frombuffer(end.to_bytes(NUMBER_BYTES, "little"), np.uint8), 0)
+    return share
 
 
 def read_share(share: WeightShare, served: ServedModel) -> ModelWeights:
@@ -137,12 +126,6 @@ def _shards_of(array: jax.Array | StagedParameter) -> dict[Region, np.ndarray]:
         return {region_of(each.index, array.shape): np.asarray(each.data) for each in array.addressable_shards}
     indices = array.sharding.addressable_devices_indices_map(array.spec.shape)
     return {region_of(indices[devices[0]] or (), array.spec.shape): values for values, devices in array.shards}
-
-
-def _write(fd: int, raw: np.ndarray, offset: int) -> None:
-    done = 0
-    while done < len(raw):
-        done += os.pwrite(fd, raw[done : done + MOST_WRITTEN_BYTES].data, offset + done)
 
 
 def _as_region(bounds: list[list[int]]) -> Region:

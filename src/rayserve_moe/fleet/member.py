@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import EngineControl
@@ -72,8 +73,11 @@ class FleetMember:
         """Whether no other replica is known to have joined."""
         return self.view.members <= {self.name}
 
-    def first_weights(self, *, poll_s: float = SYNC_S) -> ServedWeights:
-        """Return the weights to start with, and wait while they were sent and others still have them.
+    def first_weights(
+        self, offered: Callable[[str], FirstWeights | None] = lambda _: None, *, poll_s: float = SYNC_S
+    ) -> FirstWeights:
+        """Return the weights to start with. Those that were sent another replica has to offer, which `offered` asks for
+        by their order: this waits for it.
 
         Where all replicas are gone that had them, and they were sent, or their directory is gone, the configured ones
         are wanted again.
@@ -85,11 +89,16 @@ class FleetMember:
             if not view.members and not _is_there(wanted.weights.path):
                 log.warning("weights %s are lost with all replicas: the configured ones serve", wanted.weights.version)
                 wanted = self.state.abandon(wanted.number)
-            if wanted.weights.path is not None:
+            path, first = wanted.weights.path, None
+            if path is not None:
+                first = FirstWeights(path, wanted.weights.version)
+            elif view.members:
+                first = offered(wanted.weights.order_id)
+            if first is not None:
                 self.applied = replace(self.applied, weights=wanted.weights)
-                return wanted.weights
+                return first
             if not is_said:
-                log.warning("weights %s were sent, no disk has them: waiting for others", wanted.weights.version)
+                log.warning("weights %s were sent, and no replica offers them: waiting", wanted.weights.version)
                 is_said = True
             time.sleep(poll_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.config.derive import PageGroup
 
 
@@ -15,7 +16,8 @@ class StartReport:
     `page_groups` are the groups of layers, where there are several or some have a window.
     `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
     which `num_programs_found` were on disk. `first_run_s` is running every program once. `dtype` is that of
-    the weights, but for tensors by the names of `float32_tensors`, in which `*` stands for numbers.
+    the weights, but for tensors by the names of `float32_tensors`, in which `*` stands for numbers. Experts lie where
+    `placement` says, None: in their own order.
     """
 
     num_pages: int
@@ -30,6 +32,7 @@ class StartReport:
     page_groups: tuple[PageGroup, ...] = ()
     dtype: str = ""
     float32_tensors: tuple[str, ...] = ()
+    placement: ExpertPlacement | None = None
 
     def __str__(self) -> str:
         windowed = "".join(f", {size} for a window of {window}" for window, size in self.page_groups if window)
@@ -50,5 +53,9 @@ def slowest_start(reports: Sequence[StartReport]) -> StartReport:
     """Combine the reports of hosts that started in parallel: the worst of each number."""
     columns = zip(*(asdict(report).items() for report in reports), strict=True)
     least = ("num_pages", "num_programs_found")
-    worst = {column[0][0]: (min if column[0][0] in least else max)(value for _, value in column) for column in columns}
+    worst = {
+        column[0][0]: (min if column[0][0] in least else max)(value for _, value in column)
+        for column in columns
+        if column[0][1] is not None
+    }
     return StartReport(**worst)

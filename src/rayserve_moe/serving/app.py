@@ -18,7 +18,6 @@ from ray.serve.config import DeploymentActorConfig
 
 from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
-from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.derive import keeps_journal, most_open_requests, most_replicas
 from rayserve_moe.config.load import settings_from
@@ -35,7 +34,7 @@ from rayserve_moe.fleet.wanted_state import STATE_NAME, WantedStateActor
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.fleet import Fleet
+from rayserve_moe.serving.fleet import Fleet, OffersOfOthers
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.prompt_reader import PromptReaders
@@ -64,13 +63,12 @@ class MoeServer:
         use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
         self._this = ray.get_runtime_context().current_actor
         fleet = self._fleet = fleet_of(settings, give_up=self._leave)
-        weights = fleet.member.first_weights()
         self._engine = start_replica_engine(
             settings,
             find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME),
-            serve_weights=GroupWeights(weights.path) if weights.path else None,
-            weight_version=weights.version,
+            weights=fleet.member.first_weights(OffersOfOthers(fleet_calls())),
         )
+        fleet.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control
         fleet.member.join(control)
         threading.Thread(target=fleet.member.keep_up, args=(control,), name="fleet", daemon=True).start()
@@ -198,8 +196,13 @@ def fleet_of(settings: Settings, *, give_up: Callable[[], object]) -> Fleet:
     member = FleetMember(
         context.replica_tag, state, partial(listed_replicas, context.app_name, context.deployment), give_up
     )
-    calls = FleetCalls(context.app_name, context.deployment, method="fleet_call")
-    return Fleet(member, calls, state, settings.updates.staging_timeout_s)
+    return Fleet(member, fleet_calls(), state, settings.updates.staging_timeout_s)
+
+
+def fleet_calls() -> FleetCalls:
+    """Calls to all replicas of this deployment, from one event loop."""
+    context = serve.get_replica_context()
+    return FleetCalls(context.app_name, context.deployment, method="fleet_call")
 
 
 def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor, read_bucket
+from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.tensor_updates import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Refusal
@@ -101,6 +102,13 @@ async def _follow(state: ApiState, wanted: Wanted) -> WeightOutcome:
     return await asyncio.to_thread(_member(state).follow, state.loop.control, wanted)
 
 
+async def _offered_weights(state: ApiState, order_id: str) -> FirstWeights | None:
+    """What serves here, where that is of this order."""
+    assert state.fleet is not None, "a fleet calls its members"
+    is_wanted = state.fleet.member.applied.weights.order_id == order_id
+    return await asyncio.to_thread(state.fleet.offered_weights) if is_wanted else None
+
+
 async def _wanted(
     state: ApiState, update_id: str, number: int, heads: Heads, base_version: str | None
 ) -> list[list[WantedTensor]]:
@@ -173,6 +181,7 @@ CALLS: Calls = {
     "hold_new": _hold_new,
     "metrics": _metrics,
     "num_unended": _num_unended,
+    "offered_weights": _offered_weights,
     "stage": _stage,
     "statistics": _statistics,
     "stored_response": _stored_response,

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare
+from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare, written_share
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import WeightKeeper, WeightKeepers
 from rayserve_moe.cluster.worker_tensors import BEGIN, FINISH, SHARE, WorkerTensors
@@ -73,13 +74,25 @@ def said_at(place: Any) -> bytes:
 
 def test_a_keeper_has_open_what_it_keeps_after_its_writer_has_closed_it() -> None:
     keeper, first, second = WeightKeeper(), share_of("first"), share_of("second")
-    places = [keeper.keep(each.place) for each in (first, second)]
+    places = [keeper.keep(0, each.place) for each in (first, second)]
     first.close()
     second.close()
     assert [said_at(place) for place in places] == [b"first", b"second"]
     keeper.keep_only("second")
     assert num_open() and said_at(places[1]) == b"second"
+    assert said_at(keeper.keep(0, places[1])) == b"second", "in place of the one before"
     keeper.keep_only("")
+
+
+def test_a_share_is_sealed_once_it_is_written_and_gone_where_that_fails() -> None:
+    with written_share("a") as share:
+        share.write(np.arange(5, dtype=np.uint8), 3)
+    assert share.num_bytes == 8 and share.read(2, 5).tolist() == [0, 0, 1]
+    with pytest.raises(OSError, match="not permitted"):
+        share.write(np.zeros(1, np.uint8), 0)
+    share.close()
+    with pytest.raises(ValueError, match="half way"), written_share("a"):
+        raise ValueError("half way")
 
 
 def test_a_worker_has_open_what_serves_and_what_waits() -> None:
@@ -101,7 +114,7 @@ def test_a_worker_has_open_what_serves_and_what_waits() -> None:
 def test_nothing_is_kept_where_one_host_has_no_share() -> None:
     keepers = WeightKeepers(lambda: None)
     assert keepers.keep([], []) == keepers.keep(["n", "m"], [SharePlace("a", 1, 2), None]) == ()
-    assert keepers.actors == []
+    assert keepers.actors == {}
 
 
 def test_weights_are_there_on_disk_or_where_they_are_kept() -> None:
