@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from rayserve_moe.serving.response_store import ResponseStore
 from tests.http.asking import CHAT, ask
+from tests.http.conftest import served
 from tests.http.test_bad_inputs import check_error
 from tests.http.test_tools import TOOLS, USER
 from tests.support.scripted import MODEL, SCRIPTS
@@ -176,6 +178,20 @@ def test_history_reaches_the_template(scripted_http):
 def test_what_cannot_be_served_is_refused_by_name(scripted_http, path, fields, named):
     body = (ANTHROPIC if path == MESSAGES else ASKED) | fields
     assert named in check_error(scripted_http.post(path, json=body), 400)["message"]
+
+
+def test_every_refusal_has_the_form_of_its_dialect(scripted):
+    with (
+        served(scripted, api_key="k", max_body_bytes=100) as url,
+        httpx.Client(base_url=url, headers={"x-api-key": "k", "authorization": "Bearer k"}) as http,
+    ):
+        check_error(http.post(MESSAGES, json=ANTHROPIC, headers={"authorization": "Bearer other"}), 401)
+        for path in (MESSAGES, RESPONSES):
+            check_error(http.post(path, content=b" " * 101), 413)
+            check_error(http.post(path, content=iter([b" " * 60] * 2)), 413)
+            check_error(http.post(path, content=b"{"), 400)
+            check_error(http.put(path, json={}), 405)
+            check_error(http.get(f"{path}/none/such"), 404)
 
 
 def test_a_response_has_items_in_order(scripted_http):
