@@ -1,4 +1,4 @@
-"""JSON of answers: what is not a number there raises, text may say anything, and an event is one line, named rightly."""
+"""JSON of answers: what is no number raises, text may say anything, and an event is one line with the right name."""
 
 from __future__ import annotations
 
