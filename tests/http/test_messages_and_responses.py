@@ -180,6 +180,30 @@ def test_what_cannot_be_served_is_refused_by_name(scripted_http, path, fields, n
     assert named in check_error(scripted_http.post(path, json=body), 400)["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens"),
+        (MESSAGES, {"output_config": {"format": {"type": "some"}}}, "output_config.format"),
+        (MESSAGES, {"output_config": {"effort": "some"}}, "output_config.effort"),
+        (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
+        (MESSAGES, {"max_tokens": 10**6}, "max_tokens"),
+        (f"{MESSAGES}/count_tokens", {"max_tokens": None, "output_config": {"effort": "some"}}, "output_config.effort"),
+        (RESPONSES, {"reasoning": {"effort": "some"}}, "reasoning.effort"),
+        (RESPONSES, {"text": {"format": {"type": "some"}}}, "text.format"),
+        (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
+        (RESPONSES, {"input": "x" * 2000}, "input"),
+        (RESPONSES, {"request_id": ""}, "request_id"),
+        (RESPONSES, {"stop": ""}, "stop"),
+    ],
+)
+def test_a_field_is_refused_under_the_name_that_it_was_given(scripted_http, path, fields, named):
+    asked = ASKED if path == RESPONSES else ANTHROPIC
+    body = {name: value for name, value in (asked | fields).items() if value is not None}
+    error = check_error(scripted_http.post(path, json=body), 400)
+    assert error["param"] == named and f"`{named}`" in error["message"], error
+
+
 def test_every_refusal_has_the_form_of_its_dialect(scripted):
     with (
         served(scripted, api_key="k", max_body_bytes=100) as url,
@@ -246,7 +270,7 @@ def test_a_response_continues_another(scripted_http, scripted_client):
     body = {"input": "x", "previous_response_id": first.id}
     assert check_error(scripted_http.post(RESPONSES, json=body), 404)["param"] == "previous_response_id"
     unkept = scripted_client.responses.create(model=MODEL, input="x", max_output_tokens=1, store=False)
-    assert check_error(scripted_http.get(f"{RESPONSES}/{unkept.id}"), 404)
+    assert check_error(scripted_http.get(f"{RESPONSES}/{unkept.id}"), 404)["param"] == "response_id"
 
 
 def test_the_openai_package_reads_the_stream(scripted_client):

@@ -13,6 +13,13 @@ from rayserve_moe.serving.schemas.field_types import MaxTokens, RequestBody
 
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "cache_salt", "priority", "vllm_xargs")
 """Fields that chats have too, and check."""
+CHAT_NAMES = {
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Fields of a chat, and what they are here."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 

@@ -71,6 +71,16 @@ class ResponsesBody(RequestBody):
         return bool(self.top_logprobs) or LOGPROBS in self.include
 
 
+CHAT_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "rid": "request_id",
+}
+"""Fields of a chat, and what they are here."""
+
+
 def chat_fields(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the same request as fields of a chat over `messages`. ApiError 400 for what has no place there."""
     if set(body.include) - set(_INCLUDED):
