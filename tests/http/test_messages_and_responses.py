@@ -126,7 +126,8 @@ def test_history_reaches_the_template(scripted_http):
         {
             "role": "assistant",
             "content": [
-                {"type": "thinking", "thinking": "why", "signature": "x"},
+                {"type": "thinking", "thinking": "w", "signature": "x"},
+                {"type": "thinking", "thinking": "h", "signature": "x"},
                 {"type": "text", "text": "so"},
                 {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
             ],
@@ -137,14 +138,14 @@ def test_history_reaches_the_template(scripted_http):
     chat = [
         {"role": "system", "content": "be"},
         history[0],
-        {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": [call]},
+        {"role": "assistant", "content": "so", "reasoning_content": "w\nh", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "7"},
     ]
     wanted = ask(scripted_http, "/tokenize", messages=chat)["count"]
     assert ask(scripted_http, f"{MESSAGES}/count_tokens", messages=history, system="be") == {"input_tokens": wanted}
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "why"}], "summary": []},
+        *({"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}], "summary": []} for text in "wh"),
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "1", "output": "7"},
@@ -193,6 +194,14 @@ def test_what_cannot_be_served_is_refused_by_name(scripted_http, path, fields, n
         (RESPONSES, {"text": {"format": {"type": "some"}}}, "text.format"),
         (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
         (RESPONSES, {"input": "x" * 2000}, "input"),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": 5}]}, "input.0"),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": [5]}]}, "input.0"),
+        (RESPONSES, {"tools": None, "tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"tools": None, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        (RESPONSES, {"tools": None, "tool_choice": 5}, "tool_choice"),
+        (MESSAGES, {"tools": None, "tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"tools": None, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": ["any"]}}, "tool_choice"),
         (RESPONSES, {"request_id": ""}, "request_id"),
         (RESPONSES, {"stop": ""}, "stop"),
     ],
@@ -201,7 +210,7 @@ def test_a_field_is_refused_under_the_name_that_it_was_given(scripted_http, path
     asked = ASKED if path == RESPONSES else ANTHROPIC
     body = {name: value for name, value in (asked | fields).items() if value is not None}
     error = check_error(scripted_http.post(path, json=body), 400)
-    assert error["param"] == named and f"`{named}`" in error["message"], error
+    assert error["param"] == named and f"`{named}" in error["message"], error
 
 
 def test_every_refusal_has_the_form_of_its_dialect(scripted):

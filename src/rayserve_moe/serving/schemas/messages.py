@@ -128,8 +128,6 @@ def _assistant(blocks: Sequence[dict[str, Any]], param: str) -> dict[str, Any]:
 
 
 def _tools(body: CountTokensBody) -> dict[str, Any]:
-    if not body.tools:
-        return {}
     tools = []
     for tool in body.tools:
         if tool.get("type") not in (None, "custom"):
@@ -141,10 +139,12 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
     kind, name = choice.get("type", "auto"), choice.get("name")
     if kind == "tool" and isinstance(name, str):
         chosen: Any = {"type": "function", "function": {"name": name}}
-    elif kind in _TOOL_CHOICES:
+    elif isinstance(kind, str) and kind in _TOOL_CHOICES:
         chosen = _TOOL_CHOICES[kind]
     else:
         raise ApiError(400, "`tool_choice.type` should be auto, any, tool or none", param="tool_choice")
+    if not tools:
+        return {"tool_choice": chosen}
     return {"tools": tools, "tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
 
 

@@ -12,7 +12,7 @@ from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, 
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 _CHAT_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "chat_template_kwargs"),
@@ -116,8 +116,12 @@ _JOINED = {"tool_calls", "reasoning_content"}
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
-    content = "\n".join(filter(None, (one.get("content"), other.get("content")))) or None
-    return {**one, **other, "content": content, **({"tool_calls": calls} if calls else {})}
+    texts = {
+        name: "\n".join(filter(None, (one.get(name), other.get(name)))) or None
+        for name in ("content", "reasoning_content")
+        if name == "content" or name in one or name in other
+    }
+    return {**one, **other, **texts, **({"tool_calls": calls} if calls else {})}
 
 
 def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, Any]]:
@@ -134,8 +138,7 @@ def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, An
             text = _text_of(item.get("output"), param)
             yield {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
         case "reasoning":
-            text = "\n".join(str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, dict))
-            if text:
+            if text := _text_of(item.get("content"), param):
                 yield {"role": "assistant", "content": None, "reasoning_content": text}
         case _:
             raise ApiError(400, f"`{param}`: items of this type are not supported here", param=param)
@@ -153,8 +156,6 @@ def _text_of(content: Any, param: str) -> str:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    if not body.tools:
-        return {}
     if not all(tool.get("type") == "function" for tool in body.tools):
         raise ApiError(400, "`tools`: only tools of type function are supported", param="tools")
     names = ("name", "description", "parameters", "strict")
@@ -165,6 +166,8 @@ def _tools(body: ResponsesBody) -> dict[str, Any]:
     choice = body.tool_choice
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    if not tools:
+        return {"tool_choice": choice}
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
 
 
