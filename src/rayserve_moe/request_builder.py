@@ -139,7 +139,7 @@ def _listed_in_prompt(
     ids = given.get("token_ids_logprob")
     if not ids or scored_from is None or not options["logprob_token_ids"]:
         return None
-    count = prompt_len - 1 - scored_from
+    count = max(0, prompt_len - 1 - scored_from)  # a start beyond the prompt is refused with the request
     return ListedInPrompt(scored_from, np.broadcast_to(np.asarray(ids, np.int32), (count, len(ids))))
 
 
