@@ -46,6 +46,10 @@ async def _read(
 ) -> Schema:
     with ExitStack() as held:
         body = await _bytes_of(request, admission, held)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(
+                400, "the request body is compressed: send it without a content-encoding", code="invalid_json"
+            )
         check = partial(_checked, body, schema, parse)
         if len(body) > INLINE_BYTES:
             checked, unknown = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
