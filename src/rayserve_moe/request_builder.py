@@ -50,7 +50,8 @@ def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]
     for name, value in given.items():
         fields = _OPTIONS.get(name) if name in options else _SAMPLING.get(name) or _CONSTRAINTS.get(name, [])
         if fields == []:
-            raise RequestError(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(_SAMPLING))}", name)
+            known = ", ".join(sorted(_SAMPLING.keys() | _CONSTRAINTS.keys()))
+            raise RequestError(f"unknown sampling parameter {name!r}; known: {known}", name)
         if value is not None:
             read[name] = _read(fields[0], value, name) if fields else value
     return read
