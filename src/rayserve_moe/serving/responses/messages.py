@@ -12,7 +12,7 @@ from rayserve_moe.serving.responses.openai import OpenAIWriter, usage_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "abort", "error": "error"}
-"""How messages end that have not ended by themselves: what was cut off is told from what is whole."""
+"""How messages end that have not ended by themselves: what was cut off is not shown as whole."""
 _EMPTY = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
