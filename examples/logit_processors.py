@@ -1,4 +1,4 @@
-"""Two logit processors, for `logit_processors: examples.logit_processors` in a server's settings.
+"""Two logit processors, for `logit_processors: examples/logit_processors.py` in a server's settings.
 
     curl localhost:8000/v1/completions -H 'content-type: application/json' \\
       -d '{"prompt": "37+45=", "max_tokens": 8, "vllm_xargs": {"top_n_sigma": 1.0, "no_repeat_ngram": 3}}'

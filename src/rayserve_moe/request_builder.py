@@ -50,7 +50,8 @@ def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]
     for name, value in given.items():
         fields = _OPTIONS.get(name) if name in options else _SAMPLING.get(name) or _CONSTRAINTS.get(name, [])
         if fields == []:
-            raise RequestError(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(_SAMPLING))}", name)
+            known = ", ".join(sorted(_SAMPLING.keys() | _CONSTRAINTS.keys()))
+            raise RequestError(f"unknown sampling parameter {name!r}; known: {known}", name)
         if value is not None:
             read[name] = _read(fields[0], value, name) if fields else value
     return read
@@ -139,7 +140,7 @@ def _listed_in_prompt(
     ids = given.get("token_ids_logprob")
     if not ids or scored_from is None or not options["logprob_token_ids"]:
         return None
-    count = prompt_len - 1 - scored_from
+    count = max(0, prompt_len - 1 - scored_from)  # a start beyond the prompt is refused with the request
     return ListedInPrompt(scored_from, np.broadcast_to(np.asarray(ids, np.int32), (count, len(ids))))
 
 

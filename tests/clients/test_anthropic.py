@@ -79,3 +79,10 @@ def test_a_call_can_be_demanded(tool_url: str, choice: dict[str, str]) -> None:
         )
     (call, *_) = [block for block in message.content if block.type == "tool_use"]
     assert message.stop_reason == "tool_use" and call.name == choice.get("name", call.name)
+
+
+def test_a_refusal_is_an_error_that_the_client_reads(client: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(**ASKED | {"max_tokens": 1000})
+    assert refused.value.body["type"] == "error"
+    assert refused.value.body["error"]["type"] == "invalid_request_error" and "max_tokens" in str(refused.value)

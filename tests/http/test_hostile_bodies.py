@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import re
@@ -99,3 +100,11 @@ def _gaps_of_a_stream(http):
     with http.stream("POST", "/v1/completions", json=STREAMED) as answer:
         arrivals = [time.process_time() for line in answer.iter_lines() if line]
     return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+
+
+def test_a_compressed_body_is_refused_as_such(http):
+    body = gzip.compress(json.dumps({"prompt": [5], "max_tokens": 1}).encode())
+    refused = http.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
+    assert "compressed" in check_error(refused, 400)["message"]
+    plain = {"prompt": [5], "max_tokens": 1}
+    assert http.post("/v1/completions", json=plain, headers={"content-encoding": "identity"}).status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
+from tests.http.test_bad_inputs import check_error
 
 PROMPT = [*range(40, 60)]
 LISTED = [300, 7, 9]
@@ -96,3 +97,10 @@ def test_a_request_chooses_the_distribution(http, path):
     told = ask(http, GENERATE, input_ids=PROMPT + output, **score)["meta_info"]["input_token_logprobs"]
     assert scored[1:] == pytest.approx([value for value, *_ in told[1:]], **CLOSE)
     assert logprobs("processed_logprobs") != pytest.approx(scored[1:], **CLOSE)
+
+
+@pytest.mark.parametrize("listed", [None, LISTED])
+def test_a_start_beyond_the_prompt_is_refused(http, listed):
+    for start in (len(PROMPT) + 1, 2**31 - 1):
+        body = {"input_ids": PROMPT, **NATIVE, "token_ids_logprob": listed, "logprob_start_len": start}
+        assert check_error(http.post(GENERATE, json=body), 400)["param"] == "logprob_start_len"

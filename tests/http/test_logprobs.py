@@ -275,3 +275,22 @@ def test_log_probs_are_finite_at_the_edges(http, temperature, repetition_penalty
     )["meta_info"]
     assert all(map(math.isfinite, values(meta_info["output_token_logprobs"])))
     assert all(math.isfinite(logprob) for top in meta_info["output_top_logprobs"] for logprob in values(top))
+
+
+def test_the_best_samples_of_each_prompt_are_the_likeliest_ones(http):
+    asked = {"prompt": [[5, 6], PROMPT], "max_tokens": 6, "seed": 3, "temperature": 1, "logprobs": 0}
+    every = ask(http, COMPLETIONS, **asked, n=4)
+    best = ask(http, COMPLETIONS, **asked, n=2, best_of=4, return_token_ids=True)
+
+    def likelihood(choice):
+        return sum(choice["logprobs"]["token_logprobs"]) / len(choice["logprobs"]["token_logprobs"])
+
+    expected = []
+    for samples in (every["choices"][:4], every["choices"][4:]):
+        expected += sorted(samples, key=likelihood, reverse=True)[:2]
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in expected]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert [choice["prompt_token_ids"] for choice in best["choices"]] == [[5, 6]] * 2 + [PROMPT] * 2
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"], "all were generated"
+    unasked = {name: value for name, value in asked.items() if name != "logprobs"}
+    assert ask(http, COMPLETIONS, **unasked, best_of=4)["choices"][0]["text"] == expected[0]["text"]

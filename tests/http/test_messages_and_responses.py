@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from rayserve_moe.serving.response_store import ResponseStore
 from tests.http.asking import CHAT, ask
+from tests.http.conftest import served
 from tests.http.test_bad_inputs import check_error
 from tests.http.test_tools import TOOLS, USER
 from tests.support.scripted import MODEL, SCRIPTS
@@ -124,7 +126,8 @@ def test_history_reaches_the_template(scripted_http):
         {
             "role": "assistant",
             "content": [
-                {"type": "thinking", "thinking": "why", "signature": "x"},
+                {"type": "thinking", "thinking": "w", "signature": "x"},
+                {"type": "thinking", "thinking": "h", "signature": "x"},
                 {"type": "text", "text": "so"},
                 {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
             ],
@@ -135,14 +138,14 @@ def test_history_reaches_the_template(scripted_http):
     chat = [
         {"role": "system", "content": "be"},
         history[0],
-        {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": [call]},
+        {"role": "assistant", "content": "so", "reasoning_content": "w\nh", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "7"},
     ]
     wanted = ask(scripted_http, "/tokenize", messages=chat)["count"]
     assert ask(scripted_http, f"{MESSAGES}/count_tokens", messages=history, system="be") == {"input_tokens": wanted}
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "why"}], "summary": []},
+        *({"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}], "summary": []} for text in "wh"),
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "1", "output": "7"},
@@ -176,6 +179,52 @@ def test_history_reaches_the_template(scripted_http):
 def test_what_cannot_be_served_is_refused_by_name(scripted_http, path, fields, named):
     body = (ANTHROPIC if path == MESSAGES else ASKED) | fields
     assert named in check_error(scripted_http.post(path, json=body), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens"),
+        (MESSAGES, {"output_config": {"format": {"type": "some"}}}, "output_config.format"),
+        (MESSAGES, {"output_config": {"effort": "some"}}, "output_config.effort"),
+        (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
+        (MESSAGES, {"max_tokens": 10**6}, "max_tokens"),
+        (f"{MESSAGES}/count_tokens", {"max_tokens": None, "output_config": {"effort": "some"}}, "output_config.effort"),
+        (RESPONSES, {"reasoning": {"effort": "some"}}, "reasoning.effort"),
+        (RESPONSES, {"text": {"format": {"type": "some"}}}, "text.format"),
+        (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
+        (RESPONSES, {"input": "x" * 2000}, "input"),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": 5}]}, "input.0"),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": [5]}]}, "input.0"),
+        (RESPONSES, {"tools": None, "tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"tools": None, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        (RESPONSES, {"tools": None, "tool_choice": 5}, "tool_choice"),
+        (MESSAGES, {"tools": None, "tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"tools": None, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": ["any"]}}, "tool_choice"),
+        (RESPONSES, {"request_id": ""}, "request_id"),
+        (RESPONSES, {"stop": ""}, "stop"),
+    ],
+)
+def test_a_field_is_refused_under_the_name_that_it_was_given(scripted_http, path, fields, named):
+    asked = ASKED if path == RESPONSES else ANTHROPIC
+    body = {name: value for name, value in (asked | fields).items() if value is not None}
+    error = check_error(scripted_http.post(path, json=body), 400)
+    assert error["param"] == named and f"`{named}" in error["message"], error
+
+
+def test_every_refusal_has_the_form_of_its_dialect(scripted):
+    with (
+        served(scripted, api_key="k", max_body_bytes=100) as url,
+        httpx.Client(base_url=url, headers={"x-api-key": "k", "authorization": "Bearer k"}) as http,
+    ):
+        check_error(http.post(MESSAGES, json=ANTHROPIC, headers={"authorization": "Bearer other"}), 401)
+        for path in (MESSAGES, RESPONSES):
+            check_error(http.post(path, content=b" " * 101), 413)
+            check_error(http.post(path, content=iter([b" " * 60] * 2)), 413)
+            check_error(http.post(path, content=b"{"), 400)
+            check_error(http.put(path, json={}), 405)
+            check_error(http.get(f"{path}/none/such"), 404)
 
 
 def test_a_response_has_items_in_order(scripted_http):
@@ -230,7 +279,7 @@ def test_a_response_continues_another(scripted_http, scripted_client):
     body = {"input": "x", "previous_response_id": first.id}
     assert check_error(scripted_http.post(RESPONSES, json=body), 404)["param"] == "previous_response_id"
     unkept = scripted_client.responses.create(model=MODEL, input="x", max_output_tokens=1, store=False)
-    assert check_error(scripted_http.get(f"{RESPONSES}/{unkept.id}"), 404)
+    assert check_error(scripted_http.get(f"{RESPONSES}/{unkept.id}"), 404)["param"] == "response_id"
 
 
 def test_the_openai_package_reads_the_stream(scripted_client):

@@ -132,6 +132,15 @@ def test_a_constraint_that_cannot_be_kept_to_is_refused_by_name(http, path, fiel
     assert "`not` at #" in error["message"] or "not" not in json.dumps(fields) or "grammar" in error["message"]
 
 
+@pytest.mark.parametrize(("one", "other"), [("choice", "json_schema"), ("choice", "regex"), ("regex", "ebnf")])
+def test_two_constraints_are_refused_under_the_names_that_they_were_given(http, one, other):
+    values = {"choice": ["a"], "json_schema": "{}", "regex": "a", "ebnf": 'root ::= "a"'}
+    fields = {name: values[name] for name in (one, other)}
+    error = check_error(http.post(GENERATE, json={"input_ids": PROMPT, "sampling_params": fields}), 400)
+    places = [f"sampling_params.{name}" for name in (one, other)]
+    assert error["param"] in places and all(f"`{place}`" in error["message"] for place in places), error
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, TOKENS])
 def test_an_answer_that_nothing_may_follow_ends_with_an_error_and_status_200(http, path):
     (a,) = synthetic_tokenizer().encode("a", add_special_tokens=False)

@@ -164,6 +164,26 @@ def test_texts_become_ids_and_ids_texts(http, engine):
         assert texts == {"prompt": expected, "text": expected}
 
 
+def test_texts_may_be_several_and_empty(http, engine):
+    each = [ask(http, "/tokenize", prompt=text, return_token_strs=True) for text in ("ab", "", "</s>c")]
+    several = ask(http, "/tokenize", prompt=["ab", "", "</s>c"], return_token_strs=True)
+    assert each[1]["tokens"] == engine.tokenizer.encode("") and several["max_model_len"] == each[0]["max_model_len"]
+    for name in ("count", "tokens", "token_strs"):
+        assert several[name] == [one[name] for one in each]
+    ids = [one["tokens"] for one in each]
+    texts = [ask(http, "/detokenize", tokens=one) for one in ids]
+    assert ask(http, "/detokenize", tokens=ids) == {name: [one[name] for one in texts] for name in ("prompt", "text")}
+    assert ask(http, "/detokenize", tokens=[]) == {"prompt": "", "text": ""}
+    assert ask(http, "/tokenize", prompt=[])["tokens"] == []
+
+
+def test_ids_that_the_model_has_not_are_refused(http, engine):
+    last = engine.loop.card.vocab_size - 1
+    assert ask(http, "/detokenize", tokens=[last])["prompt"]
+    for given in ([last + 1], [[5], [last + 1]], [5, [6]], [[5], 6], [-1], [True]):
+        assert check_error(http.post("/detokenize", json={"tokens": given}), 400)["param"] == "tokens"
+
+
 def test_messages_become_the_ids_that_a_chat_has(http):
     messages = [{"role": "user", "content": "x"}]
     chat = ask(http, "/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True)

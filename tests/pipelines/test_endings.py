@@ -133,6 +133,14 @@ def test_text_prompts_are_their_ids(engine: Engine):
     assert by_text["meta_info"]["prompt_tokens"] == len(engine.tokenizer.encode(text))
 
 
+def test_sampling_parameters_stand_second_as_in_sglang(engine: Engine):
+    text, sampled = "ab", {"max_new_tokens": 6, "temperature": 0}
+    told = engine.generate(text, **sampled)["output_ids"]
+    assert engine.generate(text, sampled)["output_ids"] == told
+    assert [*engine.generate_stream(text, sampled)][-1]["output_ids"] == told
+    assert asyncio.run(engine.async_generate(text, sampled))["output_ids"] == told
+
+
 def test_the_longest_sequence_is_served_whole(engine: Engine):
     longest = engine.card.max_model_len
     wanted = request_for([5] * (longest - 3), max_new_tokens=3)

@@ -58,7 +58,7 @@ EXPLAINED = {
     **dict.fromkeys(("ep_size", "expert_parallel_size", "enable_expert_parallel", "moe_tp_size"), _EXPERTS),
     **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "layers are not split into stages here: leave it out"),
 }
-"""Settings of other engines that have no counterpart, and what to do instead."""
+"""Settings of other engines that have no counterpart, and what to do instead. 1 is what a single device does anyway."""
 
 
 def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Settings:
@@ -72,11 +72,14 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
     keys = _keys()
     merged = {key: os.environ[variable] for variable, key in ENVIRONMENT_KEYS.items() if os.environ.get(variable)}
     merged = in_own_terms({**merged, **values})
+    is_single = not merged.get("tpu_topology") and all(merged.get(n, 1) == 1 for n in ("num_hosts", "devices_per_host"))
     sections: dict[str, dict[str, Any]] = {}
     given: dict[_Key, str] = {}
     for name, value in merged.items():
         key = keys.get(name)
         if name in EXPLAINED:
+            if value == 1 and is_single:
+                continue
             raise SettingsError(f"{name}: {EXPLAINED[name]}")
         if key is None:
             raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")

@@ -56,9 +56,9 @@ class Engine:
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
+        sampling_params: SamplingMappings = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         stream: bool = False,
         **keywords: Any,
     ) -> Answer | list[Answer] | Iterator[Answer]:
@@ -81,9 +81,9 @@ class Engine:
     def generate_stream(
         self,
         prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
         *,
         input_ids: Sequence[int] | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> Iterator[Answer]:
         """Complete one prompt as `generate` does; yields the whole answer so far, with its `index`, as choices grow."""
@@ -92,9 +92,9 @@ class Engine:
     async def async_generate(
         self,
         prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
         *,
         input_ids: Sequence[int] | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
         stream: bool = False,
         **keywords: Any,
     ) -> Answer | list[Answer] | AsyncIterator[Answer]:

@@ -1,5 +1,7 @@
 """Every error in one shape: `{"error": {"message", "type", "param", "code"}}`. Input is never echoed.
 
+On Anthropic's routes `"type": "error"` stands before it, as its clients expect.
+
 An unknown exception is a bug of ours: a bare 500, logged by the server with its trace.
 """
 
@@ -11,6 +13,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.engine_loop import EngineBusyError, EngineRebuildingError
@@ -24,6 +27,8 @@ _TYPE_OF_STATUS = {
     501: "not_implemented_error",
     503: "service_unavailable_error",
 }
+ANTHROPIC_PATH = "/v1/messages"
+"""What paths of Anthropic's dialect begin with."""
 _RETRY_AFTER_S = {429: 1, 503: 5}
 
 
@@ -43,12 +48,13 @@ class ApiError(Exception):
         kind = _TYPE_OF_STATUS.get(self.status, fallback)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Return the HTTP answer, with `Retry-After` where a retry may succeed."""
+    def response(self, path: str) -> JSONResponse:
+        """Return the HTTP answer to a request for a path, with `Retry-After` where a retry may succeed."""
         headers = {"Retry-After": str(_RETRY_AFTER_S[self.status])} if self.status in _RETRY_AFTER_S else None
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
-        return JSONResponse(self.body(), self.status, headers)
+        form = {"type": "error"} if path.startswith(ANTHROPIC_PATH) else {}
+        return JSONResponse(form | self.body(), self.status, headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -71,6 +77,11 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error")
 
 
+def path_of(scope: Scope) -> str:
+    """Return the path that a request asks for, below the application's own."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every exception that leaves a route with an error object."""
     known = (
@@ -87,7 +98,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
-    response = as_api_error(error).response()
+    response = as_api_error(error).response(path_of(request.scope))
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
     return response

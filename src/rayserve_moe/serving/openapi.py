@@ -20,6 +20,7 @@ MEANINGS = {
     400: "The request is wrong: the error names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model, or no such request is kept.",
+    408: "The body did not arrive in time.",
     409: "This does not follow from what the server holds: begin anew. Or: the request is answered elsewhere now.",
     413: "The body is longer than the server takes.",
     422: "The model produced logits that are not numbers.",
@@ -64,7 +65,7 @@ def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)
     """Return the arguments of the decorator of a route that reads a JSON body."""
     content = {_JSON: {"schema": {"$ref": _REF.format(model=body.__name__)}}}
     return {
-        **answers(*refusals, kinds=kinds),
+        **answers(408, *refusals, kinds=kinds),
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
     }
 

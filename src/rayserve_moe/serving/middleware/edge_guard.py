@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.observability.logs import REQUEST_ID, request_id_from
-from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.errors import ANTHROPIC_PATH, ApiError, path_of
 from rayserve_moe.serving.routes.unsupported import UNSUPPORTED_CONTROL
 
 OPEN_PATHS = frozenset({"/health", "/experts"})
@@ -45,9 +45,6 @@ STREAMED_PATHS = frozenset({"/update_weights_from_tensor"})
 """Paths whose bodies are long: each part of one has the time of a body, and MOST_STREAMED_BYTES bound it."""
 MOST_STREAMED_BYTES = 4 << 30
 
-_ANTHROPIC = "/v1/messages"
-"""Its clients send their key in a header of its own."""
-
 
 def has_admin_key(server: ServerSettings, authorization: str) -> bool:
     """Whether a request may change what concerns all clients, by its header; always where no such key is set."""
@@ -73,18 +70,18 @@ def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = 
             return
         headers = dict(scope["headers"])
         REQUEST_ID.set(request_id_from(headers.get(b"x-request-id", b"")))
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         is_streamed = path in STREAMED_PATHS
         max_bytes = MOST_STREAMED_BYTES if is_streamed else server.max_body_bytes
         length = headers.get(b"content-length", b"")
         key = headers.get(b"authorization", b"")
-        if not key and path.startswith(_ANTHROPIC):
+        if not key and path.startswith(ANTHROPIC_PATH):  # whose clients send it in a header of its own
             key = b"Bearer " + headers.get(b"x-api-key", b"")
         if not _is_allowed(server, path, key):
-            await refused_key().response()(scope, receive, send)
+            await refused_key().response(path)(scope, receive, send)
         elif length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
             await _discard(receive, max_bytes, body_timeout_s)
-            await _too_large(max_bytes).response()(scope, receive, send)
+            await _too_large(max_bytes).response(path)(scope, receive, send)
         else:
             await app(scope, _limited(receive, max_bytes, body_timeout_s, is_streamed=is_streamed), send)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +24,8 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 _SUBJECT = re.compile("^(Value error,|Input|Field|String|List) ")
 """The beginning of a fault's sentence, which the name of the field replaces."""
+_NAMED = re.compile(r"`(\w+)`")
+"""The field that a sentence about several begins with."""
 _LONGEST_COMPARED_NAME = 64
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
@@ -44,6 +46,10 @@ async def _read(
 ) -> Schema:
     with ExitStack() as held:
         body = await _bytes_of(request, admission, held)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(
+                400, "the request body is compressed: send it without a content-encoding", code="invalid_json"
+            )
         check = partial(_checked, body, schema, parse)
         if len(body) > INLINE_BYTES:
             checked, unknown = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
@@ -100,7 +106,21 @@ def validate(schema: type[Schema], fields: dict) -> Schema:
         param = ".".join(str(step) for step in fault["loc"]) or None
         sentence = _SUBJECT.sub("", fault["msg"]).replace(" after validation", "")
         sentence = {"required": "is required"}.get(sentence, sentence)
+        if param is None and (named := _NAMED.match(sentence)):
+            raise ApiError(400, sentence, param=named[1]) from error
         raise ApiError(400, f"`{param}` {sentence}" if param else sentence, param=param) from error
+
+
+@contextmanager
+def refusals_translated(names: Mapping[str, str]) -> Generator[None, None, None]:
+    """Have errors about fields of a chat name those of the dialect that it was translated from."""
+    try:
+        yield
+    except ApiError as error:
+        if (theirs := names.get(error.param or "")) is None:
+            raise
+        message = error.message.replace(f"`{error.param}`", f"`{theirs}`")
+        raise ApiError(error.status, message, param=theirs, code=error.code) from error
 
 
 def chat_from(fields: dict[str, Any]) -> ChatBody:

@@ -11,7 +11,8 @@ from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from rayserve_moe.serving.responses.openai import OpenAIWriter, usage_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
 
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "abort", "error": "error"}
+"""How messages end that have not ended by themselves: what was cut off is not shown as whole."""
 _EMPTY = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
@@ -131,7 +132,7 @@ def _stop_of(choice: dict, *, has_called: bool) -> dict[str, Any]:
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
     is_call = has_called and choice["finish_reason"] == "stop"
     reason = "tool_use" if is_call else _REASONS.get(choice["finish_reason"], "end_turn")
-    return {"stop_reason": reason, "stop_sequence": None}
+    return {"stop_reason": reason, "stop_sequence": None, **({"error": choice["error"]} if "error" in choice else {})}
 
 
 def _usage(usage: dict) -> dict[str, int]:

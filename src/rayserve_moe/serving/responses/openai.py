@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -54,11 +55,12 @@ class OpenAIWriter:
         choices = []
         for choice, result in enumerate(results):
             choices.append(self._choice(choice, result, self._whole_text(choice, result.text), so_far=result))
+        prompt_rows = self._prompt_rows(choices)
         return {
             **self._envelope,
             "object": "chat.completion" if self._is_chat else "text_completion",
-            "choices": choices,
-            **self._prompt_rows(choices),
+            "choices": choices if isinstance(self._body, ChatBody) else _best(choices, results, body=self._body),
+            **prompt_rows,
             **self._evidence.of_chat(results),
             **self._evidence.sglext(results),
             "usage": self.usage(results),
@@ -192,6 +194,17 @@ class OpenAIWriter:
         written = {self._request_of_choice[choice["index"]].request_id: None for choice in choices}
         each = list((written | found).values())
         return {_PROMPT_ROWS: each[0] if len(each) == 1 else each}
+
+
+def _best(choices: list[dict], results: Sequence[ChoiceResult], *, body: CompletionBody) -> list[dict]:
+    """Return `n` choices of each prompt: those whose tokens have the highest mean log-prob, where more were sampled."""
+    n, num_samples = dict(body)["n"], body.num_samples
+    if n == num_samples:
+        return choices
+    means = [sum(result.logprobs) / len(result.logprobs) if result.logprobs else -math.inf for result in results]
+    samples = [range(first, first + num_samples) for first in range(0, len(choices), num_samples)]
+    kept = [place for each in samples for place in sorted(each, key=means.__getitem__, reverse=True)[:n]]
+    return [choices[place] | {"index": index} for index, place in enumerate(kept)]
 
 
 def usage_of(request_of_choice: Sequence[GenerationRequest], results: Sequence[ChoiceResult]) -> dict:

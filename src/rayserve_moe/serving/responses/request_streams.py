@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from rayserve_moe.text.thinking_limits import with_thinking_limit
 
 NumberedDelta = tuple[int, ChoiceResult]
 _Item = TypeVar("_Item")
+_QUOTED = re.compile(r"`(\w+)`")
 CHOICES_AT_ONCE = 64
 """Choices opened before other tasks of the event loop run: about two milliseconds."""
 
@@ -161,7 +163,8 @@ def refusals_named(param_names: Mapping[str, str]) -> Generator[None, None, None
         yield
     except RequestError as error:
         param = param_names.get(error.param or "", error.param)
-        message = f"`{param}`: {error}" if param and param not in str(error) else str(error)
+        sentence = _QUOTED.sub(lambda found: f"`{param_names.get(found[1], found[1])}`", str(error))
+        message = f"`{param}`: {sentence}" if param and param not in sentence else sentence
         raise ApiError(400, message, param=param) from error
 
 

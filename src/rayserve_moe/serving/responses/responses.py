@@ -13,7 +13,7 @@ from rayserve_moe.serving.responses.response_items import ItemEvents, items_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.schemas.responses import ResponsesBody
 
-_STATUS = {"length": "incomplete", "abort": "cancelled"}
+_STATUS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 
 
 class ResponsesWriter:
@@ -31,7 +31,7 @@ class ResponsesWriter:
         self._chat, self._request, self._keep = chat, request, keep
         self._envelope = _envelope(body, model)
         self._items: ItemEvents | None = None
-        self._finish = ""
+        self._finish, self._error = "", None
         self._number = 0
 
     @property
@@ -43,7 +43,7 @@ class ResponsesWriter:
         """Return the response."""
         answer = self._chat.whole(results)
         (choice,) = answer["choices"]
-        self._finish = choice["finish_reason"]
+        self._note_end(choice)
         return self._ended(items_of(choice["message"], choice["logprobs"]), answer["usage"])
 
     def defers(self, delta: ChoiceResult) -> bool:
@@ -60,7 +60,7 @@ class ResponsesWriter:
         for chunk in self._chat.chunks(choice, so_far, delta=delta):
             for part in chunk["choices"]:
                 events += self._items.of_delta(part["delta"], part["logprobs"])
-                self._finish = part["finish_reason"] or self._finish
+                self._note_end(part)
         return list(self._numbered(events))
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
@@ -68,14 +68,20 @@ class ResponsesWriter:
         assert self._items is not None, "an answer ends after it has begun"
         events = list(self._items.closed())
         response = self._ended(self._items.items(), self._chat.usage(results))
-        kind = "incomplete" if response["status"] == "incomplete" else "completed"
+        kind = {"cancelled": "completed"}.get(response["status"], response["status"])
         return list(self._numbered([*events, {"type": f"response.{kind}", "response": response}]))
+
+    def _note_end(self, choice: dict) -> None:
+        self._finish = choice["finish_reason"] or self._finish
+        self._error = choice.get("error", self._error)
 
     def _ended(self, output: list[dict], usage: dict) -> dict:
         status = _STATUS.get(self._finish, "completed")
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {**self._envelope, "status": status, "incomplete_details": details, "output": output}
         response["usage"] = _usage(usage)
+        if self._error is not None:
+            response["error"] = {"code": "invalid_prompt", "message": self._error["message"]}
         if self._envelope["store"]:
             self._keep(response)
         return response

@@ -133,7 +133,8 @@ async def _event_lines(
             yield line(event) if known is None else f"id: {known}\n".encode() + line(event)
     except (ApiError, EngineStoppedError) as error:
         told = as_api_error(error).body()
-        yield line(to_json({"type": "error", **told["error"], **told} if has_types else told))
+        typed = {"type": "error"}
+        yield line(to_json(typed | told["error"] | told | typed if has_types else told))
     finally:
         await events.aclose()
     if not has_types:

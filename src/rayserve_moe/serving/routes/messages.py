@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.middleware.json_body import chat_from, read_body
+from rayserve_moe.serving.middleware.json_body import chat_from, read_body, refusals_translated
 from rayserve_moe.serving.openapi import GENERATION, generates, takes
 from rayserve_moe.serving.responses.answering import respond, typed_events
 from rayserve_moe.serving.responses.messages import MessagesWriter
@@ -15,7 +15,7 @@ from rayserve_moe.serving.responses.streaming import json_answer
 from rayserve_moe.serving.routes.chat_prompt import chat_ids
 from rayserve_moe.serving.routes.openai import opened
 from rayserve_moe.serving.routes.request_parts import check_model
-from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody, chat_fields
+from rayserve_moe.serving.schemas.messages import CHAT_NAMES, CountTokensBody, MessagesBody, chat_fields
 
 
 def messages_router(state: ApiState) -> APIRouter:
@@ -26,9 +26,10 @@ def messages_router(state: ApiState) -> APIRouter:
     async def messages(request: Request) -> Response:
         body = await read_body(request, MessagesBody, admission=state.admission)
         check_model(state, body.model)
-        chat = chat_from(chat_fields(body))
-        prompt_ids = await chat_ids(state, chat, request=request)
-        streams, inner = await opened(state, chat, prompts=[prompt_ids])
+        with refusals_translated(CHAT_NAMES):
+            chat = chat_from(chat_fields(body))
+            prompt_ids = await chat_ids(state, chat, request=request)
+            streams, inner = await opened(state, chat, prompts=[prompt_ids])
         writer = MessagesWriter(inner, streams.request_of_choice[0], model=state.card.name)
         if body.stream:
             return typed_events(state, streams=streams, writer=writer)
@@ -38,6 +39,8 @@ def messages_router(state: ApiState) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         body = await read_body(request, CountTokensBody, admission=state.admission)
         check_model(state, body.model)
-        return json_answer({"input_tokens": len(await chat_ids(state, chat_from(chat_fields(body)), request=request))})
+        with refusals_translated(CHAT_NAMES):
+            ids = await chat_ids(state, chat_from(chat_fields(body)), request=request)
+        return json_answer({"input_tokens": len(ids)})
 
     return router

@@ -96,6 +96,8 @@ async def _requests(
     if isinstance(body, ChatBody):
         limits = (body.max_completion_tokens, given["max_tokens"], max(1, state.card.max_model_len - len(prompts[0])))
         given |= {"max_tokens": next(limit for limit in limits if limit is not None), "echo": False}
+    else:
+        given["n"] = body.num_samples
     forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=len(prompts) > 1)
     ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{position}" for position in range(len(prompts))]
     requests = [

@@ -47,7 +47,7 @@ def tensor_router(state: ApiState) -> APIRouter:
     router = APIRouter()
     receiving = asyncio.Lock()  # one bucket is in memory at a time
 
-    @router.post(_PATH, **answers(400, 409, 413, 503), openapi_extra=_described(*_KINDS))
+    @router.post(_PATH, **answers(400, 408, 409, 413, 503), openapi_extra=_described(*_KINDS))
     async def update_weights_from_tensor(request: Request) -> Response:
         await _refuse_json(request)
         options = _options_of(request)

@@ -13,6 +13,13 @@ from rayserve_moe.serving.schemas.field_types import MaxTokens, RequestBody
 
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "cache_salt", "priority", "vllm_xargs")
 """Fields that chats have too, and check."""
+CHAT_NAMES = {
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Fields of a chat, and what they are here."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 
@@ -121,8 +128,6 @@ def _assistant(blocks: Sequence[dict[str, Any]], param: str) -> dict[str, Any]:
 
 
 def _tools(body: CountTokensBody) -> dict[str, Any]:
-    if not body.tools:
-        return {}
     tools = []
     for tool in body.tools:
         if tool.get("type") not in (None, "custom"):
@@ -134,10 +139,12 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
     kind, name = choice.get("type", "auto"), choice.get("name")
     if kind == "tool" and isinstance(name, str):
         chosen: Any = {"type": "function", "function": {"name": name}}
-    elif kind in _TOOL_CHOICES:
+    elif isinstance(kind, str) and kind in _TOOL_CHOICES:
         chosen = _TOOL_CHOICES[kind]
     else:
         raise ApiError(400, "`tool_choice.type` should be auto, any, tool or none", param="tool_choice")
+    if not tools:
+        return {"tool_choice": chosen}
     return {"tools": tools, "tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
 
 

@@ -106,7 +106,10 @@ class OpenAIGeneration(StreamedBody):
 
 
 class CompletionBody(OpenAIGeneration):
-    """Body of `/v1/completions`. `logprobs` n gives log-probs, and n of the likeliest tokens with each."""
+    """Body of `/v1/completions`. `logprobs` n gives log-probs, and n of the likeliest tokens with each.
+
+    Of `best_of` samples the `n` with the highest mean log-prob per token are the answer.
+    """
 
     prompt: Prompts
     logprobs: NumTopLogprobs | None = None
@@ -115,10 +118,17 @@ class CompletionBody(OpenAIGeneration):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _best_of_is_n(self) -> Self:
-        if self.best_of not in (None, dict(self)["n"]):
-            raise fault("`best_of` is not supported: leave it out or make it equal to `n`")
+    def _best_of_several(self) -> Self:
+        if self.best_of is not None and self.best_of < dict(self)["n"]:
+            raise fault("`best_of` should be at least `n`")
+        if self.num_samples > dict(self)["n"] and self.stream:
+            raise fault("`best_of` above `n` is only for requests without `stream`")
         return self
+
+    @property
+    def num_samples(self) -> int:
+        """How many answers are sampled for each prompt, those included that are not returned."""
+        return self.best_of or dict(self)["n"]
 
 
 class ChatMessage(RequestBody):

@@ -22,12 +22,16 @@ class PromptBatch(NamedTuple):
     is_batch: bool
 
 
-def _token_ids(value: object) -> list[int]:
+def _listed_ids(value: object) -> list[int]:
     if not isinstance(value, list) or not all(map(is_token_id, value)):
         raise fault("should be a list of token ids, integers that are not negative")
-    if not value:
-        raise fault("should not be empty")
     return value
+
+
+def _token_ids(value: object) -> list[int]:
+    if not (ids := _listed_ids(value)):
+        raise fault("should not be empty")
+    return ids
 
 
 def _one_prompt(value: object) -> Prompt:
@@ -73,15 +77,34 @@ def _ids_batch(value: object) -> PromptBatch:
     return PromptBatch([_token_ids(value)], is_batch=False)
 
 
+def _any_texts(value: object) -> PromptBatch:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise fault("should be a string or a list of strings")
+    return PromptBatch(_several(texts, str), is_batch=isinstance(value, list))
+
+
+def _any_ids(value: object) -> PromptBatch:
+    is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+    return PromptBatch(_several(value if is_batch else [value], _listed_ids), is_batch=is_batch)
+
+
 def _several_of(schema: dict) -> dict:
     return {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PROMPTS}
 
 
 _TEXT_SCHEMA = {"type": "string", "minLength": 1}
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
+_ANY_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
+_IDS_SCHEMA = {**_ANY_IDS_SCHEMA, "minItems": 1}
 _EITHER = [_TEXT_SCHEMA, _several_of(_TEXT_SCHEMA), _IDS_SCHEMA, _several_of(_IDS_SCHEMA)]
 
 TokenIds = Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_IDS_SCHEMA)]
 Prompts = Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema({"anyOf": _EITHER})]
 TextBatch = Annotated[PromptBatch, PlainValidator(_text_batch), WithJsonSchema({"anyOf": _EITHER[:2]})]
 IdsBatch = Annotated[PromptBatch, PlainValidator(_ids_batch), WithJsonSchema({"anyOf": _EITHER[2:]})]
+
+_ANY_TEXTS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PROMPTS}]
+_ANY_IDS = [_ANY_IDS_SCHEMA, _several_of(_ANY_IDS_SCHEMA)]
+AnyTexts = Annotated[PromptBatch, PlainValidator(_any_texts), WithJsonSchema({"anyOf": _ANY_TEXTS})]
+AnyIds = Annotated[PromptBatch, PlainValidator(_any_ids), WithJsonSchema({"anyOf": _ANY_IDS})]
+"""For what generates nothing: each may be empty."""

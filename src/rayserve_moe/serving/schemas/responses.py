@@ -12,7 +12,7 @@ from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, 
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 _CHAT_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "chat_template_kwargs"),
@@ -71,6 +71,16 @@ class ResponsesBody(RequestBody):
         return bool(self.top_logprobs) or LOGPROBS in self.include
 
 
+CHAT_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "rid": "request_id",
+}
+"""Fields of a chat, and what they are here."""
+
+
 def chat_fields(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the same request as fields of a chat over `messages`. ApiError 400 for what has no place there."""
     if set(body.include) - set(_INCLUDED):
@@ -106,8 +116,12 @@ _JOINED = {"tool_calls", "reasoning_content"}
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
-    content = "\n".join(filter(None, (one.get("content"), other.get("content")))) or None
-    return {**one, **other, "content": content, **({"tool_calls": calls} if calls else {})}
+    texts = {
+        name: "\n".join(filter(None, (one.get(name), other.get(name)))) or None
+        for name in ("content", "reasoning_content")
+        if name == "content" or name in one or name in other
+    }
+    return {**one, **other, **texts, **({"tool_calls": calls} if calls else {})}
 
 
 def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, Any]]:
@@ -124,8 +138,7 @@ def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, An
             text = _text_of(item.get("output"), param)
             yield {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
         case "reasoning":
-            text = "\n".join(str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, dict))
-            if text:
+            if text := _text_of(item.get("content"), param):
                 yield {"role": "assistant", "content": None, "reasoning_content": text}
         case _:
             raise ApiError(400, f"`{param}`: items of this type are not supported here", param=param)
@@ -143,8 +156,6 @@ def _text_of(content: Any, param: str) -> str:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    if not body.tools:
-        return {}
     if not all(tool.get("type") == "function" for tool in body.tools):
         raise ApiError(400, "`tools`: only tools of type function are supported", param="tools")
     names = ("name", "description", "parameters", "strict")
@@ -155,6 +166,8 @@ def _tools(body: ResponsesBody) -> dict[str, Any]:
     choice = body.tool_choice
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    if not tools:
+        return {"tool_choice": choice}
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
 
 

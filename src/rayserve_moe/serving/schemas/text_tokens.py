@@ -8,15 +8,17 @@ from pydantic import Field, model_validator
 
 from rayserve_moe.serving.schemas.field_types import RequestBody, fault
 from rayserve_moe.serving.schemas.openai import ChatMessage
-from rayserve_moe.serving.schemas.prompt_types import TokenIds
+from rayserve_moe.serving.schemas.prompt_types import AnyIds, AnyTexts
 from rayserve_moe.serving.schemas.template_fields import TemplateFields
 
 
 class TokenizeBody(TemplateFields):
-    """A text, or messages for the chat template. Special tokens are added to a text unless that is switched off."""
+    """A text, or several as SGLang takes them, or messages for the chat template. Special tokens are
+    added to texts unless that is switched off.
+    """
 
     model: str | None = None
-    prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt: AnyTexts | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
@@ -29,8 +31,10 @@ class TokenizeBody(TemplateFields):
 
 
 class DetokenizeBody(RequestBody):
-    """Ids of tokens. Special ones stand in vLLM's `prompt` and not in SGLang's `text`, unless that is said."""
+    """Ids of tokens, or several lists of them. Special ones stand in vLLM's `prompt` and not in SGLang's `text`, unless
+    that is said.
+    """
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: AnyIds
     skip_special_tokens: bool | None = None

@@ -40,6 +40,15 @@ def test_names_of_other_engines_are_explained(name):
         settings_from({"model_path": "m", name: 2})
 
 
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_nothing_needs_to_be_explained_of_a_single_device(name):
+    alone = {"model_path": "m", name: 1}
+    assert settings_from(alone) == settings_from({"model_path": "m"})
+    for several in ({"devices_per_host": 2}, {"num_hosts": 2}, {"tpu_topology": "2x4", "tpu_version": "v6e"}):
+        with pytest.raises(SettingsError, match=r"heads|experts|layers"):
+            settings_from(alone | several)
+
+
 def test_a_config_takes_no_options(tmp_path, capsys):
     assert main(["serve", str(tmp_path / "a.yaml"), "--port", "1"]) == 1
     assert "a config has settings of its own" in capsys.readouterr().err
