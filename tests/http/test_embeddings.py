@@ -107,7 +107,7 @@ def test_rows_of_listed_ids_are_what_prompt_scores_say(http):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt_logprob_start": 3}, None),
+        ({"prompt_logprob_start": 3}, "prompt_logprob_start"),
         ({"prompt_logprob_token_ids": []}, "sampling_params.prompt_logprob_token_ids"),
         ({"prompt_logprob_token_ids": [[]]}, "sampling_params.prompt_logprob_token_ids"),
         ({"prompt_logprob_token_ids": [5]}, "sampling_params.prompt_logprob_token_ids"),

@@ -34,7 +34,7 @@ def test_bytes_beyond_the_bound_are_refused_until_others_are_done(admission):
     with admission.holding(600):
         with pytest.raises(ApiError) as refusal, admission.holding(600):
             pass
-        assert refusal.value.status == 429 and "Retry-After" in refusal.value.response().headers
+        assert refusal.value.status == 429 and "Retry-After" in refusal.value.response("/generate").headers
         with admission.holding(400):
             pass
     with admission.holding(5000):
