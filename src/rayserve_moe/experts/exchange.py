@@ -249,13 +249,15 @@ def _empty_results(chunk: Chunk) -> jax.Array:
 def _add_up(chunk: Chunk, route: Route, results_NQV: jax.Array, config: ExchangeConfig) -> jax.Array:
     """Weigh each token's results and add them in router order, in float32. What went nowhere has no result."""
     (num_tokens, top_k), row_shape = chunk.slots_TK.shape, results_NQV.shape[1:]
-    results_TKQV = take(results_NQV, route.order.place_P).reshape(num_tokens, top_k, *row_shape)
+    place_KT = route.order.place_P.reshape(num_tokens, top_k).T
+    results_KTQV = take(results_NQV, place_KT.reshape(-1)).reshape(top_k, num_tokens, *row_shape)
     total_TQV = jnp.zeros((1, 1, 1), jnp.float32)
     for rank in range(top_k):
         sent_T11 = (chunk.slots_TK[:, rank] < config.num_slots)[:, None, None]
-        result_TQV = jnp.where(sent_T11, results_TKQV[:, rank].astype(jnp.float32), 0.0)
+        result_TQV = jnp.where(sent_T11, results_KTQV[rank].astype(jnp.float32), 0.0)
         total_TQV += chunk.gates_TK[:, rank, None, None] * result_TQV
-    return total_TQV.reshape(chunk.hidden_TD.shape).astype(chunk.hidden_TD.dtype)
+    # XLA would bring the results of every rank into the order of the sum, instead of the sum alone.
+    return jax.lax.optimization_barrier(total_TQV.astype(chunk.hidden_TD.dtype)).reshape(chunk.hidden_TD.shape)
 
 
 def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,3 +19,25 @@ def test_assignments_are_brought_into_the_stable_order_of_their_slots(monkeypatc
     found = slot_order.order_by_slot(jnp.asarray(slots, jnp.int32), num_slots)
     np.testing.assert_array_equal(found.token_P, order // shape[1])
     np.testing.assert_array_equal(np.asarray(found.place_P)[order], np.arange(slots.size))
+
+
+def test_on_a_tpu_a_permutation_is_undone_by_a_sort_on_a_cpu_by_a_scatter():
+    order = jax.ShapeDtypeStruct((2000,), jnp.int32)
+    text_of = {
+        platform: jax.jit(slot_order.inverse).trace(order).lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "tpu")
+    }
+    assert "stablehlo.scatter" in text_of["cpu"]
+    assert "stablehlo.sort" not in text_of["cpu"]
+    assert "stablehlo.sort" in text_of["tpu"]
+    assert "stablehlo.scatter" not in text_of["tpu"]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "default"])
+@pytest.mark.parametrize("size", [1, 2, 1999])
+def test_a_permutation_is_undone_either_way(monkeypatch, platform, size):
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda order, **by_platform: by_platform[platform](order))
+    order = np.random.default_rng(size).permutation(size).astype(np.int32)
+    found = slot_order.inverse(jnp.asarray(order))
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(np.asarray(found)[order], np.arange(size))
