@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rayserve_moe.processor_arguments import ProcessorArgument
-from rayserve_moe.request_fields import PROCESSED
+from rayserve_moe.request_fields import LONGEST_CONSTRAINT, PROCESSED
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ModelCard:
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
     logprobs_mode: str = PROCESSED
-    longest_constraint: int = 131_072
+    longest_constraint: int = LONGEST_CONSTRAINT
     """Bytes that a schema, an expression or a grammar of a request may have."""
     routing_by_default: str = "off"
     """Form in which OpenAI's routes return routing where a request says nothing of it; `off` for none."""

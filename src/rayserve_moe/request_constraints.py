@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayserve_moe.constraint_fields import Constraint, ConstraintFields
+from rayserve_moe.request_fields import LONGEST_CONSTRAINT
 from rayserve_moe.requests import RequestError
 
 Given = Mapping[str, Any]
@@ -21,7 +22,7 @@ _SGLANG_ANY = "$$ANY$$"
 """SGLang's schema for any object."""
 
 
-def constraint_of(given: Given, *, longest: int = 131_072) -> Constraint | None:
+def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constraint | None:
     """Read the constraint of checked values, under the names of `ConstraintFields`; None without one.
 
     RequestError names a field whose value is not understood, and a second one where there are two. A text that is

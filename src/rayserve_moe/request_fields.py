@@ -18,6 +18,8 @@ SGLANG, OPENAI, VLLM = "sglang", "openai", "vllm"
 INT32_MAX = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that the devices return for one position."""
+LONGEST_CONSTRAINT = 131_072
+"""Bytes of a schema, an expression or a grammar, where no setting says otherwise."""
 MAX_LISTED_IDS = 128
 """Tokens whose log-probs one request can list."""
 MAX_LOGIT_BIASES = 256

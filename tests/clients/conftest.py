@@ -16,7 +16,7 @@ from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from tests.http.conftest import assert_idle, served
 from tests.support.engines import SERVED
-from tests.support.scripted import MARKERS, MODEL, SCRIPTS, SPECIAL, TEMPLATE, write_scripted
+from tests.support.scripted import MODEL, scripted_engine
 
 NUM_LAYERS, TOP_K = PRESETS["tiny"].num_hidden_layers, PRESETS["tiny"].num_experts_per_tok
 
@@ -35,16 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def engine(checkpoint: Path) -> Iterator[Engine]:
-    with Engine(
-        model_path=str(checkpoint),
-        served_model_name="m",
-        enable_return_routed_experts=True,
-        max_running_requests=8,
-        max_step_tokens=64,
-        precompile_bs_paddings=[8],
-        max_model_len=512,
-        num_pages=300,
-    ) as engine:
+    with Engine(model_path=str(checkpoint), served_model_name="m", **SERVED) as engine:
         yield engine
 
 
@@ -64,9 +55,8 @@ def url(address: str, engine: Engine) -> Iterator[str]:
 @pytest.fixture(scope="package")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine whose model reasons, then calls two tools, whatever it is asked (`tests.support.scripted`)."""
-    path = tmp_path_factory.mktemp("clients") / MODEL
-    write_scripted(path, SCRIPTS, template=TEMPLATE, special=SPECIAL, markers=MARKERS)
-    with Engine(model_path=str(path), served_model_name=MODEL, **SERVED | {"max_model_len": 1024}) as engine:
+    directory = tmp_path_factory.mktemp("clients")
+    with scripted_engine(directory, served_model_name=MODEL, max_model_len=1024) as engine:
         yield engine
 
 

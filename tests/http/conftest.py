@@ -17,7 +17,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.support import steps
 from tests.support.engines import ONE_ROW, SERVED, write_served
-from tests.support.scripted import MARKERS, MODEL, SCRIPTS, SPECIAL, TEMPLATE, write_scripted
+from tests.support.scripted import scripted_engine
 from tests.support.serving import running
 
 POISONED_TOKEN_ID = 300
@@ -114,9 +114,7 @@ def client(url, engine):
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory):
     """An engine whose chats write what a script says (`tests.support.scripted`)."""
-    path = tmp_path_factory.mktemp("checkpoints") / MODEL
-    write_scripted(path, SCRIPTS, template=TEMPLATE, special=SPECIAL, markers=MARKERS)
-    with Engine(model_path=str(path), **SERVED) as engine:
+    with scripted_engine(tmp_path_factory.mktemp("checkpoints")) as engine:
         yield engine
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from rayserve_moe.engine.streams import GenerationStream
 from rayserve_moe.request_builder import build_request
 from rayserve_moe.request_fields import SGLANG
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from tests.support.engine_store import EngineStore
 from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcome, assert_same
 
@@ -54,8 +55,9 @@ class OwnKeeper:
 
 
 @pytest.fixture(scope="module")
-def engine(engine_with) -> Engine:
-    return engine_with(**ONE_BUCKET)
+def engine(engine_with: EngineStore) -> Iterator[Engine]:
+    with engine_with.held(**ONE_BUCKET) as engine:
+        yield engine
 
 
 def request_of(engine: Engine, case: dict[str, Any]) -> GenerationRequest:

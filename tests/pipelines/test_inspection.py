@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,9 @@ def asking() -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def shown(engine_with: EngineStore) -> Engine:
-    return engine_with(**SPECULATES)
+def shown(engine_with: EngineStore) -> Iterator[Engine]:
+    with engine_with.held(**SPECULATES) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +42,9 @@ def asking() -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def processing(engine_with: EngineStore) -> Engine:
-    return engine_with(**SPECULATES)
+def processing(engine_with: EngineStore) -> Iterator[Engine]:
+    with engine_with.held(**SPECULATES) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from tests.pipelines.conftest import ReferenceFactory
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.drive import Way, choices_of, cycle_for
+from tests.support.engine_store import EngineStore
 from tests.support.engines import MOVING, ONE_BUCKET
 from tests.support.placements import random_placement
 from tests.support.scheduling import one, scheduler
@@ -173,8 +174,10 @@ def reference(paths: list[Path], engines: dict[str, Engine], reference_for: Refe
 
 
 @pytest.fixture(scope="module")
-def engines(engine_with: Callable[..., Engine]) -> dict[str, Engine]:
-    return {"alone": engine_with(**ONE_BUCKET, **CHANGING), "balanced": engine_with(**ONE_BUCKET, **MOVING)}
+def engines(engine_with: EngineStore) -> Iterator[dict[str, Engine]]:
+    held = engine_with.held
+    with held(**ONE_BUCKET, **CHANGING) as alone, held(**ONE_BUCKET, **MOVING) as balanced:
+        yield {"alone": alone, "balanced": balanced}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class EngineStore:
         self._pinned: set[str] = set()
 
     def __call__(self, **settings: Any) -> Engine:
-        key, test = repr(sorted(settings.items())), os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        key, test = _key_of(settings), os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         if test != self._test:
             self._in_use, self._test = set(), test
         engine = self._by_settings.pop(key, None)
@@ -44,8 +45,19 @@ class EngineStore:
 
     def pinned(self, **settings: Any) -> Engine:
         """Return an engine that fixtures of a session hold."""
-        self._pinned.add(repr(sorted(settings.items())))
+        self._pinned.add(_key_of(settings))
         return self(**settings)
+
+    @contextmanager
+    def held(self, **settings: Any) -> Generator[Engine]:
+        """An engine that a fixture of a module holds: pinned within the block."""
+        key = _key_of(settings)
+        held = {key} - self._pinned
+        self._pinned |= held
+        try:
+            yield self(**settings)
+        finally:
+            self._pinned -= held
 
     def close(self) -> None:
         """Shut down every engine."""
@@ -63,6 +75,10 @@ class EngineStore:
         engine = self._by_settings.pop(key)
         self._started.remove(engine)
         engine.shutdown()
+
+
+def _key_of(settings: dict[str, Any]) -> str:
+    return repr(sorted(settings.items()))
 
 
 def num_mappings() -> int:

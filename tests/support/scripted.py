@@ -6,15 +6,18 @@ Layers add nothing to their input, so that logits depend on the last token alone
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import pre_tokenizers
 
+from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID
-from tests.support.engines import write_served
+from tests.support.engines import SERVED, write_served
 
 FIRST_ID = 300
 SURE = 50.0
@@ -39,6 +42,14 @@ TEMPLATE = (
     "{{ eos_token }}{% endfor %}{{ reasoning_effort or '' }}{{ 'off' if enable_thinking is false }}"
     "{{ 'assistant: ' ~ (script or 'a') }}"
 )
+
+
+@contextmanager
+def scripted_engine(directory: Path, **settings: Any) -> Generator[Engine]:
+    """Run an engine whose chats write what SCRIPTS say: by default it reasons, then calls two tools."""
+    path = write_scripted(directory / MODEL, SCRIPTS, template=TEMPLATE, special=SPECIAL, markers=MARKERS)
+    with Engine(model_path=str(path), **SERVED | settings) as engine:
+        yield engine
 
 
 def write_scripted(

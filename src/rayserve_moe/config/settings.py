@@ -16,6 +16,7 @@ from rayserve_moe.config.setting_fields import number as _number
 from rayserve_moe.config.speculation_settings import DRAFT_MODELS as DRAFT_MODELS
 from rayserve_moe.config.speculation_settings import MOST_DRAFTS as MOST_DRAFTS
 from rayserve_moe.config.speculation_settings import SpeculationSettings as SpeculationSettings
+from rayserve_moe.request_fields import LONGEST_CONSTRAINT
 
 
 class SettingsError(ValueError):
@@ -80,7 +81,7 @@ class StructuredSettings:
     """Threads that compile constraints; others wait for them."""
     timeout_s: float = _number(5.0, (0.1, 600), "structured_output_timeout_s")
     """Seconds until a constraint that is not compiled is refused, waiting for a thread included."""
-    max_bytes: int = _number(131_072, (64, 1 << 24), "structured_output_max_bytes")
+    max_bytes: int = _number(LONGEST_CONSTRAINT, (64, 1 << 24), "structured_output_max_bytes")
     """Longest schema, expression or grammar, as UTF-8 without spaces."""
     max_alternatives: int = _number(4096, (1, 1 << 20), "structured_output_max_alternatives")
     """Values of all `enum` in a schema together, and choices."""

@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraint_fields import Constraint
+from rayserve_moe.constraints.optional_properties import excess_of
 from rayserve_moe.constraints.tag_formats import TagGrammar, triggered
 from rayserve_moe.requests import RequestError
 
@@ -73,6 +74,8 @@ def checked_schema(schema: Any, limits: StructuredSettings, *, param: str) -> di
         return {}
     if not isinstance(schema, dict):
         raise RequestError("a schema should be an object, true or false", param)
+    if excess := excess_of(schema):
+        raise RequestError(excess, param)
     return {key: value for key, value in schema.items() if key != ENGINE_OPTIONS}
 
 

@@ -8,15 +8,19 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from rayserve_moe.constraints.optional_properties import ITEMS_PER_OPTIONAL, MOST_OPTIONAL
+
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,
     step_max_items=20_000,
     max_lexer_states=50_000,
+    max_items_in_row=(MOST_OPTIONAL + 50) * ITEMS_PER_OPTIONAL,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""A fifth of the engine's own: about 4 ms of building, 5 ms of a mask, 100 MB of a matcher. Errors hold no grammar."""
+"""A fifth of the engine's own: about 4 ms of building, 5 ms of a mask, 100 MB of a matcher. Rows are as wide as
+MOST_OPTIONAL makes them, with something to spare, which is twice the engine's own. Errors hold no grammar."""
 
 
 class Vocabulary(NamedTuple):

@@ -48,12 +48,12 @@ def refusal(constraint: Constraint, fault: str) -> str:
     """A sentence for what the engine says (`matchers.fault_of`); of the constraint it has keywords and a path alone."""
     if constraint.kind != "json_schema":
         return _SENTENCES.get(constraint.kind, "it cannot be used")
-    found = list(_keywords_in(json.loads(constraint.text), "#"))
+    found = [(keyword, path) for inner, path in objects_in(json.loads(constraint.text)) for keyword in inner]
     keyword, path = _culprit(found, fault)
     if keyword is None:
         return "the schema is not supported: it allows nothing, or is too large"
     why = "cannot be met" if "nsatisfiable" in fault or "NoExtension" in fault else "is not supported here"
-    return f"`{keyword}` at {_shown(path)} {why}"
+    return f"`{keyword}` at {shown_path(path)} {why}"
 
 
 def _culprit(found: list[tuple[str, str]], fault: str) -> tuple[str | None, str]:
@@ -70,21 +70,21 @@ def _culprit(found: list[tuple[str, str]], fault: str) -> tuple[str | None, str]
     return found[0] if found else (None, "#")
 
 
-def _keywords_in(schema: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every keyword of a schema with the path of the object that it stands in, outer ones first."""
-    open_schemas = [(schema, path)]
+def objects_in(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every object of a schema that has keywords, with its path, outer ones first."""
+    open_schemas = [(schema, "#")]
     for inner, at in open_schemas:
         if isinstance(inner, list):
             open_schemas += [(one, f"{at}/{place}") for place, one in enumerate(inner)]
         elif isinstance(inner, dict):
+            yield inner, at
             for name, value in inner.items():
-                yield name, at
                 if name in _NAMES and isinstance(value, dict):
                     open_schemas += [(one, f"{at}/{name}/{key}") for key, one in value.items()]
                 elif name not in _NO_SCHEMAS:
                     open_schemas.append((value, f"{at}/{name}"))
 
 
-def _shown(path: str) -> str:
+def shown_path(path: str) -> str:
     """A path in printable ASCII, of bounded length."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in path[:LONGEST_PATH])

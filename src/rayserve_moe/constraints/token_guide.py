@@ -82,29 +82,33 @@ class TokenGuide:
     ) -> None:
         """Outputs up to `after_ids`, where there are such, may be anything but an end."""
         self._matcher, self._rules, self._max_mask_ms = matcher, rules, max_mask_ms
+        self._has_stops, self._no_eos, self._no_ends = bool(rules.stops.any()), ~rules.eos, ~(rules.eos | rules.stops)
+        self._mask = np.zeros(len(rules.eos), np.int32)
+        self._address = self._mask.ctypes.data  # to look for it takes as long as a step of the grammar
         self._after_ids = np.asarray(after_ids, np.int32)
         self._num_consumed, self.last_ms, self._allowance_ms = 0, first_ms, max_mask_ms
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
-        """Return bits int32 [W] of what may follow; or how the choice ends, since nothing may."""
+        """Return bits int32 [W] of what may follow, valid until the next call; or how the choice ends, since nothing
+        may."""
         if len(self._after_ids) and not self._has_begun(output_ids):
-            return ~(self._rules.eos | self._rules.stops)
+            return self._no_ends
         begun = time.thread_time()
-        mask = self._from_grammar(output_ids)
+        is_followed = self._follow(output_ids)
         self.last_ms = 1e3 * (time.thread_time() - begun)
         self._allowance_ms = min(self._allowance_ms + USUAL_SHARE * self._max_mask_ms, self._max_mask_ms) - self.last_ms
-        if isinstance(mask, FinishReason):
-            return mask
-        return TOO_SLOW if self._allowance_ms < 0 else self._within_rules(mask, len(output_ids))
+        if not is_followed:
+            return NOT_FOLLOWED
+        return TOO_SLOW if self._allowance_ms < 0 else self._within_rules(len(output_ids))
 
-    def _from_grammar(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
+    def _follow(self, output_ids: np.ndarray) -> bool:
+        """Fill the mask by the grammar; False where its engine fails."""
         matcher = self._matcher
         fresh, self._num_consumed = output_ids[self._num_consumed :], len(output_ids)
         if len(fresh) and not matcher.consume_tokens(fresh.tolist()):
-            return NOT_FOLLOWED
-        mask = np.zeros(len(self._rules.eos), np.int32)
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        return NOT_FOLLOWED if matcher.is_error() else mask
+            return False
+        matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+        return not matcher.is_error()
 
     def _has_begun(self, output_ids: np.ndarray) -> bool:
         """Whether the ids that the grammar comes after are there; then they are not looked for any more."""
@@ -115,22 +119,17 @@ class TokenGuide:
             self._num_consumed, self._after_ids = found[0] + count, NO_IDS
         return bool(found)
 
-    def _within_rules(self, mask: np.ndarray, num_outputs: int) -> np.ndarray | FinishReason:
-        rules, matcher = self._rules, self._matcher
-        if rules.stops.any() and matcher.is_accepting():
+    def _within_rules(self, num_outputs: int) -> np.ndarray | FinishReason:
+        rules, matcher, mask = self._rules, self._matcher, self._mask
+        if self._has_stops and matcher.is_accepting():
             mask |= rules.stops
         if rules.allowed is not None:
             mask &= rules.allowed
-        if num_outputs < rules.num_withheld:
-            mask = _without(mask, rules.eos | rules.stops)
-        elif rules.ignores_eos:
-            mask = _without(mask, rules.eos)
-        if mask.any():
+        is_withheld = num_outputs < rules.num_withheld
+        if is_withheld or rules.ignores_eos:
+            rest = mask & (self._no_ends if is_withheld else self._no_eos)
+            if np.count_nonzero(rest):
+                return rest
+        if np.count_nonzero(mask):
             return mask
         return STOP if matcher.is_stopped() else EMPTY
-
-
-def _without(mask: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """A mask without ids, unless nothing is left then."""
-    rest = mask & ~ids
-    return rest if rest.any() else mask

@@ -9,6 +9,7 @@ from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.scheduling.page_events import PageEvents
 from rayserve_moe.scheduling.scheduler import watch_pages
+from rayserve_moe.scheduling.sequence import Sequence
 
 
 class PageWatch:
@@ -23,13 +24,19 @@ class PageWatch:
 
     def load(self) -> tuple[int, int]:
         """Requests in progress, in choices, and prompt tokens that are still to be computed; from any thread, about."""
-        scheduler = self._cycle.scheduler
-        waiting, running = list(scheduler.waiting), scheduler.running
-        unfinished = [sequence for rank in scheduler.ranks for sequence in list(rank.prefilling)]
-        queued = sum(sequence.num_tokens for sequence in waiting)
-        queued += sum(max(0, sequence.num_tokens - sequence.num_computed) for sequence in unfinished)
-        return len(waiting) + len(running), queued
+        scheduler, queued = self._cycle.scheduler, self._queued()
+        num_tokens = sum(max(0, sequence.num_tokens - sequence.num_computed) for sequence in queued)
+        return len(list(scheduler.waiting)) + len(scheduler.running), num_tokens
+
+    def tokens_without_pages(self) -> int:
+        """Prompt tokens for which no page is held yet; from any thread, about."""
+        return sum(max(0, each.num_tokens - len(each.pages) * self.page_size) for each in self._queued())
 
     def start(self, events: PageEvents) -> Future[None]:
         """Record the pages that can be found now, and every change from now on, in place of any recorder before."""
         return self._commands.call(partial(watch_pages, self._cycle.scheduler, events))
+
+    def _queued(self) -> list[Sequence]:
+        """Sequences whose known tokens are not all computed."""
+        scheduler = self._cycle.scheduler
+        return [*scheduler.waiting, *(sequence for rank in scheduler.ranks for sequence in list(rank.prefilling))]

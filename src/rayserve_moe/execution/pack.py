@@ -161,18 +161,20 @@ class Packer:
 
     def _held(self, plan: StepPlan, packed: PackedStep) -> PackedStep:
         """The step without its samples, and what they are drawn by later."""
-        num_held = 3 + self._has_trees
-        held = np.full((self._num_ranks, num_held, packed.shape.num_singles), self._rows_per_rank, np.int32)
-        held[:, 1:3], held[:, 3:] = 0, 1
-        ranks, places = np.divmod(packed.sample_places, packed.shape.num_singles)
-        samples, last = plan.chunk_samples, np.cumsum(plan.chunk_lengths) - 1
-        held[ranks, 0, places] = plan.chunk_rows[samples] % self._rows_per_rank
-        held[ranks, 1, places] = (plan.chunk_starts + plan.chunk_lengths)[samples]
-        held[ranks, 2, places] = plan.token_ids[last[samples]]
+        num_held, places = 3 + self._has_trees, packed.sample_places
+        held = np.zeros((num_held, self._num_ranks * packed.shape.num_singles), np.int32)
+        held[0], held[3:] = self._rows_per_rank, 1
+        samples = np.flatnonzero(plan.chunk_samples)
+        rows, lengths = plan.chunk_rows[samples], plan.chunk_lengths
+        last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or plan.num_forks else samples
+        held[0, places] = rows if self._num_ranks == 1 else rows % self._rows_per_rank
+        held[1, places] = plan.chunk_starts[samples] + lengths[samples]
+        held[2, places] = plan.token_ids[last]
         if self._has_trees and plan.ancestors is not None:
-            held[ranks, 3, places] = plan.ancestors[samples]
+            held[3, places] = plan.ancestors[samples]
         packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self._rows_per_rank
-        return replace(packed, held=held)
+        by_rank = held.reshape(num_held, self._num_ranks, -1).swapaxes(0, 1)
+        return replace(packed, held=by_rank)
 
     def _on_ranks(self, counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sums of what chunks count: over those before each chunk on its rank, and over all chunks of each rank."""

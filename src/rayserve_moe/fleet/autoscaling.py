@@ -29,12 +29,12 @@ def demand_on(*, num_requests: int, most_requests: int, num_tokens: int, most_to
 def demand_of(loop: EngineLoop) -> float:
     """Return the demand on a running engine, as of about now."""
     pages, statistics = loop.control.pages, loop.statistics()
-    num_requests, waiting_tokens = pages.load()
+    num_requests, _ = pages.load()
     used = (statistics["pages_total"] - statistics["pages_free"]) * pages.page_size
     return demand_on(
         num_requests=num_requests,
         most_requests=pages.num_rows,
-        num_tokens=int(used) + waiting_tokens,
+        num_tokens=int(used) + pages.tokens_without_pages(),
         most_tokens=int(statistics["pages_total"]) * pages.page_size,
     )
 

@@ -11,7 +11,7 @@ from rayserve_moe.processor_arguments import NUM_RECENT
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Guide, Sequence
+from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import SampleMasks, StepPlan
 
 Ending = tuple[Sequence, FinishReason]
@@ -38,7 +38,9 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
     Guides come in the order of what they took last, so that those over the budget are the ones that spend it.
     """
     samples, bits, endings, spent_ms = [], [], [], 0.0
-    for sample, sequence, guide in sorted(_guided(table, schedule), key=lambda guided: guided[2].last_ms):
+    held = list(_held(table, schedule))
+    guided = [(sample, sequence, sequence.guide) for sample, sequence in held if sequence.guide is not None]
+    for sample, sequence, guide in sorted(guided, key=lambda each: each[2].last_ms):
         outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
         mask = guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
         spent_ms += guide.last_ms
@@ -49,13 +51,13 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
             bits.append(mask)
     stacked = np.stack(bits) if bits else np.zeros((0, 0), np.int32)
     masks = SampleMasks(np.asarray(samples, np.intp), stacked)
-    asking = [(sample, sequence.asked) for sample, sequence in _held(table, schedule) if sequence.asked is not None]
+    asking = [(sample, sequence.asked) for sample, sequence in held if sequence.asked is not None]
     if asking:
         of_samples, asked = zip(*asking, strict=True)
         masks = replace(masks, asking=np.asarray(of_samples, np.intp), asked=np.stack(asked))
     processing = [
         (sample, _processed(sequence, sequence.processed))
-        for sample, sequence in _held(table, schedule)
+        for sample, sequence in held
         if sequence.processed is not None
     ]
     if processing:
@@ -70,13 +72,6 @@ def _processed(sequence: Sequence, given: np.ndarray) -> np.ndarray:
     known = sequence.token_ids[max(0, sequence.num_tokens - NUM_RECENT) : sequence.num_tokens]
     recent[NUM_RECENT - len(known) :] = known
     return np.concatenate([given, np.array([sequence.num_outputs], np.int32), recent])
-
-
-def _guided(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence, Guide]]:
-    """The held samples of a step whose sequences are guided, with these and their guides."""
-    for sample, sequence in _held(table, schedule):
-        if sequence.guide is not None:
-            yield sample, sequence, sequence.guide
 
 
 def _held(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence]]:

@@ -54,7 +54,7 @@ class Guide(Protocol):
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         """Return bits int32 [W] as in `SampleMasks`, given all outputs so far, which begin with those given before; or
-        why none may follow."""
+        why none may follow. They hold until the next call."""
         ...
 
 

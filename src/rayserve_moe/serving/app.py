@@ -19,6 +19,7 @@ from ray.serve.config import DeploymentActorConfig
 from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
+from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.derive import keeps_journal, most_open_requests, most_replicas
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings, SettingsError
@@ -85,7 +86,9 @@ class MoeServer:
             engine.loop, engine.tokenizer, self._server, traffic=traffic, fleet=self._fleet, journal=self._journal
         )
         log.info("formats of tool calls and reasoning in answers of chats: %s, %s", *state.chat_output.format)
-        return create_api(state)
+        api = create_api(state)
+        freeze_what_stays()
+        return api
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return where routers read what this replica has cached; Serve passes it on to them."""

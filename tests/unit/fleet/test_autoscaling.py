@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ from ray.serve.config import AutoscalingContext
 from rayserve_moe.config.derive import most_replicas
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.fleet.autoscaling import DEMAND, ByDemand, autoscaling_of, demand_on
+from rayserve_moe.engine.command_queue import CommandQueue
+from rayserve_moe.engine.page_watch import PageWatch
+from rayserve_moe.engine.step_clock import scheduler_statistics
+from rayserve_moe.fleet.autoscaling import DEMAND, ByDemand, autoscaling_of, demand_of, demand_on
 from rayserve_moe.serving.app import build
+from tests.support.scheduling import one, scheduler
 
 ARGS = {"model_path": "preset:tiny"}
 BOUNDS = {"num_replicas": 2, "min_replicas": 1, "max_replicas": 4}
@@ -39,6 +44,25 @@ def context(demands: dict[str, float] | None, *, now: int) -> AutoscalingContext
 def test_the_scarcer_of_rows_and_pages_is_the_demand():
     assert demand_on(num_requests=8, most_requests=16, num_tokens=10, most_tokens=100) == 0.5
     assert demand_on(num_requests=8, most_requests=16, num_tokens=250, most_tokens=100) == 2.5
+
+
+def test_a_prompt_counts_once_however_much_of_it_is_computed():
+    """Pages are taken whole, so that the last one has tokens that are still to be computed."""
+    pool = scheduler(page_size=64, chunk_tokens=32, step_tokens=32, max_tokens=256, num_pages=9, num_rows=8)
+    cycle: Any = SimpleNamespace(scheduler=pool)
+    watch = PageWatch(cycle, CommandQueue())
+
+    def statistics() -> dict[str, float]:
+        return scheduler_statistics(pool)
+
+    loop: Any = SimpleNamespace(control=SimpleNamespace(pages=watch), statistics=statistics)
+    pool.add([one("a", 128)])
+    pool.add([one("b", 128)])
+    demands = [demand_of(loop)]
+    for _ in range(4):
+        pool.schedule()
+        demands.append(demand_of(loop))
+    assert demands == [256 / (8 * 64)] * 5
 
 
 @pytest.mark.parametrize(

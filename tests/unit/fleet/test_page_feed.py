@@ -167,7 +167,7 @@ def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, mon
 def test_load_is_reported(replica):
     async def check(view: FleetView) -> None:
         await become(lambda: view.is_known(["0"]))
-        replica.scheduler.waiting.extend([SimpleNamespace(num_tokens=50)] * 3)
+        replica.scheduler.waiting.extend([SimpleNamespace(num_tokens=50, num_computed=0)] * 3)
         await become(lambda: view._choosing._loads["0"].queued_tokens == 150)
         assert view._choosing._loads["0"].num_requests == 3
 
