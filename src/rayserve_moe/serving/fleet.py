@@ -39,7 +39,7 @@ class OffersOfOthers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, order_id: str) -> FirstWeights | None:
-        """Return the first offer; None where nobody offers them now."""
+        """Return the first offer; None where no replica offers them now."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # Serve keeps the handle that is made there, for all later calls: the loop runs on.
