@@ -163,7 +163,8 @@ def outcome_of(case: GroupCase) -> Outcome:
     expected, expected_pool = attention_reference.attend_new(queries, pool, places, new, **knobs)
     flat = flat_of(case, pool).reshape(*pool.shape[:2], -1)
     new = NewRows(flat_of(case, rows), new.first_page)
-    found, found_pool = paged_attention.attend_new(queries, flat, places, new, **knobs, interpret=INTERPRETED)
+    interpreter = replace(INTERPRETED, num_cores_or_threads=case.num_cores)
+    found, found_pool = paged_attention.attend_new(queries, flat, places, new, **knobs, interpret=interpreter)
     expected_pool = flat_of(case, expected_pool).reshape(flat.shape)
     # Padding of the reference writes into the first page, which no sequence owns.
     np.testing.assert_array_equal(*(np.asarray(each, np.float32)[1:] for each in (found_pool, expected_pool)))

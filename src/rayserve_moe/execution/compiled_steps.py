@@ -254,9 +254,8 @@ class _Compiler:
 
 
 def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
-    most = 1 + served.settings.speculation.most_drafts if config.model.kernels.has_flat_rows else 1
-    asked = {"tells_nexts": served.draft is not None, "has_trees": config.tree is not None, "most_together": most}
-    layout = InputLayout(shape, served.num_rows, served.num_tables, **asked)
+    asked = served.draft is not None, config.tree is not None, config.most_together
+    layout = InputLayout(shape, served.num_rows, served.num_tables, *asked)
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
     blocks = block_input_shapes(shape, config.model) if shape.num_blocks else None
     run = partial(run_step, layout=layout, config=config)

@@ -97,10 +97,7 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
         if tokens:
             tokens.lay_out()
         _place_rows(tile, stream.scalars)
-        tile.sums.total[...] = jnp.zeros_like(tile.sums.total)
-        largest = sinks[0][...] * LOG2_E if sinks else MASKED
-        tile.sums.largest[...] = jnp.broadcast_to(largest, tile.sums.largest.shape)
-        tile.sums.weight[...] = jnp.full_like(tile.sums.weight, float(shape.has_sinks))
+        _begin_sums(sums, sinks)
         jax.lax.fori_loop(0, num_blocks, attend_block, None)
         _store(tile, tokens, stream.scalars, out)
 
@@ -108,6 +105,13 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
         pl.when(num_blocks == 0)(lambda: _clear(out))
     for each in copies:
         pl.when(pl.program_id(1) + 1 == num_visits)(each.wait)
+
+
+def _begin_sums(sums: Sums, sinks: tuple[Any, ...]) -> None:
+    sums.total[...] = jnp.zeros_like(sums.total)
+    largest = sinks[0][...] * LOG2_E if sinks else MASKED
+    sums.largest[...] = jnp.broadcast_to(largest, sums.largest.shape)
+    sums.weight[...] = jnp.full_like(sums.weight, float(bool(sinks)))
 
 
 def _clear(out: Any) -> None:

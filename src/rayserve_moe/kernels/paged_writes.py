@@ -151,7 +151,7 @@ class GroupWrites:
 
 def without_lone_nan(rows_GX: jax.Array, is_new_GX: jax.Array, layout: RowLayout) -> jax.Array:
     """Rows of which those that are new and have values that are no numbers have such keys instead, and zeros as values:
-    a weight of zero does not silence NaN, and a query that does not see a row must not be told of it."""
+    a weight of zero does not silence NaN, which is no concern of queries that do not see the row."""
     lanes_GX = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, rows_GX.shape, 1), layout.set_lanes)
     is_value_GX = (lanes_GX >= layout.values_at) & (lanes_GX < layout.values_at + layout.value_lanes)
     none_G1 = jnp.sum(jnp.where(is_value_GX, rows_GX * 0.0, 0.0), axis=1, keepdims=True)

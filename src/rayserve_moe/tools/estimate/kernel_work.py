@@ -168,11 +168,13 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     if attention is None:
         return None
     if attention.num_pages and kernel_name(instruction) == "paged_attention_of_groups":
-        # As below, within a loop over groups, whose rows lie in one piece of the pool, or now and then in one more.
+        # As below, in a loop over groups, whose rows lie in one piece of the pool, or now and then in one more; innermost
+        # is the wait for what the group before has written.
         rows, num_groups = out.dims[0], attention.num_query_blocks
         pieces = num_groups + max(0, rows - num_groups) / CLEARED_ROWS
         written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])
-        return KernelWork(attention.kv_bytes + written, (num_groups, attention.num_visits, attention.num_pages / 2))
+        trips = (num_groups, attention.num_visits, attention.num_pages / 2, pieces)
+        return KernelWork(attention.kv_bytes + written, trips)
     if attention.num_pages:
         # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
         written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
