@@ -20,7 +20,7 @@ from rayserve_moe.kernels.paged_groups import GroupVisits
 from rayserve_moe.kernels.paged_sizes import (
     CLEARED_ROWS,
     GROUP_ALIGNED_ROWS,
-    VMEM_BYTES,
+    GROUP_VMEM_BYTES,
     Knobs,
     TileShape,
     layout_for,
@@ -100,7 +100,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         out_shape=[out, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)],
         input_output_aliases={len(scalars) + len(given): 1},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=GROUP_VMEM_BYTES
         ),
         name="paged_attention_of_groups",
         interpret=interpret,

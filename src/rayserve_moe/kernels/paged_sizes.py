@@ -18,7 +18,8 @@ CLEARED_ROWS = 16
 """Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
 MOST_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 512, 16
 """Rows of queries of a tile; those that are scored at once; whole registers of 16-bit numbers."""
-VMEM_BYTES = 40 << 20
+VMEM_BYTES, GROUP_VMEM_BYTES = 40 << 20, 48 << 20
+"""Of the core's memory a call may have; trees of 32 nodes of 128 query heads over latents take 42 MiB."""
 SCORES = 32 << 10
 """Scores that are kept at once: half of what the registers of a core hold."""
 GROUP_ROWS, GROUP_ALIGNED_ROWS = 128, 8

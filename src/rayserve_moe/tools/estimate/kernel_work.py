@@ -168,8 +168,8 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     if attention is None:
         return None
     if attention.num_pages and kernel_name(instruction) == "paged_attention_of_groups":
-        # As below, in a loop over groups, whose rows lie in one piece of the pool, or now and then in one more. Innermost
-        # is the wait for what the group before has written.
+        # As below, in a loop over groups, whose rows lie in one piece of the pool, or now and then in one more. The
+        # innermost is the wait for what the group before has written.
         rows, num_groups = out.dims[0], attention.num_query_blocks
         pieces = num_groups + max(0, rows - num_groups) / CLEARED_ROWS
         written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])
