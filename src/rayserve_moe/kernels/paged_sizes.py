@@ -22,8 +22,9 @@ VMEM_BYTES, GROUP_VMEM_BYTES = 40 << 20, 48 << 20
 """Of the core's memory a call may have; trees of 32 nodes of 128 query heads over latents take 42 MiB."""
 SCORES = 32 << 10
 """Scores that are kept at once: half of what the registers of a core hold."""
-GROUP_ROWS, GROUP_ALIGNED_ROWS = 128, 8
-"""Rows of a group of single tokens that are scored at once; whole registers of 32-bit numbers."""
+GROUP_ROWS, GROUP_ALIGNED_ROWS, FEW_QUERIES = 128, 8, 4
+"""Rows of a group of single tokens that are scored at once; whole registers of 32-bit numbers; tokens of a group that
+is small: most are where drafts do not pay."""
 MOST_KEYS, BLOCK_BYTES = 512, 1 << 20
 """Keys of a block, and what they and their values take: what memory delivers in 0.6 us on v6e."""
 
@@ -75,9 +76,15 @@ class TileShape:
         return self.num_rows if self.num_rows % SCORE_ROWS else SCORE_ROWS
 
     @property
-    def sets_at_once(self) -> int:
-        """Sets of heads whose scores registers hold; at least one."""
-        return max(1, SCORES // (self.score_rows * self.num_keys))
+    def few_rows(self) -> int:
+        """Rows of a small group, which are scored for themselves: at least those of `FEW_QUERIES`; all, of others."""
+        if not self.is_grouped:
+            return self.score_rows
+        return min(self.score_rows, -(-FEW_QUERIES * self.query_rows // ALIGNED_ROWS) * ALIGNED_ROWS)
+
+    def sets_at_once(self, num_rows: int) -> int:
+        """Sets of heads whose scores of so many rows registers hold; at least one."""
+        return max(1, SCORES // (num_rows * self.num_keys))
 
     @property
     def num_tiles(self) -> int:

@@ -214,20 +214,25 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
     """All rows of a tile against the block in a half of the buffer, whose keys stand from `first_key` on."""
     shape = tile.shape
     root = stream.scalars.roots[tile.visit] if shape.is_tree else jnp.int32(0)
-    num_chunks = shape.num_rows // shape.score_rows
-    if shape.is_grouped and num_chunks > 1:
-        num_chunks = pl.cdiv(stream.scalars.counts[tile.visit] * shape.query_rows, shape.score_rows)
 
-    def score(i: jax.Array, carry: None) -> None:
-        rows = pl.ds(pl.multiple_of(i * shape.score_rows, shape.score_rows), shape.score_rows)
+    def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
+        rows, at_once = pl.ds(pl.multiple_of(i * num_rows, num_rows), num_rows), shape.sets_at_once(num_rows)
         keys_S = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, stream.num_keys), 1)
         places = (_wide(tile.places[i, rows], stream.num_keys) for i in (0, 1))
         is_seen_MS = _is_seen(keys_S, *places, root, shape)
-        for first in range(0, shape.layout.num_sets, shape.sets_at_once):
-            sets = range(first, min(first + shape.sets_at_once, shape.layout.num_sets))
+        for first in range(0, shape.layout.num_sets, at_once):
+            sets = range(first, min(first + at_once, shape.layout.num_sets))
             _accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
 
-    jax.lax.fori_loop(0, num_chunks, score, None)
+    num_chunks, num_real = shape.num_rows // shape.score_rows, None
+    if shape.is_grouped:
+        num_real = stream.scalars.counts[tile.visit] * shape.query_rows
+        num_chunks = pl.cdiv(num_real, shape.score_rows) if num_chunks > 1 else 1
+    if num_real is None or shape.few_rows == shape.score_rows:
+        jax.lax.fori_loop(0, num_chunks, score, None)
+    else:
+        pl.when(num_real <= shape.few_rows)(lambda: score(jnp.int32(0), None, num_rows=shape.few_rows))
+        pl.when(num_real > shape.few_rows)(lambda: jax.lax.fori_loop(0, num_chunks, score, None))
 
 
 def _is_seen(
