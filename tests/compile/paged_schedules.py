@@ -7,13 +7,15 @@ writes the baseline of chips, or of all of them, anew: after a change that is me
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows
+from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows, Together
 from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
-from rayserve_moe.kernels.paged_attention import attend, attend_new
+from rayserve_moe.kernels.paged_attention import attend, attend_new, describe_singles
 from rayserve_moe.kernels.paged_sizes import pages_of_a_block
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
@@ -30,6 +32,8 @@ MODELS = {
 }
 """Query heads, KV heads, head width, latent width."""
 QUERIES = {"single tokens": 1, "single tokens, written": 1, "blocks of 32": 32}
+GROUPS = {"groups of 4": 4, "groups of 32": 32}
+"""Of chains, and of nodes of trees: the most single tokens of a sequence, which are scored 128 rows at a time."""
 
 
 def lanes_of(model: str) -> int:
@@ -48,30 +52,59 @@ def memory_bundles(chip: str, model: str) -> float:
 def compile_all(chip: str, dump: DumpFolder) -> dict[str, int]:
     """Compile every case for a chip; bundles of the loop over blocks of keys, its inner loops over rows as they run.
 
-    Copies of pages and clearing, loops of a few bundles, count once.
+    Copies of pages and clearing, loops of a few bundles, count once; so do rows of groups that are scored together, and
+    pieces of new ones.
     """
     found = {}
-    for model, (heads, _, width, latent_width) in MODELS.items():
-        for name, num_queries in QUERIES.items():
-            queries = jax.ShapeDtypeStruct((BLOCKS, num_queries, heads, width), jnp.bfloat16)
-            pool = jax.ShapeDtypeStruct((2 * BLOCKS * PAGES, PAGE, lanes_of(model)), jnp.bfloat16)
-            row = jax.ShapeDtypeStruct((BLOCKS, lanes_of(model)), jnp.bfloat16)
-            table, positions = (jax.ShapeDtypeStruct((BLOCKS, n), np.int32) for n in (PAGES, num_queries))
-
-            def run(queries, pool, rows, *places, latent_width=latent_width, writes="written" in name):
-                if writes:
-                    new = NewRows(rows, np.int32(0))
-                    return attend_new(queries[:, 0], pool, BlockPlaces(*places), new, latent_width=latent_width)
-                return attend(queries, pool, BlockPlaces(*places), latent_width=latent_width)
-
-            compile_for(chip.removeprefix("tpu"), run, queries, pool, row, table, positions, donate=1)
+    for model in MODELS:
+        for name, num_queries in (QUERIES | GROUPS).items():
+            attend_model = _attend_groups if name in GROUPS else partial(_attend_blocks, writes="written" in name)
+            attend_model(chip.removeprefix("tpu"), model, num_queries)
             (text,) = (text for op, text in dump.take().items() if op.startswith("paged_attention"))
             loops = read_schedule(text).loops
-            block = max((loop for loop in loops if loop.trips is None), key=lambda loop: loop.last - loop.first)
+            open_loops = [loop for loop in loops if loop.trips is None]
+            if name in GROUPS:
+                open_loops = [loop for loop in open_loops if any(other.holds(loop) for other in open_loops)]
+            block = max(open_loops, key=lambda loop: loop.last - loop.first)
             inner = [loop for loop in loops if block.holds(loop) and loop.trips]
             more = sum((loop.trips - 1) * (loop.last - loop.first + 1) for loop in inner)
             found[f"{model}, {name}"] = block.last - block.first + 1 + more
     return found
+
+
+def _shapes(model: str, *queries: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Queries, the pool and new rows, in bfloat16, and page tables."""
+    heads, _, width, _ = MODELS[model]
+    pool, rows = (2 * BLOCKS * PAGES, PAGE, lanes_of(model)), (BLOCKS, lanes_of(model))
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((BLOCKS, *queries, heads, width), pool, rows))
+    return *arrays, jax.ShapeDtypeStruct((BLOCKS, PAGES), np.int32)
+
+
+def _attend_blocks(chip: str, model: str, num_queries: int, *, writes: bool) -> None:
+    latent_width = MODELS[model][3]
+
+    def run(queries, pool, rows, *places):
+        if writes:
+            new = NewRows(rows, np.int32(0))
+            return attend_new(queries[:, 0], pool, BlockPlaces(*places), new, latent_width=latent_width)
+        return attend(queries, pool, BlockPlaces(*places), latent_width=latent_width)
+
+    positions = jax.ShapeDtypeStruct((BLOCKS, num_queries), np.int32)
+    compile_for(chip, run, *_shapes(model, num_queries), positions, donate=1)
+
+
+def _attend_groups(chip: str, model: str, most: int) -> None:
+    latent_width = MODELS[model][3]
+
+    def run(queries, pool, rows, table, positions, sequences, trees):
+        together = Together(sequences, most)
+        sizes = {"page_size": PAGE, "table_width": PAGES, "windows": (0,)}
+        described = describe_singles(positions, **sizes, ancestors_U=trees, together=together)
+        places = BlockPlaces(table, positions[:, None], described[0], trees[:, None], together)
+        return attend_new(queries, pool, places, NewRows(rows, np.int32(0)), latent_width=latent_width)
+
+    of_tokens = [jax.ShapeDtypeStruct((BLOCKS,), np.int32)] * 3
+    compile_for(chip, run, *_shapes(model), *of_tokens, donate=1)
 
 
 BASELINE = ScheduleBaseline("tests.compile.paged_schedules", tuple(CHIPS), compile_all)

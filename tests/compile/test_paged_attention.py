@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
 from rayserve_moe.kernels.kv_pool import write_rows
-from rayserve_moe.kernels.paged_attention import attend, attend_new
+from rayserve_moe.kernels.paged_attention import attend, attend_new, describe_singles
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
@@ -19,9 +19,7 @@ MODELS = {"gpt-oss": (64, 8, 64, 0), "deepseek": (128, 1, 576, 512), "heads of 1
 """Query heads, KV heads, head width, latent width."""
 
 
-def compiled_step(
-    chip: str, model: str, num_queries: int, *, config: ScoreConfig = FULL_CAUSAL, is_tree=False, is_writing=False
-):
+def compiled_step(chip: str, model: str, num_queries: int, *, config: ScoreConfig = FULL_CAUSAL, is_writing=False):
     """New rows are written into a pool that is given away, then 16 blocks attend it; or both at once."""
     heads, kv_heads, width, latent_width = MODELS[model]
     lanes = latent_lanes(width) if latent_width else flat_width(kv_heads, width)
@@ -33,23 +31,45 @@ def compiled_step(
     table, positions = (jax.ShapeDtypeStruct((16, n), np.int32) for n in (CONTEXT // PAGE, num_queries))
     slots, sinks = jax.ShapeDtypeStruct((16,), np.int32), jax.ShapeDtypeStruct((heads,), jnp.bfloat16)
 
-    def step(pool, rows, slots, queries, table, positions, sinks, trees):
+    def step(pool, rows, slots, queries, table, positions, sinks):
         knobs = {"config": config, "latent_width": latent_width}
         knobs |= {"sinks_H": sinks} if model == "gpt-oss" else {}
         if is_writing:
             attended, pool = attend_new(queries[:, 0], pool, BlockPlaces(table, positions), NewRows(rows, 7), **knobs)
             return pool, attended
         pool = write_rows(pool, rows, slots)
-        places = BlockPlaces(table, positions, ancestors_BQ=trees if is_tree else None)
-        return pool, attend(queries, pool, places, **knobs)
+        return pool, attend(queries, pool, BlockPlaces(table, positions), **knobs)
 
-    return compile_for(chip, step, pool, rows, slots, queries, table, positions, sinks, positions, donate=0), pool
+    return compile_for(chip, step, pool, rows, slots, queries, table, positions, sinks, donate=0), pool
 
 
-def assert_reads_in_place(compiled, pool, num_rows: int = 16 * 128) -> None:
+def compiled_groups(chip: str, model: str, most: int, *, are_trees: bool):
+    """64 single tokens, up to `most` of a sequence, attend and write a pool that is given away."""
+    heads, kv_heads, width, latent_width = MODELS[model]
+    lanes, num = latent_lanes(width) if latent_width else flat_width(kv_heads, width), 64
+    pool, rows, queries, sinks = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((NUM_PAGES, PAGE, lanes), (num, lanes), (num, heads, width), (heads,))
+    )
+    table, of_tokens = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((num, CONTEXT // PAGE), (num,)))
+
+    def step(pool, rows, queries, table, positions, sequences, trees, sinks):
+        knobs = {"latent_width": latent_width} | ({"sinks_H": sinks} if model == "gpt-oss" else {})
+        together, nodes = Together(sequences, most), trees if are_trees else None
+        sizes = {"page_size": PAGE, "table_width": CONTEXT // PAGE, "windows": (0,)}
+        described = describe_singles(positions, **sizes, ancestors_U=nodes, together=together)
+        nodes = trees[:, None] if are_trees else None
+        places = BlockPlaces(table, positions[:, None], described[0], nodes, together)
+        return attend_new(queries, pool, places, NewRows(rows, 7), **knobs)
+
+    given = (rows, queries, table, of_tokens, of_tokens, of_tokens, sinks)
+    return compile_for(chip, step, pool, *given, donate=0), pool
+
+
+def assert_reads_in_place(compiled, pool, num_rows: int = 16 * 128, *, name: str = "paged_attention") -> None:
     """Beside the pool, queries and results of `num_rows` heads of all tokens, spread over lanes, are all there is."""
     analysis, pool_bytes = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
-    assert kernels_of(text_of(compiled)) == {"paged_attention": 1}
+    assert kernels_of(text_of(compiled)) == {name: 1}
     assert pool_bytes <= analysis.alias_size_in_bytes < 1.01 * pool_bytes, "written in place, and not padded"
     assert analysis.temp_size_in_bytes < 3 * num_rows * latent_lanes(576) * 2
     assert copies_of(text_of(compiled), [Piece("kv", "bf16", pool.shape[2:], pool.size // 2, is_written=True)]) == []
@@ -69,9 +89,23 @@ def test_single_tokens_attend_the_pool_in_place(chip, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", TOPOLOGY_OF_CHIP)
 @pytest.mark.parametrize("model", MODELS)
-def test_prompts_and_trees_attend_the_pool_in_place(chip, model):
+def test_prompts_attend_the_pool_in_place(chip, model):
     heads = MODELS[model][0]
     assert_reads_in_place(
         *compiled_step(chip, model, 32, config=ScoreConfig(window=128, soft_cap=30.0)), 16 * 32 * heads
     )
-    assert_reads_in_place(*compiled_step(chip, model, 8, is_tree=True), 16 * 8 * heads)
+
+
+@pytest.mark.parametrize(
+    "chip", ["v6e", *(pytest.param(c, marks=pytest.mark.slow) for c in TOPOLOGY_OF_CHIP if c != "v6e")]
+)
+@pytest.mark.parametrize(
+    ("model", "most"),
+    [("heads of 128", 4), *(pytest.param(m, n, marks=pytest.mark.slow) for m in MODELS for n in (5, 32))],
+)
+def test_groups_attend_and_write_the_pool_in_place(chip, model, most):
+    """Nothing is scattered, and no group's queries are put together by XLA."""
+    for are_trees in (False, True):
+        compiled, pool = compiled_groups(chip, model, most, are_trees=are_trees)
+        assert_reads_in_place(compiled, pool, 64 * 128, name="paged_attention_of_groups")
+        assert "scatter" not in compiled.as_text()

@@ -141,7 +141,7 @@ def test_trees_are_drafted_and_verified_in_place(tmp_path):
     report = check(case, names=("decode_64", "draft_16"))
     assert len(report.programs) == 2 and not report.faults and report.fits
     decode = next(program for program in report.programs if program.name == "decode_64")
-    assert "paged_attention" in decode.kernels
+    assert "paged_attention_of_groups" in decode.kernels and "paged_attention" not in decode.kernels
 
 
 def test_trees_are_refused_by_name_where_models_cannot_verify_them(tmp_path):

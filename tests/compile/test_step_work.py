@@ -18,14 +18,16 @@ LAYERS, KV_BYTES = 48, 2 * 4 * 128 * 2
 
 
 @cache
-def served(batch: int, *, tp: int = 1, redundant: int = 0, drafts: str | None = None) -> ServedModel:
+def served(batch: int, *, tp: int = 1, redundant: int = 0, drafts: str = "", kv_dtype: str = "bfloat16") -> ServedModel:
     values = {"max_model_len": 1024, "max_running_requests": batch, "num_redundant_experts": redundant}
     values |= {"speculative_algorithm": drafts} if drafts else {}
+    values |= {"kv_cache_dtype": "fp8"} if kv_dtype != "bfloat16" else {}
     return lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=tp, **values))
 
 
-def work(batch: int, *, prompt_tokens: int = 0, **how: int | str) -> StepWork:
-    return step_work(served(batch, **how).config, StepSizes("v6e:2x4", batch, 1024), prompt_tokens=prompt_tokens)
+def work(batch: int, *, prompt_tokens: int = 0, kv_dtype: str = "bfloat16", **how: int | str) -> StepWork:
+    sizes = StepSizes("v6e:2x4", batch, 1024, kv_dtype=kv_dtype)
+    return step_work(served(batch, kv_dtype=kv_dtype, **how).config, sizes, prompt_tokens=prompt_tokens)
 
 
 def test_few_tokens_use_few_slots_and_many_use_all():
@@ -55,19 +57,33 @@ def test_operations_grow_with_tokens():
 
 
 def test_kernels_visit_blocks_of_keys():
-    """Jax's kernel, which models of heads of 128 have where drafts are verified; and our own."""
+    """Our own kernel, and jax's, which 8-bit keys and values have."""
     (own,) = work(2).attention.values()
     assert (own.num_runs, own.kv_bytes, own.num_visits, own.num_pages) == (2, 2 * 1024 * KV_BYTES, 2 * 2, 2 * 8)
     assert set(work(16, prompt_tokens=8192).attention) == {16, 8192 // 32}
-    (decode,) = work(2, drafts="NGRAM").attention.values()
-    assert (decode.num_runs, decode.kv_bytes) == (2, 2 * 1024 * KV_BYTES)
-    assert decode.num_visits == 2 * 2, "512 keys a block"
-    prefill = work(16, prompt_tokens=8192, drafts="NGRAM").attention
+    (decode,) = work(2, kv_dtype="float8_e4m3fn").attention.values()
+    assert (decode.num_runs, decode.kv_bytes) == (2, 2 * 1024 * KV_BYTES // 2)
+    assert decode.num_visits == 2, "1024 keys a block"
+    prefill = work(16, prompt_tokens=8192, kv_dtype="float8_e4m3fn").attention
     assert set(prefill) == {16, 8192}
     blocks = prefill[8192]
     assert blocks.num_query_blocks == blocks.num_runs == 8192 // 64
     assert 8192 // 64 < blocks.num_visits < 8192 // 64 * 2, "on average half of a prompt is seen"
-    assert blocks.kv_bytes == blocks.num_visits * 512 * KV_BYTES
+    assert blocks.kv_bytes == blocks.num_visits * 512 * KV_BYTES // 2
+
+
+def test_drafts_are_verified_by_reading_pages_once():
+    """Of 2 sequences of 4 rows each: weights and operations are those of 8 tokens, pages those of 2 sequences."""
+    verify = step_work(served(2, drafts="NGRAM").config, StepSizes("v6e:2x4", 2, 1024, singles=8, rows_each=4))
+    (found,) = verify.attention.values()
+    assert set(verify.attention) == {8} and found == work(2).attention[2]
+    assert verify.used_slots == work(8).used_slots and verify.flops == pytest.approx(work(8).flops)
+    assert work(8).hbm_bytes - verify.hbm_bytes == pytest.approx(6 * 1024 * KV_BYTES * LAYERS)
+    eight_bits = served(2, drafts="NGRAM", kv_dtype="float8_e4m3fn").config
+    (again,) = step_work(
+        eight_bits, StepSizes("v6e:2x4", 2, 1024, rows_each=4, kv_dtype="float8_e4m3fn")
+    ).attention.values()
+    assert again.num_runs == 8 and again.kv_bytes == 8 * 1024 * KV_BYTES // 2
 
 
 def test_latents_are_read_with_what_fills_their_registers():

@@ -1,4 +1,4 @@
-"""The paged attention kernel, interpreted, next to the reference, and where rows see a tree next to its definition.
+"""The paged attention kernel, interpreted, next to the reference; groups of single tokens have cases of their own.
 
     python -m tests.support.paged_cases CASE ...
 
@@ -32,7 +32,7 @@ from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.paged_stream import PageStream
 from rayserve_moe.kernels.paged_visits import visits_of
 from rayserve_moe.kernels.paged_writes import RowWrites
-from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION, WRITING_DECODE
+from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION
 from tests.support.drive import run_together
 from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
@@ -56,8 +56,6 @@ class PagedCase:
     config: ScoreConfig = FULL_CAUSAL
     has_sinks: bool = False
     latent_width: int = 0
-    is_tree: bool = False
-    are_nodes: bool = False
     is_described: bool = False
     is_writing: bool = False
     dtype: str = "float32"
@@ -100,15 +98,6 @@ CASES = {
     "new latents, sinks": PagedCase(
         ((70, 1), (0, 0), (5, 1), (127, 1)), 1, 16, 1, 192, latent_width=128, has_sinks=True, is_writing=True
     ),
-    "trees of drafts": PagedCase(
-        ((100, 6), (0, 0), (0, 3), (61, 6)), 6, num_kv_heads=2, config=ScoreConfig(window=50), is_tree=True
-    ),
-    "nodes of trees as single tokens, described, on two cores": PagedCase(
-        ((100, 6), (0, 0), (0, 3), (50, 32), (60, 9)), 1, num_kv_heads=2, are_nodes=True, is_described=True, num_cores=2
-    ),
-    "nodes of trees with latents": PagedCase(
-        ((100, 6), (0, 1), (50, 32)), 1, 16, 1, 192, ScoreConfig(scale=0.1), latent_width=128, are_nodes=True
-    ),
 }
 
 
@@ -124,17 +113,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Presets, and what is other about them."""
 
 
-def run_cases(*names: str) -> dict[str, Outcome]:
-    """Run cases in a process of its own."""
+def run_cases(*names: str, module: str = "tests.support.paged_cases") -> dict[str, Outcome]:
+    """Run cases of a module in a process of its own."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.support.paged_cases", *names]
+    command = [sys.executable, "-m", module, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 class PagedArrays:
-    """The arrays of a case: queries, the pool as the reference has it, page table, positions, sinks, and trees."""
+    """The arrays of a case: queries, the pool as the reference has it, page table, positions and sinks."""
 
     def __init__(self, case: PagedCase) -> None:
         generator, num_blocks = np.random.default_rng(len(case.blocks) + case.width), len(case.blocks)
@@ -145,55 +134,15 @@ class PagedArrays:
         shape = (num_blocks, case.num_queries, case.num_heads, case.width)
         self.queries = generator.standard_normal(shape).astype(np.float32)
         self.sinks = generator.standard_normal(case.num_heads).astype(np.float32) if case.has_sinks else None
-        self.positions, self.trees = (np.full(shape[:2], fill, np.int32) for fill in (-1, 0))
-        self.sees = np.zeros((*shape[:2], TABLE_WIDTH * PAGE), bool)
+        self.positions = np.full(shape[:2], -1, np.int32)
         for block, (first, count) in enumerate(case.blocks):
-            if case.are_nodes:
-                self._place_node(generator, block, first, count)
-                continue
-            parents = [-1, *(int(generator.integers(0, row)) for row in range(1, count))]
-            self._place(case, block, first, parents if case.is_tree else list(range(-1, count - 1)))
-        seen = self.sees.any(1)
-        for block, pages in enumerate(self.table):
-            hidden = ~seen[block].reshape(TABLE_WIDTH, PAGE)
+            self.positions[block, :count] = np.arange(first, first + count)
+            least = max(0, first - case.config.window + 1) if case.config.window and count else 0
+            is_seen = np.zeros(TABLE_WIDTH * PAGE, bool)
+            is_seen[least : first + count if count else 0] = True
+            hidden = ~is_seen.reshape(TABLE_WIDTH, PAGE)
+            pages = self.table[block]
             self.pool[pages] = np.where(hidden[..., None, None], np.nan, self.pool[pages])
-
-    def _place(self, case: PagedCase, block: int, first: int, parents: list[int]) -> None:
-        """Put rows at their depth below the root, each seeing the path that leads to it."""
-        paths: list[list[int]] = []
-        for row, parent in enumerate(parents):
-            paths.append([*(paths[parent] if parent >= 0 else []), row])
-            position = first + len(paths[row]) - 1
-            self.positions[block, row] = position
-            self.trees[block, row] = sum(1 << ancestor for ancestor in paths[row])
-            ahead = range(max(0, position - case.config.window + 1) if case.config.window else 0, first)
-            self.sees[block, row, list(ahead)] = True
-            own = [first + ancestor for ancestor in paths[row]]
-            near = [key for key in own if case.is_tree or not case.config.window or position - key < case.config.window]
-            self.sees[block, row, near] = True
-
-    def _place_node(self, generator: np.random.Generator, block: int, root: int, count: int) -> None:
-        """Make a block the last of the nodes of a tree, below some of the others."""
-        self.trees[block] = 1
-        if count:
-            path = [*(node for node in range(count - 1) if node == 0 or generator.random() < 0.4), count - 1]
-            self.positions[block] = root + len(path) - 1
-            self.trees[block] = np.array([sum(1 << node for node in path)], np.uint32).view(np.int32)
-            self.sees[block, 0, :root] = True
-            self.sees[block, 0, [root + node for node in path]] = True
-
-    def dense(self, case: PagedCase) -> np.ndarray:
-        """Softmax over the keys that a row sees, in float64."""
-        out = np.zeros((*self.queries.shape[:3], case.width))
-        for block, row in np.argwhere(self.positions >= 0):
-            seen = self.sees[block, row]
-            kv = self.pool[self.table[block]].reshape(-1, *self.pool.shape[2:])[seen].astype(np.float64)
-            keys, values = (np.repeat(kv[:, part::2], case.num_heads // case.num_kv_heads, axis=1) for part in (0, 1))
-            scores = np.einsum("hd,khd->hk", self.queries[block, row].astype(np.float64), keys)
-            scores *= case.config.scale_for(case.width)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[block, row] = np.einsum("hk,khd->hd", weights / weights.sum(-1, keepdims=True), values)
-        return out
 
 
 def outcome_of(case: PagedCase) -> Outcome:
@@ -206,13 +155,10 @@ def outcome_of(case: PagedCase) -> Outcome:
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     rows = pool.reshape(-1, *pool.shape[2:])
     flat = flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
-    if case.is_tree or case.are_nodes:
-        places = places._replace(ancestors_BQ=jnp.asarray(arrays.trees))
-    expected = arrays.dense(case) if case.is_tree else attention_reference.attend(queries, pool, places, **knobs)
+    expected = attention_reference.attend(queries, pool, places, **knobs)
     if case.is_described:
-        trees = {"ancestors_U": places.ancestors_BQ[:, 0]} if case.are_nodes else {}
         sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
-        described = paged_attention.describe_singles(places.positions_BQ[:, 0], **sizes, **trees)
+        described = paged_attention.describe_singles(places.positions_BQ[:, 0], **sizes)
         places = places._replace(described=described[case.config.window])
     flat = flat.reshape(*pool.shape[:2], -1)
     if case.is_writing:
@@ -260,8 +206,8 @@ def engine_outcome(name: str) -> Outcome:
         for is_paged in (False, True):
             with ExitStack() as stack:
                 for by_name in (LATENT_ATTENTION, FLAT_ATTENTION) if is_paged else ():
-                    attention = partial(by_name["tpu"]["attention"], decode=paged, prefill=paged)
-                    stack.enter_context(patch.dict(WRITING_DECODE, cpu=writing))
+                    own = {"decode": paged, "prefill": paged, "write_and_decode": writing}
+                    attention = partial(by_name["tpu"]["attention"], **own)
                     stack.enter_context(patch.dict(by_name, cpu={**by_name["tpu"], "attention": attention}))
                 runner = prepared_runner(path, **settings)
                 assert runner.config.kernels.has_flat_rows == is_paged

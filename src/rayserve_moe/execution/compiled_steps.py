@@ -254,7 +254,8 @@ class _Compiler:
 
 
 def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
-    layout = InputLayout(shape, served.num_rows, served.num_tables, served.draft is not None, config.tree is not None)
+    asked = served.draft is not None, config.tree is not None, config.most_together
+    layout = InputLayout(shape, served.num_rows, served.num_tables, *asked)
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
     blocks = block_input_shapes(shape, config.model) if shape.num_blocks else None
     run = partial(run_step, layout=layout, config=config)

@@ -59,6 +59,7 @@ def grown_tree(
     follow = partial(_children, weights, state, config=config, count=count)
     ids_SC, scores_SC = follow(features_SD, rows_S, positions_S + 2)
     nodes_C = jnp.arange(count, dtype=jnp.int32)
+    sequences_X = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), count)
     features_SCD = jnp.broadcast_to(features_SD[:, None], (num_rows, count, features_SD.shape[1]))
     places_SC = jnp.broadcast_to(nodes_C, ids_SC.shape)
     first = Level(ids_SC, scores_SC, places_SC, jnp.zeros_like(ids_SC), features_SCD)
@@ -69,6 +70,8 @@ def grown_tree(
         at_S1 = jnp.where(positions_S < 0, -1, positions_S + 1 + level)[:, None]
         at_SC = jnp.broadcast_to(at_S1, masks_SC.shape)
         batch = _batch(nodes.ids_SC, at_SC, masks_SC, table_SP, draft.kv_pages.shape[1])
+        if config.layer.kernels.has_flat_rows:
+            batch = replace(batch, sequences_U=sequences_X, most_together=count)
         given_XD = nodes.features_SCD.reshape(-1, nodes.features_SCD.shape[2])
         features_XD, pages = draft_features(weights_of_both(weights), pages, batch, given_XD, config=config)
         ids_XC, own_XC = follow(features_XD, jnp.repeat(rows_S, count), jnp.repeat(positions_S + 3 + level, count))

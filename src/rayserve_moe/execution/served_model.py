@@ -34,7 +34,7 @@ from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepConfig, StepShape, TreeShape
 from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
-from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
+from rayserve_moe.kernels.paged_sizes import CLEARED_ROWS
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.kv_cache import cache_row, layer_pages_of, windows_of
@@ -228,9 +228,7 @@ def served_model(
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     may_be_flat = settings.cache.kv_dtype != "fp8" and settings.cache.page_size % CLEARED_ROWS == 0
     speculation = settings.speculation
-    alone = {"has_lone_singles": not speculation.most_drafts, "has_trees": speculation.has_trees}
-    flat = {"may_be_flat": may_be_flat, **alone}
-    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, **flat)
+    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, may_be_flat=may_be_flat)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -70,7 +70,8 @@ class DeviceInput(NamedTuple):
 class InputLayout:
     """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows and `num_tables` tables of pages.
 
-    `tells_nexts`: a draft model wants to know what follows a block. `has_trees`: drafts are trees.
+    `tells_nexts`: a draft model wants to know what follows a block. `has_trees`: drafts are trees. `most_together`: of
+    `TokenBatch`.
     """
 
     shape: StepShape
@@ -78,6 +79,7 @@ class InputLayout:
     num_tables: int = 1
     tells_nexts: bool = False
     has_trees: bool = False
+    most_together: int = 1
 
     @cached_property
     def slices(self) -> Sections:
@@ -155,6 +157,8 @@ def unpack(
     slots_T = jnp.where(positions_T >= 0, pages_T * page_size + places_T % page_size, 0)
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
     batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages, ancestors_U)
+    if layout.most_together > 1:
+        batch = replace(batch, sequences_U=single_rows, most_together=layout.most_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = sampling_of(state, rows_S, positions_S=positions_T[places_S] + 1)
     block_wants_top_B = RowIntegers(*state.sampling_integers_RI[block_rows].T).num_top > 0

@@ -68,6 +68,11 @@ class StepConfig:
         return self.tree or TreeShape(self.most_drafts, 1, self.most_drafts)
 
     @property
+    def most_together(self) -> int:
+        """Single tokens of one sequence in a step at most, where kernels are to know (`TokenBatch`)."""
+        return 1 + self.drafting.num_drafts if self.model.kernels.has_flat_rows else 1
+
+    @property
     def asked_layers(self) -> tuple[int, ...]:
         """Layers whose input the draft model reads."""
         return self.draft.draft.aux_layers if self.draft else ()

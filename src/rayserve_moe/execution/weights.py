@@ -26,25 +26,22 @@ from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig, Parameters
-from rayserve_moe.parallel.mesh import cores_of, platform_of
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
 
 
-def model_config(  # noqa: PLR0913 (what is fixed, by keyword)
+def model_config(
     spec: ModelSpec,
     plan: ParallelPlan,
     *,
     experts: ExpertSettings,
     kernels: Kernels | None = None,
     may_be_flat: bool = True,
-    has_lone_singles: bool = False,
-    has_trees: bool = False,
 ) -> ModelConfig:
     """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
     UnsupportedModelError an attention that the kernels lack.
 
-    Without `kernels`, with those of the platform. Where cores share a device, or no two single tokens of a step are of
-    one sequence (`has_lone_singles`), or drafts are trees, the pool's rows are flat, unless `may_be_flat` is false: for
+    Without `kernels`, with those of the platform. The rows of a TPU's pool are flat unless `may_be_flat` is false: for
     keys and values of 8 bits, or pages that our own attention does not take.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
     """
@@ -58,15 +55,9 @@ def model_config(  # noqa: PLR0913 (what is fixed, by keyword)
     except PlacementError as error:
         raise SettingsError(f"num_redundant_experts: {error}") from error
     selection = _selection(experts, num_redundant=num_redundant)
-    prefers_flat = may_be_flat and (has_lone_singles or has_trees or cores_of(plan.mesh) > 1)
     config = ExpertConfig(
         spec.router,
-        kernels_for(
-            spec,
-            kernels or KERNELS[platform_of(plan.mesh)],
-            prefers_flat=prefers_flat,
-            has_lone_singles=has_lone_singles,
-        ),
+        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)], prefers_flat=may_be_flat),
         plan,
         num_redundant=num_redundant,
         backend=experts.backend,

@@ -16,7 +16,7 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
-from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows, ScoreConfig
+from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.layers import Rotation
 
@@ -34,7 +34,8 @@ class TokenBatch:
     `token_ids_T`, `positions_T` (-1: padding) and `kv_slots_T` are int32 [T]; `page_table_BP` int32 holds the pages
     of the sequence that each block belongs to. `num_singles` is U. Where layers have different page tables, slots and
     tables have one more dimension ahead, and `layer_pages` says which is whose. `ancestors_U` int32 is there where
-    single tokens may be nodes of trees (`kernels.ancestors`).
+    single tokens may be nodes of trees (`kernels.ancestors`). Where some may be of one sequence, and kernels are to
+    know, `sequences_U` int32 says of which each is, `most_together` at the most (`Together`).
     """
 
     token_ids_T: jax.Array
@@ -44,6 +45,13 @@ class TokenBatch:
     num_singles: int = field(metadata={"static": True})
     layer_pages: tuple[LayerPages, ...] = field(default=(), metadata={"static": True})
     ancestors_U: jax.Array | None = None
+    sequences_U: jax.Array | None = None
+    most_together: int = field(default=1, metadata={"static": True})
+
+    @property
+    def together(self) -> Together | None:
+        """Which single tokens are of one sequence; None where no two are."""
+        return None if self.sequences_U is None else Together(self.sequences_U, self.most_together)
 
     @property
     def num_prefill_blocks(self) -> int:
@@ -187,14 +195,14 @@ def attend_blocks(
     batch, (num_tokens, *head_shape), parts = step.batch, queries_THh.shape, []
     singles, page_table_BP = batch.num_singles, batch.page_table_BP + step.first_page
     positions_U1 = batch.positions_T[:singles, None]
+    trees = None if batch.ancestors_U is None else batch.ancestors_U[:, None]
     if step.num_late:
         assert kernels.write_and_decode is not None, "rows are left to a kernel that writes them"
-        places = BlockPlaces(batch.page_table_BP[:singles], positions_U1, described)
+        places = BlockPlaces(batch.page_table_BP[:singles], positions_U1, described, trees, batch.together)
         new = NewRows(step.rows_TX[:singles], step.first_page)
         attended, kv_pages = kernels.write_and_decode(queries_THh[:singles], kv_pages, places, new)
         parts.append(attended)
     elif singles:
-        trees = None if batch.ancestors_U is None else batch.ancestors_U[:, None]
         places = BlockPlaces(page_table_BP[:singles], positions_U1, described, trees)
         parts.append(kernels.decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
     if batch.num_prefill_blocks:

@@ -117,7 +117,10 @@ def attend_runs(
     heads.
     """
     _refuse_unfit(kv_pages)
-    (page_table_BP, positions_BQ, described, trees), (num_blocks, num_queries, *head_shape) = places, queries_BQHh.shape
+    (page_table_BP, positions_BQ, described, trees, _), (num_blocks, num_queries, *head_shape) = (
+        places,
+        queries_BQHh.shape,
+    )
     assert trees is None, "this kernel knows no trees"
     page_size, is_quantised = kv_pages.shape[1], kv_pages.dtype.itemsize == 1
     scales = {"k_scale": 1.0, "v_scale": 1.0} if is_quantised else {}

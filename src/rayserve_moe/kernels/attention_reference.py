@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.ancestors import depths_of, paths_of
+from rayserve_moe.kernels.ancestors import depths_of, paths_of, places_of
 from rayserve_moe.kernels.kv_pool import read_wide, write_rows
 
 KEYS_PER_SPAN = 128
@@ -60,19 +60,29 @@ class _Visible(NamedTuple):
     any_S: jax.Array
 
 
+class Together(NamedTuple):
+    """Which sequence each single token is of, int32 [B]: those of one stand side by side, `most` at the most, and their
+    keys at places that follow each other."""
+
+    sequences_B: jax.Array
+    most: int
+
+
 class BlockPlaces(NamedTuple):
     """Where blocks of queries stand, int32: the pages of the sequence that each belongs to, and its queries' positions
     (-1: padding).
 
     `described` is what a kernel has derived of the positions ahead of all layers (`Kernels.describe_singles`). A kernel
     that is given it may leave what it returns for padding undefined. With `ancestors_BQ` (`kernels.ancestors`) queries
-    are nodes of trees: of the keys from the root of its tree on, each sees its ancestors' and its own.
+    are nodes of trees: of the keys from the root of its tree on, each sees its ancestors' and its own. Without
+    `together` no two single tokens are of one sequence, where that matters.
     """
 
     page_table_BP: jax.Array
     positions_BQ: jax.Array
     described: Any = None
     ancestors_BQ: jax.Array | None = None
+    together: Together | None = None
 
 
 class NewRows(NamedTuple):
@@ -121,10 +131,12 @@ def attend_new(
     Padding writes into page 0, which no sequence owns. `knobs` are those of `attend`.
     """
     (rows_BX, first_page), (page_table_BP, positions_B1, *_), page_size = new, places, kv_pages.shape[1]
-    pages_B1 = jnp.take_along_axis(page_table_BP + first_page, jnp.maximum(positions_B1, 0) // page_size, axis=1)
-    slots_B1 = jnp.where(positions_B1 >= 0, pages_B1 * page_size + positions_B1 % page_size, 0)
+    trees_B1 = places.ancestors_BQ
+    keys_B1 = positions_B1 if trees_B1 is None else places_of(positions_B1, trees_B1)
+    pages_B1 = jnp.take_along_axis(page_table_BP + first_page, jnp.maximum(keys_B1, 0) // page_size, axis=1)
+    slots_B1 = jnp.where(positions_B1 >= 0, pages_B1 * page_size + keys_B1 % page_size, 0)
     kv_pages = write_rows(kv_pages, rows_BX, slots_B1[:, 0])
-    places = BlockPlaces(page_table_BP + first_page, positions_B1)
+    places = BlockPlaces(page_table_BP + first_page, positions_B1, ancestors_BQ=trees_B1)
     return attend(queries_BHh[:, None], kv_pages, places, **knobs)[:, 0], kv_pages
 
 

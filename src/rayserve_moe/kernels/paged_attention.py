@@ -13,29 +13,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.ancestors import depths_of
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
-from rayserve_moe.kernels.flat_rows import LANES, gather_heads, layout_of, spread_queries
-from rayserve_moe.kernels.paged_sizes import TileShape, blocks_per_call, pages_of_a_block, tile_queries_for
-from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
-from rayserve_moe.kernels.paged_tiles import attend_tile
+from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
+from rayserve_moe.kernels.flat_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.paged_group_call import attend_groups
+from rayserve_moe.kernels.paged_groups import GroupVisits, groups_of
+from rayserve_moe.kernels.paged_sizes import (
+    CLEARED_ROWS,
+    VMEM_BYTES,
+    Knobs,
+    TileShape,
+    layout_for,
+    parts_of,
+    shape_for,
+    tile_queries_for,
+)
+from rayserve_moe.kernels.paged_tiles import attend_tile, sink_rows, tile_scratch
 from rayserve_moe.kernels.paged_visits import Visits, visits_of
 from rayserve_moe.kernels.paged_writes import NEW_ROWS
-
-VMEM_BYTES = 40 << 20
-
-
-class _Knobs(NamedTuple):
-    config: ScoreConfig
-    sinks_H: jax.Array | None
-    latent_width: int
 
 
 def attend(  # noqa: PLR0913 (the reference's signature)
@@ -50,12 +51,11 @@ def attend(  # noqa: PLR0913 (the reference's signature)
 ) -> jax.Array:
     """Attend as `attention_reference.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
 
-    Products are of the pool's dtype. Nodes of trees may be single queries, or a block the first nodes of one tree: keys
-    from its root on are seen by the bits of `ancestors_BQ`, those ahead as far as each position and `config` let it.
-    The real rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU. Returns [B, Q, H, v].
+    Products are of the pool's dtype. No query is a node of a tree: such ones are new rows (`attend_new`). The real rows
+    of a block come first. `interpret` (see `pallas_call`) runs it without a TPU. Returns [B, Q, H, v].
     ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
     """
-    knobs = _Knobs(config, sinks_H, latent_width)
+    knobs = Knobs(config, sinks_H, latent_width)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
 
 
@@ -70,9 +70,13 @@ def attend_new(  # noqa: PLR0913 (as `attend`)
     latent_width: int = 0,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attention_reference.attend_new`, over a pool as `attend` takes it. No two tokens are of one sequence, and
-    nothing is written for padding."""
-    knobs = _Knobs(config, sinks_H, latent_width)
+    """As `attention_reference.attend_new`, over a pool as `attend` takes it. Tokens of one sequence stand side by side
+    and say so in `places.together`; without it no two are of one. Nothing is written for padding."""
+    knobs = Knobs(config, sinks_H, latent_width)
+    if places.together is not None:
+        num_cores = cores_for(len(queries_BHh), interpret)
+        how = {"knobs": knobs, "num_cores": num_cores, "interpret": interpret}
+        return attend_groups(queries_BHh, kv_pages, places, new, **how)
     attended_B1Hv, kv_pages = _attend(queries_BHh[:, None], kv_pages, places, new, knobs=knobs, interpret=interpret)
     return attended_B1Hv[:, 0], kv_pages
 
@@ -83,45 +87,32 @@ def _attend(
     places: BlockPlaces,
     new: NewRows | None,
     *,
-    knobs: _Knobs,
+    knobs: Knobs,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """What `attend` returns, and the pool with the new rows."""
-    config, sinks_H, latent_width = knobs
-    page_size, row_lanes = kv_pages.shape[1:]
-    if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
-        raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
-    layout = layout_of(row_lanes, queries_BQHh.shape[3], latent_width=latent_width)
+    assert places.ancestors_BQ is None, "nodes of trees are attended in groups"
+    layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
     queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
-    shape = TileShape(
-        layout=layout,
-        num_cores=1,
-        num_blocks=0,
-        num_queries=queries_BQHh.shape[1],
-        tile_queries=tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3]),
-        query_rows=queries_BCQRK.shape[3],
-        table_width=places.page_table_BP.shape[1],
-        page_size=page_size,
-        num_pages=pages_of_a_block(page_size, row_lanes * kv_pages.dtype.itemsize, places.page_table_BP.shape[1]),
-        config=config,
-        has_sinks=sinks_H is not None,
-        is_tree=places.ancestors_BQ is not None,
-        has_new_rows=new is not None,
-    )
-    sinks = [] if sinks_H is None else [_sinks(sinks_H, shape)]
+    tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
+    queries = queries_BQHh.shape[1], tile_queries, queries_BCQRK.shape[3]
+    shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=queries)
+    shape = replace(shape, has_new_rows=new is not None)
+    sinks = sink_rows(knobs.sinks_H, shape)
     call = partial(_call, sinks=sinks, interpret=interpret)
-    per_call, parts = blocks_per_call(shape.table_width), []
-    for first in range(0, len(queries_BQHh), per_call):
-        part = slice(first, min(first + per_call, len(queries_BQHh)))
+    parts: list[jax.Array] = []
+    for part in parts_of(len(queries_BQHh), shape.table_width):
         visits = places.described and places.described[len(parts)]
-        trees_BQ = None if places.ancestors_BQ is None else places.ancestors_BQ[part]
-        of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits, trees_BQ)
-        of_part = replace(shape, num_blocks=part.stop - first, num_cores=cores_for(part.stop - first, interpret))
+        of_call, num_blocks = (
+            BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits),
+            part.stop - part.start,
+        )
+        of_part = replace(shape, num_blocks=num_blocks, num_cores=cores_for(num_blocks, interpret))
         news = None if new is None else NewRows(new.rows_BX[part].astype(kv_pages.dtype), new.first_page)
         attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    attended_BQHv = gather_heads(attended_BCQRV, layout, width=latent_width or layout.head_dim)
+    attended_BQHv = gather_heads(attended_BCQRV, layout, width=knobs.latent_width or layout.head_dim)
     return attended_BQHv.astype(queries_BQHh.dtype), kv_pages
 
 
@@ -132,22 +123,22 @@ def describe_singles(
     table_width: int,
     windows: Iterable[int],
     ancestors_U: jax.Array | None = None,
-) -> dict[int, tuple[Visits, ...]]:
+    together: Together | None = None,
+) -> dict[int, tuple[Visits, ...] | tuple[GroupVisits, ...]]:
     """The visits of single tokens for each call of the kernel, by window (0: none), the same for all layers."""
     del page_size
-    per_call = blocks_per_call(table_width)
+    parts = parts_of(len(positions_U), table_width)
+    if together is not None:
+        known = positions_U, together.sequences_B, ancestors_U
+        num_cores = cores_for(len(positions_U))
+        return {
+            window: tuple(groups_of(*known, ScoreConfig(window), part=part, num_cores=num_cores) for part in parts)
+            for window in set(windows)
+        }
 
-    def calls_of(of_singles_U: jax.Array, fill: int) -> list[jax.Array]:
-        parts = [of_singles_U[first : first + per_call, None] for first in range(0, len(of_singles_U), per_call)]
-        return [_for_cores(part_U1, cores_for(len(part_U1)), fill=fill) for part_U1 in parts]
-
-    calls = calls_of(positions_U, -1)
-    trees = [None] * len(calls) if ancestors_U is None else calls_of(ancestors_U, 1)
+    calls = [_for_cores(positions_U[part, None], cores_for(part.stop - part.start), fill=-1) for part in parts]
     return {
-        window: tuple(
-            visits_of(call_U1, ScoreConfig(window), tile_queries=1, ancestors_BQ=of_call)
-            for call_U1, of_call in zip(calls, trees, strict=True)
-        )
+        window: tuple(visits_of(call_U1, ScoreConfig(window), tile_queries=1) for call_U1 in calls)
         for window in set(windows)
     }
 
@@ -175,19 +166,16 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V], and the pool."""
     num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
     num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
-    (table_BP, positions_BQ, visits, ancestors_BQ), core = places, pl.BlockSpec(memory_space=pltpu.VMEM)
+    (table_BP, positions_BQ, visits, *_), core = places, pl.BlockSpec(memory_space=pltpu.VMEM)
     table_BP, positions_BQ = _for_cores(table_BP, shape.num_cores), _for_cores(positions_BQ, shape.num_cores, fill=-1)
-    trees_BQ = positions_BQ if ancestors_BQ is None else _for_cores(ancestors_BQ, shape.num_cores, fill=1)
-    roots = [] if ancestors_BQ is None else [(positions_BQ - depths_of(trees_BQ))[:, 0]]
     if visits is None:
-        seen_BQ = trees_BQ if shape.is_tree else None
-        visits = visits_of(positions_BQ, shape.config, tile_queries=shape.tile_queries, ancestors_BQ=seen_BQ)
+        visits = visits_of(positions_BQ, shape.config, tile_queries=shape.tile_queries)
     queries_BCMK = _for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
     queries_BCMK = jnp.pad(queries_BCMK, ((0, 0), (0, 0), (0, shape.num_tiles * shape.num_rows - num_rows), (0, 0)))
     pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
     rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
-    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, trees_BQ, *roots))]
+    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, positions_BQ))]
     given = [queries_BCMK, *sinks, *rows]
     attended_BCMV, *written = pl.pallas_call(
         partial(attend_tile, shape=shape),
@@ -214,22 +202,13 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
 
 
 def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """Two blocks of the pool, sums and places of a tile's rows, how many blocks are done, and arrivals; what
-    `RowWrites` has besides rows."""
+    """`tile_scratch`, and what `RowWrites` has besides rows."""
     writes = [
         pltpu.VMEM((CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA,
     ]
-    widths = (LANES, LANES, shape.layout.value_lanes)
-    return [
-        pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
-        *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
-        pltpu.VMEM((2, shape.num_rows, LANES), jnp.int32),
-        pltpu.SMEM((1,), jnp.int32),
-        pltpu.SemaphoreType.DMA((2,)),
-        *(writes if shape.has_new_rows else []),
-    ]
+    return [*tile_scratch(kv_pages, shape), *(writes if shape.has_new_rows else [])]
 
 
 def _rows(rows_BX: jax.Array, shape: TileShape) -> pl.BlockSpec:
@@ -250,12 +229,6 @@ def _block(width: int, shape: TileShape) -> pl.BlockSpec:
         return jax.lax.div(visit, shape.num_tiles), 0, jax.lax.rem(visit, shape.num_tiles), 0
 
     return pl.BlockSpec((1, shape.layout.num_sets, shape.num_rows, width), of_visit)
-
-
-def _sinks(sinks_H: jax.Array, shape: TileShape) -> jax.Array:
-    """The largest score that every row of a tile begins with, its head's sink: float32 [C, T, 1]."""
-    sinks_CT = jnp.tile(sinks_H.astype(jnp.float32).reshape(shape.layout.num_sets, -1), (1, shape.tile_queries))
-    return jnp.pad(sinks_CT, ((0, 0), (0, shape.num_rows - sinks_CT.shape[1])))[..., None]
 
 
 def _for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:

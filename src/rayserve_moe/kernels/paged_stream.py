@@ -8,7 +8,6 @@ one of the visit before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,13 +16,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-CLEARED_ROWS = 16
-"""Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
+from rayserve_moe.kernels.paged_sizes import CLEARED_ROWS
 
 
 class Scalars(NamedTuple):
     """Scalar memory: page ids [B * P] from a first page on [] (None: from that of the pool), the fields of
-    `paged_visits.Visits`, positions and ancestors [B * Q], and where the trees of blocks begin, [B], if they are."""
+    `paged_visits.Visits`, and positions and ancestors of queries, positions again where there are no trees.
+
+    Of groups of single tokens, which visits are then, also where their trees begin, whose page ids are theirs, the
+    first token, and how many there are, [W].
+    """
 
     first_page: Any
     pages: Any
@@ -33,6 +35,9 @@ class Scalars(NamedTuple):
     positions: Any
     ancestors: Any
     roots: Any = None
+    tables: Any = None
+    starts: Any = None
+    counts: Any = None
 
 
 class Reach(NamedTuple):
@@ -73,7 +78,9 @@ class PageStream:
         """What a visit sees of its sequence."""
         first, end = self.scalars.first[visit], self.scalars.end[visit]
         first_page = jax.lax.div(first, self.page_size)
-        table = jax.lax.div(visit, self.num_tiles) * self.table_width + first_page
+        tables = self.scalars.tables
+        block = jax.lax.div(visit, self.num_tiles) if tables is None else tables[visit]
+        table = block * self.table_width + first_page
         return Reach(first, end, first_page * self.page_size, table, pl.cdiv(end, self.page_size) - first_page, visit)
 
     def num_blocks(self, reach: Reach) -> jax.Array:
@@ -118,15 +125,12 @@ class PageStream:
         arrived = self.blocks.at[half, pl.ds(0, pl.multiple_of(num_pages * self.page_size, self.page_size))]
         pltpu.make_async_copy(arrived, arrived, self.arrivals.at[half]).wait()
 
-    def clear(self, reach: Reach, block: jax.Array, half: jax.Array, *, is_node: bool = False) -> None:
+    def clear(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
         """Set to zero what the pages of a block hold out of the visit's sight: a weight of zero does not silence NaN.
 
-        Only the first and the last page of a visit hold such rows, and a block keeps none of another visit's. Where the
-        visit `is_node` of a tree, other nodes of it that are not on its path are out of sight too.
+        Only the first and the last page of a visit hold such rows, and a block keeps none of another visit's.
         """
         begin = self.first_key(reach, block)
-        if is_node:
-            self._clear_other_nodes(reach.visit, begin, half)
         read = jnp.minimum((reach.num_pages - block * self.num_pages) * self.page_size, self.num_keys)
 
         @pl.when(begin < reach.first)
@@ -137,36 +141,15 @@ class PageStream:
         def _() -> None:
             self._clear_rows(half, reach.end - begin, read)
 
-    def _clear_other_nodes(self, visit: jax.Array, begin: jax.Array, half: jax.Array) -> None:
-        """Set to zero the nodes of a tree in a block, whose keys stand from `begin` on, that its one query does not
-        see: they may be NaN where the query's own path is not."""
-        root, ancestors = self.scalars.roots[visit], self.scalars.ancestors[visit]
-
-        def is_unseen(places: jax.Array) -> jax.Array:
-            nodes = places + begin - root
-            is_seen = (jax.lax.shift_right_logical(jnp.full_like(nodes, ancestors), jnp.clip(nodes, 0, 31)) & 1) == 1
-            return (nodes >= 0) & (nodes < 32) & ~is_seen
-
-        first, end = (jnp.clip(root + node - begin, 0, self.num_keys) for node in (0, 32))
-
-        @pl.when(first < end)
-        def _() -> None:
-            self._clear_where(half, first, end, is_unseen)
-
     def _clear_rows(self, half: jax.Array, first: jax.Array, end: jax.Array) -> None:
         """Zero rows from `first` to ahead of `end`, of which one is a multiple of `CLEARED_ROWS`."""
-        self._clear_where(half, first, end, lambda place: (place >= first) & (place < end))
-
-    def _clear_where(
-        self, half: jax.Array, first: jax.Array, end: jax.Array, is_out: Callable[[jax.Array], jax.Array]
-    ) -> None:
-        """Zero some rows from `first` to ahead of `end`."""
 
         def clear_rows(i: jax.Array, carry: None) -> None:
             at = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
             keys = pl.ds(at, CLEARED_ROWS)
             place = at + jax.lax.broadcasted_iota(jnp.int32, (CLEARED_ROWS, 1), 0)
             held = self.blocks[half, keys].astype(jnp.float32)
-            self.blocks[half, keys] = jnp.where(is_out(place), 0.0, held).astype(self.blocks.dtype)
+            is_out = (place >= first) & (place < end)
+            self.blocks[half, keys] = jnp.where(is_out, 0.0, held).astype(self.blocks.dtype)
 
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_reference import MASKED
+from rayserve_moe.kernels.flat_rows import LANES
 from rayserve_moe.kernels.paged_sizes import TileShape
-from rayserve_moe.kernels.paged_stream import PageStream, Scalars
-from rayserve_moe.kernels.paged_writes import RowWrites
+from rayserve_moe.kernels.paged_stream import PageStream, Reach, Scalars
+from rayserve_moe.kernels.paged_tokens import GroupTokens
+from rayserve_moe.kernels.paged_writes import GroupWrites, RowWrites
 
 LOG2_E = math.log2(math.e)
 """Scores are kept as exponents of two, which is what the core raises."""
@@ -43,7 +46,8 @@ class _Opened(NamedTuple):
     """The references of a step of the grid by what they are for."""
 
     stream: PageStream
-    writes: RowWrites | None
+    writes: RowWrites | GroupWrites | None
+    tokens: GroupTokens | None
     queries: Any
     sinks: tuple[Any, ...]
     out: Any
@@ -55,9 +59,12 @@ class _Opened(NamedTuple):
 def attend_tile(*refs: Any, shape: TileShape) -> None:
     """A step of the grid. `refs` are scalars, queries, sinks [C, T, 1] and new rows if any, the pool, the output
     [1, C, T, V], the pool again if it is written; two blocks of the pool, `Sums`, places of rows, the number of blocks
-    so far, and a semaphore of each block; the rest of `RowWrites`."""
-    stream, writes, queries, sinks, out, sums, places, num_done = _open(refs, shape)
-    begin = pl.program_id(0) * shape.visits_per_core
+    so far, and a semaphore of each block; the rest of `RowWrites`. Where it `is_grouped`, queries are those of
+    `GroupTokens`, the output is its, and its rest and that of `GroupWrites` come last."""
+    stream, writes, tokens, queries, sinks, out, sums, places, num_done = _open(refs, shape)
+    copies = [each for each in (writes, tokens) if each]
+    num_visits = pl.num_programs(1) if tokens else shape.visits_per_core
+    begin = pl.program_id(0) * num_visits
     tile = Tile(begin + pl.program_id(1), queries, sums, places, shape)
     reach = stream.reach_of(tile.visit)
     num_blocks = stream.num_blocks(reach)
@@ -65,10 +72,10 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         num_done[0] = 0
-        if writes:
-            writes.is_used[0] = 0
+        for each in copies:
+            each.begin()
         stream.blocks[...] = jnp.zeros_like(stream.blocks)
-        stream.start_next(begin, begin + shape.visits_per_core, jnp.int32(0))
+        stream.start_next(begin, begin + num_visits, jnp.int32(0))
 
     def attend_block(i: jax.Array, carry: None) -> None:
         half = jax.lax.rem(num_done[0], 2)
@@ -77,35 +84,81 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
 
         @pl.when(i + 1 == num_blocks)
         def _() -> None:
-            stream.start_next(tile.visit + 1, begin + shape.visits_per_core, 1 - half)
+            stream.start_next(tile.visit + 1, begin + num_visits, 1 - half)
 
         stream.wait(reach, i, half)
-        if writes:
-            pl.when(i + 1 == num_blocks)(lambda: writes.put(stream, tile.visit, reach, i, half))
-        stream.clear(reach, i, half, is_node=shape.is_tree and shape.num_queries == 1)
+        _put_rows(writes, stream, reach, i, half=half, shape=shape)
+        stream.clear(reach, i, half)
         _score_block(tile, stream, stream.first_key(reach, i), half)
         num_done[0] = num_done[0] + 1
 
     @pl.when(num_blocks > 0)
     def _() -> None:
+        if tokens:
+            tokens.lay_out()
         _place_rows(tile, stream.scalars)
-        tile.sums.total[...] = jnp.zeros_like(tile.sums.total)
-        largest = sinks[0][...] * LOG2_E if sinks else MASKED
-        tile.sums.largest[...] = jnp.broadcast_to(largest, tile.sums.largest.shape)
-        tile.sums.weight[...] = jnp.full_like(tile.sums.weight, float(shape.has_sinks))
+        _begin_sums(sums, sinks)
         jax.lax.fori_loop(0, num_blocks, attend_block, None)
-        _store(tile, out)
+        _store(tile, tokens, stream.scalars, out)
 
-    @pl.when(num_blocks == 0)
-    def _() -> None:
-        out[...] = jnp.zeros_like(out)
+    if tokens is None:
+        pl.when(num_blocks == 0)(lambda: _clear(out))
+    for each in copies:
+        pl.when(pl.program_id(1) + 1 == num_visits)(each.wait)
 
-    if writes:
-        pl.when(pl.program_id(1) + 1 == shape.visits_per_core)(writes.wait)
+
+def _begin_sums(sums: Sums, sinks: tuple[Any, ...]) -> None:
+    sums.total[...] = jnp.zeros_like(sums.total)
+    largest = sinks[0][...] * LOG2_E if sinks else MASKED
+    sums.largest[...] = jnp.broadcast_to(largest, sums.largest.shape)
+    sums.weight[...] = jnp.full_like(sums.weight, float(bool(sinks)))
+
+
+def _clear(out: Any) -> None:
+    out[...] = jnp.zeros_like(out)
+
+
+def _put_rows(
+    writes: RowWrites | GroupWrites | None,
+    stream: PageStream,
+    reach: Reach,
+    block: jax.Array,
+    *,
+    half: jax.Array,
+    shape: TileShape,
+) -> None:
+    """Put the new rows of a visit that lie in a block there, if they are written; that of a lone token is its last."""
+    if isinstance(writes, GroupWrites):
+        writes.put(stream, reach, block, half, layout=shape.layout)
+    elif writes:
+        is_last = block + 1 == stream.num_blocks(reach)
+        pl.when(is_last)(lambda: writes.put(stream, reach.visit, reach, block, half))
+
+
+def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
+    """Two blocks of the pool, sums and places of a tile's rows, how many blocks are done, and arrivals."""
+    widths = (LANES, LANES, shape.layout.value_lanes)
+    return [
+        pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
+        *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
+        pltpu.VMEM((2, shape.num_rows, LANES), jnp.int32),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+
+
+def sink_rows(sinks_H: jax.Array | None, shape: TileShape) -> list[jax.Array]:
+    """The largest score that every row of a tile begins with, its head's sink: float32 [C, T, 1], if any."""
+    if sinks_H is None:
+        return []
+    sinks_CR = sinks_H.astype(jnp.float32).reshape(shape.layout.num_sets, -1)
+    sinks_CR = jnp.pad(sinks_CR, ((0, 0), (0, shape.query_rows - sinks_CR.shape[1])))
+    sinks_CT = jnp.tile(sinks_CR, (1, shape.tile_queries))
+    return [jnp.pad(sinks_CT, ((0, 0), (0, shape.num_rows - sinks_CT.shape[1])))[..., None]]
 
 
 def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
-    num_scalars = len(Scalars._fields) - (not shape.is_tree)
+    num_scalars = len(Scalars._fields) if shape.is_grouped else len(Scalars._fields) - 4
     scalars, refs = Scalars(*refs[:num_scalars]), refs[num_scalars:]
     num_given = 2 + shape.has_sinks + shape.has_new_rows
     (queries, *knobs, pool), (out, *rest) = refs[:num_given], refs[num_given:]
@@ -118,25 +171,39 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
     stream = PageStream(
         scalars, pool, blocks, arrivals, shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
     )
+    if shape.is_grouped:
+        tokens = GroupTokens(queries, rest[10], out, *rest[11:])
+        writes = GroupWrites(*rows, *rest[7:10])
+        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), places, num_done)
     writes = RowWrites(*rows, *rest[7:]) if rows else None
-    return _Opened(stream, writes, queries, sinks, out, Sums(*sums), places, num_done)
+    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), places, num_done)
 
 
 def _place_rows(tile: Tile, scalars: Scalars) -> None:
     """Spread positions and ancestors of queries over their rows; rows beyond them are padding."""
     shape = tile.shape
-    first = tile.visit * shape.tile_queries
     query_TL = jax.lax.broadcasted_iota(jnp.int32, tile.places.shape[1:], 0) // shape.query_rows
     position_TL, bits_TL = jnp.full_like(query_TL, -1), jnp.zeros_like(query_TL)
+    if shape.is_grouped:
+        first, count = scalars.starts[tile.visit], scalars.counts[tile.visit]
+
+        def place(query: jax.Array, placed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            given = (scalars.positions[first + query], scalars.ancestors[first + query])
+            return tuple(jnp.where(query_TL == query, new, old) for new, old in zip(given, placed, strict=True))
+
+        tile.places[0], tile.places[1] = jax.lax.fori_loop(0, count, place, (position_TL, bits_TL))
+        return
+    first = tile.visit * shape.tile_queries
     for query in range(shape.tile_queries):
         position_TL = jnp.where(query_TL == query, scalars.positions[first + query], position_TL)
-        if shape.is_tree:
-            bits_TL = jnp.where(query_TL == query, scalars.ancestors[first + query], bits_TL)
     tile.places[0], tile.places[1] = position_TL, bits_TL
 
 
-def _store(tile: Tile, out: Any) -> None:
-    """Weighted means of values into the output [1, C, T, V]; zeros for padding."""
+def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -> None:
+    """Weighted means of values into the output [1, C, T, V]; zeros for padding. Those of groups to their tokens."""
+    if tokens:
+        tokens.write(tile.sums, scalars.starts[tile.visit], scalars.counts[tile.visit])
+        return
     position_TV = _wide(tile.places[0], out.shape[3])
     for i in range(tile.shape.layout.num_sets):
         attended_TV = tile.sums.total[i] / jnp.maximum(_wide(tile.sums.weight[i], out.shape[3]), 1.0)
@@ -146,20 +213,26 @@ def _store(tile: Tile, out: Any) -> None:
 def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax.Array) -> None:
     """All rows of a tile against the block in a half of the buffer, whose keys stand from `first_key` on."""
     shape = tile.shape
-    root = stream.scalars.positions[jax.lax.div(tile.visit, shape.num_tiles) * shape.num_queries]
-    if shape.is_tree:
-        root = stream.scalars.roots[jax.lax.div(tile.visit, shape.num_tiles)]
+    root = stream.scalars.roots[tile.visit] if shape.is_tree else jnp.int32(0)
 
-    def score(i: jax.Array, carry: None) -> None:
-        rows = pl.ds(pl.multiple_of(i * shape.score_rows, shape.score_rows), shape.score_rows)
+    def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
+        rows, at_once = pl.ds(pl.multiple_of(i * num_rows, num_rows), num_rows), shape.sets_at_once(num_rows)
         keys_S = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, stream.num_keys), 1)
         places = (_wide(tile.places[i, rows], stream.num_keys) for i in (0, 1))
         is_seen_MS = _is_seen(keys_S, *places, root, shape)
-        for first in range(0, shape.layout.num_sets, shape.sets_at_once):
-            sets = range(first, min(first + shape.sets_at_once, shape.layout.num_sets))
+        for first in range(0, shape.layout.num_sets, at_once):
+            sets = range(first, min(first + at_once, shape.layout.num_sets))
             _accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
 
-    jax.lax.fori_loop(0, shape.num_rows // shape.score_rows, score, None)
+    num_chunks, num_real = shape.num_rows // shape.score_rows, None
+    if shape.is_grouped:
+        num_real = stream.scalars.counts[tile.visit] * shape.query_rows
+        num_chunks = pl.cdiv(num_real, shape.score_rows) if num_chunks > 1 else 1
+    if num_real is None or shape.few_rows == shape.score_rows:
+        jax.lax.fori_loop(0, num_chunks, score, None)
+    else:
+        pl.when(num_real <= shape.few_rows)(lambda: score(jnp.int32(0), None, num_rows=shape.few_rows))
+        pl.when(num_real > shape.few_rows)(lambda: jax.lax.fori_loop(0, num_chunks, score, None))
 
 
 def _is_seen(

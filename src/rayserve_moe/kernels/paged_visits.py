@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.ancestors import depths_of, places_of
 from rayserve_moe.kernels.attention_reference import ScoreConfig
 
 
@@ -25,21 +24,13 @@ class Visits(NamedTuple):
     filled_X: jax.Array
 
 
-def visits_of(
-    positions_BQ: jax.Array, config: ScoreConfig, *, tile_queries: int, ancestors_BQ: jax.Array | None = None
-) -> Visits:
-    """Visits of `tile_queries` queries each; with ancestors all tiles of a block see what the last node of it does."""
+def visits_of(positions_BQ: jax.Array, config: ScoreConfig, *, tile_queries: int) -> Visits:
+    """Visits of `tile_queries` queries each."""
     positions_Wq = positions_BQ.reshape(-1, tile_queries)
     is_real_Wq = positions_Wq >= 0
     first_Wq = config.first_key(positions_Wq)
     first_W = jnp.min(jnp.where(is_real_Wq, 0 if first_Wq is None else first_Wq, np.iinfo(np.int32).max), axis=1)
     end_W = jnp.max(positions_Wq, axis=1) + 1
-    if ancestors_BQ is not None:
-        num_tiles = positions_BQ.shape[1] // tile_queries
-        end_B = jnp.max(jnp.where(positions_BQ >= 0, places_of(positions_BQ, ancestors_BQ) + 1, 0), axis=1)
-        end_W = jnp.where(end_W > 0, jnp.repeat(end_B, num_tiles), 0)
-        root_B = positions_BQ[:, 0] - depths_of(ancestors_BQ[:, 0])
-        first_W = jnp.minimum(first_W, jnp.repeat(root_B, num_tiles))
     first_W = jnp.where(end_W > 0, first_W, 0)
     places_W = jnp.where(end_W > 0, np.arange(len(positions_Wq), dtype=np.int32), len(positions_Wq))
     filled_X = jax.lax.cummin(jnp.append(places_W, len(positions_Wq)), reverse=True)

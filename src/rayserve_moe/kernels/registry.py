@@ -155,7 +155,11 @@ CPU_NATIVE = Kernels(
 """C++ for bfloat16 on a CPU that multiplies it (`cpu_native`)."""
 
 _FLAT: dict[str, Any] = {"has_flat_rows": True, "describe_singles": paged_attention.describe_singles}
-_PAGED = {"decode": paged_attention.attend, "prefill": paged_attention.attend}
+_PAGED: dict[str, Callable[..., Any]] = {
+    "decode": paged_attention.attend,
+    "prefill": paged_attention.attend,
+    "write_and_decode": paged_attention.attend_new,
+}
 LATENT_ATTENTION: dict[str, Mapping[str, Any]] = {
     "cpu": {
         "attention": partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend)
@@ -173,10 +177,6 @@ FLAT_ATTENTION: dict[str, Mapping[str, Any]] = {
 }
 """What takes the place of fields where a model has sinks, or heads that are no whole registers of a TPU, or where two
 cores share a device: they share the work of the kernel of our own."""
-
-WRITING_DECODE: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"tpu": paged_attention.attend_new}
-"""What attends single tokens of flat rows and writes these, by the name of the table; `PagedKernels.write_and_decode`
-of the attention above, where no two single tokens of a step are of one sequence."""
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
 """By name; the one that has the name of a platform is the platform's own."""

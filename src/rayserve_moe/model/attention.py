@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.flat_rows import LANES
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION, WRITING_DECODE, Kernels
+from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION, Kernels
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, UnsupportedModelError, YarnSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -21,13 +20,11 @@ LEAST_RAMP = 0.001
 """Width of a ramp whose ends meet, in dimensions: that of the implementation in transformers."""
 
 
-def kernels_for(
-    spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False, has_lone_singles: bool = False
-) -> Kernels:
+def kernels_for(spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
     """The kernels with the attention of a model as theirs. UnsupportedModelError where they have none of its kind.
 
-    `prefers_flat`: flat rows also where other rows would do, as jax's kernel takes them: it runs on one core.
-    `has_lone_singles`: no two single tokens of a step are of one sequence, so their attention may write their rows.
+    `prefers_flat`: flat rows also where other rows would do, as jax's kernel takes them: it runs on one core, writes no
+    rows, and reads pages once for every token.
     """
     if spec.attention.latent is None:
         is_plain = not spec.attention.sinks and spec.attention.head_dim % LANES == 0 and not prefers_flat
@@ -39,11 +36,7 @@ def kernels_for(
             f"{spec.family}.attention.latent: the {kernels.name} kernels have no multi-head latent attention "
             f"(only {', '.join(LATENT_ATTENTION)})"
         )
-    found = replace(kernels, **own) if own else kernels
-    if has_lone_singles and found.has_flat_rows and kernels.name in WRITING_DECODE:
-        writing = partial(found.attention, write_and_decode=WRITING_DECODE[kernels.name])
-        found = replace(found, attention=writing)
-    return found
+    return replace(kernels, **own) if own else kernels
 
 
 def attention_config(spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig | LatentConfig:

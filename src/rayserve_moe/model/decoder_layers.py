@@ -248,6 +248,7 @@ def _describe_singles(batch: TokenBatch, kv_pages: jax.Array, config: ModelConfi
     with jax.named_scope("attention/paged_attention"):
         windows = config.spec.attention.windows or (0,)
         positions_U = batch.positions_T[:num_singles]
-        trees = {} if batch.ancestors_U is None else {"ancestors_U": batch.ancestors_U}
-        by_window = describe(positions_U, page_size=page_size, table_width=table_width, windows=windows, **trees)
+        known = {"ancestors_U": batch.ancestors_U, "together": batch.together}
+        known = {name: given for name, given in known.items() if given is not None}
+        by_window = describe(positions_U, page_size=page_size, table_width=table_width, windows=windows, **known)
         return DescribedSingles(by_window, batch.valid_T[:, None])

@@ -84,6 +84,7 @@ class ProgramReader:
         state = served.state(num_pages)
         self._plan, self._limit, self._estimator = served.config.plan, limit, estimator
         self._num_layers, self._num_rows = served.config.spec.num_layers, served.num_rows
+        self._most_drafts = served.settings.speculation.most_drafts
         self._pieces = pieces_of(served, state)
         self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.kv_pages)) / _bandwidth(topology)
 
@@ -112,7 +113,8 @@ class ProgramReader:
         if self._estimator is None or shape is None:
             return None
         sequences = min(shape.num_singles, self._num_rows)
-        sizes = replace(self._estimator.sizes, sequences=sequences, singles=shape.num_singles)
+        rows_each = min(shape.num_singles // self._num_rows, 1 + self._most_drafts) or 1
+        sizes = replace(self._estimator.sizes, sequences=sequences, singles=shape.num_singles, rows_each=rows_each)
         full = replace(self._estimator, sizes=sizes)
         prompt_tokens = shape.num_tokens - shape.num_singles
         return full.estimate(text, prompt_tokens=prompt_tokens, num_layers=self._num_layers)

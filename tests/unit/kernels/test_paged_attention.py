@@ -72,7 +72,7 @@ def test_tiles_are_whole_registers_and_all_of_a_block():
 
 
 @pytest.mark.slow
-def test_it_is_the_reference_with_every_knob_and_the_definition_of_a_tree():
+def test_it_is_the_reference_with_every_knob():
     """Whatever stands out of sight is NaN; no copy races with what reads it."""
     for name, found in run_cases(*CASES).items():
         bound = ROUNDING * found.largest if CASES[name].dtype == "bfloat16" else SUMS_IN_FLOAT32

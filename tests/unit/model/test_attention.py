@@ -97,11 +97,10 @@ def test_there_is_a_window_for_every_layer():
             replace(spec, attention=replace(spec.attention, windows=windows))
 
 
-def test_new_rows_are_written_where_they_are_attended_if_single_tokens_are_of_different_sequences():
-    """In pools of flat rows alone: jax's kernel writes none, and drafts of one sequence see each other's rows."""
+def test_new_rows_are_written_where_they_are_attended():
+    """In pools of flat rows alone: jax's kernel writes none."""
     spec = spec_from_hf(asdict(PRESETS["tiny"]))
     wide = replace(spec, attention=replace(spec.attention, head_dim=128))
-    assert kernels_for(wide, TPU, has_lone_singles=True) is TPU
-    assert kernels_for(wide, CPU, prefers_flat=True, has_lone_singles=True) is CPU
-    found = [kernels_for(wide, TPU, prefers_flat=True, has_lone_singles=lone).attention for lone in (False, True)]
-    assert "write_and_decode" not in found[0].keywords and found[1].keywords["write_and_decode"] is attend_new
+    assert kernels_for(wide, TPU) is TPU and "write_and_decode" not in TPU.attention.keywords
+    assert kernels_for(wide, CPU, prefers_flat=True) is CPU
+    assert kernels_for(wide, TPU, prefers_flat=True).attention.keywords["write_and_decode"] is attend_new

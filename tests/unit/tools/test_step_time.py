@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 
 import pytest
 
 from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
+from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork, work_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Op, ProgramReader, divides_over_cores, scope_of
 from rayserve_moe.tools.estimate.step_time import Estimate, Pricing, estimate
@@ -298,6 +299,28 @@ def test_kernels_are_told_the_trips_that_only_a_run_knows():
     assert product.bundles == 1 + 5 * 2
     assert product.hbm_bytes == 4 * 64 * 32 * 2 + 48 * 64 * 2 + 48 * 32 * 4
     assert not attention.is_least and not product.is_least
+
+
+DRAFTED = """\
+HloModule kernels, is_scheduled=true
+
+ENTRY %main (q: bf16[8,4,8,128], pool: bf16[64,16,256]) -> (bf16[8,4,8,128], bf16[64,16,256]) {
+  %q = bf16[8,4,8,128]{3,2,1,0} parameter(0)
+  %pool = bf16[64,16,256]{2,1,0} parameter(1)
+  ROOT %paged_attention_of_groups.3 = (bf16[8,4,8,128]{3,2,1,0}, bf16[64,16,256]{2,1,0}) custom-call(%q, %pool), \
+custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_pages_of_a_sequence_are_visited_once_for_all_of_its_drafts():
+    """Two sequences of four rows each, of two blocks of keys: rows lie in a piece of 16, or now and then in two."""
+    program = read_program(DRAFTED)
+    kernel = next(part for part in program.computations[program.entry] if part.opcode == "custom-call")
+    found = work_of(kernel, [], work=replace(WORK, attention={8: AttentionWork(2, 2, 4, 6144, 16)}))
+    pieces = 2 + 6 / 16
+    assert found is not None and found.open_trips == (2, 4, 8, pieces)
+    assert found.hbm_bytes == 6144 + pieces * 16 * 256 * 2
 
 
 GROUPED = """\

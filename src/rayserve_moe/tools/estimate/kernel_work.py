@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from rayserve_moe.kernels.grouped_ffn import TILE_ROWS, inner_block
-from rayserve_moe.kernels.paged_stream import CLEARED_ROWS
+from rayserve_moe.kernels.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.pushed_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
 from rayserve_moe.kernels.rotary_heads import tile_tokens
@@ -79,7 +79,7 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _grouped_ffn(instruction, operands, work)
         case "pushed_experts":
             return _pushed_experts(instruction, operands, work)
-        case "ragged_paged_attention_kernel" | "paged_attention":
+        case "ragged_paged_attention_kernel" | "paged_attention" | "paged_attention_of_groups":
             return _paged_attention(instruction, work)
         case "streamed_heads":
             return _streamed_heads(instruction, operands)
@@ -167,6 +167,14 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     attention = work.attention.get(out.dims[0])
     if attention is None:
         return None
+    if attention.num_pages and kernel_name(instruction) == "paged_attention_of_groups":
+        # As below, in a loop over groups, whose rows lie in one piece of the pool, or now and then in one more. The
+        # innermost is the wait for what the group before has written.
+        rows, num_groups = out.dims[0], attention.num_query_blocks
+        pieces = num_groups + max(0, rows - num_groups) / CLEARED_ROWS
+        written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])
+        trips = (num_groups, attention.num_visits, attention.num_pages / 2, pieces)
+        return KernelWork(attention.kv_bytes + written, trips)
     if attention.num_pages:
         # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
         written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)

@@ -25,7 +25,8 @@ from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
 class StepSizes:
     """What a data rank serves on a topology: sequences and tokens of each, and how weights and pages are stored.
 
-    `singles` are the single tokens that its step has places for; 0: as many as sequences.
+    `singles` are the single tokens that its step has places for; 0: as many as sequences. Each sequence has `rows_each`
+    of them, more than one where drafts are verified.
     """
 
     topology: str
@@ -35,10 +36,15 @@ class StepSizes:
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
     singles: int = 0
+    rows_each: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.rows_each
 
     @property
     def places(self) -> int:
-        return max(self.singles, self.sequences)
+        return max(self.singles, self.rows)
 
 
 def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -> StepWork:
@@ -48,7 +54,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
     """
     plan, spec, experts = model.plan, model.spec, model.experts
     num_devices = plan.mesh.devices.size
-    rank_tokens = sizes.sequences + prompt_tokens
+    rank_tokens = sizes.rows + prompt_tokens
     all_tokens = rank_tokens * plan.data_size
     slots = experts.num_slots // num_devices
     used_slots = slots * (1 - (1 - spec.router.top_k / experts.num_slots) ** all_tokens)
@@ -60,7 +66,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
             used = used_slots / slots if param.num_experts else 1.0
             rows = expert_rows / slots if param.num_experts else rank_tokens
             if group == "embedding":
-                used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.sequences * plan.data_size
+                used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.rows * plan.data_size
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
     row_bytes = (
@@ -68,7 +74,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         * jnp.dtype(sizes.kv_dtype).itemsize
     )
     attention = _attention_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
-    seen = sizes.sequences * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
+    seen = sizes.rows * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
     heads, latent = spec.attention.num_heads // plan.tensor_size, spec.attention.latent
     width = latent.kv_lora_rank + latent.rope_dim / 2 if latent else spec.attention.head_dim
     flops += 4 * heads * width * seen * spec.num_layers
@@ -96,8 +102,8 @@ def _attention_work(
         math.ceil(sizes.context / sizes.page_size),
         jnp.dtype(sizes.kv_dtype).itemsize,
     )
-    decode = _runs(decode_blocks(shape, chip=chip), shape, [sizes.context] * sizes.sequences)
-    work = {sizes.places: AttentionWork(*decode, sizes.sequences * sizes.context * row_bytes)}
+    decode = _runs(decode_blocks(shape, chip=chip), shape, [sizes.context] * sizes.rows)
+    work = {sizes.places: AttentionWork(*decode, sizes.rows * sizes.context * row_bytes)}
     if prompt_tokens:
         blocks = prefill_blocks(shape, chip=chip)
         length = min(sizes.context, prompt_tokens)
