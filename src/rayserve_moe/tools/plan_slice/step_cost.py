@@ -30,7 +30,7 @@ LAYER_OPS, SHARED_LAYER_OPS, PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS
 exchange by a kernel, of one that gathers, of one that sends rows at once and of every chunk of one that sends many;
 of the rest of a step.
 """
-PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES = 8, 16, 22
+PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES = 8, 16, 11
 """How often a step's ops read or write the rows that experts take: in a kernel, in one chunk of few rows, and in chunks
 of many."""
 
