@@ -164,8 +164,8 @@ class WeightKeepers:
         with self._lock:
             hosts = enumerate(zip(nodes, places, strict=True))
             found = [KeptShare(host_id, node, self.actors[node], place) for host_id, (node, place) in hosts]
-            replaced = {(each.host_id, each.node_id) for each in found}
-            others = [each for each in self._shares if (each.host_id, each.node_id) not in replaced]
+            replaced = {(each.place.token, each.host_id, each.node_id) for each in found}
+            others = [each for each in self._shares if (each.place.token, each.host_id, each.node_id) not in replaced]
             self._nodes, self._shares = list(nodes), [*found, *others]
         if self._keeps_next:
             threading.Thread(target=self._copy_to_next, args=(found,), name="copies", daemon=True).start()

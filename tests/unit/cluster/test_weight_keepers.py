@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import ray
+from ray.actor import ActorHandle
 
 from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare, written_share
 from rayserve_moe.cluster.host_group import GroupWeights
@@ -115,6 +117,28 @@ def test_nothing_is_kept_where_one_host_has_no_share() -> None:
     keepers = WeightKeepers(lambda: None)
     assert keepers.keep([], []) == keepers.keep(["n", "m"], [SharePlace("a", 1, 2), None]) == ()
     assert keepers.actors == {}
+
+
+class Keeper:
+    """Opens what it is given, as an actor."""
+
+    def __getattr__(self, _: str) -> Keeper:
+        return self
+
+    def remote(self, *given: object) -> SharePlace:
+        return cast(SharePlace, given[-1])
+
+
+def test_weights_that_serve_stay_on_offer_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be dropped; of the same share opened again the last place counts."""
+    monkeypatch.setattr(ray, "get", lambda places, timeout: places)
+    keepers = WeightKeepers(lambda: None)
+    keepers.actors = {"n": cast(ActorHandle, Keeper())}
+    for place in (SharePlace("a", 1, 2), SharePlace("b", 1, 3), SharePlace("a", 1, 4)):
+        assert keepers.keep(["n"], [place]) == (place,)
+    assert [each.place.fd for token in "ab" for each in keepers.shares(token)] == [4, 3]
+    keepers.keep_only("b")
+    assert keepers.shares("a") == () and len(keepers.shares("b")) == 1
 
 
 def test_weights_are_there_on_disk_or_where_they_are_kept() -> None:
