@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,6 +31,7 @@ from tests.support.engines import SERVED
 from tests.support.journals import OwnJournal
 from tests.support.serving import running
 
+Events = Iterator[tuple[str, dict[str, Any]]]
 RESUME = "/resume_request"
 KEY = {"authorization": "Bearer mine"}
 SAMPLING = {"max_new_tokens": 40, "temperature": 1, "sampling_seed": 3, "ignore_eos": True, "frequency_penalty": 0.3}
@@ -82,7 +84,7 @@ def pair(engine, second_engine):
         yield pair
 
 
-def events_in(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+def events_in(answer: httpx.Response) -> Events:
     """Ids of events and their objects, to the end of the stream or of the connection."""
     event_id = ""
     for line in answer.iter_lines():
@@ -103,6 +105,16 @@ def begin(client: httpx.Client, path: str, body: dict[str, Any], *, num_events: 
     with client.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200, answer.read()
         return [event for event, _ in zip(events_in(answer), range(num_events), strict=False)]
+
+
+@contextmanager
+def held_stream(pair: Pair, body: dict[str, Any]) -> Iterator[tuple[steps.StepGate, Events]]:
+    """Events of a stream of replica `a`, whose engine is held after a few of forty steps."""
+    loop = pair.engines["a"].loop
+    with ThreadPoolExecutor(1) as beside, steps.unhurried(loop), steps.held_steps(loop) as gate, ExitStack() as closing:
+        answer = beside.submit(closing.enter_context, pair["a"].stream("POST", GENERATE, json=body))
+        gate.let_run(4)
+        yield gate, events_in(answer.result())
 
 
 def told_of(event_id: str) -> list[int]:
@@ -205,17 +217,17 @@ def test_the_same_post_with_the_last_id_attaches(pair, unhurried):
     assert pair["b"].post(TOKENS, json=body, headers={"last-event-id": "x"}).status_code == 400
 
 
-def test_whoever_resumes_owns_the_request_and_the_other_ends(pair):
+@pytest.mark.parametrize("name", "ba", ids=["by the other replica", "by the same"])
+def test_whoever_resumes_owns_the_request_and_the_other_ends(pair, name):
     body = {**NATIVE, "rid": "owned", "stream": True}
     wanted = last_answers(all_events(pair["b"], GENERATE, {**body, "rid": "undisturbed"}))
-    for name in "ba":  # by the other replica, and by the same
-        with steps.unhurried(pair.engines["a"].loop), pair["a"].stream("POST", GENERATE, json=body) as answer:
-            events = events_in(answer)
-            next(events)
-            found = last_answers(all_events(pair[name], RESUME, {"rid": "owned"}))
-            assert_same(found[0], wanted[0])
-            last = list(events)[-1][1]
-            assert last["error"]["code"] == "taken_over"
+    with ThreadPoolExecutor(1) as beside, held_stream(pair, body) as (gate, events):
+        next(events)
+        taken = beside.submit(all_events, pair[name], RESUME, {"rid": "owned"})
+        wait_until(lambda: pair.journal.table.num_taken_over or not pair.journals["a"]._tickets)
+        gate.open()
+        assert_same(last_answers(taken.result())[0], wanted[0])
+        assert list(events)[-1][1]["error"]["code"] == "taken_over"
 
 
 @pytest.mark.parametrize("headers", [KEY, {}])
@@ -235,8 +247,7 @@ def test_requests_that_nobody_has_are_refused(pair, headers):
 def test_tokens_wait_for_a_journal_that_is_lost_and_its_successor_has_what_runs(pair):
     body = {**NATIVE, "rid": "waits", "stream": True}
     wanted = last_answers(all_events(pair["b"], GENERATE, {**body, "rid": "undisturbed"}))
-    with steps.unhurried(pair.engines["a"].loop), pair["a"].stream("POST", GENERATE, json=body) as answer:
-        events = events_in(answer)
+    with held_stream(pair, body) as (_, events):
         next(events)
         pair.journal.end()
         wait_until(lambda: not pair.journals["a"].is_up)
@@ -270,16 +281,16 @@ def test_what_has_no_place_in_the_journal_is_answered_all_the_same(engine, secon
         assert pair.journals["a"].statistics()["lost"] == 1
 
 
-def test_other_weights_are_named_from_the_token_on_from_which_they_were_used(pair, unhurried):
-    begun = begin(pair["a"], GENERATE, {**NATIVE, "rid": "weights", "stream": True}, num_events=5)
-    told = told_of(begun[-1][0])[0]
+def test_other_weights_are_named_from_the_token_on_from_which_they_were_used(pair):
     control = pair.engines["b"].loop.control
     before = pair.engines["b"].card.weight_version
-    control.rename_weights("others").result()
-    try:
-        found = last_answers(all_events(pair["b"], RESUME, {"rid": "weights", "from_token": told}))[0]
-    finally:
-        control.rename_weights(before).result()
+    with held_stream(pair, {**NATIVE, "rid": "weights", "stream": True}) as (_, events):
+        (told,) = told_of(next(events)[0])
+        control.rename_weights("others").result()
+        try:
+            found = last_answers(all_events(pair["b"], RESUME, {"rid": "weights", "from_token": told}))[0]
+        finally:
+            control.rename_weights(before).result()
     first, second = found["meta_info"]["weight_versions"]
     assert (first["version"], second["version"], second["end"]) == (before, "others", 40)
     assert told <= second["start"] == first["end"] < 40

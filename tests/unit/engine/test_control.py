@@ -14,6 +14,7 @@ from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import PAUSE_MODES, WeightOrder
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.requests import RequestError
+from tests.http.asking import wait_until
 from tests.support.counting import LOST_PATH, REFUSED_PATH, CountingExecutor
 from tests.support.examples import examples
 from tests.unit.engine.test_engine_loop import TIMEOUT_S, Listener, loop_over, request, run, wait_until_unhealthy
@@ -128,8 +129,10 @@ def test_a_host_that_is_lost_while_it_reads_is_a_failure_of_the_engine():
     with loop_over(executor) as loop:
         executor.may_stage.clear()
         update = loop.control.update_weights(WeightOrder(LOST_PATH))
+        assert executor.in_stage.wait(TIMEOUT_S)
         listener = held(executor, loop, "a")[0]
         executor.may_stage.set()
+        wait_until(lambda: loop._commands._commands)  # the loss is known while the request still runs
         let_go(executor)
         with pytest.raises(EngineStoppedError, match="is gone"):
             update.result(TIMEOUT_S)
