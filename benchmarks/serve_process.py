@@ -56,14 +56,7 @@ class ServeProcess:
 
     def pids_of(self, title: str) -> list[int]:
         """This server's processes whose title, or the name of whose executable, begins so."""
-        processes = _processes()
-        return sorted(
-            pid
-            for pid in _family(processes, self._child.pid)
-            if processes[pid][1].startswith(title)
-            or Path(processes[pid][1].split(" ")[0]).name.startswith(title)
-            or f" -m {title}" in processes[pid][1]
-        )
+        return pids_under(self._child.pid, title)
 
     def __enter__(self) -> Self:
         try:
@@ -108,6 +101,18 @@ def serve_config(settings: dict[str, Any], *, port: int) -> dict[str, Any]:
         "logging_config": {"enable_access_log": False},
         "applications": [application],
     }
+
+
+def pids_under(root: int, title: str = "") -> list[int]:
+    """Those of `root`'s descendants, itself included, whose title, or the name of whose executable, begins so."""
+    processes = _processes()
+    return sorted(
+        pid
+        for pid in _family(processes, root)
+        if processes[pid][1].startswith(title)
+        or Path(processes[pid][1].split(" ")[0]).name.startswith(title)
+        or f" -m {title}" in processes[pid][1]
+    )
 
 
 def cpu_seconds_by_part(processes: dict[int, tuple[int, str, float]], root: int) -> dict[str, float]:

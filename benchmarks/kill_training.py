@@ -1,0 +1,167 @@
+"""Kill parts of the GRPO example at random moments: the run goes on, and its curve is that of an undisturbed one.
+
+    python -m benchmarks.kill_training DIRECTORY [--seeds 0 1 2 3 4] [--out FILE.json]
+
+Of each seed one run is left alone, and one loses its trainer (which takes its server along, and is started again by the
+same command), all processes of its server, its replica, and the worker of its host, once each, in random order and at
+random moments of its steps. Every step of the two runs is compared: its number, reward, tokens, weight version,
+gradient norm and the held-out probability, bit for bit. The problems and seeds of a step follow from its number, so
+steps that follow each other without a gap use every sample once. Runs that DIRECTORY has already are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.markdown import markdown_table
+from benchmarks.serve_process import pids_under
+
+TRAINER, SERVER = "trainer", "server"
+TITLES = {TRAINER: "", SERVER: "", "replica": "ray::ServeReplica", "worker": "ray::HostWorker"}
+"""What is killed, and the title of its process."""
+LIMIT_S, POLL_S = 600.0, 0.05
+FIRST, APART = 3, 5
+"""Steps before the first fault, and those over which the moment of each one is spread."""
+COMPARED = ("step", "reward", "tokens", "version", "gradient_norm", "held_out")
+Row = dict[str, Any]
+
+
+def started(out: Path, seed: int) -> subprocess.Popen[bytes]:
+    """Begin a run, or go on with it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "output").open("ab") as output:
+        command = [sys.executable, "-m", "examples.grpo", "--out", str(out), "--seed", str(seed)]
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def rows_of(out: Path) -> list[Row]:
+    """What a run has measured so far, a row per step."""
+    with suppress(FileNotFoundError, json.JSONDecodeError):  # it is being written
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return []
+
+
+def wait_until_over(child: subprocess.Popen[bytes], out: Path) -> list[Row]:
+    """RuntimeError where the run fails."""
+    if child.wait(timeout=LIMIT_S):
+        raise RuntimeError(f"the run failed: {(out / 'output').read_text(encoding='utf-8', errors='replace')[-3000:]}")
+    return rows_of(out)
+
+
+def disturbed(out: Path, seed: int) -> tuple[list[Row], list[Row]]:
+    """Take a run to its end with all faults; returns its rows, and when each fault came."""
+    generator, faults = random.Random(seed), []
+    names = generator.sample(list(TITLES), len(TITLES))
+    child = started(out, seed)
+    for number, name in enumerate(names):
+        _wait_for_steps(child, out, FIRST + number * APART + generator.randrange(APART - 1))
+        time.sleep(generator.random())
+        steps = len(rows_of(out)) - 1
+        child = _killed(child, name, out=out, seed=seed)
+        faults.append({"fault": name, "after_step": steps})
+        note(f"seed {seed}: {name} killed after step {steps}")
+    return wait_until_over(child, out), faults
+
+
+def _wait_for_steps(child: subprocess.Popen[bytes], out: Path, number: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while len(rows_of(out)) <= number:
+        if child.poll() is not None or time.monotonic() > deadline:
+            wait_until_over(child, out)
+            raise RuntimeError(f"the run was over before step {number}")
+        time.sleep(POLL_S)
+
+
+def _killed(child: subprocess.Popen[bytes], name: str, *, out: Path, seed: int) -> subprocess.Popen[bytes]:
+    """Kill what has this name; returns the run's process, another one where it was the trainer."""
+    family = pids_under(child.pid)
+    if name == TRAINER:
+        child.kill()
+        child.wait()
+        _wait_until_gone(family)
+        return started(out, seed)
+    victims = family if name == SERVER else pids_under(child.pid, TITLES[name])
+    for pid in victims:
+        if pid != child.pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return child
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            raise RuntimeError("the server outlives its trainer")
+        time.sleep(POLL_S)
+
+
+def different_steps(one: list[Row], other: list[Row]) -> int:
+    """How many steps of two runs differ, or are in one of them only; both begin with the policy before the first."""
+    curves = [[tuple(row[name] for name in COMPARED) for row in rows[1:]] for rows in (one, other)]
+    differ = sum(mine != theirs for mine, theirs in zip(*curves, strict=False))
+    return differ + abs(len(curves[0]) - len(curves[1]))
+
+
+def compare(directory: Path, seed: int) -> Row:
+    """The two runs of a seed."""
+    alone = directory / f"undisturbed-{seed}"
+    wanted = wait_until_over(started(alone, seed), alone)
+    out, kept = directory / f"disturbed-{seed}", directory / f"disturbed-{seed}.json"
+    if kept.exists():
+        return json.loads(kept.read_text(encoding="utf-8"))
+    began = time.monotonic()
+    rows, faults = disturbed(out, seed)
+    numbers = [row["step"] for row in rows]
+    found = {
+        "seed": seed,
+        "faults": faults,
+        "steps": len(rows) - 1,
+        "in_order": numbers == list(range(len(rows))),
+        "differing_steps": different_steps(wanted, rows),
+        "reward": rows[-1]["reward"],
+        "held_out": rows[-1]["held_out"],
+        "seconds": time.monotonic() - began,
+    }
+    kept.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def main() -> None:
+    """Run, write the result file, print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--out", type=Path, default=RESULTS / "kill_training.json")
+    options = parser.parse_args()
+    load = load_before_start()
+    rows = [compare(options.directory.resolve(), seed) for seed in options.seeds]
+    save({"machine": machine_facts(load), "rows": rows}, options.out)
+    headings = ["seed", "killed (after step)", "steps", "steps that differ", "P(sum)", "seconds"]
+    table = [
+        [
+            row["seed"],
+            ", ".join(f"{fault['fault']} ({fault['after_step']})" for fault in row["faults"]),
+            f"{row['steps']}{'' if row['in_order'] else ', not in order'}",
+            row["differing_steps"],
+            f"{row['held_out']:.3f}",
+            f"{row['seconds']:.0f}",
+        ]
+        for row in rows
+    ]
+    print(markdown_table(headings, table))
+
+
+if __name__ == "__main__":
+    main()
