@@ -1,4 +1,4 @@
-"""What counts as the same curve after kills: each step once, and every number to the bit."""
+"""What counts as the same curve after kills: each step once, with its rewards, tokens and version."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from benchmarks.kill_training import _wait_for_steps, different_steps, rows_of, wait_until_over
+from benchmarks.kill_training import _wait_for_steps, different_steps, drift, rows_of, wait_until_over
 
 ROWS = [
-    {"step": step, "reward": step / 8, "tokens": 9, "version": f"v{step}", "gradient_norm": 1.0, "held_out": 0.5}
+    {"step": step, "reward": step / 8, "tokens": 9, "version": f"v{step}", "dead": 0.5, "held_out": 0.5}
     for step in range(5)
 ]
 
@@ -25,12 +25,17 @@ def test_equal_curves_do_not_differ_and_seconds_are_not_compared():
     [
         pytest.param(ROWS[:-1], 1, id="one step less"),
         pytest.param(ROWS[:3] + ROWS[2:], 3, id="a step twice"),
-        pytest.param([*ROWS[:-1], {**ROWS[-1], "held_out": 0.5 + 2**-53}], 1, id="one bit"),
+        pytest.param([*ROWS[:-1], {**ROWS[-1], "reward": 0.5 + 2**-53}], 1, id="one bit"),
         pytest.param([*ROWS[:-1], {**ROWS[-1], "version": "v3"}], 1, id="an update less"),
     ],
 )
 def test_what_differs_is_counted(rows, number):
     assert different_steps(ROWS, rows) == number
+
+
+def test_the_drift_is_that_of_the_worst_step():
+    assert drift(ROWS, ROWS) == 0
+    assert drift(ROWS, [*ROWS[:2], {**ROWS[2], "held_out": 0.25}, *ROWS[3:]]) == 0.25
 
 
 def test_rows_that_are_being_written_are_read_later(tmp_path):
