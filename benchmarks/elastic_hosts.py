@@ -1,91 +1,153 @@
 """Take a host of four away and give it back, under requests and with expert balancing on: pauses, balance, answers.
 
-    python -m benchmarks.elastic_hosts [--rounds 2] [--after 5] [--out FILE.json]
+    python -m benchmarks.elastic_hosts [--rounds 2] [--after 5] [--programs FOLDER] [--out FILE.json]
 
 Emulated hosts on raylets of their own; the replica is in this process. In the first round the smaller group compiles
 its programs, later ones find them. A pause is the longest time without an update less `--after`, for which the group
-waits for the host. Balance is the hottest rank by the loads in the window, over the least that any placement has.
+waits for the host. The hottest rank is that of a plan by the loads that it was made from, over the least that any
+placement has. Moved are the slots of experts that hosts load, and that travel for the plan; the least are those of the
+same placement that no host had which stayed, whichever rank it becomes.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
+from scipy.optimize import linear_sum_assignment
 
 from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, save
 from benchmarks.kill_nodes import LIMIT_S, NUM_CPUS, Answer, answers, differing
 from benchmarks.markdown import markdown_table
 from rayserve_moe.balancing.first_placement import lower_bound
-from rayserve_moe.balancing.planning import rank_loads
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.balancing.planning import Proposal, rank_loads
+from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import set_environment_defaults, settings_from
 from rayserve_moe.serving.start.environment import DEFAULTS
 
-NUM_HOSTS = 4
-EPLB = {"enable_eplb": True, "eplb_interval": 64, "eplb_window": 256, "num_redundant_experts": 4}
+NUM_HOSTS, NUM_TOKENS = 4, 40
+EPLB = {"enable_eplb": True, "eplb_interval": 256, "eplb_window": 512, "num_redundant_experts": 4}
+ask = partial(answers, num_tokens=NUM_TOKENS)
 
 
 def until_hosts(
     engine: ReplicaEngine, num_missing: int, fault: Callable[[], object]
 ) -> tuple[list[list[Answer | str]], float]:
     """Answer requests while hosts go or come; returns all answers, and the longest time without an update."""
-    found, gaps, deadline = [], [], time.monotonic() + LIMIT_S
+    found, gaps, deadline = [], [], time.monotonic() + 2 * LIMIT_S
     while engine.loop.statistics()["hosts_missing"] != num_missing or len(found) < 2:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{num_missing} hosts are not missing")
-        answered, gap_s = answers(engine, fault=None if found else fault)
+        answered, gap_s = ask(engine, fault=None if found else fault)
         found.append(answered)
         gaps.append(gap_s)
     return found, max(gaps)
 
 
-def balanced(engine: ReplicaEngine) -> tuple[list[list[Answer | str]], dict[str, float]]:
-    """Answer requests until a plan has been followed; returns all answers, and how good the placement is."""
-    found, control, deadline = [], engine.loop.eplb_control, time.monotonic() + LIMIT_S
-    finished = control.history.totals["finished"]
-    while control.history.totals["finished"] == finished and time.monotonic() < deadline:
-        found.append(answers(engine)[0])
-    view, placement = control.view(), engine.loop.eplb.migration.placement
-    tokens, num_redundant = np.asarray(view.tokens), placement.num_slots - placement.num_experts
-    bound = lower_bound(tokens, ep_size=placement.ep_size, num_redundant=num_redundant)
-    over = rank_loads(placement, tokens).max(axis=1) / bound
-    moved = view.history[-1].moved_slots if view.history else 0
-    return found, {"over_bound": float(over.mean()), "moved_slots": moved, "ranks": placement.ep_size}
+class PlanWatch:
+    """Notes of every plan that is followed the loads, and how near its hottest rank comes to the bound."""
+
+    def __init__(self, engine: ReplicaEngine) -> None:
+        self._control = control = engine.loop.eplb_control
+        self._begin, self.over_bounds = control.history.begin, []
+        control.history.begin = self._note  # ty: ignore[invalid-assignment]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last plan that was begun is where experts lie now."""
+        records = self._control.history.records()
+        return bool(self.over_bounds) and records[-1].outcome == "finished"
+
+    @property
+    def moved_slots(self) -> int:
+        """Of the last plan."""
+        return self._control.history.records()[-1].moved_slots
+
+    def _note(self, proposal: Proposal, target: ExpertPlacement, *, step: int) -> None:
+        tokens, num_redundant = np.asarray(self._control.view().tokens), target.num_slots - target.num_experts
+        bound = lower_bound(tokens, ep_size=target.ep_size, num_redundant=num_redundant)
+        self.over_bounds.append((rank_loads(target, tokens).max(axis=1) / bound).mean())
+        note(f"a plan from {tokens.sum(axis=1).mean():.0f} tokens a layer: {proposal.imbalance_before:.3f} of the mean")
+        self._begin(proposal, target, step=step)
 
 
-def rounds(cluster: Cluster, engine: ReplicaEngine, *, num_rounds: int) -> list[dict[str, Any]]:
+def balanced(engine: ReplicaEngine, watch: PlanWatch) -> list[list[Answer | str]]:
+    """Answer requests until a plan has been followed; returns all answers."""
+    found, deadline = [], time.monotonic() + 2 * LIMIT_S
+    watch.over_bounds.clear()
+    while not watch.is_over:
+        if time.monotonic() > deadline:
+            raise TimeoutError("no plan was followed")
+        found.append(ask(engine)[0])
+    return found
+
+
+def least_slots(before: ExpertPlacement, after: ExpertPlacement, *, stay: list[int]) -> int:
+    """Slots of `after` whose experts no host had which stays: those ranks of `before`, each as one rank of `after`."""
+    had, wanted = (each.expert_of_slot.reshape(each.num_layers, each.ep_size, -1) for each in (before, after))
+    is_there = (wanted[:, :, None, :, None] == had[:, None, stay, None, :]).any(axis=-1)
+    kept = is_there.sum(axis=(0, 3))
+    return after.expert_of_slot.size - int(kept[linear_sum_assignment(kept, maximize=True)].sum())
+
+
+def moved(
+    engine: ReplicaEngine, watch: PlanWatch, before: ExpertPlacement, *, stay: list[int], slot_bytes: int
+) -> dict[str, int]:
+    """Bytes of experts that moved until the plan was followed, and the least for where they lie now."""
+    after = engine.loop.eplb.migration.placement
+    slots = after.expert_of_slot.size + watch.moved_slots
+    least = least_slots(before, after, stay=stay)
+    return {"moved_bytes": slots * slot_bytes, "planned_bytes": watch.moved_slots * slot_bytes} | {
+        "least_bytes": least * slot_bytes,
+        "ranks": after.ep_size,
+    }
+
+
+def slot_bytes_of(path: Path, *, itemsize: int) -> int:
+    """Bytes of an expert of one layer."""
+    tensors = open_checkpoint(path).tensors
+    return itemsize * sum(math.prod(each.shape) for name, each in tensors.items() if ".layers.0.mlp.experts.0." in name)
+
+
+def rounds(cluster: Cluster, engine: ReplicaEngine, *, num_rounds: int, slot_bytes: int) -> list[dict[str, Any]]:
     """Shrink and grow; returns a row for each change."""
-    answers(engine)
-    expected, _ = answers(engine)
-    changes = []
+    ask(engine)
+    expected, _ = ask(engine)
+    watch, changes = PlanWatch(engine), []
+    balanced(engine, watch)
     for number in range(num_rounds):
         node = random.choice(list(cluster.worker_nodes))
         for name, num_missing, fault in (
             ("shrink", 1, lambda node=node: cluster.remove_node(node, allow_graceful=False)),
             ("grow", 0, lambda: cluster.add_node(num_cpus=NUM_CPUS)),
         ):
-            phases = dict(engine.loop.recovery.phase_seconds)
+            before, phases = engine.loop.eplb.migration.placement, dict(engine.loop.recovery.phase_seconds)
+            hosts = ray.get([worker.process.remote() for worker in engine.executor.workers])
+            stay = [rank for rank, host in enumerate(hosts) if num_missing == 0 or host.node_id != node.node_id]
             found, gap_s = until_hosts(engine, num_missing, fault)
             took = {key: value - phases.get(key, 0.0) for key, value in engine.loop.recovery.phase_seconds.items()}
-            more, balance = balanced(engine)
+            note(f"{name}: {gap_s:.2f} s without tokens, {took}")
+            more = balanced(engine, watch)
             counts = [differing(each, expected) for each in (*found, *more)]
             sums = {key: sum(int(each[key]) for each in counts) for key in ("lost", "tokens", "rows")}
-            gap = max(each["logprob_gap"] for each in counts)
-            note(f"{name}: {gap_s:.2f} s without tokens, {took}, {sums}, {balance}")
-            requests = sum(map(len, (*found, *more)))
-            changes.append(
-                {"change": f"{name} {number + 1}", "outage_s": gap_s, "phases": took, "requests": requests, **sums}
-                | {"logprob_gap": gap, **balance}
-            )
+            sums |= {"over_bound": max(watch.over_bounds), "plans": len(watch.over_bounds)}
+            sums |= moved(engine, watch, before, stay=stay, slot_bytes=slot_bytes)
+            note(f"{name}: {sums}")
+            gap, requests = max(each["logprob_gap"] for each in counts), sum(map(len, (*found, *more)))
+            row = {"change": f"{name} {number + 1}", "outage_s": gap_s, "phases": took, "requests": requests}
+            changes.append({**row, **sums, "logprob_gap": gap})
     return changes
 
 
@@ -94,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--after", type=float, default=5.0)
+    parser.add_argument("--programs", help="where programs are kept; nowhere before the start, unless it is given")
     parser.add_argument("--out", type=Path, default=RESULTS / "elastic_hosts.json")
     arguments = parser.parse_args()
     load_before = load_before_start()
@@ -103,15 +166,18 @@ def main() -> None:
         cluster.add_node(num_cpus=NUM_CPUS)
     ray.init(address=cluster.address, log_to_driver=False)
     cluster.wait_for_nodes()
-    values = {"max_model_len": 256, "max_running_requests": 12, "precompile_bs_paddings": [12], "max_step_tokens": 64}
+    values = {"max_model_len": 256, "max_running_requests": 48, "precompile_bs_paddings": [48], "max_step_tokens": 128}
     hosts = {"num_hosts": NUM_HOSTS, "data_parallel_size": NUM_HOSTS, "cpus_per_host": NUM_CPUS, **EPLB}
     elastic = {"elastic_after_s": arguments.after, "enable_return_routed_experts": True}
     bounds = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
-    with tempfile.TemporaryDirectory() as programs:
-        chosen = {"model_path": str(checkpoint_of("tiny")), "compile_cache": programs, "structured_output": False}
+    path = checkpoint_of("tiny")
+    with tempfile.TemporaryDirectory() as folder:
+        programs = arguments.programs or folder
+        chosen = {"model_path": str(path), "compile_cache": programs, "structured_output": False, "dtype": "float32"}
         engine = start_replica_engine(settings_from({**chosen, **values, **hosts, **elastic, **bounds}))
         try:
-            found = rounds(cluster, engine, num_rounds=arguments.rounds)
+            slot_bytes = slot_bytes_of(path, itemsize=4)
+            found = rounds(cluster, engine, num_rounds=arguments.rounds, slot_bytes=slot_bytes)
         finally:
             engine.shutdown()
             ray.shutdown()
@@ -131,11 +197,11 @@ def table_of(rows: list[dict[str, Any]], *, after_s: float) -> str:
             *(str(row[column]) for column in ("requests", "lost", "tokens", "rows")),
             f"{row['logprob_gap']:.0e}",
             f"{row['over_bound']:.3f}",
-            str(row["moved_slots"]),
+            *(f"{row[column] / 1e6:.2f}" for column in ("moved_bytes", "planned_bytes", "least_bytes")),
         ]
         for row in rows
     ]
-    return markdown_table([*headings, "hottest rank / bound", "slots moved"], lines)
+    return markdown_table([*headings, "hottest rank / bound", "MB of experts moved", "by the plan", "the least"], lines)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,11 @@ Answer = tuple[list[int], list[float], list[Any]]
 
 
 def answers(
-    engine: ReplicaEngine, *, fault: Callable[[], object] | None = None, after_s: float = 0.0
+    engine: ReplicaEngine,
+    *,
+    fault: Callable[[], object] | None = None,
+    after_s: float = 0.0,
+    num_tokens: int = NUM_TOKENS,
 ) -> tuple[list[Answer | str], float]:
     """Tokens, log-probs and rows of every request, or how else it ended; and the longest time without an update."""
     count, arrivals, all_ended = NUM_STREAMS + NUM_PLAIN, [time.monotonic()], threading.Event()
@@ -60,7 +64,7 @@ def answers(
 
     prompts = np.random.default_rng(0).integers(5, 200, (count, PROMPT_TOKENS), np.int32)
     for number, (name, prompt) in enumerate(zip(results, prompts, strict=True)):
-        sampling = SamplingParams(max_new_tokens=NUM_TOKENS, seed=number, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=num_tokens, seed=number, ignore_eos=True)
         is_stream = number < NUM_STREAMS
         request = GenerationRequest(name, prompt, sampling, incremental=is_stream, return_routed_experts=True)
         engine.loop.submit(request, receive)
