@@ -125,10 +125,10 @@ def kill_keeper(_: Cluster, engine: ReplicaEngine) -> Callable[[], None]:
 FAULTS = {"raylet": kill_raylet, "keeper": kill_keeper}
 
 
-def send_weights(engine: ReplicaEngine, path: Path) -> None:
-    """Send a checkpoint, as a trainer does: then no disk counts as having it."""
+def send_weights(engine: ReplicaEngine, path: Path, *, update_id: str = "sent") -> None:
+    """Send a checkpoint, as a trainer does: then no disk counts as having it. Every update has an id of its own."""
     tensors = tuple(SentTensor(name, values) for name, values in load_file(path / "model.safetensors").items())
-    order = BucketOrder("sent", WeightOrder("", "0"), 0, is_last=True)
+    order = BucketOrder(update_id, WeightOrder("", "0"), 0, is_last=True)
     outcome = engine.loop.control.tensors.stage(SentBucket(tensors), order).result(LIMIT_S)
     if not outcome.success:
         raise RuntimeError(outcome.message)
