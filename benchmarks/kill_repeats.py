@@ -1,24 +1,27 @@
 """Kill or stop a worker at random moments, over and over, under streams and plain requests that must not notice.
 
     python -m benchmarks.kill_repeats [--hosts 1 2] [--signals SIGKILL] [--repeats 20] [--max-tokens 1000] [--standbys]
+                                      [--moments any prefill decode rebalance staging crossed] [--size small]
                                       [--out FILE.json]
 
-Every answer is compared with that of an undisturbed run: text, log-probs of its tokens, and routing rows. The longest
-time in which no stream got anything is the outage. A signal after which no worker was replaced came too late to disturb
-anything; it is sent again in a further repeat. Rows that the result file has already, of other faults, stay.
+Every answer is compared with that of an undisturbed run: text, log-probs of its tokens, and routing rows. Those that
+cross an update of the weights are compared as `kill_compared` says. The longest time in which no stream got anything is
+the outage. A signal after which no worker was replaced, or that missed its moment, is sent again in a further repeat.
+Rows that the result file has already, of other faults, stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
 import signal
+import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,117 +29,117 @@ import httpx
 import numpy as np
 
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.kill_asking import LIMIT_S, Answer, Asked, Fault, answers
+from benchmarks.kill_compared import Undisturbed, compared
+from benchmarks.kill_moments import MOMENTS, PROMPT_REPEATS, WITH_UPDATES, Delivery, Timing, other_weights, updated
 from benchmarks.kill_table import MAX_TOKENS, NUM_PLAIN, NUM_STREAMS, SETTINGS
 from benchmarks.markdown import markdown_table
 from benchmarks.serve_process import HOST, ServeProcess
+from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, resolve_model_path
+from rayserve_moe.config.load import default_cache_directory
 
-LIMIT_S, POLL_S = 300.0, 0.2
+POLL_S = 0.2
+BOUNDS = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
+COUNTED = ("lost", "tokens", "logprobs", "rows", "crossed")
+HEADINGS = {"logprobs": "log-probs", "crossed": "crossed an update"}
 WORKER = "ray::HostWorker"
 SECONDS_BETWEEN = 6.0
 """From the end of a repeat to the next: a standby takes a few seconds to be there."""
-Answer = tuple[str, list[float], Any]
-"""Text, log-probs and routing rows of a request."""
 
 
-async def ask(
-    client: httpx.AsyncClient, number: int, *, max_tokens: int, streams: bool, arrivals: list[float]
-) -> Answer:
-    """Ask for a sampled completion with rows; notes when anything arrives."""
-    body = {
-        "prompt": f"{number}+45=",
-        "max_tokens": max_tokens,
-        "temperature": 1,
-        "seed": number,
-        "ignore_eos": True,
-        "stream": streams,
-        "logprobs": 0,
-        "return_routed_experts": True,
-        "routed_experts_format": "packed",
-    }
-    texts, logprobs, rows = [], [], None
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            raise ValueError(f"status {answer.status_code}")
-        async for line in answer.aiter_lines():
-            text = line.removeprefix("data: ") if streams else line
-            if not text or text == "[DONE]" or text.startswith(":"):
-                continue
-            (choice,) = json.loads(text)["choices"]
-            if streams:
-                arrivals.append(time.monotonic())
-            texts.append(choice["text"])
-            logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
-            rows = choice.get("routed_experts") or rows
-    return "".join(texts), logprobs, rows and rows["data"]
+class Victims:
+    """The workers of a server, and the signal that a random one of them gets."""
+
+    def __init__(self, serve: ServeProcess, sent: signal.Signals, *, num_hosts: int) -> None:
+        self._serve, self._sent, self._num_hosts = serve, sent, num_hosts
+
+    def kill_one(self) -> None:
+        """Send it to one of those that serve by now."""
+        os.kill(random.choice(busiest(self._serve, self._num_hosts)), self._sent)
+
+    def replace_all(self) -> None:
+        """Kill one while nothing runs, and wait: of hosts that have just started, experts lie as at the start."""
+        before = num_rebuilds(self._serve.port)
+        os.kill(random.choice(busiest(self._serve, self._num_hosts)), signal.SIGKILL)
+        deadline = time.monotonic() + LIMIT_S
+        while num_rebuilds(self._serve.port) == before:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the worker is not replaced")
+            time.sleep(POLL_S)
+        wait_until_ready(self._serve.port)
 
 
-async def answers(
-    port: int, *, max_tokens: int, fault: Callable[[], object] | None = None, after_s: float = 0.0
-) -> tuple[list[Answer | str], float]:
-    """All answers, an error's name where there is none, and the longest time in which no stream got anything."""
-    arrivals: list[float] = []
-    async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S) as client:
-        asked = [
-            asyncio.create_task(
-                ask(client, number, max_tokens=max_tokens, streams=number < NUM_STREAMS, arrivals=arrivals)
-            )
-            for number in range(NUM_STREAMS + NUM_PLAIN)
-        ]
-        if fault is not None:
-            await asyncio.sleep(after_s)
-            fault()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-    gap_s = float(np.diff(sorted(arrivals)).max()) if len(arrivals) > 1 else LIMIT_S
-    return [type(each).__name__ if isinstance(each, BaseException) else each for each in found], gap_s
+@dataclass(frozen=True)
+class Way:
+    """What is asked of a server, and when the signal comes; `checkpoints` are what it serves in turn, by version."""
+
+    port: int
+    moment: str
+    max_tokens: int
+    checkpoints: dict[str, Path]
+
+    def asked(self, salt: str) -> Asked:
+        return Asked(self.max_tokens, PROMPT_REPEATS.get(self.moment, 1), salt)
+
+    def run(self, asked: Asked, *, fault: Fault | None = None) -> tuple[list[Answer | str], float]:
+        return asyncio.run(answers(self.port, asked, fault=fault))
+
+    def update(self, version: str) -> float:
+        """Have other weights serve; returns the seconds. RuntimeError where that is refused."""
+
+        async def update() -> bool:
+            async with httpx.AsyncClient(base_url=f"http://{HOST}:{self.port}", timeout=LIMIT_S) as client:
+                return await updated(client, self.checkpoints[version], version)
+
+        begun = time.monotonic()
+        if not asyncio.run(update()):
+            raise RuntimeError(f"the update to {version} is refused")
+        return time.monotonic() - begun
+
+    def undisturbed(self) -> tuple[dict[str, Undisturbed], Timing]:
+        """Answers under every version, the first of which serves then, and the seconds of it all."""
+        expected, update_s = {}, 0.0
+        for version in [*self.checkpoints][::-1]:
+            update_s = self.update(version) if version else update_s
+            self.run(self.asked(f"warm {version}"))
+            asked, begun = self.asked(f"undisturbed {version}"), time.monotonic()
+            found, _ = self.run(asked)
+            timing = Timing(time.monotonic() - begun, asked.decode_at - begun, update_s)
+            expected[weight_version(self.port)] = Undisturbed(found, asked)
+        return expected, timing
 
 
-def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[str, int | float]:
-    """How many requests were lost, of the others in how many tokens, log-probs or rows differ, and by how much
-    log-probs do where tokens are the same.
-    """
-    pairs = [(ours, theirs) for ours, theirs in zip(found, expected, strict=True) if not isinstance(ours, str)]
-    return {
-        "lost": len(found) - len(pairs),
-        "tokens": sum(ours[0] != theirs[0] for ours, theirs in pairs),
-        "logprobs": sum(ours[1] != theirs[1] for ours, theirs in pairs),
-        "rows": sum(ours[2] != theirs[2] or ours[2] is None for ours, theirs in pairs),
-        "logprob_gap": max((_gap(ours[1], theirs[1]) for ours, theirs in pairs if ours[0] == theirs[0]), default=0.0),
-    }
-
-
-def _gap(ours: list[float], theirs: list[float]) -> float:
-    return max((abs(a - b) for a, b in zip(ours, theirs, strict=False)), default=0.0)
-
-
-def repeat(
-    serve: ServeProcess, sent: signal.Signals, *, repeats: int, num_hosts: int, max_tokens: int
-) -> dict[str, Any]:
-    """Deliver the signal to a random worker at random moments; returns sums, the largest gap and the outages."""
-    ask_all = partial(answers, serve.port, max_tokens=max_tokens)
-    asyncio.run(ask_all())
-    begun = time.monotonic()
-    expected, _ = asyncio.run(ask_all())
-    run_s = time.monotonic() - begun
-    sums, largest, gaps = dict.fromkeys(("lost", "tokens", "logprobs", "rows"), 0), 0.0, []
+def repeat(way: Way, victims: Victims, *, repeats: int) -> dict[str, Any]:
+    """Deliver the signal in the moment over and over; returns sums, the largest gap and the outages."""
+    expected, timing = way.undisturbed()
+    versions = [*way.checkpoints]
+    sums, largest, gaps, number = dict.fromkeys(COUNTED, 0), 0.0, [], 0
     while len(gaps) < repeats:
+        number += 1
         time.sleep(SECONDS_BETWEEN)
-        wait_until_ready(serve.port)
-        before = num_rebuilds(serve.port)
-        victim = random.choice(busiest(serve, num_hosts))
-        after_s = random.uniform(0, 0.8 * run_s)
-        fault = partial(os.kill, victim, sent)
-        found, gap_s = asyncio.run(ask_all(fault=fault, after_s=after_s))
-        counts = differing(found, expected)
-        if num_rebuilds(serve.port) == before and not counts["lost"]:
-            note("the signal came after the last token")
+        wait_until_ready(way.port)
+        if way.moment == "rebalance":
+            victims.replace_all()
+        before, asked = num_rebuilds(way.port), way.asked(f"repeat {number}")
+        version = versions[1 - versions.index(weight_version(way.port))] if len(versions) > 1 else ""
+        delivery = Delivery(victims.kill_one, way.port, timing, update=(way.checkpoints[version], version))
+        found, gap_s = way.run(asked, fault=delivery.at(way.moment))
+        counts = compared(found, asked, expected)
+        is_late = num_rebuilds(way.port) == before or not delivery.hit
+        note(f"{way.moment}: {gap_s:.2f} s without tokens, {counts}{', the moment was missed' if is_late else ''}")
+        if is_late and not any(counts[name] for name in ("lost", "tokens", "rows")):
             continue
-        note(f"{sent.name} after {after_s:.2f} s of {run_s:.2f}: {gap_s:.2f} s without tokens, {counts}")
         sums = {name: total + int(counts[name]) for name, total in sums.items()}
         largest = max(largest, counts["logprob_gap"])
         gaps.append(gap_s)
     requests = repeats * (NUM_STREAMS + NUM_PLAIN)
     times = {"p50_s": float(np.median(gaps)), "worst_s": max(gaps)}
     return {"repeats": repeats, "requests": requests, **sums, **times, "logprob_gap": largest}
+
+
+def weight_version(port: int) -> str:
+    """What the weights are called that serve."""
+    return httpx.get(f"http://{HOST}:{port}/get_weight_version", timeout=LIMIT_S).json()["weight_version"]
 
 
 def wait_until_ready(port: int) -> None:
@@ -173,6 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--signals", nargs="+", choices=["SIGKILL", "SIGSTOP"], default=["SIGKILL", "SIGSTOP"])
+    parser.add_argument("--moments", nargs="+", choices=list(MOMENTS), default=["any"])
+    parser.add_argument("--size", default="", help="preset of a synthetic model, in place of the embedded one")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--standbys", action="store_true")
@@ -180,22 +185,27 @@ def main() -> None:
     arguments = parser.parse_args()
     saved = saved_result(arguments.out)
     load_before, rows, loads = load_before_start(), saved["rows"], saved["loads"]
-    bounds = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
-    settings = {**SETTINGS, **bounds, "standby_workers": arguments.standbys, "enable_return_routed_experts": True}
-    for num_hosts in arguments.hosts:
-        with ServeProcess({**settings, "num_hosts": num_hosts}) as serve:
+    model = {"model_path": f"{SYNTHETIC_PREFIX}{arguments.size}"} if arguments.size else {}
+    common = {**SETTINGS, **model, **BOUNDS, "standby_workers": arguments.standbys}
+    for num_hosts, moment in itertools.product(arguments.hosts, arguments.moments):
+        settings = {**common, "enable_return_routed_experts": True, "num_hosts": num_hosts, **MOMENTS[moment]}
+        with ServeProcess(settings) as serve, tempfile.TemporaryDirectory() as folder:
+            checkpoints = two_checkpoints(settings, Path(folder)) if moment in WITH_UPDATES else {"": Path()}
+            way = Way(serve.port, moment, arguments.max_tokens, checkpoints)
             for name in arguments.signals:
-                key = f"{name}, {num_hosts} host{'s'[: num_hosts - 1]}{', standbys' * arguments.standbys}"
-                rows[key] = repeat(
-                    serve,
-                    signal.Signals[name],
-                    repeats=arguments.repeats,
-                    num_hosts=num_hosts,
-                    max_tokens=arguments.max_tokens,
-                )
+                said = [name, f"{num_hosts} host{'s'[: num_hosts - 1]}", *["standbys"] * arguments.standbys]
+                key = ", ".join([*said, *[moment] * (moment != "any"), *[arguments.size] * bool(arguments.size)])
+                victims = Victims(serve, signal.Signals[name], num_hosts=num_hosts)
+                rows[key] = repeat(way, victims, repeats=arguments.repeats)
                 loads[key] = load_before
                 save({"machine": machine_facts(load_before), "loads": loads, "rows": rows}, arguments.out)
     print(table_of(rows))
+
+
+def two_checkpoints(settings: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """That of a server and another one like it, by the names of their weights."""
+    path = resolve_model_path(settings["model_path"], cache_directory=default_cache_directory())
+    return {"A": path, "B": other_weights(path, folder)}
 
 
 def saved_result(path: Path) -> dict[str, dict[str, Any]]:
@@ -210,26 +220,18 @@ def saved_result(path: Path) -> dict[str, dict[str, Any]]:
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
     """The repeats as Markdown."""
-    headings = [
-        "fault",
-        "repeats",
-        "requests",
-        "lost",
-        "tokens",
-        "log-probs",
-        "rows",
-        "outage p50, s",
-        "worst, s",
-        "largest log-prob gap",
-    ]
-    said = (
+    headings = ["fault", "repeats", "requests", *(HEADINGS.get(name, name) for name in COUNTED)]
+    lines = [
         [
-            f"{value:.1e}" if name == "logprob_gap" else f"{value:.1f}" if isinstance(value, float) else str(value)
-            for name, value in ({**row, "logprob_gap": row.get("logprob_gap", 0.0)}).items()
+            key,
+            *(str(row[name]) for name in ("repeats", "requests")),
+            *(str(row.get(name, 0)) for name in COUNTED),
+            *(f"{row[name]:.1f}" for name in ("p50_s", "worst_s")),
+            f"{row.get('logprob_gap', 0.0):.1e}",
         ]
-        for row in rows.values()
-    )
-    return markdown_table(headings, [[key, *values] for key, values in zip(rows, said, strict=True)])
+        for key, row in rows.items()
+    ]
+    return markdown_table([*headings, "outage p50, s", "worst, s", "largest log-prob gap"], lines)
 
 
 if __name__ == "__main__":
