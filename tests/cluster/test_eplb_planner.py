@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError
 from rayserve_moe import Engine
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
-from rayserve_moe.balancing.planning import PlacementState, PlanFailure, PlanningConfig, imbalance
+from rayserve_moe.balancing.planning import PlacementState, PlanFailure, imbalance
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlanner, EplbPlannerActor, RemotePlanner
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
@@ -44,7 +44,7 @@ WITHIN_S = 900.0
 NUM_TOKENS = 60
 PLACES = {**SETTINGS, "devices_per_host": 4, "num_redundant_experts": 4}
 BALANCED = {**PLACES, "enable_eplb": True, "eplb_interval": 48, "eplb_window": 400}
-RULES = PlanningConfig(interval=48, window=400)
+RULES = {"interval": 48, "window": 400}
 PROMPTS = [np.random.default_rng(seed).integers(3, 500, 10 + seed).tolist() for seed in range(4)]
 
 
@@ -174,8 +174,8 @@ def the_balancer() -> ActorHandle:
 class Garbling(EplbPlanner):
     """Spoils its plans."""
 
-    def __init__(self, rules: PlanningConfig, name: str) -> None:
-        super().__init__(rules)
+    def __init__(self, name: str, **rules: Any) -> None:
+        super().__init__(**rules)
         self._spoil, _ = GARBAGE[name]
 
     def propose(self, engine: str, state: PlacementState) -> Any:
@@ -241,7 +241,7 @@ class Replica:
         if before is not None:
             ray.kill(before)
         if kind is not None:
-            self.found.actor = ray.remote(kind).options(num_cpus=0).remote(RULES, *arguments)
+            self.found.actor = ray.remote(kind).options(num_cpus=0).remote(*arguments, **RULES)
 
     def go_back(self, load: Load) -> None:
         """Have all experts where they were at the start; nobody must be planning."""
@@ -354,7 +354,7 @@ STATE = PlacementState(0, 0, identity_placement(2, 16, ep_size=4, num_redundant=
 
 
 def test_every_engine_is_planned_for_from_its_own_loads(raylets: int) -> None:
-    actor = EplbPlannerActor.options(num_cpus=0).remote(RULES)
+    actor = EplbPlannerActor.options(num_cpus=0).remote(**RULES)
     one, other = RemotePlanner(lambda: actor), RemotePlanner(lambda: actor)
     for planner, counts in ((one, COUNTS), (other, COUNTS[:, ::-1])):
         planner.observe(LoadReading(0, 0, np.zeros_like(COUNTS)))
@@ -366,7 +366,7 @@ def test_every_engine_is_planned_for_from_its_own_loads(raylets: int) -> None:
 
 
 def test_one_that_hangs_is_killed_and_found_again(raylets: int) -> None:
-    actors = [ray.remote(Slow).options(num_cpus=0).remote(RULES), EplbPlannerActor.remote(RULES)]
+    actors = [ray.remote(Slow).options(num_cpus=0).remote(**RULES), EplbPlannerActor.remote(**RULES)]
     left = iter(actors)
     planner = RemotePlanner(lambda: next(left), answer_timeout_s=900.0)
     planner.observe(LoadReading(0, 0, np.zeros_like(COUNTS)))
@@ -386,7 +386,7 @@ def test_one_that_hangs_is_killed_and_found_again(raylets: int) -> None:
 
 def test_of_many_engines_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.nice", lambda _: 0)
-    balancer = EplbPlanner(RULES, most_engines=2)
+    balancer = EplbPlanner(most_engines=2, **RULES)
     for engine in ("a", "b", "a", "c"):
         balancer.observe(engine, LoadReading(0, 0, COUNTS))
     assert list(balancer._advisors) == ["a", "c"]

@@ -22,12 +22,13 @@ ANSWER_TIMEOUT_S = 60.0
 class EplbPlanner:
     """Keeps the loads of the engines that report to it, and plans for each of them separately.
 
-    Engines choose a new name at each start; the `most_engines` that reported last are kept.
+    Engines choose a new name at each start; the `most_engines` that reported last are kept. `rules` are the fields of
+    the PlanningConfig.
     """
 
-    def __init__(self, config: PlanningConfig, *, most_engines: int = 256) -> None:
+    def __init__(self, *, most_engines: int = 256, **rules: Any) -> None:
         os.nice(NICENESS)
-        self._config, self._most_engines = config, most_engines
+        self._config, self._most_engines = PlanningConfig(**rules), most_engines
         self._advisors: dict[str, LocalPlanner] = {}
 
     def observe(self, engine: str, reading: LoadReading) -> bool:

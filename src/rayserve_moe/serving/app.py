@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -220,7 +221,7 @@ def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
         DeploymentActorConfig(
             name=BALANCER_NAME,
             actor_class=EplbPlannerActor,
-            init_kwargs={"config": planning},
+            init_kwargs=asdict(planning),  # Serve keeps plain values only, where a file configures it
             actor_options={"num_cpus": 0},
         ),
     ]
