@@ -1,7 +1,8 @@
 """Moments at which a signal comes, by name.
 
 `prefill`: some stream has nothing yet, prompts are long. `decode`: every stream has something. `rebalance`: experts
-are moving, on two emulated devices. `staging`: hosts read other weights; an update that is refused is sent again.
+are moving, on two emulated devices; for that a first signal comes before, after which experts go back to where they
+were, and the outage is that of both. `staging`: hosts read other weights; an update that is refused is sent again.
 `crossed`: after such an update, which requests cross. `any`: whenever.
 """
 
@@ -25,7 +26,7 @@ MOVING: dict[str, Any] = {
     "devices_per_host": 2,
     "data_parallel_size": 2,
     "expert_backend": "all_to_all",
-    "num_redundant_experts": 8,
+    "num_redundant_experts": 2,
     "enable_eplb": True,
     "eplb_interval": 32,
     "eplb_window": 64,
@@ -83,13 +84,14 @@ class Delivery:
         self._send(not asked.num_over)
 
     async def _rebalance(self, asked: Asked) -> None:
+        await _until(lambda: asked.all_decode)
+        self._kill()
         part = random.uniform(0, 0.5)  # what is known of it is a step old
-        while asked.num_over < 1:
+        while not asked.num_over:
             progress = (await self._client.get("/experts/state")).raise_for_status().json()["progress"]
             if not progress["is_done"] and progress["layers_done"] >= part * progress["layers"]:
                 return self._send(True)
             await asyncio.sleep(POLL_S)
-        self._send(False)
         return None
 
     async def _staging(self, asked: Asked) -> None:

@@ -57,17 +57,6 @@ class Victims:
         """Send it to one of those that serve by now."""
         os.kill(random.choice(busiest(self._serve, self._num_hosts)), self._sent)
 
-    def replace_all(self) -> None:
-        """Kill one while nothing runs, and wait: of hosts that have just started, experts lie as at the start."""
-        before = num_rebuilds(self._serve.port)
-        os.kill(random.choice(busiest(self._serve, self._num_hosts)), signal.SIGKILL)
-        deadline = time.monotonic() + LIMIT_S
-        while num_rebuilds(self._serve.port) == before:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the worker is not replaced")
-            time.sleep(POLL_S)
-        wait_until_ready(self._serve.port)
-
 
 @dataclass(frozen=True)
 class Way:
@@ -118,8 +107,6 @@ def repeat(way: Way, victims: Victims, *, repeats: int) -> dict[str, Any]:
         number += 1
         time.sleep(SECONDS_BETWEEN)
         wait_until_ready(way.port)
-        if way.moment == "rebalance":
-            victims.replace_all()
         before, asked = num_rebuilds(way.port), way.asked(f"repeat {number}")
         version = versions[1 - versions.index(weight_version(way.port))] if len(versions) > 1 else ""
         delivery = Delivery(victims.kill_one, way.port, timing, update=(way.checkpoints[version], version))
