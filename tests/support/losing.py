@@ -16,10 +16,10 @@ from tests.support.counting import ROUTING, CountingExecutor
 class LosingExecutor(CountingExecutor):
     """Loses its hosts at the calls of `execute` in `losses`, numbered over all generations, and has others then.
 
-    Where `loses_late` the step was computed and only its answer is lost. The first `num_failing` rebuilds fail.
-    A step whose tokens include `poison` raises an error. Routing rows say at which position they stand. Hosts that
-    follow serve as the `layouts` say, one after the other, the last of them from then on; rows of data ranks that they
-    do not have are in no step, of `rows_per_rank` rows each.
+    Where `loses_late` the step was computed and only its answer is lost. The first `num_failing` rebuilds fail, and say
+    that they are final if of `finals`. A step whose tokens include `poison` raises an error. Routing rows say at which
+    position they stand. Hosts that follow serve as the `layouts` say, one after the other, the last of them from
+    then on; rows of data ranks that they do not have are in no step, of `rows_per_rank` rows each.
     """
 
     phase = "starting"
@@ -37,6 +37,7 @@ class LosingExecutor(CountingExecutor):
         self.losses, self._loses_late = losses, loses_late
         self.poison: int | None = None
         self.num_rebuilds = self.num_failing = 0
+        self.finals: frozenset[int] = frozenset()
         self.on_loss: Callable[[], object] = lambda: None
         self.loss: ExecutorFailure | None = None
         self.phase_seconds: dict[str, float] = {}
@@ -82,7 +83,7 @@ class LosingExecutor(CountingExecutor):
         self.may_rebuild.wait()
         self.num_rebuilds += 1
         if self.num_rebuilds <= self.num_failing or self._is_cancelled:
-            raise ExecutorFailure("no host joined")
+            raise ExecutorFailure("no host joined", is_final=self.num_rebuilds in self.finals)
         self._last_tokens, self._in_flight, self.staged = {}, None, None
         self.layout = self._layouts[min(self.num_rebuilds, len(self._layouts) - 1)]
         self.serving, self.loss, self._is_lost = self.loaded, None, False

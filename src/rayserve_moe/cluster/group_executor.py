@@ -24,6 +24,7 @@ from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
 from rayserve_moe.cluster.slice_placement import SliceReservation
 from rayserve_moe.cluster.standbys import Standbys
+from rayserve_moe.cluster.weight_keepers import SharesLostError
 from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
@@ -116,11 +117,12 @@ class GroupExecutor:
         self._clock.enter("ending")
         self._end_group()
         if not self.sources.serving.is_there:
-            raise ExecutorFailure(f"{self.phase}: weights that had been sent were not kept")
+            raise ExecutorFailure(f"{self.phase}: weights that had been sent were not kept", is_final=True)
         try:
             report = self._start()
         except (RayError, TimeoutError, OSError, RuntimeError, ValueError) as error:
-            raise ExecutorFailure(f"{self.phase}: {type(error).__name__}: {error}") from error
+            is_final = isinstance(error, SharesLostError)
+            raise ExecutorFailure(f"{self.phase}: {type(error).__name__}: {error}", is_final=is_final) from error
         log.info("other hosts serve: %s", report)
 
     def cancel(self) -> None:

@@ -29,6 +29,10 @@ NUM_CALLS = 8
 """That a keeper answers at once: it is waited for, copies a share and is copied from."""
 
 
+class SharesLostError(TimeoutError):
+    """No keeper that lives has the share of a host."""
+
+
 @dataclass(frozen=True)
 class KeptShare:
     """The share of a host, open in the `keeper` of a node at a `place`."""
@@ -216,10 +220,10 @@ class WeightKeepers:
 
 
 def _of_host(offered: Sequence[KeptShare], host_id: int) -> list[KeptShare]:
-    """Those of a host. TimeoutError where there is none."""
+    """Those of a host. SharesLostError where there is none."""
     found = [each for each in offered if each.host_id == host_id]
     if not found:
-        raise TimeoutError(f"no keeper has the share of host {host_id}")
+        raise SharesLostError(f"no keeper has the share of host {host_id}")
     return found
 
 

@@ -16,12 +16,13 @@ class ExecutorFailure(RuntimeError):
     """The executor lost a host or a device: no further step can run on it before its hosts are replaced.
 
     `in_step`: every host lives, and one raised an error in a step, which may be the fault of what the step computes.
-    Where it is no loss, the executor can have more hosts than it has now.
+    Where it is no loss, the executor can have more hosts than it has now. `is_final`: the weights that served are
+    nowhere, unless someone keeps them in this moment.
     """
 
-    def __init__(self, message: str, *, in_step: bool = False, is_loss: bool = True) -> None:
+    def __init__(self, message: str, *, in_step: bool = False, is_loss: bool = True, is_final: bool = False) -> None:
         super().__init__(message)
-        self.in_step, self.is_loss = in_step, is_loss
+        self.in_step, self.is_loss, self.is_final = in_step, is_loss, is_final
 
 
 @dataclass(frozen=True)

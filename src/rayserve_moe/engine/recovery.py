@@ -127,7 +127,7 @@ class Recovery:
     def rebuild(self, failure: ExecutorFailure, *, num_carried: int, counts: bool = True) -> None:
         """Replace all hosts after a failure. One that does not `count` is not held against the bounds.
 
-        Raises the last failure where the bounds are reached, or after `stop`.
+        Raises the last failure where the bounds are reached, after `stop`, or the second in a row that is final.
         """
         self._lost_at, counts = time.monotonic(), counts and failure.is_loss
         log.error("%d choices wait for other hosts: %s", num_carried, failure)
@@ -140,6 +140,8 @@ class Recovery:
                     break
                 except ExecutorFailure as another:
                     log.exception("a rebuild has failed")
+                    if another.is_final and failure.is_final:
+                        raise
                     failure = another
             self.num_rebuilds += 1
             self.num_carried += num_carried

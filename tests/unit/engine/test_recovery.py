@@ -207,6 +207,17 @@ def test_failed_rebuilds_count_and_the_engine_gives_up_at_the_bound(num_failing:
                 loop.check_health()
 
 
+@pytest.mark.parametrize(("finals", "num_tried"), [({1}, 5), ({1, 3}, 5), ({1, 2}, 2), ({2, 3}, 3)])
+def test_the_engine_gives_up_where_the_weights_are_nowhere_twice_in_a_row(finals: set[int], num_tried: int) -> None:
+    """Once may be a moment in which others begin to keep them."""
+    executor = LosingExecutor(frozenset([4]))
+    executor.num_failing, executor.finals = 4, frozenset(finals)
+    with recovering(executor) as loop:
+        (finish,) = run(loop, request()).read_all()
+        assert finish is not None and finish.kind == ("length" if num_tried == 5 else "error")
+        assert executor.num_rebuilds == num_tried
+
+
 def test_rebuilds_are_counted_over_ten_minutes_and_over_an_hour() -> None:
     bounds, begun = RebuildBounds(2, 3), deque([0.0, 1.0])
     assert not bounds.allow(begun, now=599.0)
