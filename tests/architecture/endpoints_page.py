@@ -36,7 +36,7 @@ GROUPS = {
     "Health and numbers": {
         "/health": "200 while the engine runs and takes requests",
         "/health_generate": "200 when the engine has just generated a token",
-        "/ready": "200 while it takes requests and no pause holds them",
+        "/ready": "200 while it takes requests and no pause holds them; 503 names lost weights that must be pushed",
         "/ping": "200 while the engine runs, paused or not",
         "/liveness": "the same, under prime-rl's name",
         "/load": "vLLM's count of requests that run or wait",

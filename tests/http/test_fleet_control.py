@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 from safetensors.numpy import load_file
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder
+from rayserve_moe.fleet.wanted_state import ServedWeights
 from rayserve_moe.inprocess.engine import Engine
 from tests.http.asking import GENERATE, wait_until
 from tests.support.engines import SERVED, write_served
@@ -195,8 +197,50 @@ def test_a_replica_that_cannot_have_what_was_sent_ends_and_one_that_starts_waits
 
     assert member.first_weights(offered, poll_s=0) is offer and asked == ["sent", "sent"]
     fleet.calls.listed.clear()
-    assert member.first_weights(offered, poll_s=0).path == ""  # all that had them are gone
-    assert fleet.state.view().wanted.weights.order_id == ""
+    first = member.first_weights(offered, poll_s=0)  # all that had them are gone
+    assert (first.path, first.version, member.awaited) == ("", None, "9")
+    assert fleet.state.view().wanted.weights == weights.__class__(awaited="9")
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_nothing_is_answered_by_other_weights_than_those_that_were_lost(
+    engine, checkpoint, other_checkpoint, is_sent, caplog
+):
+    serve_first(engine, checkpoint)
+    with ExitStack() as closing, local_fleet({"before": engine}) as fleet:
+        fleet.state.begin("sent")
+        number = fleet.state.commit("sent", ServedWeights("sent", None, "9")).number
+        fleet.state.end("sent")
+        fleet.remove("before")
+        fleet.state.forget(["before"])
+        fleet.state.abandon(number)
+        fleet.add("after", engine, closing)
+        after = fleet["after"]
+        sentence = "weights 9 were lost with all replicas that had them: push them again, or others"
+        completion = {"prompt": [5, 6], "max_tokens": 2}
+        asked = [("/v1/completions", {**completion, "stream": stream}) for stream in (False, True)]
+        refused = [after.post(path, json=body) for path, body in ((GENERATE, ASK), *asked)]
+        for one in (*refused, after.get("/ready"), after.get("/health_generate")):
+            assert (one.status_code, one.json()["error"]["code"]) == (503, "weights_lost")
+            assert one.json()["error"]["message"] == sentence and one.headers["retry-after"] == "5"
+        assert after.get("/health").json() == {"status": "ok", "weights_awaited": "9"}
+        assert after.get("/liveness").status_code == 200
+        fleet.state.kept.restore(replace(fleet.state.view().wanted, number=number + 9))  # as after a loss of the actor
+        fleet.sync()
+        assert after.get("/ready").status_code == 503
+        if is_sent:
+            tensors = [SentTensor(*each) for each in load_file(other_checkpoint / "model.safetensors").items()]
+            body, params = (
+                b"".join(map(bytes, write_bucket(tensors))),
+                {"update_id": "again", "last": True, "weight_version": "9"},
+            )
+            pushed = after.post(TENSORS, params=params, content=body, headers=SAFETENSORS)
+        else:
+            pushed = after.post(UPDATE, json={"model_path": str(other_checkpoint), "weight_version": "9"})
+        assert pushed.json()["success"], pushed.text
+        assert after.get("/ready").status_code == 200 and after.get("/health").json() == {"status": "ok"}
+        assert ids(fleet, "after")[1] == "9"
+        serve_first(engine, checkpoint)
 
 
 def test_a_lone_replica_answers_as_without_a_fleet_and_outlives_the_actor(engine, http, other_checkpoint, checkpoint):

@@ -73,22 +73,27 @@ class FleetMember:
         """Whether no other replica is known to have joined."""
         return self.view.members <= {self.name}
 
+    @property
+    def awaited(self) -> str:
+        """The version of weights that were lost, and have to be sent before anything is answered; empty otherwise."""
+        return self.applied.weights.awaited
+
     def first_weights(
         self, offered: Callable[[str], FirstWeights | None] = lambda _: None, *, poll_s: float = SYNC_S
     ) -> FirstWeights:
         """Return the weights to start with. Those that were sent another replica has to offer, which `offered` asks for
         by their order: this waits for it.
 
-        Where all replicas are gone that had them, and they were sent, or their directory is gone, the configured ones
-        are wanted again.
+        Where all replicas are gone that had them, and they were sent, or their directory is gone, these are the
+        configured ones, by which nothing is answered: the others are `awaited`.
         """
         is_said = False
         while True:
             view = _reached(self._view_of_living)
             wanted = view.wanted
             if not view.members and not _is_there(wanted.weights.path):
-                log.warning("weights %s are lost with all replicas: the configured ones serve", wanted.weights.version)
                 wanted = self.state.abandon(wanted.number)
+                log.error("%s", lost_sentence(wanted.weights.awaited))
             path, first = wanted.weights.path, None
             if path is not None:
                 first = FirstWeights(path, wanted.weights.version)
@@ -218,6 +223,11 @@ class FleetMember:
                 view = replace(view, members=view.members - set(gone))
         self.view = view
         return view
+
+
+def lost_sentence(version: str) -> str:
+    """Say what has to be done about weights that are lost."""
+    return f"weights {version} were lost with all replicas that had them: push them again, or others"
 
 
 def _reached(view: Callable[[], FleetView]) -> FleetView:

@@ -23,13 +23,15 @@ RESTORE_S = 3.0
 class ServedWeights:
     """Weights by the order that changed to them (empty: the configured ones), and where they lie; None: they were sent.
 
-    `version` is None where the model's own counts.
+    `version` is None where the model's own counts. Where others were lost with all replicas that had them, `awaited` is
+    the version of those: nothing is answered by these, until weights are sent or read.
     """
 
     order_id: str = ""
     path: str | None = ""
     version: str | None = None
     aborts_requests: bool = False
+    awaited: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,10 @@ class WantedState:
         self._members.difference_update(members)
 
     def abandon(self, number: int) -> Wanted:
-        """Want the configured weights again, where what is wanted after `number` changes is lost with all replicas."""
+        """Await the weights that are wanted after `number` changes, where they are lost with all replicas."""
         if self._wanted.number == number and not self._members:
-            self._wanted = replace(self._wanted, number=number + 1, weights=ServedWeights())
+            lost = ServedWeights(awaited=self._wanted.weights.version or "")
+            self._wanted = replace(self._wanted, number=number + 1, weights=lost)
         return self._wanted
 
     def _order_id(self) -> str | None:

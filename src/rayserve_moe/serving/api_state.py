@@ -10,7 +10,9 @@ from functools import cached_property, partial
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
+from rayserve_moe.fleet.member import lost_sentence
 from rayserve_moe.requests import ModelCard
+from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.fleet import Fleet
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
@@ -48,6 +50,16 @@ class ApiState:
         """How answers of chats are split. ValueError where the tokenizer has no usable template for it."""
         parsers = {"tool_call_parser": self.server.tool_call_parser, "reasoning_parser": self.server.reasoning_parser}
         return ChatOutput(self.tokenizer, **parsers)
+
+    @property
+    def awaited_weights(self) -> str:
+        """The version that has to be pushed before anything is answered; empty where nothing is awaited."""
+        return "" if self.fleet is None else self.fleet.member.awaited
+
+    async def refuse_without_weights(self) -> None:
+        """Raise a 503 while weights are awaited. A coroutine, since FastAPI calls plain functions on a thread."""
+        if version := self.awaited_weights:
+            raise ApiError(503, lost_sentence(version), code="weights_lost")
 
     @property
     def card(self) -> ModelCard:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 
@@ -211,8 +212,9 @@ def fleet_calls() -> FleetCalls:
 
 def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
     """What Serve's controller starts, and restarts when it dies: who knows what the fleet serves, and the balancer,
-    where experts move."""
-    state = DeploymentActorConfig(name=STATE_NAME, actor_class=WantedStateActor, actor_options={"num_cpus": 0})
+    where experts move. The former is on the head node: no other that is lost takes it along with its replicas."""
+    on_head = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}}
+    state = DeploymentActorConfig(name=STATE_NAME, actor_class=WantedStateActor, actor_options=on_head)
     if not settings.balancing.enabled:
         return [state]
     planning = planning_config(settings.balancing, settings.experts)

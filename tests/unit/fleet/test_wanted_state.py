@@ -86,7 +86,20 @@ def test_weights_that_were_sent_are_given_up_only_when_all_replicas_are_gone(sta
     assert state.abandon(number).weights == sent
     state.forget(["x"])
     assert state.abandon(number - 1).weights == sent
-    assert state.abandon(number) == Wanted(number + 1)
+    assert state.abandon(number) == Wanted(number + 1, ServedWeights(awaited="7"))
+
+
+def test_weights_that_are_awaited_are_so_through_further_losses_until_others_are_decided(state: WantedState) -> None:
+    state.begin("a")
+    number = state.commit("a", ServedWeights("a", None, "7")).number
+    state.end("a")
+    awaiting = state.abandon(number)
+    assert state.abandon(number) == awaiting, "the second replica that finds it out changes nothing"
+    assert state.join("x", awaiting.number) and state.pause("abort").weights.awaited == "7"
+    state.forget(["x"])
+    assert state.view().wanted.weights.awaited == "7"
+    state.begin("b")
+    assert state.commit("b", NEW).weights.awaited == ""
 
 
 def test_who_has_not_answered_is_named_and_errors_are_no_answers() -> None:

@@ -40,11 +40,13 @@ def control_router(state: ApiState) -> APIRouter:
         num_missing = 0 if state.loop.recovery is None else state.loop.recovery.layout.num_missing_hosts
         missing = {"hosts_missing": num_missing} if num_missing else {}
         lost = {} if state.journal is None or state.journal.is_up else {"journal": "down"}
-        return json_answer({"status": "ok", **missing, **lost})
+        awaited = {"weights_awaited": state.awaited_weights} if state.awaited_weights else {}
+        return json_answer({"status": "ok", **missing, **lost, **awaited})
 
     @router.get("/health_generate", **answers(429, 503))
     async def health_generate() -> Response:
         state.loop.check_health()
+        await state.refuse_without_weights()
         if not state.loop.control.is_paused:
             await _generate_one_token(state)
         return json_answer({"status": "ok"})

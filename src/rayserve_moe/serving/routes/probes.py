@@ -29,6 +29,7 @@ def probe_router(state: ApiState) -> APIRouter:
         await state.traffic.refuse_when_draining()
         if (progress := progress_of(state.loop.recovery)) is not None:
             raise ApiError(503, f"hosts are being replaced: {progress.phase}", code="rebuilding")
+        await state.refuse_without_weights()
         if state.loop.control.is_paused:
             raise ApiError(503, "generation is paused", code="paused")
         return json_answer({"status": "ok"})
