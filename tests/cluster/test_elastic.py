@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from rayserve_moe import Engine
@@ -103,5 +104,47 @@ def test_a_lost_host_is_done_without_and_serves_again_once_it_is_back(
         for answers in load.answers:
             assert_same(answers, expected)
         loop.check_integrity()
+    finally:
+        engine.shutdown()
+
+
+def programs_of(engine: ReplicaEngine) -> list[tuple[int, int]]:
+    """Of each host, how many programs it has, and how many of them it found on disk."""
+    reports = [worker.__ray_call__.remote(lambda worker: worker._runner._report) for worker in engine.executor.workers]
+    return [(report.num_programs, report.num_programs_found) for report in ray.get(reports)]
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("programs", ["on_loss", "ahead"])
+def test_a_group_compiles_nothing_when_it_first_shrinks_if_that_was_done_ahead(
+    programs: str,
+    num_hosts: int,
+    cluster: Cluster,
+    nodes: list,
+    checkpoint: Path,
+    tmp_path: Path,
+    expected: list[ChoiceResult],
+) -> None:
+    nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(num_hosts)]
+    values = {**SETTINGS, **ELASTIC, "num_hosts": num_hosts, "data_parallel_size": num_hosts}
+    values |= {"model_path": str(checkpoint), "compile_cache": tmp_path, "elastic_programs": programs}
+    engine = start_replica_engine(settings_from(values))
+    ahead, workers = engine.executor.ahead, engine.executor.workers
+    try:
+        load = Load(engine)
+        if programs == "ahead":
+            until(lambda: num_hosts - 1 in ahead.num_compiled, "nothing is compiled ahead")
+            assert ahead.num_compiled[num_hosts - 1] == programs_of(engine)[0][0] * (num_hosts - 1)
+            assert engine.loop.recovery.num_rebuilds == 0 and engine.executor.workers is workers
+            assert ray.get([worker.num_compilations_since_start.remote() for worker in workers]) == [0] * num_hosts
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        until(lambda: engine.loop.statistics()["hosts_missing"] == 1, "the host is not done without")
+        seen = len(load.answers)
+        until(lambda: len(load.answers) > seen + 1, "fewer hosts do not serve")
+        load.end()
+        for num_programs, num_found in programs_of(engine):
+            assert num_programs > 0 and num_found == (num_programs if programs == "ahead" else 0)
+        for answers in load.answers:
+            assert_same(answers, expected)
     finally:
         engine.shutdown()

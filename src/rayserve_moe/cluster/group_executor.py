@@ -21,7 +21,9 @@ from rayserve_moe.checkpoints.places import one_revision
 from rayserve_moe.cluster.group_places import GroupPlaces
 from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
-from rayserve_moe.cluster.host_worker import HostPlace, RemoteHostWorker
+from rayserve_moe.cluster.host_layout import place_of
+from rayserve_moe.cluster.host_worker import RemoteHostWorker
+from rayserve_moe.cluster.programs_ahead import ProgramsAhead
 from rayserve_moe.cluster.slice_placement import SliceReservation
 from rayserve_moe.cluster.standbys import Standbys
 from rayserve_moe.cluster.weight_keepers import SharesLostError
@@ -29,7 +31,6 @@ from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
-from rayserve_moe.execution.fewer_hosts import Parts
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import too_late
 from rayserve_moe.observability.fault_points import reach
@@ -66,6 +67,7 @@ class GroupExecutor:
         self._group: HostGroup | None = None
         self.sources = WeightSources(lambda: self.workers, keeps_next=cluster.keep_next_weights)
         self._standbys = Standbys()
+        self.ahead = ProgramsAhead(settings, cluster)
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
         self.layout = GroupLayout()
@@ -103,8 +105,7 @@ class GroupExecutor:
 
         GetTimeoutError after `start_timeout_s` from the reservation.
         """
-        placement = self.sources.serving.placement
-        report = replace(self._start(), placement=placement)
+        report = replace(self._start(), placement=self.sources.serving.placement)
         self.sources.serving = replace(self.sources.serving, num_pages=report.num_pages)
         self._clock.seconds.clear()
         return report
@@ -216,18 +217,19 @@ class GroupExecutor:
         if parallel != before:
             self._standbys.end()
         hosts, waiting = range(parallel.num_hosts), self._standbys.take()
-        workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
-        self.workers = workers
-        self._group = group = HostGroup(workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
+        self.workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
+        self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
         report = group.start(serving, enter=self._clock.enter)
         self.layout = self._places.serve(report)
         if self._cluster.standby_workers:
             self._standbys.start_soon(
                 {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}
             )
+        self.ahead.start_soon(self._places.smaller, reservation.nodes, num_pages=report.num_pages)
         return report
 
     def _end_group(self) -> None:
+        self.ahead.end()
         if self._group is not None:
             self._group.end()
             self._group, self.workers = None, []
@@ -243,18 +245,3 @@ class GroupExecutor:
         if waits:
             options |= {"num_cpus": 0, "resources": {}}
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))
-
-
-def place_of(
-    host_id: int, parallel: ParallelSettings, *, cluster: ClusterSettings, parts: Parts | None = None
-) -> HostPlace:
-    """What a host is of its group."""
-    return HostPlace(
-        host_id,
-        parallel.num_hosts,
-        num_cpu_devices=0 if cluster.tpu_topology else max(1, parallel.devices_per_host),
-        data_size=parallel.data_parallel_size,
-        num_slices=parallel.num_slices,
-        collective_timeout_s=cluster.step_timeout_s,
-        parts=parts,
-    )

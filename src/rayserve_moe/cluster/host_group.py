@@ -122,7 +122,7 @@ class HostGroup:
         self._watch = HostWatch(addresses, key=key, on_loss=self._end_lost)
         reach("group watched", self)
         enter(LOADING)
-        address = self._coordinate()
+        self._coordinator, address = coordinate(len(self.workers))
         kept = weights.kept or (None,) * len(self.workers)
         loads = zip(self.workers, kept, strict=True)
         num_pages = min(
@@ -186,18 +186,19 @@ class HostGroup:
                 ray.kill(worker)
             end_processes(processes, waits_far=bool(self._cluster.tpu_topology))
 
-    def _coordinate(self) -> str:
-        """Where the hosts find each other; empty where there is one."""
-        if len(self.workers) == 1:
-            return ""
-        for attempt in range(1, NUM_PORTS_TRIED + 1):
-            with closing(socket.socket()) as probe:
-                probe.bind(("", 0))
-                port = probe.getsockname()[1]
-            try:
-                self._coordinator = Coordinator(port, num_hosts=len(self.workers))
-                break
-            except RuntimeError:  # another process has taken the port meanwhile
-                if attempt == NUM_PORTS_TRIED:
-                    raise
-        return f"{ray.util.get_node_ip_address()}:{port}"
+
+def coordinate(num_hosts: int) -> tuple[Coordinator | None, str]:
+    """The service by which hosts find each other, and where it is; none, and empty, where there is one host."""
+    if num_hosts == 1:
+        return None, ""
+    for attempt in range(1, NUM_PORTS_TRIED + 1):
+        with closing(socket.socket()) as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        try:
+            coordinator = Coordinator(port, num_hosts=num_hosts)
+            break
+        except RuntimeError:  # another process has taken the port meanwhile
+            if attempt == NUM_PORTS_TRIED:
+                raise
+    return coordinator, f"{ray.util.get_node_ip_address()}:{port}"

@@ -3,71 +3,28 @@
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import ray
 
-from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.open_shares import SharePlace, open_share
 from rayserve_moe.cluster.fencing import HostProcess, this_process
-from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, LOADING, SERVING, WARMING, Heartbeat
+from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, SERVING, WARMING, Heartbeat
+from rayserve_moe.cluster.host_layout import HostPlace, lay_out
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
-from rayserve_moe.config.load import set_compiler_flag, set_environment_defaults
-from rayserve_moe.execution.fewer_hosts import Parts, pages_with_fewest, settings_of_any_size
+from rayserve_moe.execution.fewer_hosts import pages_with_fewest
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
-from rayserve_moe.execution.weights import open_model
-from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.observability.logs import use_logging
-from rayserve_moe.parallel.joining import join_hosts
-from rayserve_moe.parallel.mesh import local_devices, plan_for, use_cpu_devices
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
-
-ONE_THREAD_BYTES = 32 * 2**20
-"""Where the checkpoint is smaller, XLA gets one thread of a CPU host: sharing such short steps takes more CPU time than
-they have, and gains nothing."""
-XLA_THREADS = "PJRT_NPROC"
-"""The variable XLA reads its number of threads from, of which every device gets one at least; yours wins."""
-
-
-def limit_threads(model_path: str | Path) -> None:
-    """Have XLA compute a small checkpoint with one thread of this process; call before jax touches a device."""
-    if open_checkpoint(model_path).num_bytes < ONE_THREAD_BYTES:
-        set_environment_defaults({XLA_THREADS: "1"})
-
-
-def limit_collectives(timeout_s: float) -> None:
-    """Have collectives between CPU hosts fail where a peer does not come; XLA's own limit is 30 minutes."""
-    set_compiler_flag("xla_cpu_collective_timeout_seconds", math.ceil(timeout_s))
-
-
-@dataclass(frozen=True)
-class HostPlace:
-    """Which host of how many this is, how many devices it emulates (0: those it has), and how all are laid out.
-
-    Emulated hosts wait for each other in a collective for `collective_timeout_s`. `parts` are there where the group may
-    do without some.
-    """
-
-    host_id: int
-    num_hosts: int
-    num_cpu_devices: int
-    data_size: int = 1
-    num_slices: int = 1
-    collective_timeout_s: float = 120.0
-    parts: Parts | None = None
 
 
 class HostWorker:
@@ -93,24 +50,7 @@ class HostWorker:
         """
         place = self._place
         log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
-        if place.num_cpu_devices:
-            limit_threads(self._settings.model.path)
-            if place.num_hosts > 1:
-                limit_collectives(place.collective_timeout_s)
-            use_cpu_devices(place.num_cpu_devices)
-        if place.num_hosts > 1:
-            self._heartbeat.enter(JOINING)
-            join_hosts(coordinator, num_hosts=place.num_hosts, host_id=place.host_id)
-            reach("joined", self)
-            devices = jax.devices()
-        else:
-            devices = local_devices(place.num_cpu_devices)
-        self._heartbeat.enter(LOADING)
-        plan = plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
-        settings = self._settings
-        if place.parts is not None:
-            spec = spec_from_config(open_model(settings.model).config)
-            settings = settings_of_any_size(settings, spec=spec, plan=plan)
+        settings, plan = lay_out(self._settings, place, coordinator=coordinator, enter=self._heartbeat.enter)
         self._runner = HostRunner(settings, plan)
         kernels, served = self._runner.config.kernels.name, self._runner.served
         how = served.dtype, kernels, served.expert_dtype

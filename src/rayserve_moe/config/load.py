@@ -253,12 +253,23 @@ def _check_together(settings: Settings) -> None:
     check_speculation(settings.speculation, selection=settings.experts.selection)
     check_slices(settings.cluster, settings.parallel)
     group_sizes(settings.cluster, settings.parallel)
+    _check_programs_ahead(settings)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
         raise SettingsError(
             f"precompile_bs_paddings reaches {max(scheduler.decode_batch_sizes)} rows, "
             f"max_running_requests is {scheduler.max_running_requests}: add a size that holds them all"
         )
+
+
+def _check_programs_ahead(settings: Settings) -> None:
+    cluster = settings.cluster
+    if cluster.elastic_programs != "ahead":
+        return
+    if cluster.tpu_topology:
+        raise SettingsError("elastic_programs: ahead is for emulated hosts, chips take no second process: take on_loss")
+    if not cluster.elastic_after_s or settings.compile.cache == "off":
+        raise SettingsError("elastic_programs: ahead takes elastic_after_s, and a compile_cache that keeps programs")
 
 
 def _check_selection(settings: Settings) -> None:
