@@ -84,9 +84,8 @@ class ProgramsAhead:
         if ended.wait(DELAY_S):
             return
         for size, parts in sizes:
-            turns = dict.fromkeys(tuple([*nodes[i:], *nodes[:i]][: size.num_hosts]) for i in range(len(nodes)))
             num_compiled = 0
-            for hosts in turns:
+            for hosts in arrangements(nodes, size.num_hosts):
                 if hosts in self._done:
                     continue
                 try:
@@ -115,6 +114,12 @@ class ProgramsAhead:
             if coordinator is not None:
                 coordinator.shutdown()
         return sum(num_programs - num_found for num_programs, num_found in counts)
+
+
+def arrangements(nodes: Sequence[str], num_hosts: int) -> list[tuple[str, ...]]:
+    """Nodes of hosts of a smaller group, in their order, such that each node has every place in one of them."""
+    turned = ([*nodes[first:], *nodes[:first]] for first in range(len(nodes)))
+    return list(dict.fromkeys(tuple(each[:num_hosts]) for each in turned))
 
 
 def _worker_on(node: str, settings: RunnerSettings, place: HostPlace) -> ActorHandle:
