@@ -117,7 +117,8 @@ class _Memory:
 def read_bucket(body: bytes | bytearray) -> SentBucket:
     """Read a bucket and check it; its tensors are views of `body`.
 
-    CheckpointError for what is truncated or malformed, a checksum that is missing or wrong, values that are not finite.
+    CheckpointError for what is truncated or malformed, a checksum that is missing or wrong, values that are not finite,
+    and what would have two values: a position that is repeated, a tensor that is sent whole and as a delta.
     """
     view = memoryview(body)
     entries, metadata = read_header(BUCKET, _Memory(view)), metadata_of(BUCKET, _Memory(view))
@@ -219,11 +220,21 @@ def _deltas(arrays: Mapping[str, np.ndarray]) -> tuple[SentTensor, ...]:
             if values is None or array.dtype != np.uint32 or array.ndim != 1 or values.shape != array.shape:
                 raise CheckpointError(f"{name} must be uint32 [n], beside as many {stem}{VALUES}")
             _check_floating(stem + VALUES, values)
+            if stem in arrays:
+                raise CheckpointError(f"tensor {stem} is in the bucket both whole and as a delta")
+            if _repeats(array):
+                raise CheckpointError(f"{name} name a place twice")
             tensors.append(SentTensor(stem, values, array))
         elif name.removesuffix(VALUES) + POSITIONS not in arrays:
             _check_floating(name, array)
             tensors.append(SentTensor(name, array))
     return tuple(tensors)
+
+
+def _repeats(positions: np.ndarray) -> bool:
+    """Whether a position is there twice; those that ascend are not sorted for it."""
+    is_ascending = bool((positions[1:] > positions[:-1]).all())
+    return not is_ascending and len(np.unique(positions)) < len(positions)
 
 
 def _check_floating(name: str, array: np.ndarray) -> None:

@@ -67,6 +67,14 @@ WRONG = {
         written(SentTensor("a", MATRIX[0], np.arange(6, dtype=np.int32)), base_version="0"),
         "a.positions must be uint32",
     ),
+    "a place with two values": (
+        written(SentTensor("a", MATRIX[0, :3], np.array([5, 3, 5], np.uint32)), base_version="0"),
+        "a.positions name a place twice",
+    ),
+    "a tensor with two values": (
+        written(SentTensor("a", MATRIX), SentTensor("a", MATRIX[0, :1], np.array([3], np.uint32)), base_version="0"),
+        "tensor a is in the bucket both whole and as a delta",
+    ),
     "a delta of too few values": (
         written(SentTensor("a", MATRIX[0], np.arange(7, dtype=np.uint32)), base_version="0"),
         "a.positions must be uint32",
