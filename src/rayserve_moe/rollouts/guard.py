@@ -60,14 +60,16 @@ def check_replay(
     """Check that replaying the rows of a batch reproduces its log-probs; returns how nearly it does.
 
     `replayed` are the trainer's log-probs of the output tokens, taken before any step on this batch, with the weights
-    that sampled them, as they were sent, at the temperature of the samples. `versions` are the names of those weights.
-    Raises RefusedBatch where a row or a log-prob is labelled with another version, and where the distance is above
-    `max_kl` or no number. Then each of `causes` is tried, and the one without which the batch is nearest is named, if
-    it is within the bound; else it is the one that the distances speak for.
+    that sampled them, as they were sent, at the temperature of the samples. `versions` are the names of those weights,
+    or one of them. Raises RefusedBatch where a row or a log-prob is labelled with another version, and where the
+    distance is above `max_kl` or no number. Then each of `causes` is tried, and the one without which the batch is
+    nearest is named, if it is within the bound; else it is the one that the distances speak for. ValueError where the
+    log-probs are not of the same tokens.
     """
+    known = {versions} if isinstance(versions, str) else set(versions)
     for number, rollout in enumerate(rollouts):
-        if others := labels(rollout) - set(versions):
-            message = f"sample {number} of {rollout.prompt_id} is of version {sorted(others)}, not {sorted(versions)}"
+        if others := labels(rollout) - known:
+            message = f"sample {number} of {rollout.prompt_id} is of version {sorted(others)}, not {sorted(known)}"
             raise RefusedBatch("wrong version", message)
     served = [rollout.logprobs for rollout in rollouts]
     distance = distance_of(served, replayed)
@@ -91,6 +93,8 @@ def distance_of(served: Logprobs, replayed: Logprobs) -> ReplayDistance:
     """Distance of the trainer's log-probs from the served ones. ValueError where they are not of the same tokens."""
     if [len(one) for one in served] != [len(one) for one in replayed]:
         raise ValueError("there is not one log-prob of the trainer per sampled token")
+    if any(np.ndim(one) != 1 for one in replayed):
+        raise ValueError("the trainer's log-probs of a sample should be one-dimensional: one number per sampled token")
     pairs = zip(served, replayed, strict=True)
     each = [np.asarray(ours, np.float64) - theirs for theirs, ours in pairs if len(theirs)]
     if not each:

@@ -94,6 +94,8 @@ def test_tokens_of_other_versions_are_left_out_of_the_loss_and_stay_in_the_conte
     masks = slime.train_data(kept, LAYOUT, rewards=REWARDS)
     assert masks["loss_masks"][0] == [0, 0, 0, 0, 0, 0, 1] and masks["rollout_mask_sums"] == [1, 4, 1]
     none = trained_under(trajectories[2], ["7"])
+    named = replace(trajectories[2], versions=np.where(trajectories[2].versions == "", "", "step-9").astype(object))
+    assert (trained_under(named, "step-9").trained == named.trained).all() and named.trained.any(), "a text is one name"
     assert nemo_rl.train_data([none], LAYOUT)["sample_mask"].tolist() == [0]
     assert all((a.logprobs == b.logprobs).all() for a, b in zip(kept, trajectories, strict=True))
 

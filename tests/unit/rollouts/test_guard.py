@@ -107,6 +107,22 @@ def test_another_label_is_refused_though_the_rows_are_right(batch, what):
     check_replay(rollouts, replayed(rollouts, weights), versions={"6", "7"})
 
 
+def test_one_version_may_stand_alone(batch):
+    """A text is one name, not its letters."""
+    rollouts, weights = batch
+    named = [
+        replace(
+            one,
+            routing=replace(one.routing, weight_version=((0, len(one.routing.rows), "step-7"),)),
+            logprob_versions=((PROMPT, PROMPT + len(one.output_ids), "step-7"),),
+        )
+        for one in rollouts
+    ]
+    check_replay(named, replayed(rollouts, weights), versions="step-7")
+    with pytest.raises(RefusedBatch, match=r"is of version \['step-7'\], not \['step-6'\]"):
+        check_replay(named, replayed(rollouts, weights), versions="step-6")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_refused(batch, value):
     rollouts, weights = batch
@@ -129,3 +145,5 @@ def test_the_distance_is_k3_by_its_formula():
 def test_samples_without_a_logprob_per_token_are_an_error():
     with pytest.raises(ValueError, match="per sampled token"):
         distance_of([np.zeros(2)], [np.zeros(3)])
+    with pytest.raises(ValueError, match="one-dimensional"):  # they would be compared with each other, all with all
+        distance_of([np.zeros(2)], [np.zeros((2, 1))])

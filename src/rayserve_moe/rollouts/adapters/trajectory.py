@@ -64,8 +64,12 @@ def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
 
 
 def trained_under(trajectory: Trajectory, versions: Collection[str]) -> Trajectory:
-    """Leave tokens that were sampled under other weights out of the loss; they stay as context."""
-    return replace(trajectory, trained=trajectory.trained & np.isin(trajectory.versions, list(versions)))
+    """Leave tokens that were sampled under weights of other `versions`, or another one, out of the loss.
+
+    They stay as context.
+    """
+    known = [versions] if isinstance(versions, str) else list(versions)
+    return replace(trajectory, trained=trajectory.trained & np.isin(trajectory.versions, known))
 
 
 def versions_of(trajectory: Trajectory) -> list[str]:
