@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ _NAME = "step-{:06d}"
 
 def save(state: TrainerState, facts: dict[str, Any], *, step: int, directory: Path) -> None:
     """Write the state after `step` steps, then remove all but the last checkpoints."""
+    for cut_off in directory.glob("unfinished-*"):
+        shutil.rmtree(cut_off)
     unfinished = directory / f"unfinished-{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     leaves = jax.tree.leaves(state)
     np.savez(unfinished / ARRAYS, *map(np.asarray, leaves))
@@ -49,6 +52,15 @@ def load(like: TrainerState, directory: Path) -> tuple[TrainerState, dict[str, A
 def checkpoints_in(directory: Path) -> list[Path]:
     """The whole checkpoints, oldest first."""
     return sorted(directory.glob(_NAME.format(0).replace("0" * 6, "*")))
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """A path to write to; `file` is what was written there once all of it is on the disk, and what it was before."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    yield unfinished
+    _flush(unfinished)
+    unfinished.replace(file)
 
 
 def _flush(path: Path) -> None:

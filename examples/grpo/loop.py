@@ -100,27 +100,33 @@ class Run:
         return {"step": self.num_steps + 1, **facts, "version": self.version, "seconds": seconds}
 
     def finish(self) -> None:
-        """Measure the last policy on all tasks."""
+        """Measure the last policy on all tasks, and have the metrics be those of the run, whatever became of them."""
         if "sums" not in self.rows[-1]:
             row = self.rows.pop()
             self.keep({**row, **self.parts.evaluate(self.weights[self.version], True)})
+        self._write_metrics()
 
     def keep(self, row: Row) -> None:
         """Write the step to disk, whole: from here on its samples are used."""
         self.rows.append(row)
+        if self.num_steps % self.settings.probe_every == 0:  # before the step counts, or a kill between would lose it
+            self._save_policy()
         facts = {"rows": self.rows, "updates": self.num_updates}
         checkpoints.save(self.state, facts, step=self.num_steps, directory=self._directory / "trainer")
-        if self.num_steps % self.settings.probe_every == 0:
-            self._save_policy()
+        self._write_metrics()
+
+    def _write_metrics(self) -> None:
         lines = "".join(json.dumps(each) + "\n" for each in self.rows)
-        (self._directory / METRICS).write_text(lines, encoding="utf-8")
+        with checkpoints.whole_file(self._directory / METRICS) as unfinished:
+            unfinished.write_text(lines, encoding="utf-8")
 
     def _save_policy(self) -> None:
         """Keep the newest weights as they were sent, for `kl_law`."""
         tensors = checkpoint_tensors(self.weights[self.version], self.parts.architecture)
         file = self._directory / POLICIES / f"step-{self.num_steps:03}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, file)
+        with checkpoints.whole_file(file) as unfinished:
+            save_file(tensors, unfinished)
 
     def _publish(self) -> None:
         """Round the newest weights as they are sent, beside those of the version before, which samples may be of."""
@@ -137,6 +143,7 @@ def run_to_end(run: Run, *, report: Callable[[list[Row]], None]) -> list[Row]:
     computed anew by the new weights, and go on with these.
     """
     if run.is_over:
+        run.finish()
         return run.rows
     settings = run.settings
     run.push()

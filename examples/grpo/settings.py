@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from examples.grpo.checkpoints import whole_file
 
 FILE = "settings.json"
 
 
 @dataclass(frozen=True)
 class GrpoSettings:
-    """A GRPO run. Only `steps` may differ when a run is resumed."""
+    """A GRPO run. Only `steps` may differ when a run is resumed. ValueError for what no run can be."""
 
     steps: int = 60
     prompts: int = 32
@@ -39,17 +42,43 @@ class GrpoSettings:
     """The run ends once the held-out probability of the sum was above `stop_at` twice, and the mean reward of the last
     three batches is above `stop_reward`."""
 
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "prompts": 1, "group": 2, "seed": 0, "learning_rate": 0, "kl_weight": 0, "max_kl": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= bound):
+                raise ValueError(f"{name} is {value}, but should be {bound} or more")
+        if self.partial and not self.asynchronous:
+            raise ValueError("partial is of an asynchronous run: only there samples are under way when weights change")
+
 
 def agree(settings: GrpoSettings, directory: Path) -> None:
-    """Write the settings of a new run. ValueError where the directory holds a run with others."""
+    """Write the settings of a new run. ValueError where the directory holds a run with others, or several runs."""
+    if any(directory.glob(f"*/{FILE}")):
+        raise ValueError(f"{directory} holds several runs: give another --out")
     directory.mkdir(parents=True, exist_ok=True)
     file, said = directory / FILE, asdict(settings)
     if file.exists():
-        earlier = {**asdict(GrpoSettings()), **json.loads(file.read_text(encoding="utf-8"))}
+        earlier = {**asdict(GrpoSettings()), **_read(file)}
         others = [name for name in said if name != "steps" and earlier.get(name) != said[name]]
         if others:
             raise ValueError(f"{directory} holds a run with another {', '.join(others)}: give another --out")
-    file.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    with whole_file(file) as unfinished:
+        unfinished.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+def make_room_for_several(directory: Path) -> None:
+    """Make a directory of several runs, each with one of its own in it. ValueError where it is itself that of a run."""
+    if (directory / FILE).exists():
+        raise ValueError(f"{directory} holds a single run: give another --out")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} does not hold the settings of a run: {error}") from error
 
 
 def settings_of(given: dict[str, Any]) -> GrpoSettings:

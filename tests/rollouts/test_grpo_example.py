@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 
+from examples.grpo import checkpoints
 from examples.grpo.batch import batch_of, newest_only
 from examples.grpo.evaluation import evaluation
 from examples.grpo.kl_law import distribution_of, measure
-from examples.grpo.loop import POLICIES, Parts, Run, run_to_end
+from examples.grpo.loop import METRICS, POLICIES, Parts, Run, run_to_end
 from examples.grpo.model import read_architecture, read_params
 from examples.grpo.objective import Objective
 from examples.grpo.probe import NUM_PROMPTS, NUM_TOKENS, split_by_sample
@@ -94,6 +97,35 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(sampler, trainer, t
     if not asynchronous:  # what was drawn ahead is drawn again, by newer weights
         assert said(second) == said(whole)
         assert second.rows[-1]["held_out"] == pytest.approx(whole.rows[-1]["held_out"], abs=1e-3)
+
+
+def test_a_run_that_was_killed_before_its_last_measurement_takes_it(sampler, trainer, tmp_path, monkeypatch):
+    """All steps are taken then; what is written beside the checkpoint comes back too."""
+    parts, settings = Parts(sampler, *trainer), replace(SETTINGS, steps=1, probe_every=2)
+    cut_off = Run(parts, settings, tmp_path)
+    monkeypatch.setattr(cut_off, "finish", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(cut_off, report=lambda rows: None)
+    (tmp_path / METRICS).write_text('{"step": 0', encoding="utf-8")
+    rows = run_to_end(Run(parts, settings, tmp_path), report=lambda rows: None)
+    assert [row["step"] for row in rows] == [0, 1] and {"sums", "differences"} <= rows[-1].keys()
+    written = [json.loads(line) for line in (tmp_path / METRICS).read_text(encoding="utf-8").splitlines()]
+    assert written == json.loads(json.dumps(rows))
+
+
+def test_the_policy_of_a_step_is_there_once_the_step_counts(sampler, trainer, tmp_path, monkeypatch):
+    """So a kill at any moment leaves it, or the step is taken again."""
+    parts, settings = Parts(sampler, *trainer), replace(SETTINGS, steps=1, probe_every=1)
+    policy = tmp_path / POLICIES / "step-001.safetensors"
+    saved, save = [], checkpoints.save
+
+    def note(*arguments, **named):
+        saved.append(policy.exists())
+        save(*arguments, **named)
+
+    monkeypatch.setattr(checkpoints, "save", note)
+    run_to_end(Run(parts, settings, tmp_path), report=lambda rows: None)
+    assert saved and all(saved)
 
 
 def test_a_saved_policy_is_served_and_compared_with_what_was_sent(sampler, trainer, tmp_path):

@@ -25,7 +25,7 @@ from examples.grpo.model import WEIGHTS_FILE, checkpoint_tensors, read_architect
 from examples.grpo.objective import Objective, distance_to, group_advantages, grpo_loss
 from examples.grpo.policy import BLOCK, gate_weights, mix_experts
 from examples.grpo.probe import ProbeAnswers
-from examples.grpo.settings import GrpoSettings, agree
+from examples.grpo.settings import FILE, GrpoSettings, agree, make_room_for_several
 from examples.grpo.tasks import GRPO_TASKS, answer_rows, as_chain, problems_of_step
 from examples.grpo.trainer import TrainerState
 from rayserve_moe.checkpoints.model_path import TRAINED
@@ -161,6 +161,8 @@ def test_the_last_whole_checkpoint_is_found_and_older_ones_go(tmp_path):
     (tmp_path / "unfinished-17").mkdir()
     (tmp_path / "unfinished-17" / checkpoints.ARRAYS).write_bytes(b"cut off")
     state, facts = checkpoints.load(a_state(0), tmp_path)
+    checkpoints.save(a_state(4), {"rows": [4]}, step=4, directory=tmp_path)
+    assert not list(tmp_path.glob("unfinished-*")), "what kills have left does not add up"
     assert facts == {"step": 4, "rows": [4]} and len(checkpoints.checkpoints_in(tmp_path)) == checkpoints.KEPT
     jax.tree.map(np.testing.assert_array_equal, state, a_state(4))
 
@@ -170,6 +172,45 @@ def test_a_directory_is_of_one_run(tmp_path):
     agree(GrpoSettings(steps=3), tmp_path)
     with pytest.raises(ValueError, match="another seed"):
         agree(GrpoSettings(seed=1), tmp_path)
+    with pytest.raises(ValueError, match="a single run"):
+        make_room_for_several(tmp_path)
+    make_room_for_several(tmp_path.parent / "several")
+    agree(GrpoSettings(seed=1), tmp_path.parent / "several" / "replay-1")
+    with pytest.raises(ValueError, match="several runs"):
+        agree(GrpoSettings(), tmp_path.parent / "several")
+    (tmp_path / FILE).write_text('{"steps": 6', encoding="utf-8")
+    with pytest.raises(ValueError, match="does not hold the settings"):
+        agree(GrpoSettings(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"steps": 0}, {"prompts": 0}, {"group": 1}, {"seed": -1}, {"learning_rate": float("nan")}, {"max_kl": -1.0}],
+    ids=str,
+)
+def test_settings_that_no_run_can_have_are_named(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} is .* or more"):
+        GrpoSettings(**wrong)
+    with pytest.raises(ValueError, match="asynchronous"):
+        GrpoSettings(partial=True)
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("before", encoding="utf-8")
+
+    def write(text, *, is_killed=False):
+        with checkpoints.whole_file(file) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+            if is_killed:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write("aft", is_killed=True)
+    assert file.read_text(encoding="utf-8") == "before"
+    write("after")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"] and file.read_text(encoding="utf-8") == "after"
 
 
 @pytest.mark.parametrize("task", GRPO_TASKS)
