@@ -34,13 +34,13 @@ from examples.grpo.ablation import run_arms
 from examples.grpo.arms import ARMS
 from examples.grpo.evaluation import evaluation
 from examples.grpo.kl_law import run_law
-from examples.grpo.loop import REWARDS, Parts, Row, Run, run_to_end
+from examples.grpo.loop import POLICIES, REWARDS, Parts, Row, Run, run_to_end
 from examples.grpo.model import checkpoint_tensors, read_architecture, read_params, write_policy
 from examples.grpo.objective import Objective
 from examples.grpo.plots import draw
 from examples.grpo.sampler import Sampler
 from examples.grpo.server import GrpoServer
-from examples.grpo.settings import GrpoSettings, agree, server_settings, settings_of
+from examples.grpo.settings import GrpoSettings, agree, make_room_for_several, server_settings, settings_of
 from examples.grpo.tasks import GRPO_TASKS
 from examples.grpo.trainer import compile_programs
 from rayserve_moe.checkpoints.model_path import resolve_model_path
@@ -52,11 +52,15 @@ MODEL = "trained:calculator"
 def main() -> int:
     """Run, or go on with a run."""
     options = parse_arguments()
-    settings, out = settings_of(vars(options)), options.out.resolve()
-    if options.ablation or options.kl_law:
-        out.mkdir(parents=True, exist_ok=True)
-    else:
-        agree(settings, out)
+    out = options.out.resolve()
+    try:
+        settings = settings_of(vars(options))
+        if options.ablation or options.kl_law:
+            make_room_for_several(out)
+        else:
+            agree(settings, out)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     server_cores: list[int] = []
     if options.one_core_each:
         *server_cores, own_core = sorted(os.sched_getaffinity(0))[:2]
@@ -112,10 +116,18 @@ def parse_arguments() -> argparse.Namespace:
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
     add("--partial", action="store_true", help="of an asynchronous run: push weights under samples, which go on")
     add("--one-core-each", action="store_true", help="hold server and trainer to a core each, to compare loops (Linux)")
-    add("--ablation", action="store_true", help="run all arms, each with every seed")
-    add("--kl-law", type=Path, nargs="+", metavar="RUN", help="directories of runs whose saved policies are measured")
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument("--ablation", action="store_true", help="run all arms, each with every seed")
+    several.add_argument(
+        "--kl-law", type=Path, nargs="+", metavar="RUN", help="directories of runs whose policies are measured"
+    )
     add("--seeds", type=int, default=5, help="of the ablation")
     options = parser.parse_args()
+    if options.seeds < 1:
+        parser.error("--seeds should be 1 or more")
+    for run in options.kl_law or ():
+        if not any((run / POLICIES).glob("*.safetensors")):
+            parser.error(f"--kl-law: {run} has no saved policies")
     for name, value in GRPO_TASKS[options.task].defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
