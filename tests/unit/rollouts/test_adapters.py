@@ -214,6 +214,33 @@ def test_a_missing_row_is_refused_where_it_would_be_replayed(write):
         write(trajectory_of([turn(1, [4, 5], 3, versions=((2, 5, "8"),), missing=((1, 2),))]))
 
 
+@pytest.mark.parametrize(
+    "scores", [[], [0.5], [0.5, 1, 0, 0], [[0.5], [1], [0]]], ids=["none", "one", "four", "nested"]
+)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda each, scores: slime.train_data(each, LAYOUT, rewards=scores),
+        lambda each, scores: miles.train_data(each, LAYOUT, rewards=scores),
+        lambda each, scores: verl.batch(each, LAYOUT, rewards=scores),
+        lambda each, scores: prime_rl.training_samples(each, LAYOUT, advantages=scores),
+        lambda each, scores: skyrl.training_input(each, LAYOUT, rewards=scores, pad_token_id=PAD),
+    ],
+)
+def test_a_batch_has_one_number_for_each_of_its_samples(trajectories, write, scores):
+    with pytest.raises(ValueError, match="there are 3 samples"):
+        write(trajectories, scores)
+    with pytest.raises(ValueError, match="at least one sample"):
+        write([], [])
+
+
+def test_an_empty_batch_and_a_trajectory_without_turns_are_refused():
+    with pytest.raises(ValueError, match="at least one sample"):
+        nemo_rl.train_data([], LAYOUT)
+    with pytest.raises(ValueError, match="at least one turn"):
+        trajectory_of([])
+
+
 def test_a_missing_row_is_the_routers_own_choice_in_nemo_rl():
     gappy = trajectory_of([turn(1, [4, 5], 3, versions=((2, 5, "8"),), missing=((1, 2),))])
     routed = nemo_rl.train_data([gappy], LAYOUT)["routed_experts"][0]

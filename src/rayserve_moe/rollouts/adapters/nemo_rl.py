@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayserve_moe.requests import RoutingLayout
-from rayserve_moe.rollouts.adapters.trajectory import Trajectory, placed
+from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, placed
 from rayserve_moe.rollouts.alignment import Sample, to_trainer_layout
 
 
@@ -24,6 +24,7 @@ def train_data(
     `sample_mask` is 0 for a sample that trains on nothing. `routed_experts` is [B, S, MoE layers, k] in the narrowest
     signed type; -1 in the last token of a sample, in padding and in missing rows has the router choose.
     """
+    check_batch(trajectories)
     longest = max(len(each.token_ids) for each in trajectories)
     width, zeros = -(-longest // divisible_by) * divisible_by, [0] * len(trajectories)
     samples = [Sample(each.token_ids.tolist(), each.prompt_len, each.routing) for each in trajectories]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe.requests import RoutingLayout
-from rayserve_moe.rollouts.adapters.trajectory import Trajectory, hidden_rows
+from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, hidden_rows
 
 
 def training_samples(
@@ -26,6 +26,7 @@ def training_samples(
     experts and uint16 above: the last token, which has no row, copies the one before, as renderers do.
     ValueError for missing rows.
     """
+    check_batch(trajectories, advantages)
     return [
         {
             "token_ids": each.token_ids.tolist(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayserve_moe.requests import RoutingLayout
-from rayserve_moe.rollouts.adapters.trajectory import Trajectory, hidden_rows, placed
+from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, hidden_rows, placed
 
 
 def training_input(
@@ -20,6 +20,7 @@ def training_input(
     then int16, then int32; a token without a row has experts 0 .. k - 1, which differ, as Megatron's dispatcher needs,
     and is marked in `router_padding_mask`. ValueError for missing rows.
     """
+    check_batch(trajectories, rewards)
     responses = [each.response for each in trajectories]
     pairs = list(zip(trajectories, responses, strict=True))
     width = max(len(each.token_ids) for each in trajectories)

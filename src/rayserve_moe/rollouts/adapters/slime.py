@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe.requests import RoutingLayout
-from rayserve_moe.rollouts.adapters.trajectory import Trajectory, hidden_rows
+from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, hidden_rows
 
 
 def train_data(
@@ -19,8 +19,10 @@ def train_data(
     Loss masks and log-probs are of the response alone, with zeros for tokens of the environment: entry i is of token
     `tokens[prompt length + i]`, which the trainer takes from the logits one position earlier. Routes are int32 of
     [tokens - 1, all layers, k]; the trainer appends rows for the last token and the padding itself.
-    `rollout_mask_sums` follow from the masks: change these first (`trained_under`). ValueError for missing rows.
+    `rollout_mask_sums` follow from the masks: change these first (`trained_under`). ValueError where a row or a
+    reward is missing.
     """
+    check_batch(trajectories, rewards)
     responses = [each.response for each in trajectories]
     loss_masks = [
         each.trained[part].astype(np.int32).tolist() for each, part in zip(trajectories, responses, strict=True)

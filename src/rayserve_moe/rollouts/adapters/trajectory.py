@@ -40,8 +40,10 @@ def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
 
     The prompt of each turn begins with all tokens before it; what else it has is not trained on. Of a token that
     several turns have a row for, that of the first counts: it belongs to the log-prob. ValueError where a turn does not
-    follow the one before, sampled nothing, or came without routing.
+    follow the one before, sampled nothing, or came without routing, and where there is none.
     """
+    if not turns:
+        raise ValueError("a trajectory has at least one turn")
     token_ids, parts = np.zeros(0, np.int32), []
     for number, turn in enumerate(turns):
         if turn.routing is None or not len(turn.output_ids):
@@ -75,6 +77,14 @@ def trained_under(trajectory: Trajectory, versions: Collection[str]) -> Trajecto
 def versions_of(trajectory: Trajectory) -> list[str]:
     """The versions that tokens were sampled under, in the order of the tokens."""
     return list(dict.fromkeys(version for version in trajectory.versions if version))
+
+
+def check_batch(trajectories: Sequence[Trajectory], scores: Sequence[float] | None = None) -> None:
+    """ValueError where there is no sample, or where `scores` is not one number for each."""
+    if not trajectories:
+        raise ValueError("a batch has at least one sample")
+    if scores is not None and np.shape(scores) != (len(trajectories),):
+        raise ValueError(f"there are {len(trajectories)} samples, and rewards or advantages of {np.shape(scores)}")
 
 
 def hidden_rows(trajectory: Trajectory, layout: RoutingLayout, *, dtype: type[np.integer]) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayserve_moe.requests import RoutingLayout
-from rayserve_moe.rollouts.adapters.trajectory import Trajectory, hidden_rows, placed, versions_of
+from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, hidden_rows, placed, versions_of
 
 
 def batch(
@@ -28,6 +28,7 @@ def batch(
     the last token of a sample. `min_global_steps` and `max_global_steps` are the oldest and the newest version, None
     where one is no integer. ValueError where a sample does not fit, or a row is missing.
     """
+    check_batch(trajectories, rewards)
     left = prompt_length or max(each.prompt_len for each in trajectories)
     right = response_length or max(len(each.token_ids) - each.prompt_len for each in trajectories)
     firsts = [left - each.prompt_len for each in trajectories]
