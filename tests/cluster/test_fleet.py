@@ -217,10 +217,11 @@ def test_a_replica_that_is_killed_under_requests_loses_none_of_them(fleet):
     with ThreadPoolExecutor(16) as threads:
         wanted = list(threads.map(client.ask, [asked(number, name="undisturbed") for number in range(16)]))
         assert client.num_cut == 0
+        lost = running()[0]
+        pid = process_of(lost)  # asking takes so long that sixteen answers may end meanwhile
         found = [threads.submit(client.ask, asked(number, name="killed")) for number in range(16)]
         wait_until(lambda: all(load["num_running_reqs"] > 1 for load in fleet.get("/v1/loads").json()["loads"]))
-        lost = running()[0]
-        os.kill(process_of(lost), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         answers = [one.result() for one in found]
     for one, other in zip(answers, wanted, strict=True):
         assert seen(one) == seen(other)
