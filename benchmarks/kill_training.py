@@ -66,7 +66,7 @@ def disturbed(out: Path, seed: int) -> list[Row]:
     names = generator.sample(list(TITLES), len(TITLES))
     child = started(out, seed)
     for number, name in enumerate(names):
-        _wait_for_steps(child, out, FIRST + number * APART + generator.randrange(APART - 1))
+        wait_for_steps(child, out, FIRST + number * APART + generator.randrange(APART - 1))
         time.sleep(generator.random())
         steps = len(rows_of(out)) - 1
         child = _killed(child, name, out=out, seed=seed)
@@ -76,7 +76,8 @@ def disturbed(out: Path, seed: int) -> list[Row]:
     return faults
 
 
-def _wait_for_steps(child: subprocess.Popen[bytes], out: Path, number: int) -> None:
+def wait_for_steps(child: subprocess.Popen[bytes], out: Path, number: int) -> None:
+    """RuntimeError where the run ends before."""
     deadline = time.monotonic() + LIMIT_S
     while len(rows_of(out)) <= number:
         if child.poll() is not None or time.monotonic() > deadline:

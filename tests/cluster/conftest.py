@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ray.cluster_utils import Cluster
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster import host_watch
 
+TIMEOUT_S = 300.0
 SETTINGS = {
     "max_model_len": 256,
     "num_pages": 80,
@@ -35,6 +37,20 @@ def a_slow_machine_is_no_loss() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", "tiny", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for the same model."""
+    return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", "tiny", dtype="float32", seed=1)
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for what can take minutes on a slow machine; `what` says what has not come of it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
 def started_cluster() -> Cluster:

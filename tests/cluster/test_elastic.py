@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -15,7 +15,7 @@ from rayserve_moe import Engine
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.requests import ChoiceResult
-from tests.cluster.conftest import SETTINGS
+from tests.cluster.conftest import SETTINGS, until
 from tests.cluster.test_hosts import assert_same, complete
 
 pytestmark = pytest.mark.slow
@@ -23,13 +23,6 @@ TIMEOUT_S = 300.0
 CPUS = 5
 """Of a node of these tests alone: no other node of the cluster will do for its hosts."""
 ELASTIC = {"elastic_after_s": 1.0, "cpus_per_host": CPUS, "devices_per_host": 1, "most_rebuilds_in_10_minutes": 1000}
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +59,12 @@ class Load:
         self._pool.shutdown()
 
 
+def started(checkpoint: Path, programs: Path, num_hosts: int, **more: Any) -> ReplicaEngine:
+    """A group of hosts that may do without one of them."""
+    values = {**SETTINGS, **ELASTIC, "num_hosts": num_hosts, "data_parallel_size": num_hosts, **more}
+    return start_replica_engine(settings_from({"model_path": str(checkpoint), "compile_cache": programs, **values}))
+
+
 @pytest.mark.parametrize(
     ("num_hosts", "eplb"),
     [(2, {}), (4, {"enable_eplb": True, "eplb_interval": 32, "eplb_window": 64, "expert_backend": "all_to_all"})],
@@ -81,8 +80,7 @@ def test_a_lost_host_is_done_without_and_serves_again_once_it_is_back(
 ) -> None:
     """4 experts on 3 hosts: slots are added until they divide."""
     nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(num_hosts)]
-    values = {**SETTINGS, **ELASTIC, **eplb, "num_hosts": num_hosts, "data_parallel_size": num_hosts}
-    engine = start_replica_engine(settings_from({"model_path": str(checkpoint), "compile_cache": tmp_path, **values}))
+    engine = started(checkpoint, tmp_path, num_hosts, **eplb)
     loop = engine.loop
     try:
         load = Load(engine)
@@ -126,9 +124,7 @@ def test_a_group_compiles_nothing_when_it_first_shrinks_if_that_was_done_ahead(
     expected: list[ChoiceResult],
 ) -> None:
     nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(num_hosts)]
-    values = {**SETTINGS, **ELASTIC, "num_hosts": num_hosts, "data_parallel_size": num_hosts}
-    values |= {"model_path": str(checkpoint), "compile_cache": tmp_path, "elastic_programs": programs}
-    engine = start_replica_engine(settings_from(values))
+    engine = started(checkpoint, tmp_path, num_hosts, elastic_programs=programs)
     ahead, workers = engine.executor.ahead, engine.executor.workers
     try:
         load = Load(engine)

@@ -22,7 +22,6 @@ from safetensors.numpy import load_file
 from benchmarks.resuming_client import ResumingClient
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.checkpoints.bucket import SentTensor
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.fleet.broadcast import listed_replicas
 from rayserve_moe.rollouts.answers import Refused
 from rayserve_moe.rollouts.ray_weights import Server, shares_for, update_weights_over_ray
@@ -35,11 +34,6 @@ from tests.support.ports import free_port
 PORT = free_port()
 WITHIN_S = 300.0
 ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", "tiny", dtype="float32", seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,17 @@ from safetensors.numpy import load_file
 
 from benchmarks.host_memory import sealed_shares
 from rayserve_moe.checkpoints.bucket import SentBucket, SentTensor
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.tensor_updates import BucketOrder
-from tests.cluster.conftest import SETTINGS
+from tests.cluster.conftest import SETTINGS, until
 from tests.cluster.test_rebuild import TIMEOUT_S, pids, send_all
 
 pytestmark = pytest.mark.slow
 BOUNDS = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
 TEMPORARY = ("/dev/shm/", "/tmp/")
 PROGRAMS = {"executables", "native"}
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_checkpoint(tmp_path_factory.mktemp("other") / "tiny", "tiny", dtype="float32", seed=1)
 
 
 class HeldShares:

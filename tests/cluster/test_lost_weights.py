@@ -15,21 +15,14 @@ from ray.cluster_utils import Cluster
 from safetensors.numpy import load_file
 
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
+from tests.cluster.test_fleet import ASK, WITHIN_S
 from tests.http.asking import wait_until
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
 PORT = free_port()
-WITHIN_S = 300.0
-ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", "tiny", dtype="float32", seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.host_group import HostGroup
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
@@ -35,11 +34,6 @@ MANY = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000, "dev
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_checkpoint(tmp_path_factory.mktemp("other") / "tiny", "tiny", dtype="float32", seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ import pytest
 from ray import serve
 
 from benchmarks.resuming_client import ResumingClient
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import WITHIN_S, info, process_of, running
@@ -35,9 +34,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def paths(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    other = tmp_path_factory.mktemp("checkpoints") / "other"
-    return [checkpoint, ensure_checkpoint(other, "tiny", dtype="float32", seed=1)]
+def paths(checkpoint: Path, other_checkpoint: Path) -> list[Path]:
+    return [checkpoint, other_checkpoint]
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +91,12 @@ class Load:
             self.answers.append((prompt, self.client.ask({**body, "rid": f"{id(self)} {next(self._numbers)}"})))
 
 
-def greedy(prompts: int = NUM_CLIENTS) -> list[list[int]]:
+def greedy() -> list[list[int]]:
     """What the weights that serve answer to each prompt."""
     client = ResumingClient(f"http://127.0.0.1:{PORT}", within_s=WITHIN_S)
     bodies = [
         {"input_ids": PROMPTS[prompt], "sampling_params": SAMPLING, "rid": f"greedy {prompt}"}
-        for prompt in range(prompts)
+        for prompt in range(NUM_CLIENTS)
     ]
     return [client.ask(body)["output_ids"] for body in bodies]
 

@@ -18,7 +18,6 @@ from safetensors.numpy import load_file
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.bucket import SentBucket, SentShares, SentTensor, WantedTensor, pieces_for
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS
 from rayserve_moe.config.settings import UpdateSettings
@@ -59,11 +58,6 @@ class OverGroup(OverTransport):
     @property
     def tensors(self) -> TensorReceiver:
         return self._group.tensors
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", "tiny", seed=1, dtype="float32")
 
 
 @pytest.fixture(scope="module")

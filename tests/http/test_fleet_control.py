@@ -232,7 +232,7 @@ def test_nothing_is_answered_by_other_weights_than_those_that_were_lost(
             tensors = [SentTensor(*each) for each in load_file(other_checkpoint / "model.safetensors").items()]
             body, params = (
                 b"".join(map(bytes, write_bucket(tensors))),
-                {"update_id": "again", "last": True, "weight_version": "9"},
+                {"update_id": "after the loss of all", "last": True, "weight_version": "9"},
             )
             pushed = after.post(TENSORS, params=params, content=body, headers=SAFETENSORS)
         else:

@@ -56,6 +56,11 @@ class ApiState:
         """The version that has to be pushed before anything is answered; empty where nothing is awaited."""
         return "" if self.fleet is None else self.fleet.member.awaited
 
+    async def refuse_requests(self) -> None:
+        """Raise a 503 where nothing is to be generated: a single dependency, since each costs every request."""
+        await self.traffic.refuse_when_draining()
+        await self.refuse_without_weights()
+
     async def refuse_without_weights(self) -> None:
         """Raise a 503 while weights are awaited. A coroutine, since FastAPI calls plain functions on a thread."""
         if version := self.awaited_weights:

@@ -82,9 +82,8 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most used come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
-    refusals = [Depends(state.traffic.refuse_when_draining), Depends(state.refuse_without_weights)]
     for router in (*generating, score_router, embeddings_router, resume_router):
-        app.include_router(router(state), dependencies=refusals)
+        app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
     for router in (control_router, trainer_control_router, tensor_router, *others):
         app.include_router(router(state))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.kill_training import _wait_for_steps, different_steps, drift, rows_of, wait_until_over
+from benchmarks.kill_training import different_steps, drift, rows_of, wait_for_steps, wait_until_over
 
 ROWS = [
     {"step": step, "reward": step / 8, "tokens": 9, "version": f"v{step}", "dead": 0.5, "held_out": 0.5}
@@ -53,4 +53,4 @@ def test_a_run_that_fails_or_is_over_too_soon_is_an_error(tmp_path):
     over = subprocess.Popen([sys.executable, "-c", ""])
     over.wait()
     with pytest.raises(RuntimeError, match="over before step 4"):
-        _wait_for_steps(over, tmp_path, 4)
+        wait_for_steps(over, tmp_path, 4)
