@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,7 @@ async def ask(client: httpx.AsyncClient, number: int, asked: Asked) -> Answer:
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
             raise ValueError(f"status {answer.status_code}")
-        async for line in answer.aiter_lines():
-            text = line.removeprefix("data: ") if body["stream"] else line
-            if not text or text == "[DONE]" or text.startswith(":"):
-                continue
+        async for text in _events(answer) if body["stream"] else _whole(answer):
             (choice,) = json.loads(text)["choices"]
             if body["stream"]:
                 asked.arrivals.append(time.monotonic())
@@ -96,15 +93,26 @@ async def ask(client: httpx.AsyncClient, number: int, asked: Asked) -> Answer:
     return "".join(texts), logprobs, rows and rows["data"]
 
 
+async def _events(answer: httpx.Response) -> AsyncIterator[str]:
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            yield line.removeprefix("data: ")
+
+
+async def _whole(answer: httpx.Response) -> AsyncIterator[str]:
+    """JSON that is no event may have characters in its text at which `aiter_lines` would cut it."""
+    yield (await answer.aread()).decode()
+
+
 async def answers(port: int, asked: Asked, *, fault: Fault | None = None) -> tuple[list[Answer | str], float]:
-    """All answers, an error's name where there is none, and the longest time in which no stream got anything."""
+    """All answers, the error where there is none, and the longest time in which no stream got anything."""
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S) as client:
         waiting = [asyncio.create_task(ask(client, number, asked)) for number in range(NUM_STREAMS + NUM_PLAIN)]
         if fault is not None:
             await fault(asked)
         found = await asyncio.gather(*waiting, return_exceptions=True)
     gap_s = float(np.diff(sorted(asked.arrivals)).max()) if len(asked.arrivals) > 1 else LIMIT_S
-    return [type(each).__name__ if isinstance(each, BaseException) else each for each in found], gap_s
+    return [repr(each) if isinstance(each, BaseException) else each for each in found], gap_s
 
 
 def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[str, int | float]:

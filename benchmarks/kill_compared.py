@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.conditions import note
 from benchmarks.kill_asking import Answer, Asked, differing
 from rayserve_moe.rollouts.alignment import decode_answer
 
@@ -27,6 +28,7 @@ def compared(found: list[Answer | str], asked: Asked, expected: dict[str, Undist
         spans = choice.get("weight_versions") or [{"version": "", "end": 0}]
         undisturbed = expected.get(spans[0]["version"])
         if isinstance(ours, str) or undisturbed is None:
+            note(f"request {number} is lost: {ours if isinstance(ours, str) else spans}")
             counts["lost"] += 1
             continue
         theirs = undisturbed.found[number]
