@@ -176,8 +176,7 @@ class RoutingCapture:
         again = (plan.chunk_lengths > 1) | np.isin(plan.chunk_rows, plan.sampling.rows)
         for chunk in np.flatnonzero(again).tolist():
             sequence = table.sequences[plan.chunk_rows[chunk]]
-            assert sequence is not None, "a chunk belongs to a sequence"
-            if (known := sequence.kept_rows) is None:
+            if sequence is None or (known := sequence.kept_rows) is None:
                 continue
             start, length = int(plan.chunk_starts[chunk]), int(plan.chunk_lengths[chunk])
             first, last = max(start, sequence.num_prompt_tokens), min(start + length, known.end)

@@ -17,8 +17,8 @@ from rayserve_moe.scheduling.draft_trees import depths_of, levels_of, right_draf
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepResult
-from rayserve_moe.scheduling.verify_rows import follows
+from rayserve_moe.scheduling.step_plan import DRAFTED, StepResult
+from rayserve_moe.scheduling.verify_rows import follows, is_awaited
 
 REST = 4
 """Steps without drafts, overlapped, before and between looks at whether drafts would pay."""
@@ -46,7 +46,8 @@ class DraftTotals:
 
 class Speculation:
     """Decides before every step whether it has drafts. Those of one step follow on tokens that are on the host, so
-    steps do not overlap while it `is_on`. `reach` tells what steps of more rows cost that were not measured.
+    steps do not overlap while it `is_on`, unless a draft model leaves chains on the devices (`overlaps`). `reach` tells
+    what steps of more rows cost that were not measured.
 
     It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
     steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
@@ -67,6 +68,7 @@ class Speculation:
         self.proposer, self._reach = proposer, reach
         self.totals = DraftTotals()
         self._table, self._most, self._fixed, self._are_trees = table, most_drafts, is_fixed, are_trees
+        self._on_devices = np.full(most_drafts, DRAFTED, np.int32)
         self._acceptance = Acceptance(len(table.sequences))
         self._plain, self._verifying = StepTimes(), StepTimes()
         self._rest, self._credit = REST, FIRST_CREDIT
@@ -79,11 +81,16 @@ class Speculation:
         """Whether the next step is planned with `draft`."""
         return self._fixed or self._rest <= 0
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether drafts are on the devices as well, so that a step may follow before they are known here."""
+        return isinstance(self.proposer, ModelProposer) and not self._are_trees
+
     def draft(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
         """The drafts of decoding rows whose requests allow it and that no guide limits; none where they are not worth
         it."""
         begun = time.perf_counter()
-        found = self._proposed(rows)
+        found = self._proposed(rows, is_awaited(self._table, rows) if self.overlaps else None)
         most = self._most if self._fixed else self._chosen(len(rows), found)
         self.totals.draft_s += time.perf_counter() - begun
         self._num_fruitless = 0 if most else self._num_fruitless + 1
@@ -102,12 +109,13 @@ class Speculation:
         self.totals.draft_s += result.draft_s
         if result.routing is not None and not schedule.plan.has_blocks:
             self._reach.note(result.routing)
-        if counts is not None:
+        if counts is not None and schedule.plan.most_drafts:
             self.note_drafts(schedule, counts)
 
     def note_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
         """Note which samples of a step count (`samples_that_count`), before they are committed."""
-        rows, is_draft = schedule.sampling_rows, follows(schedule.sampling_rows)
+        rows = schedule.sampling_rows
+        is_draft = follows(rows) & (self._table.generations[rows] == schedule.sampling_generations)
         verified, drafted = np.unique(rows[is_draft], return_counts=True)
         right = np.bincount(rows[counts & is_draft], minlength=len(self._table.sequences))[verified]
         self._acceptance.note(verified, self._levels(schedule, verified, drafted), right=right)
@@ -137,7 +145,8 @@ class Speculation:
         """
         if isinstance(self.proposer, ModelProposer) and self._newest is not None:
             self.proposer.keep(*self._newest, table=self._table)
-        if schedule.plan.has_blocks or not num_tokens:
+        began_before_rest = schedule.plan.most_drafts > 0 and not self.is_on
+        if schedule.plan.has_blocks or not num_tokens or began_before_rest:
             return
         self._credit = min(self._credit + CREDIT_OF_STEP, MOST_CREDIT)
         if not self.is_on:
@@ -163,13 +172,14 @@ class Speculation:
         """Note that a sequence has ended."""
         self.proposer.end(sequence)
 
-    def _proposed(self, rows: np.ndarray) -> dict[int, np.ndarray]:
-        """What is drafted for rows, by row."""
+    def _proposed(self, rows: np.ndarray, are_awaited: np.ndarray | None = None) -> dict[int, np.ndarray]:
+        """What is drafted for rows, by row; of awaited ones that is on the devices."""
         found = {}
-        for row in rows.tolist():
+        awaited = [False] * len(rows) if are_awaited is None else are_awaited.tolist()
+        for row, is_there in zip(rows.tolist(), awaited, strict=True):
             sequence = self._table.sequences[row]
             if sequence is not None and sequence.takes_drafts:
-                drafts = self.proposer.propose(sequence, self._most)
+                drafts = self._on_devices if is_there else self.proposer.propose(sequence, self._most)
                 if len(drafts):
                     found[row] = drafts[: self._most]
         return found

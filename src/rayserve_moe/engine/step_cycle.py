@@ -14,10 +14,12 @@ from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_clock import StepClock, scheduler_statistics
 from rayserve_moe.engine.step_losses import StepLosses
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
+from rayserve_moe.scheduling.awaited import awaits, settled, wants_every_token
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.sample_masks import with_masks
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count, tokens_that_count
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -27,9 +29,10 @@ class StepCycle:
     """Drives scheduler, executor and routing capture step by step; knows nothing of clients.
 
     With `overlaps` the devices run a step while the host commits the one before it and plans the next. `eplb` moves and
-    counts experts. While `speculation` is on, every step is committed before the next is planned, which may have
-    drafts. While `is_paused` no step is planned. `tally` is the sum over all steps, if they have any. With `losses`
-    hosts are replaced where a step is lost; without, ExecutorFailure passes through.
+    counts experts. While `speculation` is on, a step may have drafts, and is committed before the next is planned;
+    but where drafts are on the devices as well, and nobody wants each token here first, steps overlap, and what one
+    awaits of the one before is settled later. While `is_paused` no step is planned. `tally` is the sum over all steps,
+    if they have any. With `losses` hosts are replaced where a step is lost; without, ExecutorFailure passes through.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class StepCycle:
             self.losses.try_next(self.retract)
         started, speculation = time.perf_counter(), self.speculation
         tries = speculation is not None and speculation.is_on
-        if tries and self._in_flight is not None:
+        overlaps = self._overlaps and (not tries or self._awaits_drafts(speculation))
+        if self._in_flight is not None and not _may_follow(self._in_flight.plan, tries=tries, overlaps=overlaps):
             return self.drain()
         draft = speculation.draft if speculation is not None and tries else None
         # A request that finds a cached prefix may want rows that another one computed.
@@ -77,11 +81,11 @@ class StepCycle:
         if self.eplb is not None:
             schedule = self.eplb.attach(schedule)
         self._retain_preempted()
-        if self._capture is not None:
+        if self._capture is not None and not awaits(schedule.plan):
             self._capture.submit(schedule.plan, self.scheduler.table)
         self._clock.schedule_s += time.perf_counter() - started
         finished, committed = self._in_flight, self._exchange(schedule)
-        if self._in_flight is not None and (tries or not self._overlaps):
+        if self._in_flight is not None and not overlaps:
             finished, committed = self._in_flight, self._exchange(None)
         if speculation is not None:
             self._note_time(speculation, finished, len(committed[0]), started)
@@ -161,16 +165,15 @@ class StepCycle:
         returned = time.perf_counter()
         finished, self._in_flight = self._in_flight, schedule if plan.num_chunks else None
         self._clock.transport_s += returned - submitted
-        counts = None
-        if finished is not None and result is not None and finished.plan.most_drafts:
-            counts = samples_that_count(self.scheduler.table, finished, result=result)
-        if result is not None and self._capture is not None:
-            belongs = None if counts is None or finished is None else tokens_that_count(finished, counts)
-            self._capture.absorb(result, belongs=belongs)
-        self._retain_finally()
         if finished is None:
+            self._retain_finally()
             return NO_ROWS, []
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
+        counts = samples_that_count(self.scheduler.table, finished, result=result)
+        if self._capture is not None:
+            belongs = None if counts is None else tokens_that_count(finished, counts)
+            self._capture.absorb(result, belongs=belongs)
+        self._retain_finally()
         if self.eplb is not None:
             self.eplb.absorb(result)
         if self.speculation is not None:
@@ -178,6 +181,7 @@ class StepCycle:
         rows, ended = self.scheduler.commit(finished, result, counts=counts)
         for sequence in ended:
             self._release(sequence)
+        self._settle(finished, result)
         ended += failed
         self._clock.note(finished, result, num_sampled=len(rows), commit_s=time.perf_counter() - returned)
         if result.tally is not None:
@@ -185,6 +189,18 @@ class StepCycle:
         if self.losses is not None:
             self.losses.note_commit()
         return rows, ended
+
+    def _settle(self, finished: Schedule, result: StepResult) -> None:
+        """Have the step in flight be as it has turned out, now that the one before it is committed."""
+        if self._in_flight is None or not awaits(self._in_flight.plan):
+            return
+        self._in_flight = settled(self.scheduler.table, self._in_flight, before=finished, result=result)
+        if self._capture is not None:
+            self._capture.submit(self._in_flight.plan, self.scheduler.table)
+
+    def _awaits_drafts(self, speculation: Speculation | None) -> bool:
+        """Whether a step with drafts may be planned while another is under way."""
+        return speculation is not None and speculation.overlaps and not wants_every_token(self.scheduler)
 
     def _note_time(self, speculation: Speculation, finished: Schedule | None, num_tokens: int, started: float) -> None:
         """Note what a step took from one commit to the next; from its start where nothing ran before."""
@@ -222,6 +238,11 @@ class StepCycle:
         """The same once no more rows will arrive, so that nothing is kept twice."""
         self._retain_preempted()
         self.scheduler.preemptions.clear()
+
+
+def _may_follow(plan: StepPlan, *, tries: bool, overlaps: bool) -> bool:
+    """Whether a step, with drafts if it `tries`, can be planned while one of `plan` is under way."""
+    return overlaps and plan.wants_drafts and not plan.holds_samples if tries else not plan.most_drafts
 
 
 def _streams_routing(request: GenerationRequest) -> bool:

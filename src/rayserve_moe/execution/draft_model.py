@@ -176,8 +176,15 @@ def _target_ids(opened: OpenedDraft, *, num_words: int) -> np.ndarray:
     return ids_V.astype(np.int32)
 
 
-def draft_state_shapes(
-    config: DraftConfig, *, num_pages: int, page_size: int, num_rows: int, num_ahead: int, dtypes: tuple[str, str]
+def draft_state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
+    config: DraftConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    num_rows: int,
+    num_ahead: int,
+    num_drafts: int,
+    dtypes: tuple[str, str],
 ) -> DraftState:
     """Shapes of a draft's state for pages and rows of every data rank; `dtypes` are those of features, and of keys."""
     plan, spec = config.layer.plan, config.draft.layer
@@ -185,9 +192,10 @@ def draft_state_shapes(
     kv_dtype = config.layer.kernels.pool_dtypes.get(kv_dtype, kv_dtype)
     num_pages += num_rows * scratch_pages(num_ahead, page_size)
     row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.layer.kernels.has_flat_rows)
-    shapes = (num_pages, page_size, *row.shape), (num_rows, spec.hidden_size), (num_rows,)
+    of_rows = (num_rows, spec.hidden_size), (num_rows,), (num_rows, num_drafts)
+    shapes = (num_pages, page_size, *row.shape), *of_rows
     arrays = (
         jax.ShapeDtypeStruct((plan.data_size * shape[0], *shape[1:]), of, sharding=plan.sharding(axes))
-        for shape, of, axes in zip(shapes, (kv_dtype, dtype, "int32"), draft_axes(config), strict=True)
+        for shape, of, axes in zip(shapes, (kv_dtype, dtype, "int32", "int32"), draft_axes(config), strict=True)
     )
     return DraftState(*cast(Any, arrays))

@@ -58,10 +58,10 @@ def extended(
     features_TD = target_features(*both, out, config=config)
     of_next = replace(batch, token_ids_T=next_T)
     features_TD, pages = draft_features(both, draft.kv_pages, of_next, features_TD, config=config)
-    after = DraftState(
-        pages,
-        draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
-        draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
+    after = draft._replace(
+        kv_pages=pages,
+        features_RD=draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
+        positions_R=draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
     )
     return after if own.moves is None else after.moved(own.moves, config.layer.kernels.moves)
 
@@ -99,7 +99,9 @@ def draft_ahead(
             weights, state, rows_NS[plan.data_rank()], config=config, most_drafts=shape.num_drafts
         )
         drafts_NSK = jnp.moveaxis(drafts_KA.reshape(shape.num_drafts, *rows_NS.shape), 0, -1)
-        return replace(state, draft=draft_of(state)._replace(kv_pages=pages)), drafts_NSK
+        rank, draft = plan.data_rank(), draft_of(state)
+        drafts_RK = draft.drafts_RK.at[rows_NS[rank]].set(drafts_NSK[rank], mode="drop")
+        return replace(state, draft=draft._replace(kv_pages=pages, drafts_RK=drafts_RK)), drafts_NSK
 
     return jax.shard_map(
         on_device,
@@ -152,4 +154,4 @@ def draft_axes(config: DraftConfig) -> tuple[tuple[str | None, ...], ...]:
     """Logical axes of the arrays of a draft's state over all data ranks."""
     model = config.layer
     row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows)
-    return row.pool_axes, ROW_AXES, ROW_AXES[:1]
+    return row.pool_axes, ROW_AXES, ROW_AXES[:1], ROW_AXES

@@ -200,6 +200,7 @@ class ServedModel:
             page_size=step.page_size,
             num_rows=self.num_rows,
             num_ahead=self._num_ahead,
+            num_drafts=step.most_drafts,
             dtypes=(self.dtype, self.kv_dtype),
         )
         return replace(state, draft=own)

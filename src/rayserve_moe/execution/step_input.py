@@ -16,11 +16,11 @@ import numpy as np
 
 from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
-from rayserve_moe.execution.step_types import DeviceState, StepShape
+from rayserve_moe.execution.step_types import DeviceState, DraftState, StepShape
 from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import LayerPages
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, RowFloats, RowIntegers
+from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, RowFloats, RowIntegers
 
 
 class Sections(NamedTuple):
@@ -138,9 +138,13 @@ def unpack(
     offsets_BQ = jnp.broadcast_to(jnp.arange(shape.block_tokens), (shape.num_blocks, shape.block_tokens))
     is_real_BQ = offsets_BQ < vector_W[at.block_counts][:, None]
     block_positions = jnp.where(is_real_BQ, vector_W[at.block_starts][:, None] + offsets_BQ, -1).reshape(-1)
-    positions_T = jnp.concatenate([vector_W[at.single_positions], block_positions])
+    single_positions = vector_W[at.single_positions]
+    positions_T = jnp.concatenate([single_positions, block_positions])
     single_rows, single_ids = vector_W[at.single_rows], vector_W[at.single_ids]
     single_ids = jnp.where(single_ids == LAST_SAMPLED, state.last_tokens_R[single_rows], single_ids)
+    if state.draft is not None and not layout.has_trees:
+        single_positions, single_ids = _awaited(state.draft, single_rows, single_positions, single_ids)
+        positions_T = jnp.concatenate([single_positions, block_positions])
     page_table_BP = state.page_table_RP[jnp.concatenate([single_rows, block_rows])]
     if layer_pages:
         page_table_BP = jnp.moveaxis(page_table_BP.reshape(len(page_table_BP), -1, layout.num_tables), -1, 0)
@@ -164,6 +168,16 @@ def unpack(
     block_wants_top_B = RowIntegers(*state.sampling_integers_RI[block_rows].T).num_top > 0
     nexts_B = vector_W[at.block_nexts]
     return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B, nexts_B)
+
+
+def _awaited(
+    draft: DraftState, rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Positions and ids of single tokens, those that the plan awaits by what rows have computed and have for drafts."""
+    depths_S = AWAITED - positions_S
+    ahead_S = draft.positions_R[rows_S] + 1 + depths_S
+    drafts_S = draft.drafts_RK[rows_S, jnp.maximum(depths_S - 1, 0)]
+    return jnp.where(depths_S >= 0, ahead_S, positions_S), jnp.where(ids_S == DRAFTED, drafts_S, ids_S)
 
 
 def sampling_of(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:

@@ -94,11 +94,13 @@ class ModelWeights:
 
 class DraftState(NamedTuple):
     """What a draft model keeps: its pool, as that of one layer, and of every row its feature, float [R, D], at the last
-    token that the row has computed for good, and that token's position, int32 [R]."""
+    token that the row has computed for good, that token's position, int32 [R], and what was drafted last as a chain,
+    int32 [R, K]."""
 
     kv_pages: jax.Array
     features_RD: jax.Array
     positions_R: jax.Array
+    drafts_RK: jax.Array
 
     def moved(self, moves: Moves, move_rows: Kernel) -> DraftState:
         """The state after moves of the keys and values of tokens."""

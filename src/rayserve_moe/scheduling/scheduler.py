@@ -109,7 +109,7 @@ class Scheduler:
         """Plan the next step. Its plan is empty when all that runs is on its way.
 
         `captures_all` requests the routing of the step even where none of its sequences wants it. A step with `draft`
-        follows a committed one, and is committed before the next is planned.
+        follows a committed one, or one that the devices have drafts after; then what it awaits is `settled` later.
         """
         num_preemptions, limits, defers = self.num_preemptions, self._limits, draft is not None
         steps = [RankStep(r, limits=limits, preempt=self.preempt, defers_decoding=defers) for r in self.open_ranks]

@@ -10,13 +10,17 @@ import numpy as np
 from rayserve_moe.scheduling.forks import release_followers
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepPlan
+from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan
 
 
 def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
-    """Take back that a submitted step computes anything; returns its sequences. Then preempt all that runs."""
-    table = scheduler.table
-    np.minimum.at(table.num_computed, plan.chunk_rows, np.where(plan.chunk_lengths > 0, plan.chunk_starts, 0))
+    """Take back that a submitted step computes anything; returns its sequences. Then preempt all that runs.
+
+    Awaited chunks follow on those of another step, which is taken back too.
+    """
+    table, is_known = scheduler.table, plan.chunk_starts > AWAITED
+    starts = np.where(plan.chunk_lengths > 0, plan.chunk_starts, 0)
+    np.minimum.at(table.num_computed, plan.chunk_rows[is_known], starts[is_known])
     return [sequence for row in plan.chunk_rows.tolist() if (sequence := table.sequences[row])]
 
 

@@ -13,6 +13,9 @@ A sequence whose drafts are verified has 1 + n chunks of one token each, next to
 drafts. All sample, each as if the drafts on its path were sampled tokens, and count while those are. Nodes of a tree
 start at their depth, several at one position: `ancestors` int32 [chunks] has the path to each (`kernels.ancestors`), 1
 for other chunks. `most_drafts` is the largest depth.
+Where the step before has drafts of that sequence too, and has not come back, only the devices know where it has got to:
+such chunks are awaited. Their starts are AWAITED - d, for d behind the token that counts last, and a draft's id is
+DRAFTED, for what the draft model has said of the row.
 
 Rows are numbered over all data-parallel ranks: rank r has the rows `r * rows_per_rank .. (r + 1) * rows_per_rank - 1`.
 The chunks of a rank stand together, ranks in order.
@@ -34,6 +37,7 @@ from rayserve_moe.scheduling.start_report import slowest_start as slowest_start
 from rayserve_moe.token_evidence import SampleSupport
 
 LAST_SAMPLED = -1
+DRAFTED = AWAITED = -2
 
 PREFILL_BLOCK_TOKENS = 32
 """Chunks of more than one token, and those of which more is asked, take up whole blocks of this many tokens."""

@@ -10,7 +10,7 @@ from rayserve_moe.scheduling.draft_trees import LaidOut, lay_out, parents_of
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepResult
+from rayserve_moe.scheduling.step_plan import AWAITED, LAST_SAMPLED, StepResult
 
 Draft = Callable[[np.ndarray], Mapping[int, np.ndarray]]
 """Given the rows that decode, returns by row the drafts (`draft_trees`) of what may follow the tokens it knows."""
@@ -71,30 +71,35 @@ def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
 
 
 def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping[int, LaidOut]) -> None:
-    """Add the last token of each row, and what was `found` for it after it."""
+    """Add the last token of each row, and what was `found` for it after it; `starts` are the last places that it may
+    have, where it is awaited."""
     if not len(rows):
         return
+    table = step.rank.table
+    are_awaited = is_awaited(table, rows)
     parts = [found.get(row, ALONE) for row in rows.tolist()]
     lengths = np.array([len(part.token_ids) for part in parts])
     token_ids = np.concatenate([part.token_ids for part in parts])
     token_ids[np.cumsum(lengths) - lengths] = LAST_SAMPLED
-    positions = np.repeat(starts, lengths) + np.concatenate([part.depths for part in parts])
-    step.add_singles(np.repeat(rows, lengths), positions, token_ids=token_ids)
-    step.ancestors[-1] = np.concatenate([part.ancestors for part in parts]) if found else None
-    step.rank.table.num_computed[rows] = starts + lengths
+    depths = np.concatenate([part.depths for part in parts])
+    first, way = (np.repeat(each, lengths) for each in (np.where(are_awaited, AWAITED, starts), 1 - 2 * are_awaited))
+    step.add_singles(np.repeat(rows, lengths), first + way * depths, token_ids=token_ids)
+    if found or are_awaited.any():
+        step.ancestors[-1] = np.concatenate([part.ancestors for part in parts])
+    table.num_computed[rows] = starts + lengths
 
 
 def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray | None:
-    """Which samples of a step become tokens, bool [S]; None where it has no drafts, and all do.
+    """Which samples of a step become tokens, bool [S]; None where none has a draft or was awaited, and all do that are
+    of sequences still in their row.
 
     After a draft one counts if the one that the draft follows does, equals it, and does not end the sequence.
     """
     plan = schedule.plan
-    if not plan.most_drafts:
+    if plan.ancestors is None:
         return None
     rows, ids = schedule.sampling_rows, result.token_ids
     is_draft, places = follows(rows), np.arange(len(rows))
-    assert plan.ancestors is not None, "drafts have ancestors"
     before = places - parents_of(plan.ancestors[plan.chunk_samples])
     ends = (table.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
     drafted = plan.token_ids[_last_tokens(plan.chunk_lengths, plan.chunk_samples)]
@@ -102,7 +107,7 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
     counts = np.ones(len(rows), np.bool_)
     for _ in range(plan.most_drafts):
         counts = ~is_draft | (is_right & counts[before])
-    return counts
+    return counts & (table.generations[rows] == schedule.sampling_generations)
 
 
 def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:
@@ -118,6 +123,11 @@ def follows(rows: np.ndarray) -> np.ndarray:
     after = np.zeros(len(rows), np.bool_)
     after[1:] = rows[1:] == rows[:-1]
     return after
+
+
+def is_awaited(table: RowTable, rows: np.ndarray) -> np.ndarray:
+    """Whether the devices alone know what decoding rows have got to, bool [N]: their last step has not come back."""
+    return table.num_computed[rows] >= table.num_tokens[rows]
 
 
 def _last_tokens(lengths: np.ndarray, samples: np.ndarray) -> np.ndarray:

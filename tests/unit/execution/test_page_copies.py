@@ -65,7 +65,7 @@ def test_pages_of_the_own_rank_that_end_inside_are_copied_in_all_layers(kernels,
 def test_the_pool_of_a_draft_model_is_that_of_one_layer():
     before = state(np.dtype(np.float32), num_groups=1, num_pages=40)
     own = np.random.default_rng(4).random((20, PAGE, 2, 5), np.float32)
-    draft = DraftState(own, np.zeros((NUM_ROWS, 2)), np.zeros(NUM_ROWS, np.int32))
+    draft = DraftState(own, np.zeros((NUM_ROWS, 2)), np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 1), np.int32))
     layers = LayerPages(0, 0, 20), LayerPages(0, 20, 20)
     after = copied(replace(before, draft=draft), vector_of((1, 2, 0, 3)), CPU, layers)
     source, target = before.page_table_RP[[2, 0], 0]

@@ -1,0 +1,200 @@
+"""Steps that follow on drafts of which nothing has come back: they change nothing, and turn out as the devices ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from rayserve_moe.engine import step_cycle
+from rayserve_moe.engine.model_drafts import ModelProposer
+from rayserve_moe.engine.speculation import Speculation
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.requests import FinishReason
+from rayserve_moe.scheduling import awaited
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
+from tests.support.fake_device import FakeDevice
+from tests.support.scheduling import all_pages_are_free, choices, scheduler, some_reach
+
+DRAFTS, ROWS, PAGE_SIZE = 3, 4, 4
+Tokens = dict[tuple[str, int], list[int]]
+
+
+@dataclass
+class Settings:
+    """How a run goes."""
+
+    num_drafts: int = DRAFTS
+    share: float | None = 0.7
+    num_pages: int = 64
+    chunk_tokens: int = 64
+    preempts_every: int = 0
+    aborts_every: int = 0
+    is_fixed: bool = True
+    draining: frozenset[int] = field(default_factory=frozenset)
+
+
+def requests_of(seed: int) -> list[list[Sequence]]:
+    """Requests that share prompts, of one choice or several; some tokens end them."""
+    generator, found = np.random.default_rng(seed), []
+    for number in range(14):
+        prompt = [*range(10, 10 + int(generator.integers(9))), *generator.integers(0, 50, generator.integers(1, 9))]
+        how = {"num_new": int(generator.integers(1, 40)), "n": int(generator.choice([1, 1, 3]))}
+        found.append(choices(str(number), prompt, **how))
+    return found
+
+
+@dataclass
+class Run:
+    """Tokens of all choices that have ended by themselves, those that were aborted, and what they ran on."""
+
+    cycle: StepCycle
+    device: FakeDevice
+    tokens: Tokens = field(default_factory=dict)
+    aborted: set[tuple[str, int]] = field(default_factory=set)
+
+
+def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = None) -> Run:
+    """Run requests to their ends; pages and rows add up after every step, and all are free in the end."""
+    pages = {"num_pages": settings.num_pages, "page_size": PAGE_SIZE}
+    target = scheduler(num_rows=ROWS, chunk_tokens=settings.chunk_tokens, verify_rows=4 * ROWS, **pages)
+    device = FakeDevice(num_rows=ROWS, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=settings.share or 0.0, seed=seed)
+    speculation = None
+    if settings.share is not None:
+        how = {"most_drafts": settings.num_drafts, "reach": some_reach(), "is_fixed": settings.is_fixed}
+        speculation = Speculation(target.table, ModelProposer("fake"), **how)
+    found = Run(StepCycle(target, device, capture=None, speculation=speculation), device)
+    for group in requests_of(seed):
+        target.add(group)
+    step, generator = 0, np.random.default_rng(seed + 1)
+    while found.cycle.has_work:
+        step += 1
+        assert step < 3000, "the requests do not come to an end"
+        ended = found.cycle.drain()[1] if step in settings.draining else found.cycle.run()[1]
+        target.check_integrity()
+        for sequence in ended:
+            first, last = sequence.num_prompt_tokens, sequence.num_tokens
+            found.tokens[key_of(sequence)] = tokens = sequence.token_ids[first:last].tolist()
+            assert sequence.logprobs[first:last].tolist() == [-token for token in tokens]
+        if check is not None:
+            check(found)
+        if target.running and settings.preempts_every and step % settings.preempts_every == 0:
+            target.preempt(target.running[int(generator.integers(len(target.running)))])
+        if target.running and settings.aborts_every and step % settings.aborts_every == 0:
+            victim = target.running[int(generator.integers(len(target.running)))]
+            found.aborted.add(key_of(found.cycle.end(victim, FinishReason("abort"))))
+        target.check_integrity()
+    target.flush()
+    assert all_pages_are_free(target)
+    return found
+
+
+def key_of(sequence: Sequence) -> tuple[str, int]:
+    return sequence.request.request_id, sequence.choice_index
+
+
+PLAIN = Settings(share=None)
+WAYS = {
+    "as it is": {},
+    "never right": {"share": 0.0},
+    "always right": {"share": 1.0},
+    "one draft": {"num_drafts": 1},
+    "few pages": {"num_pages": 26},
+    "preempting": {"preempts_every": 3},
+    "short chunks": {"chunk_tokens": 5, "preempts_every": 7},
+    "aborting": {"aborts_every": 9},
+    "draining": {"draining": frozenset(range(5, 200, 7))},
+    "choosing": {"is_fixed": False},
+}
+
+
+def settles_as_run(found: Run) -> None:
+    """The step in flight stands as the devices have computed it, of sequences that are in their rows."""
+    if (schedule := found.cycle._in_flight) is None:
+        return
+    plan, table = schedule.plan, found.cycle.scheduler.table
+    ran, firsts = found.device.steps[plan.step_id], np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
+    generations = dict(zip(schedule.sampling_rows.tolist(), schedule.sampling_generations.tolist(), strict=True))
+    for chunk in np.flatnonzero((plan.chunk_lengths == 1) & plan.chunk_samples).tolist():
+        row, position, token = ran[firsts[chunk]]
+        if table.generations[row] == generations[row]:
+            assert plan.chunk_starts[chunk] == position < table.num_computed[row]
+            assert plan.token_ids[firsts[chunk]] in (LAST_SAMPLED, token)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("way", list(WAYS))
+def test_steps_that_follow_on_unknown_drafts_change_nothing(way: str, seed: int):
+    settings = replace(Settings(), **WAYS[way])
+    plain, found = run(seed, PLAIN).tokens, run(seed, settings, check=settles_as_run)
+    assert found.tokens == {key: tokens for key, tokens in plain.items() if key not in found.aborted}
+    assert bool(found.aborted) == bool(settings.aborts_every)
+    if settings.is_fixed:
+        assert found.device.num_awaited > 20 and found.cycle.speculation is not None
+        totals = found.cycle.speculation.totals
+        assert totals.drafted > 0 and (totals.accepted > 0) == (settings.share != 0.0)
+
+
+def test_a_stream_takes_one_step_for_four_tokens_of_right_drafts():
+    """All steps but the first follow on what is not known here."""
+    target = scheduler(num_rows=1, verify_rows=4)
+    device = FakeDevice(num_rows=1, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=1.0)
+    how = {"most_drafts": DRAFTS, "reach": some_reach(), "is_fixed": True}
+    speculation = Speculation(target.table, ModelProposer("fake"), **how)
+    cycle = StepCycle(target, device, capture=None, speculation=speculation)
+    (sequence,) = choices("a", [1, 2, 3], num_new=41)
+    sequence.stop_token_ids = frozenset()
+    target.add([sequence])
+    while cycle.has_work:
+        cycle.run()
+    assert sequence.num_outputs == 41
+    assert cycle.statistics()["steps"] == 1 + 40 // 4
+    assert device.num_awaited == 9 * 4 + 4
+
+
+def one_too_near(table: Any, schedule: Any, **given: Any) -> Any:
+    """Takes each row to have one token less."""
+    before = table.num_tokens.copy()
+    table.num_tokens[:] = before - 1
+    try:
+        return awaited.settled(table, schedule, **given)
+    finally:
+        table.num_tokens[:] = before
+
+
+def one_too_far(table: Any, schedule: Any, **given: Any) -> Any:
+    found = awaited.settled(table, schedule, **given)
+    return replace(found, plan=replace(found.plan, chunk_starts=found.plan.chunk_starts + 1))
+
+
+def drafts_of_another_row(table: Any, schedule: Any, *, before: Any, result: Any) -> Any:
+    rolled = result if result.drafts is None else replace(result, drafts=np.roll(result.drafts, 1, axis=0))
+    return awaited.settled(table, schedule, before=before, result=rolled)
+
+
+@pytest.mark.parametrize("fault", [one_too_near, one_too_far, drafts_of_another_row])
+def test_steps_that_turn_out_otherwise_would_be_seen(fault: Callable[..., Any]):
+    plain = run(0, PLAIN).tokens
+    with patch.object(step_cycle, "settled", fault), pytest.raises(AssertionError):
+        assert run(0, Settings(), check=settles_as_run).tokens == plain
+
+
+class Stale(FakeDevice):
+    """Devices that add the accepted drafts of the step before the last."""
+
+    def _note(self, row: Any, found: list[tuple[int, int, int]]) -> None:
+        was = row.at
+        super()._note(row, found)
+        if row.at - was > 1 and len(found) > 1:
+            row.at -= 1
+
+
+def test_stale_accepted_counts_would_be_seen():
+    plain = run(0, PLAIN).tokens
+    with patch(f"{__name__}.FakeDevice", Stale), pytest.raises(AssertionError):
+        assert run(0, Settings()).tokens == plain
