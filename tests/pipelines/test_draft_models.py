@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -16,17 +18,28 @@ from jax.sharding import PartitionSpec
 from rayserve_moe import Engine
 from rayserve_moe.engine.model_drafts import ModelProposer
 from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.execution import step_input
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.step import weight_partitions
 from rayserve_moe.model.draft_layer import draft_logits
+from rayserve_moe.requests import GenerationRequest
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.checkpoints import NUM_PAGES
+from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan, StepResult
+from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.draft_models import AUX_KEY, ENTERED, with_prediction_layer, write_eagle_head
 from tests.support.draft_reference import DraftReference
-from tests.support.drive import preempt_every, run_together
+from tests.support.drive import PreparedExecutor, Way, preempt_every, run_together
 from tests.support.engine_store import EngineStore
 from tests.support.outcomes import assert_same
-from tests.support.speculating import DRAFTS, PLAIN, SPECULATES, assert_unchanged, most_drafts, random_requests
+from tests.support.speculating import (
+    DRAFTS,
+    PLAIN,
+    SPECULATES,
+    assert_unchanged,
+    known_to_devices,
+    most_drafts,
+    random_requests,
+)
 from tests.support.workload import request_for
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -41,6 +54,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "NEXTN": {"algorithm": "NEXTN"},
 }
 TOLERANCE = 1e-5
+TRUE_PLACES = step_input._awaited
 slow = pytest.mark.slow
 SOME = ["EAGLE3 of some words", *(pytest.param(name, marks=slow) for name in list(HEADS)[1:])]
 
@@ -105,7 +119,7 @@ def test_features_logits_and_drafts_are_those_of_the_files(drafting_engine, kind
             compared.append(sequence.num_tokens)
         return ()
 
-    way = replace(PLAIN, proposer=proposer, num_drafts=DRAFTS, intervene=check)
+    way = replace(PLAIN, proposer=proposer, num_drafts=DRAFTS, intervene=check, overlaps=False)
     requests = [request_for(np.arange(5, 25), max_new_tokens=12), request_for(np.arange(40, 90), max_new_tokens=9)]
     run_together(engine.runner, engine.card, requests, way=way)
     assert len(compared) > 10
@@ -177,22 +191,69 @@ def test_trees_of_models_do_not_show_over_two_data_ranks(drafting_engine, kind: 
     check_law(engine, 31, count=24)
 
 
-def check_law(engine: Engine, seed: int, *, count: int) -> None:
-    """A run with drafts is the plain one, alone and beside preemptions, chunks and a small pool."""
-    requests, generator = random_requests(seed, count=count, layout=engine.card.routing), np.random.default_rng(seed)
+class CountingAwaited(PreparedExecutor):
+    """An executor that counts chunks of which the devices alone know where they stand."""
+
+    num_awaited = 0
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self.num_awaited += int((plan.chunk_starts <= AWAITED).sum())
+        return super().execute(plan)
+
+
+def check_law(engine: Engine, seed: int, *, count: int, **always: Any) -> None:
+    """A run with drafts is the plain one, alone and beside preemptions, chunks and a small pool; also where no request
+    keeps its next token waiting for the host, so that steps follow on drafts that are not known there."""
+    requests = random_requests(seed, count=count, layout=engine.card.routing)
+    for some in (requests, [known_to_devices(request) for request in requests]):
+        executor = CountingAwaited(engine.runner, PLAIN.num_pages)
+        check_runs(engine, seed, some, way=replace(PLAIN, executor=executor, **always))
+    is_chain = not engine.runner.served.settings.speculation.has_trees
+    assert executor.num_awaited > (100 if is_chain else -1)
+
+
+def check_runs(engine: Engine, seed: int, requests: list[GenerationRequest], *, way: Way) -> None:
+    generator = np.random.default_rng(seed)
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
-    alone = replace(PLAIN, proposer=ModelProposer("drafts"), num_drafts=most_drafts(engine))
+    alone = replace(way, proposer=ModelProposer("drafts"), num_drafts=most_drafts(engine))
     assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=alone), plain)
-    way = replace(
-        alone,
-        proposer=ModelProposer("drafts"),
-        chunk_tokens=7,
-        num_pages=60,
-        intervene=preempt_every(int(generator.integers(17, 25)), forgets=bool(generator.random() < 0.5)),
-    )
+    preempts = preempt_every(int(generator.integers(17, 25)), forgets=bool(generator.random() < 0.5))
+    beside = {"chunk_tokens": 7, "num_pages": 60, "intervene": way.intervene or preempts}
+    way = replace(alone, proposer=ModelProposer("drafts"), **beside)
     found = run_together(engine.runner, engine.card, requests, way=way)
     for key, outcome in plain.items():
         assert_same(found[key], outcome, routing=outcome.routing is not None)
+
+
+def stale(draft: Any, rows_S: Any, positions_S: Any, ids_S: Any) -> Any:
+    """One accepted draft is not counted."""
+    return TRUE_PLACES(draft._replace(positions_R=draft.positions_R - 1), rows_S, positions_S, ids_S)
+
+
+def one_too_far(draft: Any, rows_S: Any, positions_S: Any, ids_S: Any) -> Any:
+    positions_S, ids_S = TRUE_PLACES(draft, rows_S, positions_S, ids_S)
+    return jnp.where(positions_S > 0, positions_S + 1, positions_S), ids_S
+
+
+@slow
+@pytest.mark.parametrize("fault", [stale, one_too_far])
+def test_faults_of_places_on_the_devices_would_be_seen(
+    drafting_engine, core_checkpoint: Path, draft_folder: Path, fault: Callable[..., Any]
+):
+    engine, _ = drafting_engine(kind := "EAGLE3 of some words")
+    requests = [known_to_devices(each) for each in random_requests(5, count=8, layout=engine.card.routing)]
+    plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
+    head = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(draft_folder / kind.replace(" ", "-")),
+    }
+    kept = {"num_pages": 200, "page_size": PAGE_SIZE, "enable_return_routed_experts": True, "compile_cache": "off"}
+    way = replace(PLAIN, proposer=ModelProposer("drafts"), num_drafts=DRAFTS)
+    settings = {**SPECULATES, **head, **kept}
+    with patch.object(step_input, "_awaited", fault), Engine(str(core_checkpoint), **settings) as faulty:
+        found = run_together(faulty.runner, faulty.card, requests, way=way)
+    with pytest.raises(AssertionError):
+        assert_unchanged(engine, found, plain)
 
 
 @slow

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, StepPlan, StepResult
 
 NUM_WORDS = 50
@@ -26,11 +27,14 @@ class FakeDevice:
     that a token at a wrong place, or a page of another row, shows in what comes out.
 
     After steps that want them there are `num_drafts` drafts of each row, each right with `share`. `steps` are the
-    positions and ids of all single tokens by step, as they were computed; `num_awaited` chunks were awaited.
+    positions and ids of all tokens by step, as they were computed; `num_awaited` chunks were awaited. Every
+    `lost_every`th call fails, and all that is there is lost.
     """
 
+    lost_every = 0
+
     def __init__(self, *, num_rows: int, page_size: int, num_drafts: int, share: float, seed: int = 0) -> None:
-        self.num_awaited = 0
+        self.num_awaited = self.num_calls = 0
         self.steps: dict[int, list[tuple[int, int, int]]] = {}
         self._rows = [_Row() for _ in range(num_rows)]
         self._page_size, self._num_drafts, self._share = page_size, num_drafts, share
@@ -40,6 +44,10 @@ class FakeDevice:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step, and return the result of the one before."""
+        self.num_calls += 1
+        if self.lost_every and self.num_calls % self.lost_every == 0:
+            self._rows, self._keys, self._result = [_Row() for _ in self._rows], {}, None
+            raise ExecutorFailure("lost")
         before, self._result = self._result, self._run(plan) if plan.num_chunks else None
         return before
 

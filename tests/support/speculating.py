@@ -139,6 +139,14 @@ def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[Gen
     return [_forced(generator, request, layout) if generator.random() < 0.15 else request for request in requests]
 
 
+def known_to_devices(request: GenerationRequest) -> GenerationRequest:
+    """The request without all for which the host needs each token before the next."""
+    sampling = replace(request.sampling, processor_arguments=())
+    request = replace(request, sampling=sampling, constraint=None, bad_word_ids=(), thinking=None)
+    asked = {"raw_logprobs": False, "return_entropy": False, "return_sampling_mask": False, "logprob_token_ids": ()}
+    return replace(request, return_hidden_states="", listed_in_prompt=None, **asked)
+
+
 def _forced(generator: np.random.Generator, request: GenerationRequest, layout: RoutingLayout) -> GenerationRequest:
     """The request with random experts for a part of its prompt."""
     start = int(generator.integers(len(request.prompt_ids)))

@@ -16,10 +16,11 @@ from rayserve_moe.engine.step_losses import StepLosses
 from rayserve_moe.requests import FinishReason, GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.awaited import awaits, settled, wants_every_token
 from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sample_masks import with_masks
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count, tokens_that_count
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -28,11 +29,11 @@ NO_ROWS = np.zeros(0, np.int64)
 class StepCycle:
     """Drives scheduler, executor and routing capture step by step; knows nothing of clients.
 
-    With `overlaps` the devices run a step while the host commits the one before it and plans the next. `eplb` moves and
-    counts experts. While `speculation` is on, a step may have drafts, and is committed before the next is planned;
-    but where drafts are on the devices as well, and nobody wants each token here first, steps overlap, and what one
-    awaits of the one before is settled later. While `is_paused` no step is planned. `tally` is the sum over all steps,
-    if they have any. With `losses` hosts are replaced where a step is lost; without, ExecutorFailure passes through.
+    With `overlaps` the devices run a step while the host commits the one before it and plans the next, also with drafts
+    where those are on the devices too, and no sequence wants each token here first: what one awaits of the one before
+    is settled later. Otherwise a step with drafts follows on a committed one. `eplb` moves and counts experts. While
+    `is_paused` no step is planned. `tally` is the sum over all steps, if they have any. With `losses` hosts are
+    replaced where a step is lost; without, ExecutorFailure passes through.
     """
 
     def __init__(
@@ -69,9 +70,8 @@ class StepCycle:
                 return self.drain()
             self.losses.try_next(self.retract)
         started, speculation = time.perf_counter(), self.speculation
-        tries = speculation is not None and speculation.is_on
-        overlaps = self._overlaps and (not tries or self._awaits_drafts(speculation))
-        if self._in_flight is not None and not _may_follow(self._in_flight.plan, tries=tries, overlaps=overlaps):
+        tries, overlaps = _ways(speculation, self.scheduler, self._in_flight, overlaps=self._overlaps)
+        if self._in_flight is not None and not (overlaps if tries else self._in_flight.plan.most_drafts == 0):
             return self.drain()
         draft = speculation.draft if speculation is not None and tries else None
         # A request that finds a cached prefix may want rows that another one computed.
@@ -181,7 +181,7 @@ class StepCycle:
         rows, ended = self.scheduler.commit(finished, result, counts=counts)
         for sequence in ended:
             self._release(sequence)
-        self._settle(finished, result)
+        self._in_flight = _settled(self._in_flight, finished, result, table=self.scheduler.table, capture=self._capture)
         ended += failed
         self._clock.note(finished, result, num_sampled=len(rows), commit_s=time.perf_counter() - returned)
         if result.tally is not None:
@@ -189,18 +189,6 @@ class StepCycle:
         if self.losses is not None:
             self.losses.note_commit()
         return rows, ended
-
-    def _settle(self, finished: Schedule, result: StepResult) -> None:
-        """Have the step in flight be as it has turned out, now that the one before it is committed."""
-        if self._in_flight is None or not awaits(self._in_flight.plan):
-            return
-        self._in_flight = settled(self.scheduler.table, self._in_flight, before=finished, result=result)
-        if self._capture is not None:
-            self._capture.submit(self._in_flight.plan, self.scheduler.table)
-
-    def _awaits_drafts(self, speculation: Speculation | None) -> bool:
-        """Whether a step with drafts may be planned while another is under way."""
-        return speculation is not None and speculation.overlaps and not wants_every_token(self.scheduler)
 
     def _note_time(self, speculation: Speculation, finished: Schedule | None, num_tokens: int, started: float) -> None:
         """Note what a step took from one commit to the next; from its start where nothing ran before."""
@@ -240,9 +228,35 @@ class StepCycle:
         self.scheduler.preemptions.clear()
 
 
-def _may_follow(plan: StepPlan, *, tries: bool, overlaps: bool) -> bool:
-    """Whether a step, with drafts if it `tries`, can be planned while one of `plan` is under way."""
-    return overlaps and plan.wants_drafts and not plan.holds_samples if tries else not plan.most_drafts
+def _ways(
+    speculation: Speculation | None, scheduler: Scheduler, in_flight: Schedule | None, *, overlaps: bool
+) -> tuple[bool, bool]:
+    """Whether the next step may have drafts, and whether it overlaps with others: where some `overlap`.
+
+    Where drafts begin, a step without them comes first, after which there are some.
+    """
+    if speculation is None or not speculation.is_on:
+        return False, overlaps
+    if not (overlaps and speculation.overlaps) or wants_every_token(scheduler):
+        return True, False
+    return in_flight is None or (in_flight.plan.wants_drafts and not in_flight.plan.holds_samples), True
+
+
+def _settled(
+    schedule: Schedule | None,
+    before: Schedule,
+    result: StepResult,
+    *,
+    table: RowTable,
+    capture: RoutingCapture | None,
+) -> Schedule | None:
+    """The step in flight as it has turned out, now that the one before it is committed."""
+    if schedule is None or not awaits(schedule.plan):
+        return schedule
+    schedule = settled(table, schedule, before=before, result=result)
+    if capture is not None:
+        capture.submit(schedule.plan, table)
+    return schedule
 
 
 def _streams_routing(request: GenerationRequest) -> bool:

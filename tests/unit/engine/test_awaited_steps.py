@@ -16,8 +16,10 @@ from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling import awaited
+from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
+from rayserve_moe.scheduling.starting_over import give_up_step
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan
 from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import all_pages_are_free, choices, scheduler, some_reach
 
@@ -35,7 +37,8 @@ class Settings:
     chunk_tokens: int = 64
     preempts_every: int = 0
     aborts_every: int = 0
-    is_fixed: bool = True
+    rests: float = 0.0
+    lost_every: int = 0
     draining: frozenset[int] = field(default_factory=frozenset)
 
 
@@ -66,15 +69,18 @@ def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = 
     device = FakeDevice(num_rows=ROWS, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=settings.share or 0.0, seed=seed)
     speculation = None
     if settings.share is not None:
-        how = {"most_drafts": settings.num_drafts, "reach": some_reach(), "is_fixed": settings.is_fixed}
-        speculation = Speculation(target.table, ModelProposer("fake"), **how)
+        how = {"most_drafts": settings.num_drafts, "reach": some_reach(), "is_fixed": True}
+        speculation = OnAndOff(target.table, ModelProposer("fake"), **how)
     found = Run(StepCycle(target, device, capture=None, speculation=speculation), device)
+    found.cycle.losses, device.lost_every = Losses(target), settings.lost_every
     for group in requests_of(seed):
         target.add(group)
     step, generator = 0, np.random.default_rng(seed + 1)
     while found.cycle.has_work:
         step += 1
         assert step < 3000, "the requests do not come to an end"
+        if speculation is not None and generator.random() < settings.rests:
+            speculation.wants_drafts = not speculation.wants_drafts
         ended = found.cycle.drain()[1] if step in settings.draining else found.cycle.run()[1]
         target.check_integrity()
         for sequence in ended:
@@ -94,6 +100,35 @@ def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = 
     return found
 
 
+class Losses:
+    """Has all that was submitted taken back, and goes on."""
+
+    trial_is_over = False
+
+    def __init__(self, target: Scheduler) -> None:
+        self._target = target
+
+    def start_over(self, failure: Exception, lost: list[StepPlan], *, retract: Callable[[], object]) -> None:
+        for plan in lost:
+            give_up_step(self._target, plan)
+        assert (self._target.table.num_computed >= 0).all()
+        retract()
+        self._target.flush()
+
+    def note_commit(self) -> None:
+        """Nothing is counted."""
+
+
+class OnAndOff(Speculation):
+    """Drafts while it is told to."""
+
+    wants_drafts = True
+
+    @property
+    def is_on(self) -> bool:
+        return self.wants_drafts
+
+
 def key_of(sequence: Sequence) -> tuple[str, int]:
     return sequence.request.request_id, sequence.choice_index
 
@@ -109,7 +144,9 @@ WAYS = {
     "short chunks": {"chunk_tokens": 5, "preempts_every": 7},
     "aborting": {"aborts_every": 9},
     "draining": {"draining": frozenset(range(5, 200, 7))},
-    "choosing": {"is_fixed": False},
+    "losing hosts": {"lost_every": 9},
+    "on and off": {"rests": 0.2},
+    "on and off, with few pages": {"rests": 0.4, "num_pages": 26, "preempts_every": 11},
 }
 
 
@@ -134,10 +171,9 @@ def test_steps_that_follow_on_unknown_drafts_change_nothing(way: str, seed: int)
     plain, found = run(seed, PLAIN).tokens, run(seed, settings, check=settles_as_run)
     assert found.tokens == {key: tokens for key, tokens in plain.items() if key not in found.aborted}
     assert bool(found.aborted) == bool(settings.aborts_every)
-    if settings.is_fixed:
-        assert found.device.num_awaited > 20 and found.cycle.speculation is not None
-        totals = found.cycle.speculation.totals
-        assert totals.drafted > 0 and (totals.accepted > 0) == (settings.share != 0.0)
+    assert found.device.num_awaited > 20 and found.cycle.speculation is not None
+    totals = found.cycle.speculation.totals
+    assert totals.drafted > 0 and (totals.accepted > 0) == (settings.share != 0.0)
 
 
 def test_a_stream_takes_one_step_for_four_tokens_of_right_drafts():
