@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from rayserve_moe.engine import step_cycle
+from rayserve_moe.engine.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from tests.support.fake_device import NUM_WORDS, FakeDevice
 from tests.support.scheduling import one, scheduler, some_reach
 from tests.unit.engine.test_speculation import FIRST, Counting
 
@@ -67,6 +70,58 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None) -> floa
         while cycle.has_work:
             cycle.run()
     return timed.now
+
+
+class TimedDevice(FakeDevice):
+    """The same of devices with a draft model, whose drafts take time after each step that wants them."""
+
+    draft_s = 0.5
+
+    def __init__(self, seconds_of: Curve, **how: Any) -> None:
+        super().__init__(**how)
+        self.now, self._seconds_of = 0.0, seconds_of
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self.now += self._seconds_of(plan.num_tokens) if plan.num_chunks else 0.0
+        self.now += self.draft_s * plan.wants_drafts
+        return super().execute(plan)
+
+    def _sample(self, row: int, position: int, more: tuple[int, ...] = ()) -> int:
+        return (position + len(more)) % NUM_WORDS
+
+
+def seconds_with_head(seconds_of: Curve, *, num_new: int, share: float | None) -> float:
+    """What it takes to run four sequences, without drafts or with those of a draft model."""
+    target = scheduler(num_rows=4, verify_rows=32, max_tokens=num_new + 8, num_pages=num_new, page_size=16)
+    device = TimedDevice(seconds_of, num_rows=4, page_size=16, num_drafts=MOST, share=share or 0.0)
+    speculation = None
+    if share is not None:
+        speculation = Speculation(target.table, ModelProposer("head"), most_drafts=MOST, reach=some_reach())
+    cycle = StepCycle(target, device, capture=None, speculation=speculation)
+    for i in range(4):
+        target.add([one(f"r{i}", [0], num_new=num_new)])
+        target.waiting[-1].stop_token_ids = frozenset()
+    with patch.object(step_cycle.time, "perf_counter", lambda: device.now):
+        while cycle.has_work:
+            cycle.run()
+    return device.now
+
+
+def test_a_head_that_is_never_right_is_asked_less_and_less():
+    cost = CURVES["a quarter for each row"]
+    plain, own = (seconds_with_head(cost, num_new=1500, share=share) for share in (None, 0.0))
+    assert plain / own >= LEAST_OF_PLAIN
+
+
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_a_head_that_is_right_is_used(share: float):
+    cost = CURVES["not at all"]
+    plain, own = (seconds_with_head(cost, num_new=800, share=each) for each in (None, share))
+    best = max(
+        (1 + sum(share**i for i in range(1, most + 1))) * cost(4) / (cost(4 * (1 + most)) + TimedDevice.draft_s)
+        for most in (1, 3, 5, MOST)
+    )
+    assert plain / own >= LEAST_OF_BEST * best
 
 
 CURVES: dict[str, Curve] = {
