@@ -354,3 +354,11 @@ def test_what_has_its_name_in_a_header_and_a_drawn_seed_goes_on_with_them(pair, 
     rest = all_events(pair["b"], RESUME, {"rid": "in a header", "from_token": told_of(begun[-1][0])})
     whole = all_events(pair["a"], RESUME, {"rid": "in a header"})
     assert text_of(begun) and text_of(begun) + text_of(rest) == text_of(whole)
+
+
+def test_a_name_that_no_client_has_given_is_none(pair):
+    given = {"x-request-id": "drawn by HAProxy", "x-request-unnamed": "1"}
+    assert pair["a"].post(GENERATE, json=NATIVE, headers=given).status_code == 200
+    assert pair["a"].post(GENERATE, json={**NATIVE, "rid": "named"}, headers=given).status_code == 200
+    assert len(pair.journal.table) == 1
+    assert pair["b"].post(RESUME, json={"rid": "named"}).status_code == 200

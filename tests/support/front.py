@@ -17,7 +17,7 @@ from pathlib import Path
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from rayserve_moe.serving.start.haproxy_config import FrontLimits
+from rayserve_moe.serving.start.haproxy_config import UNNAMED, FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from tests.support.ports import free_port
 
@@ -49,6 +49,7 @@ class Replica(BaseHTTPRequestHandler):
         self.wfile.write(b"1\r\nb\r\n0\r\n\r\n")
 
     def do_POST(self) -> None:
+        self.server.num_unnamed += UNNAMED in self.headers
         self.rfile.read(int(self.headers["Content-Length"]))
         self.do_GET()
 
@@ -57,7 +58,9 @@ class Replica(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Says nothing of clients that leave early: health checks do."""
+    """Says nothing of clients that leave early: health checks do. It counts requests that nobody has named."""
+
+    num_unnamed = 0
 
     def handle_error(self, *_: object) -> None:
         return

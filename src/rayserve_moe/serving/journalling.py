@@ -21,6 +21,7 @@ from rayserve_moe.fleet.journal_client import Found, JournalClient, JournalDownE
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.start.haproxy_config import UNNAMED
 
 TAKEN_OVER = FinishReason("error", message="this request is answered on another connection now")
 KEPT_PATHS = frozenset(
@@ -248,5 +249,6 @@ def _asking_of(scope: Scope, path: str, journal: JournalClient) -> Asking:
     def header(name: bytes) -> str:
         return headers.get(name, b"").decode("latin-1")
 
-    names = (header(b"x-request-id"), header(b"accept"), header(b"last-event-id"))
+    name = "" if header(UNNAMED.encode()) else header(b"x-request-id")
+    names = (name, header(b"accept"), header(b"last-event-id"))
     return Asking(journal, path, caller_of(scope), *names)

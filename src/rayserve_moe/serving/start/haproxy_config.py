@@ -16,6 +16,8 @@ MARK = "# edited by rayserve_moe\n"
 """The first line of an edited configuration."""
 HEALTH_CONNECTIONS = 64
 """Connections reserved for the `/health` listener and HAProxy's own pages."""
+UNNAMED = "x-request-unnamed"
+"""A header of requests whose client gave no `X-Request-Id`: Ray's configuration gives them one."""
 RETRY_AFTER_S = 5
 CLOSE = "option http-server-close"
 OWN_ANSWERS = {
@@ -117,12 +119,13 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
 
 
 def _frontend_limits(limits: FrontLimits) -> str:
-    """Lines of the frontend: connections per source, and the time for a body to arrive."""
+    """Lines of the frontend: connections per source, who names requests, and the time for a body to arrive."""
     return f"""\
     maxconn {limits.max_connections}
     stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {limits.max_connections_per_source} }}
+    http-request set-header {UNNAMED} 1 unless {{ req.hdr(x-request-id) -m found }}
     http-request wait-for-body time {limits.body_timeout_s}s if METH_POST"""
 
 
