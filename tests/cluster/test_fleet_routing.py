@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.serve_process import HOST, ServeProcess
+from benchmarks.serve_process import HOST
 from rayserve_moe.fleet.bookings import LOAD_BOOKED_S
 from tests.cluster.conftest import SETTINGS
+from tests.support.own_servers import own_server
 
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
 
@@ -38,15 +37,9 @@ def generate(port: int, ids: list[int]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def port(checkpoint: Path):
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="f-", dir="/tmp") as folder:
-        for name in list(os.environ):
-            if name.startswith(("RAY_", "XLA_FLAGS")):
-                patch.delenv(name)
-        patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
-        with ServeProcess({**SETTINGS, "model_path": str(checkpoint), "num_replicas": 2}) as server:
-            wait_until_routed(server.port)
-            yield server.port
+    with own_server({**SETTINGS, "model_path": str(checkpoint), "num_replicas": 2}) as server:
+        wait_until_routed(server.port)
+        yield server.port
 
 
 def wait_until_routed(port: int) -> None:

@@ -224,7 +224,7 @@ def test_whoever_resumes_owns_the_request_and_the_other_ends(pair, name):
     with ThreadPoolExecutor(1) as beside, held_stream(pair, body) as (gate, events):
         next(events)
         taken = beside.submit(all_events, pair[name], RESUME, {"rid": "owned"})
-        wait_until(lambda: pair.journal.table.num_taken_over or not pair.journals["a"]._tickets)
+        wait_until(lambda: pair.journal.table.num_taken_over or not pair.journals["a"].tickets)
         gate.open()
         assert_same(last_answers(taken.result())[0], wanted[0])
         assert list(events)[-1][1]["error"]["code"] == "taken_over"

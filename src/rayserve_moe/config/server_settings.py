@@ -25,6 +25,9 @@ class ServerSettings:
     """Bytes of bodies and prompts that are read, parsed and tokenized at once; what comes beyond is answered 429."""
     drain_timeout_s: float = _number(120.0, (0, DAY_S))
     """Seconds running requests get to finish at shutdown."""
+    hand_over_after_s: float = _number(DAY_S, (0, DAY_S))
+    """Seconds after which a replica that Serve stops ends requests that the journal keeps, so that clients resume them
+    at another that runs; in any case it does 5 s before `drain_timeout_s` is over."""
     tool_call_parser: str = _choice("auto", "none", *TOOL_CALL_PARSERS)
     """How tool calls are read from answers of chats: `auto` by the tokenizer's `response_template`, else by the markers
     in the chat template; `none` leaves them in the content; or a parser by its name in vLLM or SGLang."""

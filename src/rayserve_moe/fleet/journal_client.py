@@ -19,12 +19,13 @@ from rayserve_moe.fleet.journal_link import JournalLink
 from rayserve_moe.fleet.journal_records import AskedRequest, packed_update
 from rayserve_moe.fleet.journal_table import Fence
 from rayserve_moe.fleet.journal_wire import CLOSE, COMMIT, OPEN, READ, TAKE_OVER
-from rayserve_moe.requests import ChoiceResult
+from rayserve_moe.requests import ChoiceResult, FinishReason
 
 log = logging.getLogger(__name__)
 WAIT_S = 5.0
 MOST_CLOSED = 100_000
 """Requests whose last byte was sent that are counted."""
+TAKEN_OVER = FinishReason("error", message="this request is answered on another connection now")
 
 
 class JournalDownError(RuntimeError):
@@ -35,14 +36,14 @@ class JournalDownError(RuntimeError):
 class Ticket:
     """An HTTP request that this replica owns. `records` are all that the journal has or is to have of it.
 
-    `on_loss` is called, from any thread, once another replica owns it. What `is_over` is delivered no longer; what
-    `is_dropped` is not kept.
+    `on_loss` is called, from any thread, with why its connection ends: another replica owns it, or is to; None until
+    there is one. What `is_over` is delivered no longer; what `is_dropped` is not kept.
     """
 
     identity: bytes
     fence: Fence
     records: list[bytes]
-    on_loss: Callable[[], object] = lambda: None
+    on_loss: Callable[[FinishReason], object] | None = None
     is_over: bool = False
     is_dropped: bool = False
 
@@ -77,7 +78,8 @@ class _Item:
 class JournalClient:
     """The way to the journal at `address`, which knows `key`. `epoch` is higher for replicas that start later.
 
-    While it `is_up` the journal keeps what is committed, and for `ttl_s` what was answered.
+    While it `is_up` the journal keeps what is committed, and for `ttl_s` what was answered. `tickets` are those of the
+    requests that this replica answers now, by identity.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class JournalClient:
         self.epoch = time.time_ns() if epoch is None else epoch
         self.is_up = False
         self._changed, self._packing = threading.Condition(threading.RLock()), threading.Lock()
-        self._tickets: dict[bytes, Ticket] = {}
+        self.tickets: dict[bytes, Ticket] = {}
         self._queue: deque[_Item] = deque()
         self._sent: dict[int, list[_Item]] = {}
         self._number = 0
@@ -120,12 +122,8 @@ class JournalClient:
         ticket = Ticket(identity, found.fence, list(found.records))
         with self._changed:
             self.num_resumed += 1
-            self._tickets[identity] = ticket
+            self.tickets[identity] = ticket
         return ticket
-
-    def owned(self, identity: bytes) -> Ticket | None:
-        """Return the ticket of a request that this replica answers now."""
-        return self._tickets.get(identity)
 
     def commit(self, ticket: Ticket, updates: list[tuple[int, ChoiceResult]], *, deliver: Callable[[], object]) -> None:
         """Keep updates, each with the number of its choice, then have them delivered; not after the ticket's end."""
@@ -145,8 +143,8 @@ class JournalClient:
             if ticket.is_over:
                 return
             ticket.is_over = True
-            if self._tickets.get(ticket.identity) is ticket:
-                del self._tickets[ticket.identity]
+            if self.tickets.get(ticket.identity) is ticket:
+                del self.tickets[ticket.identity]
                 self._closed_at.append(time.monotonic())
             self._put(_Item(CLOSE, ticket, deliver=deliver))
 
@@ -168,7 +166,7 @@ class JournalClient:
                 self.num_lost += sum(1 for closed_at in self._closed_at if closed_at > since)
             self._journal_name = name
             self._closed_at.clear()
-            operations = [_operation(OPEN, ticket, ticket.records) for ticket in self._tickets.values()]
+            operations = [_operation(OPEN, ticket, ticket.records) for ticket in self.tickets.values()]
             for ticket in (item.ticket for item in waiting if item.kind == CLOSE and item.ticket is not None):
                 operations.append(_operation(OPEN, ticket, ticket.records))
                 operations.append(_operation(CLOSE, ticket, []))
@@ -214,7 +212,7 @@ class JournalClient:
 
     def _own(self, ticket: Ticket) -> None:
         with self._changed:
-            self._tickets[ticket.identity] = ticket
+            self.tickets[ticket.identity] = ticket
             self._put(_Item(OPEN, ticket))
 
     def _put(self, item: _Item) -> None:
@@ -251,15 +249,16 @@ class JournalClient:
         number, fenced, dropped, (self.num_entries, self.num_bytes, self.num_dropped) = message
         with self._changed:
             items = self._sent.pop(number, [])
-            lost = [ticket for identity in fenced if (ticket := self._tickets.pop(identity, None)) is not None]
+            lost = [ticket for identity in fenced if (ticket := self.tickets.pop(identity, None)) is not None]
             for ticket in lost:
                 ticket.is_over = True
-            unkept = [ticket for identity in dropped if (ticket := self._tickets.pop(identity, None)) is not None]
+            unkept = [ticket for identity in dropped if (ticket := self.tickets.pop(identity, None)) is not None]
             self._deliver([item for item in items if item.ticket not in lost])
             with self._packing:  # what is delivered may change
                 self._deliver_rest(unkept)
         for ticket in lost:
-            ticket.on_loss()
+            if ticket.on_loss is not None:
+                ticket.on_loss(TAKEN_OVER)
 
     def _deliver_rest(self, unkept: list[Ticket]) -> None:
         """Deliver what waits of requests that are not kept: what follows is delivered at once, and may not overtake."""

@@ -52,7 +52,8 @@ class FleetMember:
     """What this replica has of what is wanted. `listed` returns the replicas that Serve lists, with their states.
 
     `staged_id` is the order that weights are staged for here, `sent_id` the update whose buckets they were. `give_up`
-    ends this replica, so that Serve starts another: it cannot have the weights that the others serve.
+    ends this replica, so that Serve starts another: it cannot have the weights that the others serve. `on_listed` is
+    told every second whom Serve lists, where it is given.
     """
 
     name: str
@@ -63,6 +64,7 @@ class FleetMember:
     view: FleetView = field(default_factory=lambda: FleetView(Wanted(), None, frozenset()))
     staged_id: str = ""
     sent_id: str = ""
+    on_listed: Callable[[Mapping[str, str]], object] | None = None
     _outcome: WeightOutcome | None = None
     _applying: threading.Lock = field(default_factory=threading.Lock)
     _staging: threading.Lock = field(default_factory=threading.Lock)
@@ -215,8 +217,10 @@ class FleetMember:
     def _view_of_living(self) -> FleetView:
         """The view without replicas that Serve does not list, nor has for long."""
         view = self.state.view()
-        if view.members - {self.name}:
+        if view.members - {self.name} or self.on_listed is not None:
             listed = self.listed()
+            if self.on_listed is not None:
+                self.on_listed(listed)
             gone = sorted(member for member in view.members if listed.get(member, GONE[0]) in GONE)
             if gone:
                 self.state.forget(gone)

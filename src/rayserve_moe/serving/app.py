@@ -28,6 +28,7 @@ from rayserve_moe.config.settings import Settings, SettingsError
 from rayserve_moe.fleet.autoscaling import DEMAND, autoscaling_of, demand_of
 from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
 from rayserve_moe.fleet.journal_client import JournalClient
+from rayserve_moe.fleet.leaving import Leaving
 from rayserve_moe.fleet.member import FleetMember
 from rayserve_moe.fleet.page_feed import PageFeed
 from rayserve_moe.fleet.remote_state import RemoteState
@@ -39,6 +40,7 @@ from rayserve_moe.requests import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.fleet import Fleet, OffersOfOthers
 from rayserve_moe.serving.http import create_api
+from rayserve_moe.serving.journalling import hand_over
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.prompt_reader import PromptReaders
 from rayserve_moe.serving.ray_weights import answer_trainer
@@ -74,10 +76,13 @@ class MoeServer:
         fleet.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control
         fleet.member.join(control)
-        threading.Thread(target=fleet.member.keep_up, args=(control,), name="fleet", daemon=True).start()
         self._server = settings.server
-        self._feed = page_feed(self._engine) if routes_by_prefix(settings) else None
         self._journal = journal_of(settings)
+        if self._journal is not None:
+            leaving = partial(hand_over, self._journal)
+            fleet.member.on_listed = Leaving(fleet.member.name, leaving, settings.server).look
+        threading.Thread(target=fleet.member.keep_up, args=(control,), name="fleet", daemon=True).start()
+        self._feed = page_feed(self._engine) if routes_by_prefix(settings) else None
         self._traffic = Traffic()
         end = partial(end_after_failure, self._engine, self._traffic, end_process=partial(ray.kill, self._this))
         threading.Thread(target=end, name="end", daemon=True).start()

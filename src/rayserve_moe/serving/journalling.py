@@ -17,13 +17,13 @@ import numpy as np
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rayserve_moe.fleet.journal_client import Found, JournalClient, JournalDownError, Ticket
+from rayserve_moe.fleet.journal_client import TAKEN_OVER, Found, JournalClient, JournalDownError, Ticket
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.start.haproxy_config import UNNAMED
 
-TAKEN_OVER = FinishReason("error", message="this request is answered on another connection now")
+HANDED_OVER = FinishReason("error", message="this replica ends: resume this request, and another goes on with it")
 KEPT_PATHS = frozenset(
     {
         *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
@@ -141,8 +141,8 @@ class KeptRequest:
     keepers: list[OneKeeper]
     told: list[int]
 
-    def on_loss(self, retire: Callable[[], Future[None] | None]) -> None:
-        """Have its streams end once another connection answers it."""
+    def on_loss(self, retire: Callable[[FinishReason], Future[None] | None]) -> None:
+        """Have its streams end, with why, once another connection answers it or is to."""
         self.ticket.on_loss = retire
 
     def close(self) -> None:
@@ -180,13 +180,26 @@ async def kept_request(requests: Sequence[GenerationRequest], card: ModelCard) -
     return KeptRequest(asking.journal, resumed.ticket, list(requests), keepers, resumed.told)
 
 
+def hand_over(journal: JournalClient) -> int:
+    """End the connections of all requests that are kept, so that clients resume them elsewhere; returns how many.
+
+    0 where the journal does not answer: it may not have what was told. From any thread.
+    """
+    open_now = [ticket for ticket in list(journal.tickets.values()) if ticket.on_loss is not None and journal.is_up]
+    for ticket in open_now:
+        journal.close(ticket)
+        if ticket.on_loss is not None:
+            ticket.on_loss(HANDED_OVER)
+    return len(open_now)
+
+
 async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int]) -> Resumed:
     """Become the owner of a request, of which the client has `told`. ApiError 404, 400 past its end, 503."""
     try:
         _resumed(await asyncio.wrap_future(journal.ask(identity)), told)
-        if (own := journal.owned(identity)) is not None:
+        if (own := journal.tickets.get(identity)) is not None:
             journal.close(own)
-            if isinstance(ended := own.on_loss(), Future):
+            if own.on_loss is not None and isinstance(ended := own.on_loss(TAKEN_OVER), Future):
                 await asyncio.wrap_future(ended)
         found = await asyncio.wrap_future(journal.ask(identity, takes_over=True))
     except JournalDownError as error:

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.streams import GenerationStream, Keeper
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, RequestError
+from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.journalling import TAKEN_OVER, KeptRequest, kept_request
+from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, kept_request
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.text.thinking_limits import with_thinking_limit
 
@@ -46,6 +46,7 @@ class RequestStreams:
         self._all_ended: asyncio.Future[list] | None = None
         self._streams: list[GenerationStream] = []
         self.kept: KeptRequest | None = None
+        self.retired: FinishReason | None = None
         self.told = [0] * len(self.request_of_choice)
         """Tokens of each choice in events so far, its end as one more."""
 
@@ -67,10 +68,11 @@ class RequestStreams:
         for stream in self._streams:
             stream.close()
 
-    def retire(self) -> Future[None] | None:
-        """End for its reader what another connection answers from now on; the future is done once all has ended."""
+    def retire(self, reason: FinishReason) -> Future[None] | None:
+        """End for its reader what another connection is to answer; the future is done once all has ended."""
+        self.retired = reason
         for stream in self._streams:
-            stream.give_up(TAKEN_OVER)
+            stream.give_up(reason)
         with contextlib.suppress(EngineStoppedError):  # then nothing runs
             return [None, *(stream.ended() for stream in self._streams)][-1]
         return None
@@ -111,6 +113,8 @@ class RequestStreams:
         failures = [finish for finish in finishes if finish.kind == "error" and finish.source is None]
         if failures and failures[0] is TAKEN_OVER:
             raise ApiError(409, str(TAKEN_OVER.message), code="taken_over")
+        if failures and failures[0] is HANDED_OVER:
+            raise ApiError(503, str(HANDED_OVER.message), code="handed_over")
         if failures:
             self._loop.check_health()
             raise ApiError(422, failures[0].message or "the model failed on this request", code="model_failed")
@@ -152,6 +156,8 @@ async def open_streams(
             if num_choices >= CHOICES_AT_ONCE:
                 num_choices = 0
                 await asyncio.sleep(0)
+        if streams.retired is not None:  # while they were opened
+            streams.retire(streams.retired)
         undo.pop_all()
     return streams
 
