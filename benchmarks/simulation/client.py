@@ -21,12 +21,14 @@ FIRST_ID = 16
 
 @dataclass
 class Answer:
-    """The tokens of a stream, when its first and last came, and how many tokens of its prompt were cached."""
+    """The tokens of a stream, when its first and last came, the seconds between two events that brought some, and how
+    many tokens of its prompt were cached."""
 
     token_ids: list[int] = field(default_factory=list)
     first_at: float = 0.0
     last_at: float = 0.0
     num_cached: int = 0
+    gaps: list[float] = field(default_factory=list)
 
 
 async def stream(address: tuple[str, int], prompt: Sequence[int], *, num_answer: int) -> Answer:
@@ -71,6 +73,8 @@ def _take(answer: Answer, event: bytes, *, now: float) -> None:
         raise RuntimeError(str(chunk["error"]))
     new = [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
     if new:
+        if answer.token_ids:
+            answer.gaps.append(now - answer.last_at)
         answer.first_at = answer.first_at or now
         answer.last_at = now
         answer.token_ids += new
@@ -97,6 +101,7 @@ async def play(
             asked.first_at, asked.last_at = answer.first_at - began, answer.last_at - began
             asked.num_cached = answer.num_cached
             seen.asked.append(asked)
+            seen.gaps += answer.gaps
             history += answer.token_ids
 
     await asyncio.gather(*map(converse, conversations))
