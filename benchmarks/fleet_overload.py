@@ -1,0 +1,233 @@
+"""Ten times the requests that a fleet can answer: what is answered, what is refused, `/health`, and memory meanwhile.
+
+    python -m benchmarks.fleet_overload [--minutes 10] [--factor 10] [--max-tokens 1500] [--out FILE.json]
+
+The peak is what as many clients as there are places get, each asking again once it is answered. Then requests come at
+`--factor` times that rate, at random moments, whatever comes of those before them; every other one is a stream. The
+journal keeps all of them. The clients are one process beside the server, whose CPU seconds are stated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.kill_clients import HANG, RESET, Seen, completion, health
+from benchmarks.kill_fleet import REPLICA, ROUTER
+from benchmarks.markdown import markdown_table
+from benchmarks.serve_process import ServeProcess
+
+ROWS, WAITING = 16, 16
+LIMIT_S, HEALTH_EVERY_S, MEMORY_EVERY_S = 600.0, 0.25, 5.0
+HEALTH_S = 0.1
+"""What a call of `/health` may take."""
+WARM_S, PEAK_S = 30.0, 60.0
+PARTS = {
+    "replica": REPLICA,
+    "router": ROUTER,
+    "worker": "ray::HostWorker",
+    "journal": "rayserve_moe.serving.start.journal",
+    "HAProxy": "haproxy",
+}
+"""Whose memory is looked at: the titles of its processes."""
+
+
+def settings(num_replicas: int) -> dict[str, Any]:
+    """Of the served fleet: the embedded model, and few places."""
+    return {
+        "model_path": "trained:calculator",
+        "num_replicas": num_replicas,
+        "max_model_len": 2048,
+        "max_running_requests": ROWS,
+        "max_waiting_requests": WAITING,
+        "precompile_bs_paddings": [ROWS],
+        "structured_output": False,
+    }
+
+
+@dataclass
+class Watched:
+    """What was seen: requests and calls of `/health` as they ended, and resident bytes of parts by time."""
+
+    requests: list[Seen] = field(default_factory=list)
+    health: list[Seen] = field(default_factory=list)
+    resident: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+
+
+def resident_bytes(serve: ServeProcess) -> dict[str, int]:
+    """Resident bytes of the largest process of each part."""
+    return {part: max(map(_resident, serve.pids_of(title)), default=0) for part, title in PARTS.items()}
+
+
+def _resident(pid: int) -> int:
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def closed_loop(port: int, *, num_clients: int, max_tokens: int, seconds: float) -> float:
+    """Answers a second that so many clients get, each of which asks again at once; after `WARM_S` that do not count."""
+    over, seen, numbers = time.monotonic() + WARM_S + seconds, list[Seen](), count()
+
+    async def ask() -> None:
+        while time.monotonic() < over:
+            seen.append(await completion(port, max_tokens=max_tokens, streams=next(numbers) % 2 == 0, limit_s=LIMIT_S))
+
+    await asyncio.gather(*(ask() for _ in range(num_clients)))
+    return rate_of(seen, over - seconds, over)
+
+
+def rate_of(seen: list[Seen], since: float, until: float) -> float:
+    """Whole answers a second that came within a time."""
+    return sum(one.is_served and since <= one.ended_at < until for one in seen) / (until - since)
+
+
+async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, seconds: float) -> Watched:
+    """Ask at random moments, `rate` times a second on average, for so long; waits for all answers."""
+    watched, over, draw = Watched(), time.monotonic() + seconds, random.Random(0)
+
+    async def every(period_s: float, look: Callable[[], Awaitable[None]]) -> None:
+        while time.monotonic() < over:
+            await look()
+            await asyncio.sleep(period_s)
+
+    async def look_at_health() -> None:
+        watched.health.append(await health(serve.port, limit_s=LIMIT_S))
+
+    async def look_at_memory() -> None:
+        watched.resident.append((time.monotonic(), await asyncio.to_thread(resident_bytes, serve)))
+
+    async def ask(number: int) -> None:
+        watched.requests.append(
+            await completion(serve.port, max_tokens=max_tokens, streams=number % 2 == 0, limit_s=LIMIT_S)
+        )
+
+    watching = [every(HEALTH_EVERY_S, look_at_health), every(MEMORY_EVERY_S, look_at_memory)]
+    async with asyncio.TaskGroup() as tasks:
+        for each in watching:
+            tasks.create_task(each)
+        asks_at = time.monotonic()
+        for number in count():
+            asks_at += draw.expovariate(rate)  # also where this process is late
+            if asks_at >= over:
+                break
+            await asyncio.sleep(asks_at - time.monotonic())
+            tasks.create_task(ask(number))
+    return watched
+
+
+def figures(watched: Watched, *, seconds: float, over: float, peak: float) -> dict[str, Any]:
+    """What has become of requests, and memory by part: at the start and the end, and its slope in the second half.
+
+    Answers that came after the arrivals' end do not count for goodput.
+    """
+    kinds = Counter("429 without Retry-After" if _is_bare(one) else one.kind for one in watched.requests)
+    refused = [one.ended_at - one.asked_at for one in watched.requests if one.kind == "429"]
+    times = np.array([one.ended_at - one.asked_at for one in watched.health])
+    goodput = rate_of(watched.requests, over - seconds, over)
+    return {
+        "peak_s": peak,
+        "arrivals_s": len(watched.requests) / seconds,
+        "goodput_s": goodput,
+        "goodput_of_peak": goodput / peak,
+        "answers": dict(kinds),
+        "refused_p50_ms": 1e3 * float(np.median(refused)) if refused else None,
+        "refused_worst_ms": 1e3 * max(refused, default=0.0),
+        "health_calls": len(times),
+        "health_failed": sum(not one.is_served for one in watched.health),
+        **{f"health_{name}_ms": 1e3 * float(np.quantile(times, q)) for name, q in (("p50", 0.5), ("p99", 0.99))},
+        "health_worst_ms": 1e3 * float(times.max()),
+        "health_slow": int((times > HEALTH_S).sum()),
+        "resident": {part: _growth(watched.resident, part) for part in PARTS},
+    }
+
+
+def _is_bare(one: Seen) -> bool:
+    return one.kind == "429" and not one.retry_after
+
+
+def _growth(resident: list[tuple[float, dict[str, int]]], part: str) -> dict[str, float]:
+    at = np.array([when for when, _ in resident])
+    mib = np.array([parts[part] for _, parts in resident]) / 2**20
+    half = len(at) // 2
+    slope = float(np.polyfit(at[half:], mib[half:], 1)[0]) * 60 if len(at) - half > 1 else 0.0
+    return {"start_mib": float(mib[0]), "end_mib": float(mib[-1]), "second_half_mib_per_min": slope}
+
+
+def measure(*, num_replicas: int, minutes: float, factor: float, max_tokens: int) -> dict[str, Any]:
+    """Serve, find the peak, then send `factor` times as much."""
+    with ServeProcess(settings(num_replicas)) as serve:
+        places = num_replicas * ROWS
+        how = {"num_clients": places, "max_tokens": max_tokens, "seconds": PEAK_S}
+        peak = asyncio.run(closed_loop(serve.port, **how))
+        note(f"peak: {peak:.2f} answers/s of {max_tokens} tokens by {places} clients")
+        seconds, server_cpu, cpu = 60 * minutes, serve.cpu_seconds(), time.process_time()
+        began = time.monotonic()
+        watched = asyncio.run(open_loop(serve, rate=factor * peak, max_tokens=max_tokens, seconds=seconds))
+        wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+        used = {part: after - server_cpu[part] for part, after in serve.cpu_seconds().items()}
+    found = figures(watched, seconds=seconds, over=began + seconds, peak=peak)
+    asked = {"num_replicas": num_replicas, "factor": factor, "max_tokens": max_tokens, "seconds": seconds}
+    return {**asked, **found, "wall_s": wall_s, "client_cpu_s": cpu_s, "server_cpu_s": used}
+
+
+def table_of(found: dict[str, Any]) -> str:
+    """Render the figures."""
+    lost = sum(number for kind, number in found["answers"].items() if kind in (HANG, RESET))
+    rows = [
+        ("peak, answers/s", f"{found['peak_s']:.2f}"),
+        ("arrivals/s", f"{found['arrivals_s']:.1f}"),
+        ("goodput / peak", f"{found['goodput_of_peak']:.3f}"),
+        ("what came back", ", ".join(f"{kind}: {number}" for kind, number in sorted(found["answers"].items()))),
+        ("cut off or never answered", lost),
+        ("429 after, ms: p50, worst", f"{found['refused_p50_ms'] or 0:.0f}, {found['refused_worst_ms']:.0f}"),
+        (
+            "/health, ms: p50, p99, worst; slower than 100 ms, failed",
+            ", ".join(f"{found[f'health_{name}_ms']:.1f}" for name in ("p50", "p99", "worst"))
+            + f"; {found['health_slow']}, {found['health_failed']} of {found['health_calls']}",
+        ),
+        ("clients' CPU, s, in s", f"{found['client_cpu_s']:.1f} in {found['wall_s']:.0f}"),
+        *(
+            (
+                f"{part}, MiB: start, end; per minute in the second half",
+                f"{one['start_mib']:.0f}, {one['end_mib']:.0f}; {one['second_half_mib_per_min']:+.2f}",
+            )
+            for part, one in found["resident"].items()
+        ),
+    ]
+    title = f"{found['num_replicas']} replicas, {found['factor']:g} times the peak for {found['seconds']:.0f} s"
+    return f"**{title}**\n\n{markdown_table(('', 'seen'), rows)}"
+
+
+def main() -> None:
+    """Measure, write the result file, print its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--factor", type=float, default=10.0)
+    parser.add_argument("--max-tokens", type=int, default=1500)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS / "fleet_overload.json")
+    arguments = parser.parse_args()
+    load_before = load_before_start()
+    how = {"minutes": arguments.minutes, "factor": arguments.factor, "max_tokens": arguments.max_tokens}
+    found = measure(num_replicas=arguments.replicas, **how)
+    save({"overload_machine": machine_facts(load_before), "fleet_overload": found}, arguments.out)
+    print(table_of(found))
+
+
+if __name__ == "__main__":
+    main()
