@@ -1,6 +1,6 @@
 """Ten times the requests that a fleet can answer: what is answered, what is refused, `/health`, and memory meanwhile.
 
-    python -m benchmarks.fleet_overload [--minutes 10] [--factor 10] [--max-tokens 1500] [--out FILE.json]
+    python -m benchmarks.fleet_overload [--minutes 10] [--factor 10] [--max-tokens 2600] [--out FILE.json]
 
 The peak is what as many clients as there are places get, each asking again once it is answered. Then requests come at
 `--factor` times that rate, at random moments, whatever comes of those before them; every other one is a stream. The
@@ -29,11 +29,11 @@ from benchmarks.kill_fleet import REPLICA, ROUTER
 from benchmarks.markdown import markdown_table
 from benchmarks.serve_process import ServeProcess
 
-ROWS, WAITING = 16, 16
+ROWS, WAITING, PROMPT_TOKENS = 16, 16, 64
 LIMIT_S, HEALTH_EVERY_S, MEMORY_EVERY_S = 600.0, 0.25, 5.0
 HEALTH_S = 0.1
 """What a call of `/health` may take."""
-WARM_S, PEAK_S = 30.0, 60.0
+WARM_S, PEAK_S = 30.0, 120.0
 PARTS = {
     "replica": REPLICA,
     "router": ROUTER,
@@ -44,12 +44,12 @@ PARTS = {
 """Whose memory is looked at: the titles of its processes."""
 
 
-def settings(num_replicas: int) -> dict[str, Any]:
+def settings(num_replicas: int, *, max_tokens: int) -> dict[str, Any]:
     """Of the served fleet: the embedded model, and few places."""
     return {
         "model_path": "trained:calculator",
         "num_replicas": num_replicas,
-        "max_model_len": 2048,
+        "max_model_len": max_tokens * 3 // 2 + PROMPT_TOKENS,
         "max_running_requests": ROWS,
         "max_waiting_requests": WAITING,
         "precompile_bs_paddings": [ROWS],
@@ -81,14 +81,21 @@ def _resident(pid: int) -> int:
 
 async def closed_loop(port: int, *, num_clients: int, max_tokens: int, seconds: float) -> float:
     """Answers a second that so many clients get, each of which asks again at once; after `WARM_S` that do not count."""
-    over, seen, numbers = time.monotonic() + WARM_S + seconds, list[Seen](), count()
+    over, seen, numbers = time.monotonic() + WARM_S + seconds, list[Seen](), count(-1, -1)
 
     async def ask() -> None:
         while time.monotonic() < over:
-            seen.append(await completion(port, max_tokens=max_tokens, streams=next(numbers) % 2 == 0, limit_s=LIMIT_S))
+            seen.append(await answer(port, next(numbers), max_tokens=max_tokens))
 
     await asyncio.gather(*(ask() for _ in range(num_clients)))
     return rate_of(seen, over - seconds, over)
+
+
+async def answer(port: int, number: int, *, max_tokens: int) -> Seen:
+    """Ask, by a name, for 0.5 to 1.5 times as many tokens: answers do not end together. Even numbers are streams."""
+    length = max_tokens // 2 + int(max_tokens * (0.618034 * number % 1.0))
+    name = f"{max_tokens} {number}"
+    return await completion(port, max_tokens=length, streams=number % 2 == 0, limit_s=LIMIT_S, rid=name)
 
 
 def rate_of(seen: list[Seen], since: float, until: float) -> float:
@@ -112,9 +119,7 @@ async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, second
         watched.resident.append((time.monotonic(), await asyncio.to_thread(resident_bytes, serve)))
 
     async def ask(number: int) -> None:
-        watched.requests.append(
-            await completion(serve.port, max_tokens=max_tokens, streams=number % 2 == 0, limit_s=LIMIT_S)
-        )
+        watched.requests.append(await answer(serve.port, number, max_tokens=max_tokens))
 
     watching = [every(HEALTH_EVERY_S, look_at_health), every(MEMORY_EVERY_S, look_at_memory)]
     async with asyncio.TaskGroup() as tasks:
@@ -170,7 +175,7 @@ def _growth(resident: list[tuple[float, dict[str, int]]], part: str) -> dict[str
 
 def measure(*, num_replicas: int, minutes: float, factor: float, max_tokens: int) -> dict[str, Any]:
     """Serve, find the peak, then send `factor` times as much."""
-    with ServeProcess(settings(num_replicas)) as serve:
+    with ServeProcess(settings(num_replicas, max_tokens=max_tokens)) as serve:
         places = num_replicas * ROWS
         how = {"num_clients": places, "max_tokens": max_tokens, "seconds": PEAK_S}
         peak = asyncio.run(closed_loop(serve.port, **how))
@@ -218,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--factor", type=float, default=10.0)
-    parser.add_argument("--max-tokens", type=int, default=1500)
+    parser.add_argument("--max-tokens", type=int, default=2600, help="of an answer, on average")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "fleet_overload.json")
     arguments = parser.parse_args()

@@ -29,10 +29,19 @@ class Seen:
 
 
 async def completion(
-    port: int, *, max_tokens: int, streams: bool, limit_s: float, first: asyncio.Event | None = None
+    port: int, *, max_tokens: int, streams: bool, limit_s: float, first: asyncio.Event | None = None, rid: str = ""
 ) -> Seen:
-    """Ask for a completion of `max_tokens` tokens; `first` is set by the first event of a stream."""
-    body = {"prompt": "37+45=", "max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "stream": streams}
+    """Ask for a completion of `max_tokens` tokens; `first` is set by the first event of a stream, a journal keeps it
+    under a `rid`."""
+    body: dict[str, Any] = {
+        "prompt": "37+45=",
+        "max_tokens": max_tokens,
+        "temperature": 1,
+        "ignore_eos": True,
+        "stream": streams,
+    }
+    if rid:
+        body["rid"] = rid
     return await _ask(port, "POST", path="/v1/completions", body=body, limit_s=limit_s, first=first)
 
 
