@@ -53,7 +53,7 @@ class FleetMember:
 
     `staged_id` is the order that weights are staged for here, `sent_id` the update whose buckets they were. `give_up`
     ends this replica, so that Serve starts another: it cannot have the weights that the others serve. `on_listed` is
-    told every second whom Serve lists, where it is given.
+    called every second with the replicas that Serve lists, where it is given.
     """
 
     name: str

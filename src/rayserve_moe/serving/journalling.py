@@ -183,7 +183,7 @@ async def kept_request(requests: Sequence[GenerationRequest], card: ModelCard) -
 def hand_over(journal: JournalClient) -> int:
     """End the connections of all requests that are kept, so that clients resume them elsewhere; returns how many.
 
-    0 where the journal does not answer: it may not have what was told. From any thread.
+    0 where the journal does not answer: it may not have what was sent. From any thread.
     """
     open_now = [ticket for ticket in list(journal.tickets.values()) if ticket.on_loss is not None and journal.is_up]
     for ticket in open_now:
