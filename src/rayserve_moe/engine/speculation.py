@@ -22,7 +22,7 @@ from rayserve_moe.scheduling.verify_rows import follows, is_awaited
 
 REST = 4
 """Steps without drafts, overlapped, before and between looks at whether drafts would pay."""
-PATIENCE, MOST_DOUBLINGS = 4, 5
+LOOKS_BEFORE_BACKOFF, MOST_DOUBLINGS = 4, 5
 """Looks in a row that find that they would not, after which each doubles the rest to the next, so many times."""
 FRUITLESS_STEPS = 2
 """Steps in a row without drafts that end trying."""
@@ -74,7 +74,7 @@ class Speculation:
         self._acceptance = Acceptance(len(table.sequences))
         self._plain, self._verifying = StepTimes(), StepTimes()
         self._rest, self._credit = REST, FIRST_CREDIT
-        self._num_fruitless = self._num_plain = self._num_vain = 0
+        self._num_fruitless = self._num_plain = self._num_declined = 0
         self._newest: tuple[Schedule, StepResult] | None = None
         self._watched: list[tuple[int, int, int, np.ndarray]] = []
 
@@ -204,9 +204,9 @@ class Speculation:
         if self._num_plain >= FORGETTING_STEPS:
             self._num_plain, self._verifying = 0, StepTimes()
         found = self._proposed(rows)
-        self._num_vain = 0 if self._chosen(len(rows), found) else self._num_vain + 1
-        if self._num_vain:
-            self._rest = REST << min(max(self._num_vain - PATIENCE, 0), MOST_DOUBLINGS)
+        self._num_declined = 0 if self._chosen(len(rows), found) else self._num_declined + 1
+        if self._num_declined:
+            self._rest = REST << min(max(self._num_declined - LOOKS_BEFORE_BACKOFF, 0), MOST_DOUBLINGS)
             generations, starts = self._table.generations, self._table.num_tokens
             self._watched = [(row, int(generations[row]), int(starts[row]), found[row]) for row in found]
         self.totals.draft_s += time.perf_counter() - begun
