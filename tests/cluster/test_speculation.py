@@ -19,7 +19,7 @@ from tests.support.draft_models import write_eagle_head
 from tests.support.drive import run_together
 from tests.support.oracle import Oracle, TreeOracle
 from tests.support.outcomes import Outcomes, assert_same
-from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, most_drafts, random_requests
+from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, known_to_devices, most_drafts, random_requests
 
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": DRAFTS, "structured_output": True}
 PAGES = {"page_size": 16, "num_pages": SETTINGS["num_pages"]}
@@ -71,13 +71,14 @@ def check_law(checkpoint: Path, *proposers: Callable[[Outcomes], Proposer], **sp
     ):
         plain_way = replace(PLAIN, step_tokens=32, chunk_tokens=32, **PAGES)
         requests = random_requests(1, count=24, layout=engine.card.routing)
-        plain = run_together(engine.runner, engine.card, requests, way=plain_way)
-        for proposer_for in proposers:
-            over = OverTransport(transport_to(executor, "sockets"), PAGES["num_pages"])
-            way = replace(plain_way, proposer=proposer_for(plain), num_drafts=most_drafts(engine), executor=over)
-            found = run_together(engine.runner, engine.card, requests, way=way)
-            assert found.keys() == plain.keys()
-            for key, outcome in plain.items():
-                assert_same(found[key], outcome, routing=outcome.routing is not None)
-            over.release()
+        for some in (requests, [known_to_devices(request) for request in requests[:12]]):
+            plain = run_together(engine.runner, engine.card, some, way=plain_way)
+            for proposer_for in proposers:
+                over = OverTransport(transport_to(executor, "sockets"), PAGES["num_pages"])
+                way = replace(plain_way, proposer=proposer_for(plain), num_drafts=most_drafts(engine), executor=over)
+                found = run_together(engine.runner, engine.card, some, way=way)
+                assert found.keys() == plain.keys()
+                for key, outcome in plain.items():
+                    assert_same(found[key], outcome, routing=outcome.routing is not None)
+                over.release()
         assert_nothing_was_compiled(executor)
