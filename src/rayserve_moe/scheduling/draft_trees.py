@@ -17,6 +17,7 @@ MOST_NODES = 32
 
 CHAIN = (np.uint32(0xFFFFFFFF) >> np.arange(MOST_NODES - 1, -1, -1, dtype=np.uint32)).view(np.int32)
 """The masks of the nodes of a chain."""
+ROOT, DEPTHS = np.zeros(1, np.int32), np.arange(MOST_NODES)
 
 
 class LaidOut(NamedTuple):
@@ -35,8 +36,8 @@ def lay_out(drafts: np.ndarray, *, count: int, levels: int) -> LaidOut:
     """
     if drafts.ndim == 1:
         num_nodes = 1 + max(0, min(len(drafts), count, levels))
-        token_ids = np.concatenate([[0], drafts[: num_nodes - 1]]).astype(np.int32)
-        return LaidOut(token_ids, np.arange(num_nodes), CHAIN[:num_nodes])
+        token_ids = np.concatenate((ROOT, drafts[: num_nodes - 1]), dtype=np.int32, casting="same_kind")
+        return LaidOut(token_ids, DEPTHS[:num_nodes], CHAIN[:num_nodes])
     tokens, below, depths, nodes = [0], [{}], [0], [0]
     for token, follows in drafts[:count].tolist():
         above = nodes[follows]
