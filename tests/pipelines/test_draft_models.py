@@ -16,6 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rayserve_moe import Engine
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.engine.eplb_steps import EplbSteps
 from rayserve_moe.engine.model_drafts import ModelProposer
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.execution import step_input
@@ -25,11 +27,13 @@ from rayserve_moe.model.draft_layer import draft_logits
 from rayserve_moe.requests import GenerationRequest
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan, StepResult
+from tests.pipelines.test_migration import heading_elsewhere
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.draft_models import AUX_KEY, ENTERED, with_prediction_layer, write_eagle_head
 from tests.support.draft_reference import DraftReference
 from tests.support.drive import PreparedExecutor, Way, preempt_every, run_together
 from tests.support.engine_store import EngineStore
+from tests.support.engines import MOVING
 from tests.support.outcomes import assert_same
 from tests.support.speculating import (
     DRAFTS,
@@ -39,6 +43,7 @@ from tests.support.speculating import (
     known_to_devices,
     most_drafts,
     random_requests,
+    settle_placement,
 )
 from tests.support.workload import request_for
 
@@ -148,6 +153,17 @@ def test_drafts_of_models_do_not_show_over_two_data_ranks(drafting_engine, kind:
     spread = {"devices_per_host": 4, "data_parallel_size": 2, "expert_backend": backend}
     engine, _ = drafting_engine(kind, **spread)
     check_law(engine, 30, count=24)
+
+
+@slow
+@pytest.mark.float32("devices add up parts of sums")
+def test_drafts_of_models_do_not_show_while_experts_move(drafting_engine):
+    engine, _ = drafting_engine("EAGLE3 of some words", **MOVING, data_parallel_size=2)
+    eplb = EplbSteps(Migration(engine.runner.placement, hosts=1, slots_per_step=1), counts_every=7)
+    version = eplb.migration.progress.version
+    check_law(engine, 32, count=16, eplb=eplb, intervene=heading_elsewhere(eplb))
+    assert eplb.migration.progress.version >= version + 4
+    settle_placement(engine, eplb, random_requests(32, count=16, layout=engine.card.routing))
 
 
 TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}

@@ -45,6 +45,7 @@ from tests.support.speculating import (
     check_mix,
     is_exact,
     random_requests,
+    settle_placement,
 )
 from tests.support.workload import request_for
 
@@ -104,12 +105,7 @@ def test_drafts_do_not_show_while_experts_move(engine_with: EngineStore, seed: i
     version = eplb.migration.progress.version
     check_mix(engine, seed, count=24, eplb=eplb, intervene=heading_elsewhere(eplb))
     assert eplb.migration.progress.version >= version + 4
-    assert engine.loop.eplb is not None
-    eplb.head_for(engine.loop.eplb.migration.placement)
-    requests = random_requests(seed, count=24, layout=engine.card.routing)
-    for _ in range(5):
-        run_together(engine.runner, engine.card, requests, way=replace(PLAIN, eplb=eplb))
-    assert eplb.migration.progress.is_done
+    settle_placement(engine, eplb, random_requests(seed, count=24, layout=engine.card.routing))
 
 
 class CountingTokens(PreparedExecutor):

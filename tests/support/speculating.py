@@ -139,6 +139,15 @@ def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[Gen
     return [_forced(generator, request, layout) if generator.random() < 0.15 else request for request in requests]
 
 
+def settle_placement(engine: Engine, eplb: EplbSteps, requests: list[GenerationRequest]) -> None:
+    """Have experts go back to where the engine's own steps know them to be."""
+    assert engine.loop.eplb is not None
+    eplb.head_for(engine.loop.eplb.migration.placement)
+    for _ in range(5):
+        run_together(engine.runner, engine.card, requests, way=replace(PLAIN, eplb=eplb))
+    assert eplb.migration.progress.is_done
+
+
 def known_to_devices(request: GenerationRequest) -> GenerationRequest:
     """The request without all for which the host needs each token before the next."""
     sampling = replace(request.sampling, processor_arguments=())
