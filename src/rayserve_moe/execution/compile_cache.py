@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MOST_BYTES = 2 << 30
 """Of one rank."""
-PACKAGES_ABOVE = ("cli.py", "serving", "rollouts", "tools", "cluster", "inprocess", "engine", "text")
+PACKAGES_ABOVE = ("cli.py", "serving", "rollouts", "tools", "fleet", "cluster", "inprocess", "engine", "text")
 """Packages that nothing which is compiled can import."""
 CACHE_OF_JAX = "jax_enable_compilation_cache"
 NOT_IN_PROGRAMS = ("cache", "dump", "log", "timeout")
