@@ -191,7 +191,7 @@ def measure(paths: tuple[Path, Path], watch: Watch, programs: str) -> dict[str, 
         see("update from disk, of what was sent", lambda: read_weights(engine, first))
     finally:
         engine.shutdown()
-    engine = started(first, programs, keep_sent_weights=False)
+    engine = started(first, programs, keep_sent_weights="off")
     try:
         see("update sent, not kept", lambda: send_weights(engine, other))
     finally:

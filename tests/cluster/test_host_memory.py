@@ -22,6 +22,7 @@ from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.tensor_updates import BucketOrder
 from tests.cluster.conftest import SETTINGS, until
+from tests.cluster.test_hosts import assert_same, complete
 from tests.cluster.test_rebuild import TIMEOUT_S, pids, send_all
 
 pytestmark = pytest.mark.slow
@@ -64,28 +65,35 @@ class HeldShares:
             thread.join()
 
 
+@pytest.mark.parametrize(("keeps", "most"), [("auto", 2), ("before_swap", 2), ("after_swap", 1)])
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_each_host_holds_one_sealed_copy_of_what_was_sent_and_at_most_two_while_another_comes(
-    num_hosts: int, raylets: int, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
+def test_each_host_holds_one_sealed_copy_of_what_was_sent_and_a_second_before_a_swap_alone(
+    num_hosts: int, keeps: str, most: int, raylets: int, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
 ) -> None:
+    """While another update comes, too. Workers that follow load it, and answer as those before them."""
     values = {"model_path": str(checkpoint), "num_hosts": num_hosts, "compile_cache": tmp_path, "devices_per_host": 2}
-    engine = start_replica_engine(settings_from({**SETTINGS, **values, **BOUNDS}))
-    held, recovery = HeldShares(engine), engine.loop.recovery
+    engine = start_replica_engine(settings_from({**SETTINGS, **values, **BOUNDS, "keep_sent_weights": keeps}))
+    held, recovery, sources = HeldShares(engine), engine.loop.recovery, engine.executor.sources
     assert recovery is not None
     try:
         assert not held.now(), "a checkpoint is on a disk"
         send_all(engine, checkpoint, "first")
-        first = held.now()
+        until(lambda: sources.serving.is_there, "they are not kept")
+        first, answered = held.now(), complete(engine.loop, engine.tokenizer)
         assert len(first) == num_hosts
         with held.watched():
             send_all(engine, other_checkpoint, "second")
-        assert held.most <= 2 * num_hosts
+            until(lambda: sources.serving.is_there, "the others are not kept")
+        assert held.most == most * num_hosts
         until(lambda: len(held.now()) == num_hosts, "copies of other weights stay")
         second = held.now()
         assert not first & second
+        wanted = complete(engine.loop, engine.tokenizer)
+        assert [each.token_ids for each in wanted] != [each.token_ids for each in answered]
         os.kill(pids(engine)[-1], signal.SIGKILL)
         until(lambda: recovery.num_rebuilds == 1 and recovery.progress is None, "the workers are not replaced")
         assert held.now() == second, "the keepers' own"
+        assert_same(complete(engine.loop, engine.tokenizer), wanted)
         assert engine.loop.control.update_weights(WeightOrder(str(checkpoint), "0")).result(TIMEOUT_S).success
         until(lambda: not held.now(), "copies stay of weights that a disk has")
     finally:

@@ -10,11 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 from safetensors.numpy import load_file
 
+from benchmarks.host_memory import sealed_shares
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
+from rayserve_moe.observability.fault_points import arm
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import ASK, WITHIN_S
@@ -121,6 +124,41 @@ def test_a_worker_that_is_lost_with_the_keeper_of_its_share(
     assert_awaited(replica, "sent a")
     push(replica, other_checkpoint, "sent a", update_id="2")
     assert replica.get("/ready").status_code == 200 and answered(replica) == wanted
+
+
+def on_replica(call: Callable[[Any], object]) -> None:
+    """Call a function there with the replica's own object, once the one before it has ended."""
+
+    def names() -> list[str]:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        return [each["name"] for each in actors if each["name"].startswith("SERVE_REPLICA::moe#moe-server#")]
+
+    wait_until(lambda: len(names()) == 1, within_s=WITHIN_S)
+    ray.get(ray.get_actor(names()[0], namespace="serve").__ray_call__.remote(call))
+
+
+def test_a_worker_that_is_lost_between_a_swap_and_its_copy(
+    replica: httpx.Client, deploy: Callable[..., None], cluster: Cluster, other_checkpoint: Path
+) -> None:
+    """What the update came from is its sender, who alone has these weights then. Once they are kept no loss matters."""
+
+    def kill_workers_there(_: object) -> None:
+        def kill_all(sources: Any) -> None:
+            for worker in sources._workers():
+                os.kill(ray.get(worker.process.remote()).pid, signal.SIGKILL)
+
+        arm("keeping", kill_all)
+
+    deploy(keep_sent_weights="after_swap")
+    on_replica(kill_workers_there)
+    push(replica, other_checkpoint, "sent d", update_id="1")
+    assert_awaited(replica, "sent d")
+    push(replica, other_checkpoint, "sent d", update_id="2")
+    wanted = answered(replica)
+    wait_until(lambda: len(sealed_shares(processes_of(cluster, "WeightKeeper"))) == 1, within_s=WITHIN_S)
+    kill(cluster, "HostWorker")
+    wait_until(lambda: code_of(replica, "/ready") is None, within_s=WITHIN_S)
+    assert answered(replica) == wanted
 
 
 def test_a_lone_replica_that_is_lost_and_a_deployment_that_follows_it(

@@ -16,7 +16,7 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.conftest import EngineStore, ReferenceFactory
-from tests.support.engines import ONE_BUCKET
+from tests.support.engines import MOVING, ONE_BUCKET
 from tests.support.sending import send_weights
 from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
 from tests.support.versions import Answer, VersionedReference
@@ -217,3 +217,32 @@ def test_a_retraction_or_a_freeze_does_not_show_in_what_comes_out(changing: Engi
         assert ours["output_ids"] == theirs["output_ids"]
         pairs = zip(*(answer["meta_info"]["output_token_logprobs"] for answer in (ours, theirs)), strict=True)
         np.testing.assert_allclose(*zip(*((a[0], b[0]) for a, b in pairs), strict=True), atol=1e-5)
+
+
+def test_an_update_is_answered_before_it_is_kept_and_experts_lie_still_until_then(
+    engine_with: EngineStore, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they lie is part of what is kept; the next update waits."""
+    engine = engine_with(**ONE_BUCKET, **MOVING)
+    eplb, tensors = engine.loop.eplb, engine.loop._executor.tensors
+    begun, may_end = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        begun.set()
+        assert may_end.wait(WITHIN_S)
+
+    monkeypatch.setattr(tensors, "keep", keep)
+    send_weights(engine, paths[1])
+    assert begun.wait(WITHIN_S) and eplb._is_held
+    engine.generate(input_ids=[5, 6, 7], max_new_tokens=4, ignore_eos=True)
+    assert eplb._is_held
+    monkeypatch.undo()
+    with ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(engine.update_weights_from_disk, paths[0])
+        assert not updated.done()
+        may_end.set()
+        assert updated.result(WITHIN_S).success
+    deadline = time.monotonic() + WITHIN_S
+    while eplb._is_held:
+        assert time.monotonic() < deadline, "experts are not let go"
+        time.sleep(0.01)

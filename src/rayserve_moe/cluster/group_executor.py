@@ -65,7 +65,12 @@ class GroupExecutor:
         self._places = GroupPlaces(parallel, cluster, given_up=self._given_up)
         self._places.on_return = self._note_loss
         self._group: HostGroup | None = None
-        self.sources = WeightSources(lambda: self.workers, keeps_next=cluster.keep_next_weights)
+        keeps = cluster.keep_sent_weights
+        self.sources = WeightSources(
+            lambda: self.workers,
+            keeps_serving=keeps in ("auto", "after_swap"),
+            keeps_next=cluster.keep_next_weights,
+        )
         self._standbys = Standbys()
         self.ahead = ProgramsAhead(settings, cluster)
         self._clock = PhaseClock()
@@ -76,7 +81,8 @@ class GroupExecutor:
             lambda: self.workers,
             timeout_s=lambda: self._settings.updates.staging_timeout_s,
             on_finish=self.sources.note_sent,
-            shares=cluster.keep_sent_weights,
+            on_keep=self.sources.keep,
+            shares=keeps in ("auto", "before_swap"),
         )
         self.sources.tensors = self.tensors
 
@@ -97,7 +103,7 @@ class GroupExecutor:
         group = self._group
         if group is not None and group.loss is not None:
             return ExecutorFailure(group.loss)
-        is_due = self._places.are_back and not self.sources.serving.kept
+        is_due = self._places.are_back and self.sources.serving.source is not None
         return ExecutorFailure("hosts have come back", is_loss=False) if is_due else None
 
     def start(self) -> StartReport:

@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayError, RayTaskEr
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, pieces_for
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.open_shares import SharePlace
-from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, SHARE, WANTED
+from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, KEEP, SHARE, WANTED
 from rayserve_moe.config.given_files import one_line
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.staged_weights import too_late
@@ -31,7 +31,7 @@ class GroupTensors:
     """An `engine.executor.TensorReceiver` of the hosts that `workers` returns; each call of them has `timeout_s()`.
 
     `sent_bytes` counts, by host, what all updates have sent there. `on_finish` is called once all have laid out theirs,
-    with where they share it, if `shares`: None of a host that does not.
+    with where they share it, if `shares`: None of a host that does not. `on_keep` has those shared that serve.
     """
 
     def __init__(
@@ -40,9 +40,11 @@ class GroupTensors:
         *,
         timeout_s: Callable[[], float],
         on_finish: Callable[[list[SharePlace | None]], None],
+        on_keep: Callable[[], None],
         shares: bool,
     ) -> None:
-        self._workers, self._timeout_s, self._on_finish, self._shares = workers, timeout_s, on_finish, shares
+        self._workers, self._timeout_s, self._shares = workers, timeout_s, shares
+        self._on_finish, self._on_keep = on_finish, on_keep
         self.sent_bytes: list[int] = []
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
@@ -77,6 +79,15 @@ class GroupTensors:
         self._ask(FINISH, token)
         self._wait()
         self._on_finish(self.places(token) if token else [])
+
+    def keep(self) -> None:
+        self._on_keep()
+
+    def share_serving(self, token: str) -> list[SharePlace | None]:
+        """Have the hosts share the weights that serve under a token; returns where, as `places`."""
+        self._ask(KEEP, token)
+        self._wait()
+        return self.places(token)
 
     def places(self, token: str) -> list[SharePlace | None]:
         """Where the hosts have their shares of the weights `token` open; None of one that has none."""

@@ -11,6 +11,7 @@ import jax
 
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.heartbeat import JOINING, LOADING
+from rayserve_moe.config.derive import sent_copies
 from rayserve_moe.config.load import set_compiler_flag, set_environment_defaults
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.execution.fewer_hosts import Parts, settings_of_any_size
@@ -45,7 +46,7 @@ class HostPlace:
     """Which host of how many this is, how many devices it emulates (0: those it has), and how all are laid out.
 
     Emulated hosts wait for each other in a collective for `collective_timeout_s`. `parts` are there where the group may
-    do without some.
+    do without some. Host memory is to hold `sent_copies` of its weights too; the latter number where they are kept.
     """
 
     host_id: int
@@ -55,6 +56,7 @@ class HostPlace:
     num_slices: int = 1
     collective_timeout_s: float = 120.0
     parts: Parts | None = None
+    sent_copies: tuple[int, int] = (0, 0)
 
 
 def place_of(
@@ -69,6 +71,7 @@ def place_of(
         num_slices=parallel.num_slices,
         collective_timeout_s=cluster.step_timeout_s,
         parts=parts,
+        sent_copies=sent_copies(cluster),
     )
 
 

@@ -17,6 +17,7 @@ from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
 from rayserve_moe.execution.fewer_hosts import pages_with_fewest
 from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.kept_copies import pages_beside_copies
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
@@ -62,7 +63,8 @@ class HostWorker:
         if place.parts is not None and place.parts.least < place.parts.now:
             free = free_bytes(list(plan.mesh.local_devices))
             num_pages = min(num_pages, pages_with_fewest(served, place.parts, free=free))
-        return num_pages
+        num_copies, share_bytes = place.sent_copies[share is not None], self._runner.tensors.share_bytes
+        return pages_beside_copies(served, num_pages, num_copies=num_copies, share_bytes=share_bytes)
 
     def prepare(self, num_pages: int) -> None:
         """Allocate pages and compile; all hosts get the same number."""

@@ -111,6 +111,7 @@ class WeightKeepers:
         self._lock = threading.RLock()  # of what is noted below; nothing is waited for under it
         self._nodes: list[str] = []
         self._shares: list[KeptShare] = []
+        self._closing: list[ray.ObjectRef] = []
         self.actors: dict[str, ActorHandle] = {}
 
     def keep(self, nodes: Sequence[str], places: Sequence[SharePlace | None]) -> tuple[SharePlace, ...]:
@@ -153,8 +154,12 @@ class WeightKeepers:
         """Close all shares but those of one token, soon."""
         with self._lock:
             self._shares, actors = list(self.shares(token)), list(self.actors.values())
-        for actor in actors:
-            actor.keep_only.remote(token)
+        self._closing = [actor.keep_only.remote(token) for actor in actors]
+
+    def until_closed(self) -> None:
+        """Wait until what was to be closed last is closed, or its keeper has ended."""
+        if self._closing:
+            ray.wait(self._closing, num_returns=len(self._closing), timeout=KEEP_S)
 
     def end(self) -> None:
         """End all keepers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,14 +16,20 @@ from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import KeptShare, WeightKeepers
 from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.requests import WeightsRefusedError
 
 
 class WeightSources:
-    """Of the weights that serve, and of those that wait on all hosts for the swap. `workers` returns those of now."""
+    """Of the weights that serve, and of those that wait on all hosts for the swap. `workers` returns those of now.
 
-    def __init__(self, workers: Callable[[], list[ActorHandle]], *, keeps_next: bool = False) -> None:
-        self._workers = workers
+    With `keeps_serving` weights that were sent come to be kept once they serve, where they were not before.
+    """
+
+    def __init__(
+        self, workers: Callable[[], list[ActorHandle]], *, keeps_serving: bool = True, keeps_next: bool = False
+    ) -> None:
+        self._workers, self._keeps_serving = workers, keeps_serving
         self.serving = self.waiting = GroupWeights()
         self.keepers = WeightKeepers(self._keep_again, keeps_next=keeps_next)
         self.tensors: GroupTensors | None = None
@@ -53,14 +60,33 @@ class WeightSources:
         """Note that all hosts have staged weights that were sent, and share them in these places, if they do."""
         self.waiting = GroupWeights(None, kept=self._kept(places))
 
+    def keep(self) -> None:
+        """Have keepers open what hosts share of the weights that serve, where those were sent and are not kept yet.
+
+        WeightsRefusedError where a host cannot in time, ExecutorFailure where one is lost.
+        """
+        if self.serving.is_there or not self._keeps_serving:
+            return
+        assert self.tensors is not None, "weights were sent"
+        reach("keeping", self)
+        self.keepers.until_closed()
+        places = self.tensors.share_serving(secrets.token_hex(8))
+        self.serving = replace(self.serving, kept=self._kept(places))
+
     def swap(self) -> None:
         """Note that what waited serves."""
         self.serving = replace(self.waiting, num_pages=self.serving.num_pages)
         self.keepers.keep_only(self.serving.token)
 
     def _kept(self, places: Sequence[SharePlace | None]) -> tuple[SharePlace, ...]:
-        """Have keepers open the shares of the hosts that serve; returns where they are then."""
-        processes = ray.get([worker.process.remote() for worker in self._workers()]) if places else []
+        """Have keepers open the shares of the hosts that serve; returns where they are then.
+
+        ExecutorFailure where one is lost.
+        """
+        try:
+            processes = ray.get([worker.process.remote() for worker in self._workers()]) if places else []
+        except RayError as error:
+            raise ExecutorFailure(f"a host was lost before its share was kept: {error}") from error
         return self.keepers.keep([process.node_id for process in processes], places)
 
     def _keep_again(self) -> None:

@@ -13,7 +13,7 @@ from rayserve_moe.execution.staged_weights import WeightReading
 from rayserve_moe.execution.tensor_staging import TensorStaging
 from rayserve_moe.requests import WeightsRefusedError
 
-BEGIN, WANTED, ADD, FINISH, SHARE = "begin", "wanted", "add", "finish", "share"
+BEGIN, WANTED, ADD, FINISH, KEEP, SHARE = "begin", "wanted", "add", "finish", "keep", "share"
 
 
 class WorkerTensors:
@@ -28,8 +28,8 @@ class WorkerTensors:
 
     def answer(self, call: str, *arguments: Any) -> Any:
         """The result of a call by its name."""
-        calls = {BEGIN: self._begin, WANTED: self._wanted, ADD: self._add, FINISH: self._finish, SHARE: self._place}
-        return calls[call](*arguments)
+        calls = {BEGIN: self._begin, WANTED: self._wanted, ADD: self._add, FINISH: self._finish}
+        return (calls | {KEEP: self._keep, SHARE: self._place})[call](*arguments)
 
     def drop(self) -> None:
         """Forget the update."""
@@ -38,8 +38,7 @@ class WorkerTensors:
 
     def swap(self) -> None:
         """Other weights serve: those that were sent last, if they are not from disk."""
-        if self._share is not None:
-            self._share.close()
+        self._close()
         self._share, self._next = self._next, None
 
     def _begin(self, expert_of_slot: np.ndarray | None) -> str:
@@ -70,6 +69,20 @@ class WorkerTensors:
             self._next = self._staging.share(token) if token and not given_up.is_set() else None
 
         self._reading.run(finish)
+
+    def _keep(self, token: str) -> None:
+        """Share the weights that serve in place of what this host has open."""
+
+        def keep(_: threading.Event) -> None:
+            self._close()
+            self._share = self._staging.share(token)
+
+        self._reading.run(keep)
+
+    def _close(self) -> None:
+        if self._share is not None:
+            self._share.close()
+            self._share = None
 
     def _place(self, token: str) -> SharePlace | None:
         """Where this host has a share open; None where it has none of that token."""

@@ -172,3 +172,11 @@ def most_replicas(cluster: ClusterSettings) -> int:
             f"num_replicas {number} must lie between min_replicas {fewest} and max_replicas {most} (0: it stays)"
         )
     return max(number, most)
+
+
+def sent_copies(cluster: ClusterSettings) -> tuple[int, int]:
+    """Copies of a host's share that an update that is sent takes besides the weights that serve: at the first one, and
+    beyond what is kept of the last. 0 where what does not fit is not kept."""
+    at_once = {"before_swap": 2, "after_swap": 1}.get(cluster.keep_sent_weights, 0)
+    each, staged = 2 if cluster.keep_next_weights else 1, 1
+    return (staged + at_once * each, staged + (at_once - 1) * each) if at_once else (0, 0)

@@ -240,10 +240,12 @@ class ClusterSettings:
     serve, by processes of the lowest priority on them that keep them in `compile_cache` and end. For emulated hosts."""
     standby_workers: bool = False
     """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
-    keep_sent_weights: bool = True
+    keep_sent_weights: str = _choice("auto", "before_swap", "after_swap", "off")
     """Keep a copy of weights that were sent, which no disk has, in host memory, by a process per node: lost workers are
-    replaced then too, and replicas that start later take them from there. Where memory does not hold them, or this is
-    off, the replica ends with its workers."""
+    replaced then too, and replicas that start later take them from there. `before_swap` writes it before they serve,
+    beside that of the weights before them; `after_swap` once they serve, in its place: whoever is lost until it is
+    written ends the replica. `auto` is `before_swap` where memory holds both, else `after_swap`; the others are refused
+    at the start where memory does not hold them. Where there is no copy the replica ends with its workers."""
     keep_next_weights: bool = False
     """Copy each host's share of weights that were sent to the next host on another node too, which takes as much memory
     again: then such weights outlive a lost node as well."""

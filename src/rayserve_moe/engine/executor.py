@@ -63,6 +63,10 @@ class TensorReceiver(Protocol):
         """Have every host lay out what has come, with the weights that serve where nothing has."""
         ...
 
+    def keep(self) -> None:
+        """Have the weights that serve kept for hosts that follow, where they are not yet; experts lie still."""
+        ...
+
     def drop(self) -> None:
         """Forget the update."""
         ...

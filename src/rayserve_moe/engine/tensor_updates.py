@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.weight_orders import LOST_WHILE_READING, NOTHING_STAGED, WeightOrder, WeightOutcome
 from rayserve_moe.requests import WeightsRefusedError
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 600.0
 """Longest time between two buckets of an update; after it what has come is forgotten."""
@@ -154,6 +157,9 @@ class TensorUpdates:
             if not order.is_last or order.waits:
                 ending.pop_all()
                 self._await_next(order.update_id)
+            elif outcome.success:
+                ending.pop_all()
+                self._keep_soon()
         return outcome
 
     def _await_next(self, update_id: str) -> None:
@@ -165,8 +171,24 @@ class TensorUpdates:
         opened = self._open
         if opened is None or opened.update_id != update_id:
             return WeightOutcome(False, NOTHING_STAGED, self._between.version())
+        with ExitStack() as ending:
+            ending.callback(self.end_open)
+            outcome = self._commands.call(partial(self._between.swap, order, opened.generation)).result()
+            if outcome.success:
+                ending.pop_all()
+                self._keep_soon()
+        return outcome
+
+    def _keep_soon(self) -> None:
+        """Have what serves now kept, and end the update, after the answer to it; experts are held until then."""
+        with suppress(RuntimeError):  # no further update is taken
+            self._updates.submit(self._keep)
+
+    def _keep(self) -> None:
         try:
-            return self._commands.call(partial(self._between.swap, order, opened.generation)).result()
+            self._reach(self._executor.tensors.keep)
+        except WeightsRefusedError as refusal:
+            log.warning("sent weights are not kept, and end with their hosts: %s", refusal)
         finally:
             self.end_open()
 

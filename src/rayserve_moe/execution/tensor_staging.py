@@ -109,14 +109,17 @@ class TensorStaging:
                 use_huge_pages(jax.tree.leaves(ready))
         self._staged.hold(ready, given_up=given_up)
 
+    @property
+    def share_bytes(self) -> int:
+        """What this host's share takes on its devices."""
+        return self._staged.bytes_per_device * len(self._served.config.plan.mesh.local_devices)
+
     def share(self, token: str) -> WeightShare | None:
         """This host's share of the weights as they are with what is staged; None where memory does not hold it too."""
-        weights = self._weights()
-        num_bytes = self._staged.bytes_per_device * len(self._served.config.plan.mesh.local_devices)
         try:
-            if num_bytes * SPARE_SHARE > memory_available():
-                raise MemoryError(f"{num_bytes} bytes")
-            return write_share(token, weights, staged=self._staged.ready)
+            if self.share_bytes * SPARE_SHARE > memory_available():
+                raise MemoryError(f"{self.share_bytes} bytes")
+            return write_share(token, self._weights(), staged=self._staged.ready)
         except (OSError, MemoryError) as error:
             log.warning("sent weights are not kept, and end with their host: %s", error)
             return None

@@ -43,6 +43,9 @@ class LocalTensors:
     def finish(self) -> None:
         self._staging.finish(threading.Event())
 
+    def keep(self) -> None:
+        """Nothing outlives this process."""
+
     def drop(self) -> None:
         self._staging.drop()
 

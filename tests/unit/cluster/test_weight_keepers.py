@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -13,9 +14,11 @@ import ray
 from ray.actor import ActorHandle
 
 from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare, written_share
+from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import WeightKeeper, WeightKeepers
-from rayserve_moe.cluster.worker_tensors import BEGIN, FINISH, SHARE, WorkerTensors
+from rayserve_moe.cluster.weight_sources import WeightSources
+from rayserve_moe.cluster.worker_tensors import BEGIN, FINISH, KEEP, SHARE, WorkerTensors
 from rayserve_moe.execution.staged_weights import WeightReading
 from rayserve_moe.execution.tensor_staging import TensorStaging
 
@@ -111,6 +114,38 @@ def test_a_worker_has_open_what_serves_and_what_waits() -> None:
     worker.answer(FINISH, "")  # nothing is to be kept
     worker.swap()
     assert worker.answer(SHARE, "b") is None
+
+
+def test_what_is_shared_after_the_swap_takes_the_place_of_what_was_shared_before() -> None:
+    """Nothing is written beside it."""
+    worker, before = worker_of(share_of("a")), num_open()
+    worker.answer(FINISH, "")
+    worker.swap()
+    assert num_open() == before - 1
+    for token in ("b", "c"):
+        worker.answer(KEEP, token)
+        assert num_open() == before and said_at(worker.answer(SHARE, token)) == token.encode()
+    assert worker.answer(SHARE, "b") is None
+    worker.swap()
+
+
+@pytest.mark.parametrize(
+    ("keeps", "serving", "is_asked"),
+    [
+        (True, GroupWeights(None), True),
+        (True, GroupWeights(None, kept=(SharePlace("a", 1, 2),)), False),
+        (True, GroupWeights("/on a disk"), False),
+        (False, GroupWeights(None), False),
+    ],
+)
+def test_weights_that_serve_come_to_be_kept_where_they_were_sent_and_are_not_yet(
+    keeps: bool, serving: GroupWeights, is_asked: bool
+) -> None:
+    sources, asked = WeightSources(list, keeps_serving=keeps), []
+    sources.tensors = cast(GroupTensors, SimpleNamespace(share_serving=lambda token: asked.append(token) or []))
+    sources.serving = serving
+    sources.keep()
+    assert bool(asked) == is_asked and sources.serving == serving, "no host has one"
 
 
 def test_nothing_is_kept_where_one_host_has_no_share() -> None:

@@ -24,9 +24,10 @@ SETTINGS = RunnerSettings(
 )
 
 
-def laid_out(num_devices: int) -> ServedModel:
+def laid_out(num_devices: int, *, cache: CacheSettings = SETTINGS.cache) -> ServedModel:
     plan = plan_for(jax.devices()[:num_devices], data_size=num_devices)
-    return served_model(SPEC, plan, settings=settings_of_any_size(SETTINGS, spec=SPEC, plan=plan))
+    settings = replace(SETTINGS, cache=cache)
+    return served_model(SPEC, plan, settings=settings_of_any_size(settings, spec=SPEC, plan=plan))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
